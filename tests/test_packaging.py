@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from native_variants import compiler
+from native_variants import CPUINFO, compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")
@@ -81,6 +81,11 @@ def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
     commands = install(wheel, tmp_path / "environment")
     doctor = json.loads(output(commands / "megatron-ssm", "doctor", "--json", cwd=tmp_path))
     assert [library["loaded"] for library in doctor["kernels"].values()] == [has_libraries] * 2, doctor["kernels"]
+    # Built without function clones, loops are for the oldest processors; products use what this one has.
+    is_slower = has_libraries and CPUINFO.exists() and "avx2" in CPUINFO.read_text().split()
+    assert len([line for line in doctor["warnings"] if "but this processor has AVX2" in line]) == 2 * is_slower
+    program = "from megatron_ssm.native import products; print(products.has_panel_products())"
+    assert output(commands / "python", "-c", program, cwd=tmp_path).strip() == str(is_slower)
     for package in PACKAGES:
         where = output(commands / "python", "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path)
         assert where.startswith(str(tmp_path))

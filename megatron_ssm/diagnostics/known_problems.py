@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ def torch_build() -> str:
 
 def find_problems() -> list[str]:
     """One line for each problem that is found, with its remedy."""
-    checks = (foreign_apex, stale_locks, cpu_torch, omp_threads, missing_kernels, shared_memory, skipped_kernels)
+    checks = (
+        foreign_apex, stale_locks, cpu_torch, omp_threads, missing_kernels, slow_kernels, shared_memory, skipped_kernels,
+    )  # fmt: skip
     found = {check.__name__: value_or_unknown(check) for check in checks}
     lines = ([f"{name}: {result}"] if isinstance(result, str) else result for name, result in found.items())
     return [line for group in lines for line in group]
@@ -116,6 +118,23 @@ def missing_kernels() -> list[str]:
     remedy = f"reinstall with {REINSTALL}" if shutil.which(compiler) else f"install gcc, then {REINSTALL}"
     whys = {package: Library(package, {}).why for package in LIBRARIES}
     return [f"{package} has no C kernels ({why}): {remedy}" for package, why in whys.items() if why]
+
+
+def slow_kernels() -> list[str]:
+    """C libraries whose compiler could not compile loops for several kinds of processors, on a processor with AVX2."""
+    cpuinfo = Path("/proc/cpuinfo")
+    features = set(cpuinfo.read_text(errors="replace").split()) if cpuinfo.is_file() else set()
+    return slow_kernels_on(features, {package: Library(package, {}).variant for package in LIBRARIES})
+
+
+def slow_kernels_on(features: Collection[str], variants: Mapping[str, str]) -> list[str]:
+    """The warning of `slow_kernels` for a processor's features and {package: the variant of its library}."""
+    remedy = f"reinstall with GCC 12 or newer, on glibc ({REINSTALL})"
+    return [
+        f"{package}'s C kernels use {variant}, but this processor has AVX2: {remedy}"
+        for package, variant in variants.items()
+        if variant == "SSE2" and "avx2" in features
+    ]
 
 
 def shared_memory(path: str | Path = "/dev/shm", needed: int = SHARED_BYTES) -> list[str]:

@@ -6,10 +6,12 @@
 #include "native.h"
 
 #define LOG2E 1.44269504088896341f
+#define LEAST_EXPONENT -126.0f /* of 2, so that the result is not subnormal */
+#define MOST_EXPONENT 127.0f   /* so that it is not infinite */
 
-/* 2^u, with u clamped to [least, most], which are -126 and 127 so that the result is neither infinite nor subnormal. u =
-   whole + f: 2^f is a polynomial on [-1/2, 1/2] of relative error 1e-7, whose terms are added in pairs because that is a
-   shorter chain; `whole` is added to its exponent bits. */
+/* 2^u, with u clamped to [least, most], which are LEAST_EXPONENT and MOST_EXPONENT. u = whole + f: 2^f is a polynomial on
+   [-1/2, 1/2] of relative error 1e-7, whose terms are added in pairs because that is a shorter chain; `whole` is added to its
+   exponent bits. */
 INLINE float exp2_between(float u, float least, float most) {
   u = least > u ? least : u;
   u = most < u ? most : u;
@@ -19,7 +21,7 @@ INLINE float exp2_between(float u, float least, float most) {
   return float_of_bits(bits_of_float(high * (square * square) + low) + ((uint32_t)(int32_t)whole << 23));
 }
 
-INLINE float exp2_(float u) { return exp2_between(u, -126.0f, 127.0f); }
+INLINE float exp2_(float u) { return exp2_between(u, LEAST_EXPONENT, MOST_EXPONENT); }
 
 /* x, of which GCC does not know that it is a constant. Bounds such as these become the instructions for the larger and the
    smaller number; GCC 12 compares with constants by longer code. */

@@ -1,5 +1,5 @@
 /* y = x W^T + b for few rows of x. W, (out, in), is read from memory once, and this determines the time: float32 or bfloat16
-   here, 8 or 4 bits in rounded.c. See `linear` in kernels.py. */
+   here, 8 or 4 bits in rounded.c. See `linear` in products.py. */
 #include <stdlib.h>
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
@@ -11,7 +11,7 @@ enum {
   BATCH = 4,                   /* rows of x that are multiplied at once */
   LANES = 64, FEW_LANES = 16,  /* partial sums of a dot product, which are added at its end; of a short one */
   ROWS = 16,                   /* rows of W that stay in the cache while the rows of x change */
-  AHEAD = 3072                 /* bytes by which W is prefetched; a third of it for float32 */
+  AHEAD = 3072                 /* bytes by which W is prefetched */
 };
 
 /* W is read in words of 32 bits, of 1 or 2 columns. x is unpacked accordingly ("planes"): first the columns that come first
@@ -45,7 +45,7 @@ INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int ba
   memset(sums, 0, batch * sizeof sums[0]);
   for (; i + lanes <= count; i += lanes) {
     for (ptrdiff_t line = 0; line < lanes * 4; line += 64)
-      __builtin_prefetch((const char *)(w + i) + line + (AHEAD));
+      __builtin_prefetch((const char *)(w + i) + line + AHEAD);
     for (int b = 0; b < batch; b++)
 #pragma omp simd
       for (ptrdiff_t k = 0; k < lanes; k++)
@@ -150,7 +150,7 @@ static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
   int is_short = in < 2 * LANES * columns_per_word(weight_type);
   if (is_short) return weight_type == BFLOAT16 ? short_bfloat16_ : short_float32_;
 #ifdef HAS_INTRINSICS
-  if (level() == AVX2) return weight_type == BFLOAT16 ? avx2_bfloat16_ : avx2_float32_;
+  if (level() >= AVX2 && loop_level() != AVX512) return weight_type == BFLOAT16 ? avx2_bfloat16_ : avx2_float32_;
 #endif
   return weight_type == BFLOAT16 ? long_bfloat16_ : long_float32_;
 }

@@ -1,6 +1,6 @@
-/* y = x W^T + b for one row of x, on processors with AMX: bit for bit what AMX computes for that row among several, so that a
-   token's numbers do not depend on what is computed beside it, except below 1e-38, which AMX counts as 0. AMX itself takes longer for one
-   row.
+/* y = x W^T + b for one row of x, on processors with AMX: bit for bit what AMX computes for that row among several, except
+   below 1e-38, which AMX counts as 0. So a token's numbers do not depend on what is computed beside it. AMX itself takes longer
+   for one row.
 
    The lanes of a vector are SIDE rows of W. BFLOAT16: of each DEPTH columns, the products of the even ones and those of the odd
    ones are added up apart, one after the other, and then to the sum; Intel's manual says so of TDPBF16PS. INT8, INT4: see

@@ -1,8 +1,9 @@
 /* y = x W^T + b for many rows of x by AVX2, on processors without larger registers or AMX.
 
-   PANEL rows of W at a time are rearranged: the words of all these rows that meet the same word of x lie side by side, and fill
-   two registers. A word has 32 bits: a float32 column, or two columns of 16 bits. FLOAT32 and BFLOAT16 matrices are multiplied in float32, INT8 and
-   INT4 matrices as 16-bit integers by an x that is rounded as in rounded.c, which is faster and hardly less exact. */
+   PANEL rows of W at a time are rearranged: the words of all these rows that meet the same word of x lie side by side, and
+   fill two registers. A word has 32 bits: a float32 column, or two columns of 16 bits. FLOAT32 and BFLOAT16 matrices are
+   multiplied in float32, INT8 and INT4 matrices as 16-bit integers by an x that is rounded as in rounded.c, which is faster and
+   hardly less exact. */
 #include "rounded.h"
 
 #ifdef HAS_INTRINSICS
@@ -10,7 +11,7 @@ enum {
   VECTOR = 8,                  /* words in a register */
   PANEL = 2 * VECTOR,
   FLOAT_ROWS = 6, INTEGER_ROWS = 4, /* rows of x that are multiplied at once: their sums stay in registers */
-  DEPTH = 384,                 /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
+  DEPTH = 384,                 /* words of a row that are multiplied at a time: PANEL rows stay in the first-level cache */
   X_ROWS = 256,                /* rows of x that are multiplied at a time: DEPTH words of each stay in the second-level cache */
   PAIRS = BLOCK / 2            /* words of a block of 16-bit columns */
 };

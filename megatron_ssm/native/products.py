@@ -5,7 +5,6 @@ A matrix (out, in) is a tensor of x's dtype, or rounded: `values`, int8 (out, in
 hold here too.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,16 +23,16 @@ ROWS_IF_TILES = 47  # the same for bfloat16 and rounded matrices, on processors 
 FEWEST_IN_BFLOAT16 = 25  # rows of x from which `linear` by AMX rounds x and a rounded matrix to bfloat16 (rounded.c)
 
 
-@cache
-def _has_products_of(dtype: torch.dtype) -> bool:
-    return bool(functions().has_products_of(TYPES[dtype]))
+def has_products_of(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for products of bfloat16 or float16; True if that is not known."""
+    return kernels.LIBRARY.functions is None or bool(functions().has_products_of(TYPES[dtype]))
 
 
 def most_rows(dtype: torch.dtype) -> int:
     """The rows of x up to which `linear` with a matrix of this dtype is faster than torch."""
     if dtype in (torch.bfloat16, *ROUNDED) and has_tile_products():
         return ROWS_IF_TILES
-    widened = dtype is torch.bfloat16 and kernels.LIBRARY.functions is not None and not _has_products_of(dtype)
+    widened = dtype is torch.bfloat16 and not has_products_of(dtype)
     return ROWS_IF_WIDENED if widened else ROWS.get(dtype, 0)
 
 
@@ -63,14 +62,13 @@ def linear(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor
     """x (..., in) W^T + bias (out,) -> (..., out), for few rows of x; x and bias are typed.
 
     values: a matrix without gaps, of x's dtype, with an even `in` if that is bfloat16; or rounded, with an `in` that is a
-    multiple of BLOCK, and with scales.
+    multiple of BLOCK, and with scales. ValueError for another one.
     """
-    columns, is_rounded = columns_of(values), values.dtype in ROUNDED
-    multiple = BLOCK if is_rounded else 2 if values.dtype is torch.bfloat16 else 1
-    if columns < 1 or columns % multiple or not values.is_contiguous() or is_rounded != (scales is not None):
-        raise ValueError(f"the C kernel needs a matrix without gaps whose rows have a multiple of {multiple} elements, "
-                         f"with scales if it is rounded; not {values.dtype} {tuple(values.shape)}")  # fmt: skip
-    return _multiply(functions().linear, x, values, scales, bias, columns)
+    columns = columns_of(values)
+    if not values.is_contiguous() or values.dtype is torch.bfloat16 and columns % 2:
+        raise ValueError(f"the C kernel needs a matrix without gaps, and with an even number of columns if it is bfloat16; "
+                         f"not {values.dtype} {tuple(values.shape)}")  # fmt: skip
+    return _multiply(functions().linear, (x.dtype, *ROUNDED), x, values, scales, bias, columns)
 
 
 def has_integer_products() -> bool:
@@ -84,8 +82,11 @@ def has_tile_products() -> bool:
 
 
 def integer_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` for many rows of x and a rounded matrix: x is rounded to 8 bits, in blocks of BLOCK."""
-    return _multiply(functions().integer_product, x, values, scales, bias)
+    """`linear` for many rows of x and a rounded matrix: x is rounded to 8 bits, in blocks of BLOCK.
+
+    ValueError for a matrix of another dtype.
+    """
+    return _multiply(functions().integer_product, ROUNDED, x, values, scales, bias)
 
 
 def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -95,13 +96,8 @@ def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: 
     """
     if not has_tile_products():
         raise RuntimeError("this processor has no AMX, or the C kernels are not loaded: use `linear`")
-    columns = columns_of(values)
-    is_typed = values.dtype in ROUNDED or values.dtype is torch.bfloat16 or values.dtype is x.dtype is torch.float32
-    if columns < 1 or not is_typed:
-        raise ValueError(
-            f"AMX needs a bfloat16 or rounded matrix, or float32 like x, not {values.dtype} {tuple(values.shape)}"
-        )
-    return _multiply(functions().tile_product, x, values, scales, bias, columns)
+    dtypes = (*ROUNDED, torch.bfloat16, *([torch.float32] if x.dtype is torch.float32 else []))
+    return _multiply(functions().tile_product, dtypes, x, values, scales, bias, columns_of(values))
 
 
 def has_panel_products() -> bool:
@@ -116,18 +112,32 @@ def panel_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias:
     """
     if not has_panel_products():
         raise RuntimeError("this processor has no AVX2, or the C kernels are not loaded: use `linear`")
-    columns = columns_of(values)
-    if columns < 1 or values.dtype not in (*ROUNDED, torch.float32, torch.bfloat16):
-        raise ValueError(f"AVX2 needs a float32, bfloat16 or rounded matrix, not {values.dtype} {tuple(values.shape)}")
-    return _multiply(functions().panel_product, x, values, scales, bias, columns)
+    dtypes = (*ROUNDED, torch.float32, torch.bfloat16)
+    return _multiply(functions().panel_product, dtypes, x, values, scales, bias, columns_of(values))
+
+
+def _check_matrix(values: Tensor, scales: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
+    """ValueError unless values is a matrix on the CPU of one of these dtypes, with scales just if it is rounded."""
+    out, columns, is_rounded = len(values), columns_of(values), values.dtype in ROUNDED
+    multiple = BLOCK if is_rounded else 1
+    if values.dtype not in dtypes or columns < 1 or columns % multiple or is_rounded != (scales is not None):
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"the C kernel needs a matrix of {names} whose rows have a multiple of {multiple} elements, "
+                         f"with scales just if it is rounded; not {values.dtype} {tuple(values.shape)}")  # fmt: skip
+    check_shapes(values=(values, values.shape), scales=(scales, (out, columns // BLOCK)))
 
 
 def _multiply(
-    kernel: Any, x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None, *x_stride: int
-) -> Tensor:
-    """Call a C function for a product -> (..., out). x_stride: elements between rows of x, if the function takes it."""
+    kernel: Any, dtypes: tuple[torch.dtype, ...], x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None,
+    *x_stride: int,
+) -> Tensor:  # fmt: skip
+    """Call a C function for a product -> (..., out).
+
+    dtypes: those of the matrices that it takes. x_stride: elements between rows of x, if it takes this number.
+    """
     out, columns = len(values), columns_of(values)
-    check_shapes(x=(x, (*x.shape[:-1], columns)), scales=(scales, (out, columns // BLOCK)), bias=(bias, (out,)))
+    _check_matrix(values, scales, dtypes)
+    check_shapes(x=(x, (*x.shape[:-1], columns)), bias=(bias, (out,)))
     x, values, scales, bias = without_gaps(x, values, scales, bias)
     y = x.new_empty(*x.shape[:-1], out)
     raise_if_failed(kernel(
@@ -138,9 +148,10 @@ def _multiply(
 
 
 def widened(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """A rounded matrix without gaps, times its scales -> (out, in) of float32 or bfloat16."""
+    """A rounded matrix times its scales -> (out, in) of float32 or bfloat16; ValueError for a matrix of another dtype."""
     out, columns = len(values), columns_of(values)
-    check_shapes(scales=(scales, (out, columns // BLOCK)))
+    _check_matrix(values, scales, ROUNDED)
+    values, scales = without_gaps(values, scales)
     matrix = scales.new_empty(out, columns, dtype=dtype)
     functions().widen(
         values.data_ptr(), scales.data_ptr(), matrix.data_ptr(), out, columns, TYPES[values.dtype], TYPES[dtype],

@@ -8,7 +8,7 @@ enum {
   BATCH = 4,     /* rows of x that are multiplied at once */
   ROWS = 16,     /* rows of W that stay in the cache while the rows of x change */
   AHEAD = 3072,  /* bytes by which W is prefetched */
-  MOST_FOR_BYTES = 24, /* rows of x up to which AMX's products of bytes are fastest */
+  MOST_FOR_BYTES = 24, /* rows of x up to which AMX's products of bytes are fastest (products.py) */
   LARGEST = 32639   /* 127 * 256 + 127: such a number is the sum of 256 times a byte and a byte */
 };
 

@@ -1,7 +1,8 @@
 /* Mamba-1's selective scan with softplus(dt), D and the gate, and its gradient. See `selective_scan` in ops/scan.py.
 
    A task is a block of channels of one sequence, or of all. It goes from token to token, and a sequence's states (N, WIDTH)
-   stay in the first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB and dC. */
+   stay in the first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB
+   and dC. */
 #include "kernels.h"
 
 enum { WIDTH = 64, STATES = 256 }; /* channels per block; the largest N, and the largest chunk * N in the backward pass */
@@ -65,7 +66,7 @@ INLINE void load_state(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t wi
 INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width,
                           const float A[STATES][WIDTH], int type) {
   float h[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], dt_x[WIDTH], y[WIDTH];
-  float least = unknown(-126.0f), most = unknown(127.0f);
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
   load_state(a, b, first, width, h);
   ptrdiff_t chunks = a->chunk ? (a->seq + a->chunk - 1) / a->chunk : 0;
   ptrdiff_t of_head = a->heads > 1 ? head * a->strides[HEAD] : 0; /* where the head's B and C begin */
@@ -149,7 +150,7 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
    the gradient of the outputs, and B is C. `next` receives the result, y the sums (batch, channels), or is NULL. */
 INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, int reverse) {
   float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], in[WIDTH], sum[WIDTH] = {0};
-  float least = unknown(-126.0f), most = unknown(127.0f);
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
   load_A(a, first, width, A);
   memset(h, 0, a->N * sizeof h[0]);
   for (ptrdiff_t step = 0; step < a->seq; step++) {
@@ -215,7 +216,7 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
   float A[STATES][WIDTH], dA[STATES][WIDTH], adjoint[STATES][WIDTH], dD[WIDTH] = {0}, dbias[WIDTH] = {0};
   float dt_x[WIDTH], dt_log2e[WIDTH], dy[WIDTH]; /* dy: before the gate */
   float d_dt_x[WIDTH], d_dt[WIDTH];              /* the gradients of dt x and of dt */
-  float least = unknown(-126.0f), most = unknown(127.0f);
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
   load_A(a, first, width, A);
   memset(dA, 0, N * sizeof dA[0]);
   for (ptrdiff_t n = 0; n < N; n++)

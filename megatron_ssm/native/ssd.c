@@ -1,9 +1,9 @@
 /* Mamba-2's recurrence and its gradient. See `ssd` in ops/scan.py.
 
-   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass unless the result must be
-   that of one_by_one, with up to WIDTH channels of the head at a time in the forward pass and PART in the backward pass. On processors
-   with AMX, ssd_tiles.c computes prompts whose inputs are bfloat16 or may be rounded. No two tasks write the same memory, except that the tasks of a thread share
-   that thread's dB, dC and scratch. */
+   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass unless the result
+   must be that of one_by_one, with up to WIDTH channels of the head at a time in the forward pass and PART in the backward
+   pass. On processors with AMX, ssd_tiles.c computes prompts whose inputs are bfloat16 or may be rounded. No two tasks write the
+   same memory, except that the tasks of a thread share that thread's dB, dC and scratch. */
 #include "ssd.h"
 
 enum {
@@ -84,7 +84,7 @@ INLINE void forward_chunk(Tokens *a, float *h, ptrdiff_t stride, const float *st
     for (int t = s + 1; t < TOKENS; t++) decay *= steps[t], products[t][s] *= decay;
     later[s] = decay;
   }
-  if (level() == AVX512)
+  if (loop_level() == AVX512)
     for (ptrdiff_t c = 0; c < width; c += LANES) forward_lanes(a, h, stride, products, later, N, c);
   else
     for (ptrdiff_t c = 0; c < width; c += LANES / 2) forward_half_lanes(a, h, stride, products, later, N, c);

@@ -15,7 +15,7 @@ typedef struct {
   ptrdiff_t batch, seq, heads, P, groups, N;
   int type;                           /* of x, B, C and y */
   int one_by_one;                     /* whether the result must be that of a call for each token, bit for bit */
-  int may_round;                         /* whether the numbers that are multiplied may be rounded to BFLOAT16, as ssd_tiles.c does */
+  int may_round;                      /* whether the numbers that are multiplied may be rounded to BFLOAT16 (ssd_tiles.c) */
 } Ssd;
 
 /* Indices into strides. x, B, C: from sequence to sequence, followed by from token to token. STATE, NEXT: from sequence to

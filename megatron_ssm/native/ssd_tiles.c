@@ -3,11 +3,11 @@
    Let c_t be the sum of dt A from a chunk's first token to token t, and h the state before the chunk. Then
      y_t = e^c_t C_t^T h + the sum over s <= t of (C_t^T B_s) e^(c_t - c_s) dt_s x_s + D x_t,
      h = e^c_last h + the sum over s of B_s (e^(c_last - c_s) dt_s x_s)^T.
-   The sums are products of tiles of bfloat16 numbers, added up in float32: x, B and C, and h and the factors of x_s, are rounded
-   to it where they are multiplied (as in the kernels of mamba-ssm). What is added to h is not, as errors there would add up: it is
-   the sum of two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `may_round` allows it: as sums of
-   three numbers they would take as long as token by token. An x that is not finite is left to ssd.c: here, 0 times such an x_s
-   would reach the tokens before it.
+   The sums are products of tiles of bfloat16 numbers, added up in float32: x, B and C, and h and the factors of x_s, are
+   rounded to it where they are multiplied (as in the kernels of mamba-ssm). What is added to h is not, as errors there would add
+   up: it is the sum of two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `may_round` allows
+   it: as sums of three numbers they would take as long as token by token. An x that is not finite is left to ssd.c: here, 0
+   times such an x_s would reach the tokens before it.
 
    C_t^T B_s is the same for all heads of a group. A task is some heads of a group of a sequence. */
 #include "ssd.h"

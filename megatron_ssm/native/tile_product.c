@@ -10,6 +10,7 @@
 #include "tiles.h"
 
 #ifdef HAS_TILES
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,7 +19,8 @@ enum {
   PARTS = 3,                    /* of a float32 number */
   WIDTH = 256, SPLIT_WIDTH = 128, /* columns of a panel that are multiplied at a time: they stay in the first-level cache */
   X_BYTES = 5 << 18,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
-  XTILEDATA = 18, REQUEST = 0x1023 /* Linux: the component of the processor's state, and arch_prctl's request for it */
+  AMX = 1 << 22 | 1 << 24 | 1 << 25, /* in EDX of CPUID 7: bfloat16, tiles, bytes */
+  XTILEDATA = 18, REQUEST = 0x1023    /* Linux: the component of the processor's state, and arch_prctl's request for it */
 };
 
 typedef struct {
@@ -283,9 +285,10 @@ int tile_product(const void *values, const float *scales, const void *bias, cons
 /* Whether this processor has AMX, and Linux lets this process use it, for which the process must ask. */
 int has_tile_products(void) {
   static int known = -1;
+  unsigned a, b, c, d;
   if (known < 0)
-    known = has_avx512_bf16() && has_avx512_vnni() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-            __builtin_cpu_supports("amx-int8") && !syscall(SYS_arch_prctl, REQUEST, XTILEDATA);
+    known = has_avx512_bf16() && has_avx512_vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX) == AMX &&
+            !syscall(SYS_arch_prctl, REQUEST, XTILEDATA);
   return known;
 }
 #else

@@ -5,7 +5,7 @@
 
 #include "rounded.h"
 
-#if defined(HAS_INTRINSICS) && defined(HAS_CLONES)
+#if defined(HAS_INTRINSICS) && defined(__linux__)
 #define HAS_TILES
 #define TARGET_AMX \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16,amx-int8")))

@@ -8,7 +8,8 @@ as fast as float32, another takes several times as long. So some products are ti
 fastest is used. Of forms within 5 % of it, those of native/step.c come first, because whole layers then run in one call of
 C; then x's own dtype. The forms of a product are:
 
-- x's own dtype, and another dtype, in torch's library. The matrix is converted some rows at a time, and not kept;
+- x's own dtype, and another dtype, in torch's library, of 16 bits only if the processor has instructions for such products.
+  The matrix is converted some rows at a time, and not kept;
 - INTEGERS: x is rounded to 8 bits, for a rounded matrix;
 - TILES: by AMX, with x in bfloat16, for a bfloat16 or a rounded matrix;
 - EXACT_TILES: by AMX, for a float32 matrix. Each number is the sum of three bfloat16 numbers, so the result is as exact as
@@ -46,6 +47,7 @@ IN_C = (INTEGERS, *IN_STEP)
 SHAPE, ROW_COUNTS = (1024, 768), (16, 128)  # of the measured products: W, and few and many rows of x
 MANY = 48  # rows of x from which the measurement with many applies
 REPETITIONS, MARGIN = 5, 0.95  # a form counts as fastest if this share of its time is at most the least time
+TOO_SLOW = 4  # a form that takes so many times the least time is not timed again
 
 
 def linear(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None = None) -> Tensor:
@@ -141,7 +143,7 @@ def product_form(stored: torch.dtype, x: torch.dtype, rows: int) -> str:
 
 @cache
 def product_times(stored: torch.dtype, x: torch.dtype, rows: int, threads: int) -> dict[str, float]:
-    """{form: seconds} of a product with a matrix of SHAPE in each form that could be fastest; x's own dtype comes first.
+    """{form: seconds} of a product with a matrix of SHAPE, in each form that could be the fastest.
 
     It is measured by the first call in a process, and takes some milliseconds. With only one form nothing is measured.
     """
@@ -149,11 +151,12 @@ def product_times(stored: torch.dtype, x: torch.dtype, rows: int, threads: int) 
     if len(forms) == 1:
         return {forms[0]: 0.0}
     with torch.inference_mode():
-        matrix = torch.linspace(-1, 1, math.prod(SHAPE)).view(SHAPE)
+        matrix = torch.linspace(-1, 1, math.prod(SHAPE), device="cpu").view(SHAPE)
         weight = KINDS[stored].of(matrix) if stored in KINDS else matrix.to(stored)
-        given, seconds = torch.ones(rows, SHAPE[1], dtype=x), dict.fromkeys(forms, math.inf)
+        given, seconds = torch.ones(rows, SHAPE[1], dtype=x, device="cpu"), dict.fromkeys(forms, math.inf)
         for _ in range(REPETITIONS):
-            for form in forms:
+            longest = TOO_SLOW * min(seconds.values())
+            for form in [form for form in forms if seconds[form] <= longest]:
                 start = time.perf_counter()
                 _linear_in_form(form, given, weight, None)
                 seconds[form] = min(seconds[form], time.perf_counter() - start)
@@ -161,12 +164,16 @@ def product_times(stored: torch.dtype, x: torch.dtype, rows: int, threads: int) 
 
 
 def _forms_to_try(stored: torch.dtype, x: torch.dtype) -> list[str]:
-    """The forms in which rows of dtype x could be multiplied by such a matrix; x's own dtype comes first."""
+    """The forms in which rows of dtype x could be multiplied by such a matrix.
+
+    x's own dtype comes first, except that torch multiplies no 16-bit numbers where the processor has no instructions for it.
+    """
     forms, is_rounded = [x], stored in KINDS
     if x in HALVES:
         forms.append(torch.float32)
     elif x is torch.float32 and is_rounded:
         forms.append(torch.bfloat16)
+    forms = [form for form in forms if form not in HALVES or products.has_products_of(form)]
     has_kernels = x in (torch.float32, torch.bfloat16)
     integers = [INTEGERS] if has_kernels and is_rounded and products.has_integer_products() else []
     in_step = []

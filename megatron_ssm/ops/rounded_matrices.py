@@ -40,7 +40,10 @@ class RoundedMatrix(nn.Module):
     @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor) -> "RoundedMatrix":
-        """A floating-point matrix (out, in), rounded; `in` is a multiple of 64. A block of zeros has the scale 0."""
+        """A floating-point matrix (out, in), rounded; `in` is a multiple of 64. A block of zeros has the scale 0.
+
+        A block with NaN or Inf has a scale that is not finite, and gives only NaN or Inf.
+        """
         out, columns = weight.shape
         dtype = torch.int8 if cls.bits == 8 else torch.uint8
         values = torch.empty(out, columns * cls.bits // 8, dtype=dtype, device=weight.device)
@@ -118,13 +121,13 @@ class Int4Weight(RoundedMatrix):
     @staticmethod
     def _round(blocks: Tensor) -> tuple[Tensor, Tensor]:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        best = torch.full_like(extreme, float("inf"))
+        best = torch.full_like(extreme, float("nan"))  # of no divisor yet
         integers, scales = torch.zeros_like(blocks), torch.zeros_like(extreme)
         for divisor in DIVISORS:
             scale = extreme / -divisor
             rounded = (blocks / scale.where(scale != 0, 1)).round_().clamp_(-8, 7)
             error = (rounded * scale - blocks).square_().sum(-1, keepdim=True)
-            is_better = error < best
+            is_better = ~(error >= best)  # the first one also where errors are infinite or NaN
             best, scales = best.where(~is_better, error), scales.where(~is_better, scale)
             integers = integers.where(~is_better, rounded)
         quarters = (integers.to(torch.int8) & 15).view(torch.uint8).unflatten(-1, (4, 16))

@@ -1,4 +1,4 @@
-/* Describes a library: the digest of the sources it was built from, and the instruction set that its kernels use. */
+/* Describes a library: the digest of the sources it was built from, and the instruction set of its kernels. */
 #include "native.h"
 
 #ifndef SOURCES
@@ -7,10 +7,10 @@
 
 const char *native_sources(void) { return SOURCES; }
 
-/* The instruction set of its kernels. */
+/* The instruction set of its plain loops: without function clones, only products use a larger one. */
 const char *native_variant(void) {
 #ifdef __x86_64__
-  return level() == AVX512 ? "AVX-512" : level() == AVX2 ? "AVX2" : "SSE2";
+  return loop_level() == AVX512 ? "AVX-512" : loop_level() == AVX2 ? "AVX2" : "SSE2";
 #else
   return "plain";
 #endif

@@ -1,8 +1,9 @@
 /* Shared by all kernels: compilation for several processors, and conversion between the element types of torch's tensors.
 
    Loops are written so that GCC vectorizes them (#pragma omp simd). CLONES compiles a function once for each level of
-   x86-64, and the dynamic linker picks the best one for the processor. GCC would compile a parallel region for the
-   lowest level only, so a parallel loop is written in a function without CLONES that calls the cloned one block by block. */
+   x86-64, and the dynamic linker picks the best one for the processor. It needs GCC 12 and glibc; otherwise loops are compiled
+   for the lowest level only. GCC would compile a parallel region for that level, too, so a parallel loop is written in a
+   function without CLONES that calls the cloned one block by block. */
 #ifndef NATIVE_H
 #define NATIVE_H
 
@@ -10,14 +11,16 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(NO_CLONES)
+/* NO_CLONES: do without them. ONE_LEVEL: the whole library is for the level of -march, as the tests build it. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(NO_CLONES) && \
+    !defined(ONE_LEVEL)
 #define HAS_CLONES
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES
 #endif
-#if defined(__x86_64__) && defined(__GNUC__)
-#define HAS_INTRINSICS /* of x86, in functions with these attributes */
+#if defined(__x86_64__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define HAS_INTRINSICS /* of x86 up to AMX, in functions with these attributes */
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define TARGET_AVX512_VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")))
@@ -31,13 +34,12 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-/* The instruction set of the kernels that run: of the clones on this processor, or else of the whole library. */
+/* Instruction sets of x86. */
 enum { BASELINE, AVX2, AVX512 };
-INLINE int level(void) {
-#if defined(HAS_CLONES)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("x86-64-v4") ? AVX512 : __builtin_cpu_supports("x86-64-v3") ? AVX2 : BASELINE;
-#elif defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+
+/* That of functions without attributes. */
+INLINE int compiled_level(void) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
   return AVX512;
 #elif defined(__AVX2__) && defined(__FMA__)
   return AVX2;
@@ -46,8 +48,30 @@ INLINE int level(void) {
 #endif
 }
 
-/* Whether kernels may use instructions beyond the level. */
-#if defined(HAS_CLONES)
+/* That of functions with intrinsics: this processor's, unless ONE_LEVEL. */
+INLINE int level(void) {
+#if defined(HAS_INTRINSICS) && !defined(ONE_LEVEL)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return BASELINE;
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl")
+             ? AVX512 : AVX2;
+#else
+  return compiled_level();
+#endif
+}
+
+/* That of plain loops: of their clones for this processor, or else the compiler's. */
+INLINE int loop_level(void) {
+#ifdef HAS_CLONES
+  return level();
+#else
+  return compiled_level();
+#endif
+}
+
+/* Whether functions with intrinsics may use instructions beyond the level. */
+#if defined(HAS_INTRINSICS) && !defined(ONE_LEVEL)
 INLINE int has_avx512_bf16(void) { return level() == AVX512 && __builtin_cpu_supports("avx512bf16"); }
 INLINE int has_avx512_vnni(void) { return level() == AVX512 && __builtin_cpu_supports("avx512vnni"); }
 #else

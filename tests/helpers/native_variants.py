@@ -78,7 +78,7 @@ def library_path(tmp_path_factory):
             if not folder.exists():
                 folder.mkdir()
                 options = ("-q", "--build-lib", folder, "--build-temp", folder / "objects")
-                (folder / "output").write_text(build_ext(*options, CFLAGS=f"-g0 -DNO_CLONES -march={variant}"))
+                (folder / "output").write_text(build_ext(*options, CFLAGS=f"-g0 -DONE_LEVEL -march={variant}"))
         if package in libraries(folder):
             return libraries(folder)[package]
         output = (folder / "output").read_text()

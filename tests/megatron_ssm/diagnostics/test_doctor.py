@@ -275,6 +275,13 @@ def test_a_cpu_build_of_torch_beside_a_gpu():
     assert not known_problems.cpu_torch_beside(["/dev/nvidia0"], "CUDA 13.0; devices: none")
 
 
+def test_kernels_of_a_compiler_without_function_clones():
+    (line,) = known_problems.slow_kernels_on({"sse2", "avx2"}, {"megatron_ssm": "SSE2", "sparsefusion": "AVX2"})
+    assert line.startswith("megatron_ssm's C kernels use SSE2, but this processor has AVX2: reinstall with GCC 12")
+    assert not known_problems.slow_kernels_on({"sse2"}, {"megatron_ssm": "SSE2"})
+    assert not known_problems.slow_kernels_on({"avx2"}, {"megatron_ssm": "", "sparsefusion": "AVX-512"})
+
+
 def test_shared_memory_that_is_missing_or_small(tmp_path):
     (line,) = known_problems.shared_memory(tmp_path / "none")
     assert f"{tmp_path}/none is not there" in line

@@ -5,6 +5,7 @@ not returns NaN.
 """
 
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -314,14 +315,44 @@ def test_products_of_wrong_shapes_are_errors(variant):
     for arguments in ((weight, None, torch.ones(4)), (int8.values, int8.scales[:, :1]), (int8.values[:4], int8.scales)):
         with pytest.raises(ValueError, match="has shape .* but the C kernel needs"):
             products.linear(x, *arguments)
-    narrow = x.bfloat16()
-    for given, arguments in (
-        (narrow[:, :3], (weight[:, :3].bfloat16(),)),
-        (x, (int8.values,)),
-        (x, (torch.ones(5, 130)[:, 1:129],)),
-    ):
-        with pytest.raises(ValueError, match="needs a matrix without gaps whose rows have a multiple of"):
-            products.linear(given, *arguments)
+    for given, matrix in ((x[:, :3].bfloat16(), weight[:, :3].bfloat16()), (x, torch.ones(5, 130)[:, 1:129])):
+        with pytest.raises(ValueError, match="needs a matrix without gaps, and with an even number of columns if"):
+            products.linear(given, matrix)
+
+
+PRODUCTS = {"linear": None, "integer_product": None, "tile_product": "tile", "panel_product": "panel"}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@torch.no_grad()
+def test_matrices_that_a_product_does_not_take(variant, name):
+    """Each would make the kernel read beyond the matrix, or read its numbers as those of another dtype."""
+    if (needed := PRODUCTS[name]) and not getattr(products, f"has_{needed}_products")():
+        pytest.skip(f"no {name}")
+    x, weight = torch.ones(2, 128), torch.ones(5, 128)
+    int8, int4 = (format.of(weight) for format in ROUNDED_FORMATS.values())
+    wrong = [(x, int8.values, None), (x[:, :100], int8.values[:, :100], int8.scales[:, :1]), (x, weight, int8.scales)]
+    wrong += [(x, weight.half(), None), (x, int4.values, None), (x[:, :0], weight[:, :0], None)]
+    for given, matrix, scales in wrong:
+        with pytest.raises(ValueError, match="needs a matrix of .* whose rows have a multiple of .* with scales"):
+            getattr(products, name)(given.contiguous(), matrix.contiguous(), scales)
+
+
+def test_constants_of_c_and_python():
+    """Oracle: the enums in the C sources."""
+    shared = {
+        ("conv.c", "TAPS"): kernels.LONGEST_KERNEL,
+        ("selective_scan.c", "STATES"): kernels.LARGEST_STATE,
+        ("ssd.c", "STATES"): kernels.LARGEST_STATE,
+        ("ssd.c", "CHUNK"): kernels.CHUNK,
+        ("ssd.c", "PART"): kernels.PART,
+        ("rounded.h", "BLOCK"): products.BLOCK,
+        ("rounded.c", "MOST_FOR_BYTES"): products.FEWEST_IN_BFLOAT16 - 1,
+        ("step.c", "MANY"): matrices.MANY,
+    }
+    for (file, name), value in shared.items():
+        text = (ROOT / "megatron_ssm/native" / file).read_text()
+        assert re.findall(rf"\b{name} = (\d+)", text) == [str(value)], (file, name)
 
 
 @kinds
@@ -398,6 +429,23 @@ def test_linear(variant, monkeypatch, kind, columns):
             assert (y - exact).norm() <= tolerance * max(exact.norm(), usual), (batch, out)
 
 
+@pytest.mark.parametrize("kind", LINEAR)
+@torch.no_grad()
+def test_a_row_does_not_depend_on_the_others(variant, kind):
+    """Bit for bit, beside up to 15 others (bfloat16 without AMX: up to 3), also if its columns do not fill vectors."""
+    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
+    generator = torch.Generator().manual_seed(0)
+    most = 4 if kind == "bfloat16" and not products.has_tile_products() else 16
+    for out, columns in product((1, 18), (64, 192, 1088) if format else (30, 140, 254, 390, 1002)):
+        weight = torch.randn(out, columns, generator=generator)
+        matrix = format.of(weight) if format else weight.to(dtype)
+        values, scales = (matrix.values, matrix.scales) if format else (matrix, None)
+        x = torch.randn(most, columns, generator=generator).to(dtype)
+        alone = torch.cat([products.linear(row, values, scales) for row in x.split(1)])
+        for rows in range(2, most + 1):
+            assert torch.equal(products.linear(x[:rows], values, scales), alone[:rows]), (out, columns, rows)
+
+
 @dtypes
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 @torch.no_grad()
@@ -466,10 +514,8 @@ def test_tile_products_of_extreme_numbers():
     x[3, 5], x[4, 6] = float("inf"), float("nan")
     y = products.tile_product(x, weight)
     assert not y[3:5].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
-    with pytest.raises(
-        ValueError, match="AMX needs a bfloat16 or rounded matrix, or float32 like x, not torch.float16"
-    ):
-        products.tile_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
+    with pytest.raises(ValueError, match="needs a matrix of int8, uint8, bfloat16 whose .* not torch.float32"):
+        products.tile_product(x.bfloat16(), weight)
 
 
 @dtypes
@@ -514,18 +560,19 @@ def test_panel_products_of_extreme_numbers(variant):
     ):
         y = products.panel_product(x, *given)
         assert not y[3:5].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
-    with pytest.raises(ValueError, match="AVX2 needs a float32, bfloat16 or rounded matrix, not torch.float16"):
-        products.panel_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 def test_widened_matrices(variant, format):
-    """In float32 and bfloat16; oracle: torch's conversion of the values."""
+    """In float32 and bfloat16; oracle: torch's conversion of the values. Also of rows with gaps between them."""
     for out, columns in ((1, 64), (7, 192), (33, 128)):
         matrix = format.of(torch.randn(out, columns, generator=torch.Generator().manual_seed(out)))
         exact = matrix.rows(torch.arange(out), torch.float32)
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(products.widened(matrix.values, matrix.scales, dtype), exact.to(dtype))
+            assert torch.equal(matrix.rows(slice(0, out, 3), dtype), exact[::3].to(dtype))
+    with pytest.raises(ValueError, match="needs a matrix of int8, uint8 whose rows have a multiple of 64 elements"):
+        products.widened(matrix.values[:, :50].contiguous(), matrix.scales[:, :1], torch.float32)
 
 
 @dtypes

@@ -6,6 +6,7 @@ import platform
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,7 +207,8 @@ def test_rounded_matrices(kind, rows):
     is_in_c = products.should_multiply(x, matrix.values)
     assert is_in_c == (rows <= products.most_rows(stored) and bool(kernels.LIBRARY))
     uses_tiles = rows >= products.FEWEST_IN_BFLOAT16 and products.has_tile_products()
-    is_narrow = uses_tiles if is_in_c else matrices.product_form(stored, x.dtype, rows) != "float32"
+    form = "" if is_in_c else matrices.product_form(stored, x.dtype, rows)
+    is_narrow = uses_tiles if is_in_c else form in ("bfloat16", matrices.TILES, matrices.INTEGERS)
     y, expected = linear(x, matrix).double(), x.double() @ exact.T
     torch.testing.assert_close(y, expected, rtol=0, atol=0.3 if is_narrow else 2e-3)
     index = torch.tensor([[2, 0], [1, 1]])
@@ -223,6 +225,21 @@ def test_values_that_are_not_finite():
         with torch.no_grad():
             y = linear(x, kind.of(torch.linspace(1, 2, 6 * 128).view(6, 128)))
         assert not y[:2].isfinite().any() and y[2].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+@torch.no_grad()
+def test_weights_that_are_not_finite_or_large(kind):
+    """NaN and Inf give NaN or Inf in every product of their row. In 4 bits, squares of large errors are infinite."""
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        weight = torch.linspace(1, 2, 6 * 128).view(6, 128)
+        weight[0, 70] = bad
+        for rows in (1, 40):
+            y = linear(torch.ones(rows, 128), kind.of(weight))
+            assert not y[:, 0].isfinite().any() and y[:, 1:].isfinite().all()
+    weight = 3e38 * torch.linspace(-1, 1, 6 * 128).view(6, 128)
+    errors = kind.of(weight).rows(slice(None), torch.float64) - weight.double()
+    assert errors.abs().max() <= 3e38 / 8  # one step in 4 bits
 
 
 @pytest.mark.parametrize("tokens", (1024, 20))
@@ -257,28 +274,53 @@ def test_products_of_more_rows(monkeypatch, dtype, chosen, tokens):
 
 
 def test_the_fastest_form(monkeypatch):
-    """Another form than x's dtype must be faster by more than 5 %; few rows and many are measured apart."""
+    """Few rows and many are measured apart. Of forms within 5 %, those of native/step.c come first, then x's dtype."""
     times = {16: {"float32": 1.0, "bfloat16": 0.96}, 128: {"float32": 1.0, "bfloat16": 0.94}}
     monkeypatch.setattr(matrices, "product_times", lambda stored, x, rows, threads: times[rows])
     found = [matrices.product_form(torch.int8, torch.float32, rows) for rows in (1, 47, 48, 4096)]
     assert found == ["float32", "float32", "bfloat16", "bfloat16"]
+    times = {16: {"float32": 1.0, "bfloat16": 0.9, matrices.PANELS: 0.94}, 128: {"float32": 1.0, matrices.PANELS: 1.06}}
+    assert [matrices.product_form(torch.int8, torch.float32, rows) for rows in (1, 48)] == [matrices.PANELS, "float32"]
+
+
+def test_how_forms_are_measured(monkeypatch):
+    """On the CPU, whatever the default device is. A form that is too slow is timed only once."""
+    seconds = {"float32": 1.0, "bfloat16": 3.0, matrices.INTEGERS: 5.0}
+    now, timed = [0.0], []
+
+    def multiply(form, x, weight, bias):
+        assert x.is_cpu and weight.device.type == "cpu"
+        timed.append(form)
+        now[0] += seconds[form]
+
+    monkeypatch.setattr(matrices, "_forms_to_try", lambda *_: list(seconds))
+    monkeypatch.setattr(matrices, "_linear_in_form", multiply)
+    monkeypatch.setattr(matrices, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with torch.device("meta"):
+        assert matrices.product_times.__wrapped__(torch.int8, torch.float32, 16, 1) == seconds
+    assert [timed.count(form) for form in seconds] == [matrices.REPETITIONS, matrices.REPETITIONS, 1]
+
+
+ANOTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 @pytest.mark.parametrize("stored", (*matrices.MEASURED, *KINDS), ids=str)
 def test_what_is_measured(stored):
-    """x's dtype first. It is measured once in a process, and changes no random number."""
+    """16-bit products only by instructions for them. It is measured once in a process, and changes no random number."""
     matrices.product_times.cache_clear()  # another test may have measured without the C library
     state = torch.get_rng_state()
     for x in (torch.float32, *matrices.HALVES, torch.float64):
         if stored in matrices.MEASURED and x is not stored:
             continue
         times = matrices.product_times(stored, x, 16, 1)
-        assert next(iter(times)) == str(x).removeprefix("torch.") and times is matrices.product_times(stored, x, 16, 1)
+        assert times is matrices.product_times(stored, x, 16, 1)
+        another = [] if x is torch.float64 or stored is torch.float32 else [ANOTHER[x]]
+        dtypes = [dtype for dtype in (x, *another) if dtype not in matrices.HALVES or products.has_products_of(dtype)]
+        assert list(times)[: len(dtypes)] == [str(dtype).removeprefix("torch.") for dtype in dtypes]
         typed = x in (torch.float32, torch.bfloat16) and stored is not torch.float16
         in_step = products.has_tile_products() or products.has_panel_products()
         kernels_for_it = typed * (in_step + (stored in KINDS and products.has_integer_products()))
-        dtypes = 1 if x is torch.float64 or stored is torch.float32 else 2
-        assert len(times) == dtypes + kernels_for_it
+        assert len(times) == len(dtypes) + kernels_for_it
         assert all(0 <= seconds < 1 for seconds in times.values())
     assert torch.equal(torch.get_rng_state(), state)
 
