@@ -26,9 +26,11 @@ MOST_REFERENCES = 500  # "$ref" in a schema
 MOST_RULES = 500  # in a grammar
 MOST_NESTED = 100  # brackets inside each other
 MOST_LEVELS = 1500  # the brackets around each reference in sum, or rules times the brackets that are inside each other
-# Strings (with the colon after a name in JSON), comments and expressions, which hide what is in them; colons and brackets.
+# Strings (with the colon after a name in JSON), comments, special tokens and expressions, which hide what is in them; colons
+# and brackets.
 _LEXEME = re.compile(
-    r'"(?:\\.|[^"\\\n])*"?(?:\s*:)?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])*/?|(?P<colon>:)|(?P<open>[(\[{])|(?P<close>[)\]}])'
+    r'"(?:\\.|[^"\\\n])*"?(?:\s*:)?|(?:#|//)[^\n]*|<[^<>]+>'
+    r"|/(?:\\.|[^/\\])*/?|(?P<colon>:)|(?P<open>[(\[{])|(?P<close>[)\]}])"
 )
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
@@ -87,7 +89,7 @@ class Grammar:
         if self.kind == "regex":
             return matcher.grammar_from_regex(self.text)
         if self.kind == "lark":
-            return matcher.grammar_from_lark(self.text)
+            return json.dumps({"grammars": [{"lark_grammar": self.text}]})  # the text alone may be read as such JSON
         try:
             return matcher.grammar_from_json_schema(self.text if self.kind == "json_schema" else '{"type": "object"}')
         except ValueError as error:
