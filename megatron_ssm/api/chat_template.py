@@ -22,11 +22,11 @@ class ChatTemplate:
     def __init__(self, directory: str | Path):
         config_path = Path(directory) / "tokenizer_config.json"
         config = _read_object(config_path) if config_path.is_file() else {}
-        path, text = Path(directory) / "chat_template.jinja", None
+        path = Path(directory) / "chat_template.jinja"
         if path.is_file():
-            text = path.read_text(encoding="utf-8")
-        elif "chat_template" in config:
-            path, text = config_path, _default(config["chat_template"])
+            text: str | None = path.read_text(encoding="utf-8")
+        else:
+            path, text = config_path, _default(config.get("chat_template"))
         self.path = None if text is None else path
         self._special_tokens = {
             name: token for name, value in config.items() if name.endswith("_token") and (token := _content(value))
@@ -84,11 +84,11 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _default(template: Any) -> str:
-    """The template itself, or the one named "default" in a list of named templates."""
+def _default(template: Any) -> str | None:
+    """The template itself, or the one named "default" in a list of named templates; None if there is none."""
     if isinstance(template, list):
-        template = {each["name"]: each["template"] for each in template}.get("default", "")
-    return str(template)
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    return None if template is None else str(template)
 
 
 def _content(token: Any) -> str | None:
