@@ -160,8 +160,8 @@ def _ids(text: str, served: Served, param: str, add_special_tokens: bool = True)
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are null or empty lists, whose content is one text."""
-    plain = {name: value for name, value in message.items() if value not in (None, [])}
+    """A message without its type and fields that are null or empty lists, whose content is one text."""
+    plain = {name: value for name, value in message.items() if name != "type" and value not in (None, [])}
     if isinstance(plain["content"], list):
         plain["content"] = "".join(part["text"] for part in plain["content"])
     return plain

@@ -36,6 +36,7 @@ MESSAGE = dict(
             description="a text, or a list of texts",
         ),
         name=dict(type="string"),
+        type=_only("text"),
         tool_calls=_only([]),
     ),
 )

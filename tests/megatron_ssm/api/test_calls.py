@@ -70,9 +70,10 @@ def test_how_many_tokens_there_may_be(tmp_path):
 
 
 def test_empty_fields_of_messages_are_not_given_to_the_template(tmp_path):
-    """Templates ask whether they are there."""
+    """Templates ask whether they are there. Nor is the type, which clients such as lm-eval's send."""
     model = served(tmp_path, "{{ messages[0] | list | join(',') }}")
-    message = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": [], "refusal": None}
+    empty = {"tool_calls": [], "refusal": None, "type": "text"}
+    message = {**empty, "role": "assistant", "content": [{"type": "text", "text": "a"}]}
     (prompt,) = read_call(CHAT, {"messages": [message]}, "", model).prompts
     assert prompt[0] == "role,content"
 

@@ -67,6 +67,7 @@ def test_fields_that_are_null_count_as_left_out():
             r'messages\[0\].role=tool must be one of "system", "dev',
         ),
         (CHAT, "messages", [TOOL_CALL], r"messages\[0\].tool_calls is not implemented"),
+        (CHAT, "messages", [{"role": "user", "content": "a", "type": "image"}], r"\[0\].type is not implemented"),
         (CHAT, "parallel_tool_calls", 1, "parallel_tool_calls is not implemented"),
         (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url", "text": ""}]}], 'must be one of "text"'),
         (CHAT, "response_format", {"type": "xml"}, r'response_format.type=xml must be one of "text", "json_object"'),
