@@ -9,6 +9,8 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_ssm.inference.text import read_tokenizer_config, special_tokens
+
 from .errors import bad_request
 
 
@@ -20,17 +22,14 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: str | Path):
-        config_path = Path(directory) / "tokenizer_config.json"
-        config = _read_object(config_path) if config_path.is_file() else {}
+        config = read_tokenizer_config(directory)
         path = Path(directory) / "chat_template.jinja"
         if path.is_file():
             text: str | None = path.read_text(encoding="utf-8")
         else:
-            path, text = config_path, _default(config.get("chat_template"))
+            path, text = Path(directory) / "tokenizer_config.json", _default(config.get("chat_template"))
         self.path = None if text is None else path
-        self._special_tokens = {
-            name: token for name, value in config.items() if name.endswith("_token") and (token := _content(value))
-        }
+        self._special_tokens = special_tokens(config)
         try:
             self._template = None if text is None else _environment().from_string(text)
         except jinja2.TemplateError as error:
@@ -89,17 +88,3 @@ def _default(template: Any) -> str | None:
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     return None if template is None else str(template)
-
-
-def _content(token: Any) -> str | None:
-    """The text of a special token in tokenizer_config.json, where it may be an object."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a tokenizer configuration") from None
