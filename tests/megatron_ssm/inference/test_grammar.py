@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_ssm import Engine, load
 from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID as END
+from megatron_ssm.inference.text import load_tokenizer
 from serving import attempt, checkpoint, ids, on_ranks
 
 pytest.importorskip("llguidance")
@@ -177,6 +178,19 @@ def test_the_largest_grammars():
         for kind, text in largest:
             made = pool.submit(grammar.Grammar, kind, text).result()
             assert pool.submit(engine.tokenizer.matcher, made).result().allowed.any()
+
+
+def test_how_many_parsers_are_kept(monkeypatch):
+    """Those of the grammars used last, as far as their texts are short enough in sum."""
+    tokens, compiled = grammar.GrammarTokens(load_tokenizer(checkpoint("mamba2")), 257), []
+    new_parser = tokens._new_parser
+    monkeypatch.setattr(tokens, "_new_parser", lambda made: (compiled.append(made), new_parser(made))[1])
+    monkeypatch.setattr(grammar, "REMEMBERED", 100)
+    monkeypatch.setattr(grammar, "LEAST_REMEMBERED", 30)
+    short, other, longer, longest = (grammar.regex("a" * count) for count in (1, 2, 60, 200))
+    for made in (short, other, short, longer, short, other, longest, longest, short):
+        assert tokens.parser(made).compute_bitmask()
+    assert compiled == [short, other, longer, other, longest, short]
 
 
 def test_an_unknown_kind():
