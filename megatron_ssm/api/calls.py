@@ -99,6 +99,8 @@ def read_call(endpoint: str, body: Any, owner: str, served: Served) -> Call:
         )
     if values["stream_options"] is not None and not values["stream"]:
         raise bad_request("stream_options are for streams only", "stream_options")
+    if values.get("best_of") not in (None, values["n"]):
+        raise bad_request("best_of is not implemented: it must be equal to n", "best_of")
     logprobs = _logprobs(endpoint, values, served.vocab_size)
     prompts = _chat_prompt(values, served) if endpoint == CHAT else _prompts(values, served)
     most = [_new_tokens(endpoint, values, len(ids), served.max_length) for _, ids in prompts]

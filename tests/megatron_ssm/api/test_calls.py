@@ -40,6 +40,7 @@ CASES = [
         "prompt",
         "the prompt has 390 tokens",
     ),  # a token has at most 13 characters
+    (COMPLETIONS, "", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "best_of is not implemented"),
     (COMPLETIONS, "", {"prompt": [10**6] * 31}, "prompt", "the prompt has 31 tokens, which are too many"),
     (CHAT, "a" * 391, CHATTING, "messages", "the prompt has 391 characters, which are too many"),
 ]
@@ -84,6 +85,11 @@ def test_ids_become_text_only_to_be_repeated(tmp_path):
     model, body = served(tmp_path, None), {"prompt": [1, 2], "max_tokens": 5}
     assert read_call(COMPLETIONS, {**body, "echo": True}, "", model).prompts == [("\x01\x02", [1, 2])]
     assert read_call(COMPLETIONS, body, "", replace(model, tokenizer=None)).prompts == [("", [1, 2])]
+
+
+def test_as_many_candidates_as_replies(tmp_path):
+    body = {"prompt": "a", "n": 2, "best_of": 2}
+    assert len(read_call(COMPLETIONS, body, "", served(tmp_path, None)).sequences) == 2
 
 
 TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}

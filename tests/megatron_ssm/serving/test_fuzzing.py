@@ -16,7 +16,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-SMALL = {"max_tokens": 5, "max_completion_tokens": 5, "n": 3, "top_k": 300}  # so that requests are short
+SMALL = {"max_tokens": 5, "max_completion_tokens": 5, "n": 3, "best_of": 1, "top_k": 300}  # so that requests are short
 
 
 # Grammars: what llguidance reads, most of it nearly valid
