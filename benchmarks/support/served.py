@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ class Run:
         """New tokens a second."""
         return sum(timing.tokens for timing in self.timings) / self.seconds
 
-    def goodput(self, first: float, each: float) -> float:
-        """Requests a second whose first token came within `first` seconds, and the others within `each` on average."""
-        return sum(timing.first <= first and timing.each <= each for timing in self.timings) / self.seconds
+    def within(self, first: float, each: float) -> int:
+        """How many requests had their first token within `first` seconds, and the others within `each` on average."""
+        return sum(timing.first <= first and timing.each <= each for timing in self.timings)
 
     def percentiles(self, name: str) -> list[float]:
         """The 50th, 95th and 99th percentile of a field of the timings."""
@@ -137,15 +138,19 @@ def closed_loop(url: str, works: Sequence[Work], clients: int) -> Run:
     return asyncio.run(run())
 
 
-def open_loop(url: str, works: Sequence[Work], rate: float, seed: int = 0) -> Run:
-    """Make the requests at random times, `rate` a second on average (a Poisson process), however long replies take."""
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """The times in seconds at which `count` requests come, `rate` a second on average (a Poisson process)."""
     rng = random.Random(seed)
+    return list(accumulate(rng.expovariate(rate) for _ in range(count)))
+
+
+def open_loop(url: str, works: Sequence[Work], times: Sequence[float]) -> Run:
+    """Make each request at its time, in seconds from the beginning, however long replies take."""
 
     async def run() -> Run:
         async with _client(url) as client:
-            start, due, tasks = time.perf_counter(), 0.0, []
-            for work in works:
-                due += rng.expovariate(rate)
+            start, tasks = time.perf_counter(), []
+            for work, due in zip(works, times, strict=True):
                 await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
                 tasks.append(asyncio.create_task(ask(client, work)))
             timings = [timing for _, timing in await asyncio.gather(*tasks)]

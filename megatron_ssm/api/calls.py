@@ -45,7 +45,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Call:
-    """What a request asks for. prompts: the text and the ids of each. sequences: the replies, those to one prompt together.
+    """What a request asks for. prompts: the text and the ids of each; the text of ids that are not repeated is empty.
+    sequences: the replies, those to one prompt together.
 
     values: the parameters, see `parameters.checked`. logprobs: how many alternatives of each token, or None. offsets: where
     the tokens of each prompt begin in its text, if prompts are repeated with log-probabilities.
@@ -98,8 +99,10 @@ def read_call(endpoint: str, body: Any, owner: str, served: Served) -> Call:
         )
     if values["stream_options"] is not None and not values["stream"]:
         raise bad_request("stream_options are for streams only", "stream_options")
+    if values.get("best_of") not in (None, values["n"]):
+        raise bad_request("best_of is not implemented: it must be equal to n", "best_of")
     logprobs = _logprobs(endpoint, values, served.vocab_size)
-    prompts = _chat_prompt(values, served) if endpoint == CHAT else _prompts(values["prompt"], served)
+    prompts = _chat_prompt(values, served) if endpoint == CHAT else _prompts(values, served)
     most = [_new_tokens(endpoint, values, len(ids), served.max_length) for _, ids in prompts]
     if logprobs is not None:
         _check_size(endpoint, values, logprobs, prompts, most)
@@ -123,18 +126,22 @@ def read_call(endpoint: str, body: Any, owner: str, served: Served) -> Call:
     return Call(endpoint, values, prompts, sequences, logprobs, offsets)
 
 
-def _prompts(prompt: Any, served: Served) -> list[tuple[str, list[int]]]:
+def _prompts(values: dict[str, Any], served: Served) -> list[tuple[str, list[int]]]:
     """The text and the ids of each prompt of a completion."""
+    prompt = values["prompt"]
     is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts = []
     for each in [prompt] if is_one else prompt:
         if isinstance(each, str):
             prompts.append((each, _ids(each, served, "prompt")))
-        else:
-            wrong = next((token for token in each if token >= served.vocab_size), None)
-            if wrong is not None:
-                raise bad_request(f"token id {wrong} is outside the vocabulary of {served.vocab_size}", "prompt")
-            prompts.append((served.tokenizer.decode(each, skip_special_tokens=False), each))
+            continue
+        if len(each) > served.max_length:
+            raise _too_many(len(each), "prompt", served.max_length)
+        if max(each) >= served.vocab_size:
+            raise bad_request(f"token id {max(each)} is outside the vocabulary of {served.vocab_size}", "prompt")
+        # `decode` would hold the interpreter's lock, as `encode` does below.
+        text = served.tokenizer.decode_batch([each], skip_special_tokens=False)[0] if values["echo"] else ""
+        prompts.append((text, each))
     if not all(ids for _, ids in prompts):
         raise bad_request("a prompt has no tokens", "prompt")
     return prompts
@@ -160,8 +167,8 @@ def _ids(text: str, served: Served, param: str, add_special_tokens: bool = True)
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are null or empty lists, whose content is one text."""
-    plain = {name: value for name, value in message.items() if value not in (None, [])}
+    """A message without its type and fields that are null or empty lists, whose content is one text."""
+    plain = {name: value for name, value in message.items() if name != "type" and value not in (None, [])}
     if isinstance(plain["content"], list):
         plain["content"] = "".join(part["text"] for part in plain["content"])
     return plain
@@ -174,13 +181,16 @@ def _new_tokens(endpoint: str, values: dict[str, Any], prompt: int, longest: int
         wanted, name = values["max_completion_tokens"], "max_completion_tokens"
     if wanted == 0 and not values["echo"]:
         raise bad_request("max_tokens=0 is for echo only", "max_tokens")
-    rule, code = _rule(longest), TOO_LONG
     if prompt + (wanted != 0) > longest:
-        name = REQUIRED[endpoint]
-        raise bad_request(f"the prompt has {prompt} tokens, which are too many: {rule}", name, code)
+        raise _too_many(prompt, REQUIRED[endpoint], longest)
     if wanted is not None and prompt + wanted > longest:
-        raise bad_request(f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {rule}", name, code)
+        message = f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {_rule(longest)}"
+        raise bad_request(message, name, TOO_LONG)
     return longest - prompt if wanted is None else max(1, wanted)
+
+
+def _too_many(tokens: int, param: str, longest: int) -> ApiError:
+    return bad_request(f"the prompt has {tokens} tokens, which are too many: {_rule(longest)}", param, TOO_LONG)
 
 
 def _rule(longest: int) -> str:

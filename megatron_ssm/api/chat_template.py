@@ -9,6 +9,8 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_ssm.inference.text import read_tokenizer_config, special_tokens
+
 from .errors import bad_request
 
 
@@ -20,17 +22,14 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: str | Path):
-        config_path = Path(directory) / "tokenizer_config.json"
-        config = _read_object(config_path) if config_path.is_file() else {}
-        path, text = Path(directory) / "chat_template.jinja", None
+        config = read_tokenizer_config(directory)
+        path = Path(directory) / "chat_template.jinja"
         if path.is_file():
-            text = path.read_text(encoding="utf-8")
-        elif "chat_template" in config:
-            path, text = config_path, _default(config["chat_template"])
+            text: str | None = path.read_text(encoding="utf-8")
+        else:
+            path, text = Path(directory) / "tokenizer_config.json", _default(config.get("chat_template"))
         self.path = None if text is None else path
-        self._special_tokens = {
-            name: token for name, value in config.items() if name.endswith("_token") and (token := _content(value))
-        }
+        self._special_tokens = special_tokens(config)
         try:
             self._template = None if text is None else _environment().from_string(text)
         except jinja2.TemplateError as error:
@@ -84,22 +83,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _default(template: Any) -> str:
-    """The template itself, or the one named "default" in a list of named templates."""
+def _default(template: Any) -> str | None:
+    """The template itself, or the one named "default" in a list of named templates; None if there is none."""
     if isinstance(template, list):
-        template = {each["name"]: each["template"] for each in template}.get("default", "")
-    return str(template)
-
-
-def _content(token: Any) -> str | None:
-    """The text of a special token in tokenizer_config.json, where it may be an object."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a tokenizer configuration") from None
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    return None if template is None else str(template)

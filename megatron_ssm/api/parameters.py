@@ -36,6 +36,7 @@ MESSAGE = dict(
             description="a text, or a list of texts",
         ),
         name=dict(type="string"),
+        type=_only("text"),
         tool_calls=_only([]),
     ),
 )
@@ -45,7 +46,8 @@ SHARED: dict[str, dict[str, Any]] = dict(
     n=dict(type="integer", minimum=1, maximum=MOST_CHOICES, default=1, description="How many replies to a prompt."),
     stream=dict(type="boolean", default=False, description="Whether tokens are sent as they come."),
     stream_options=dict(
-        type="object", additionalProperties=False, properties=dict(include_usage=dict(type="boolean")),
+        type="object", additionalProperties=False,
+        properties=dict(include_usage=dict(type="boolean"), include_obfuscation=_only(False)),
         description="include_usage: send the usage as the last event of a stream.",
     ),
     temperature=dict(type="number", minimum=0, maximum=2, default=1.0, description="0: the likeliest token (greedy)."),
@@ -108,7 +110,10 @@ BY_ENDPOINT: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Parameters of OpenAI that are not implemented.
 OTHERS: dict[str, dict[str, dict[str, Any]]] = {
-    COMPLETIONS: dict(best_of=_only(1), suffix=_only(""), presence_penalty=_only(0), frequency_penalty=_only(0)),
+    COMPLETIONS: dict(
+        best_of=dict(type="integer", minimum=1, maximum=MOST_CHOICES, description="Not implemented: must be n."),
+        suffix=_only(""), presence_penalty=_only(0), frequency_penalty=_only(0),
+    ),
     CHAT: dict(
         presence_penalty=_only(0), frequency_penalty=_only(0), tools=_only([]), tool_choice=_only("none", "auto"),
         functions=_only([]), store=_only(False), parallel_tool_calls=_only(True, False), modalities=_only(["text"]),

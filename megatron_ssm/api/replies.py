@@ -159,13 +159,20 @@ class Replies:
         names = [self._name(token) for token in tokens]
         tops = None
         if self._call.logprobs:
-            tops = [entry and {self._name(token): value for token, value in entry[1]} for entry in entries]
+            tops = [entry and self._likeliest(token, *entry) for token, entry in zip(tokens, entries, strict=True)]
         return {
             "tokens": names,
             "token_logprobs": [entry and entry[0] for entry in entries],
             "top_logprobs": tops,
             "text_offset": piece.offsets,
         }
+
+    def _likeliest(self, token: int, value: float, tops: list[tuple[int, float]]) -> dict[str, float]:
+        """{name: log-probability} of the likeliest tokens and the token itself; of tokens with one name, the likeliest."""
+        named: dict[str, float] = {}
+        for each, number in [*tops, (token, value)]:
+            named.setdefault(self._name(each), number)
+        return named
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         """Those of the new tokens, one object for each."""

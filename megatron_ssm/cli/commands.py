@@ -86,7 +86,7 @@ class _Inputs:
         config = read_for_ranks(arguments.model, tensor_ranks)
         tokenizer = load_tokenizer(directory)
         prompt = _prompt_ids(arguments, tokenizer, config)
-        stops = () if arguments.ignore_eos else stop_tokens(directory, config)
+        stops = () if arguments.ignore_eos else stop_tokens(directory, config, tokenizer)
         return cls(config, tokenizer, prompt, stops)
 
     def fingerprint(self) -> tuple:

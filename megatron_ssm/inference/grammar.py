@@ -6,9 +6,9 @@ deterministic: its limits count work, not time. So all ranks that see the same t
 
 import json
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|end of the text of a grammar|>"
-REMEMBERED = 64  # parsers: a grammar that is used again is compiled once
+REMEMBERED = 2**20  # characters of the grammars whose parsers are kept: one that is used again is compiled once
+LEAST_REMEMBERED = 2**14  # characters that a shorter grammar counts as
 KINDS = ("json_object", "json_schema", "regex", "lark")
 # llguidance follows rules and references by recursion, so that a long chain of them overflows the stack of its thread, which
 # ends the process. These limits are far below the lengths at which that happens.
@@ -26,9 +27,11 @@ MOST_REFERENCES = 500  # "$ref" in a schema
 MOST_RULES = 500  # in a grammar
 MOST_NESTED = 100  # brackets inside each other
 MOST_LEVELS = 1500  # the brackets around each reference in sum, or rules times the brackets that are inside each other
-# Strings (with the colon after a name in JSON), comments and expressions, which hide what is in them; colons and brackets.
+# Strings (with the colon after a name in JSON), comments, special tokens and expressions, which hide what is in them; colons
+# and brackets.
 _LEXEME = re.compile(
-    r'"(?:\\.|[^"\\\n])*"?(?:\s*:)?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])*/?|(?P<colon>:)|(?P<open>[(\[{])|(?P<close>[)\]}])'
+    r'"(?:\\.|[^"\\\n])*"?(?:\s*:)?|(?:#|//)[^\n]*|<[^<>]+>'
+    r"|/(?:\\.|[^/\\])*/?|(?P<colon>:)|(?P<open>[(\[{])|(?P<close>[)\]}])"
 )
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
@@ -87,7 +90,7 @@ class Grammar:
         if self.kind == "regex":
             return matcher.grammar_from_regex(self.text)
         if self.kind == "lark":
-            return matcher.grammar_from_lark(self.text)
+            return json.dumps({"grammars": [{"lark_grammar": self.text}]})  # the text alone may be read as such JSON
         try:
             return matcher.grammar_from_json_schema(self.text if self.kind == "json_schema" else '{"type": "object"}')
         except ValueError as error:
@@ -132,7 +135,8 @@ class GrammarTokens:
         extended.add_special_tokens([_END])
         self._end = extended.get_vocab()[_END]
         self._tokens = _llguidance().LLTokenizer(extended.to_str(), eos_token=self._end)
-        self._parser = lru_cache(maxsize=REMEMBERED)(self._new_parser)
+        self._parsers: dict[Grammar, Any] = {}  # those used last are last
+        self._lock = threading.Lock()
 
     def allowed(self, parser: Any) -> torch.Tensor:
         """(vocab_size,) bool: the ids that may follow, without an end of the text."""
@@ -142,7 +146,13 @@ class GrammarTokens:
 
     def parser(self, grammar: Grammar) -> Any:
         """llguidance's parser of a grammar, at the beginning of a text. ValueError if the tokens cannot express it."""
-        return self._parser(grammar).deep_copy()
+        with self._lock:
+            parser = self._parsers.pop(grammar, None) or self._new_parser(grammar)
+            self._parsers[grammar] = parser
+            sizes = [max(LEAST_REMEMBERED, len(each.text)) for each in self._parsers]
+            while sum(sizes) > REMEMBERED and len(sizes) > 1:
+                del sizes[0], self._parsers[next(iter(self._parsers))]
+            return parser.deep_copy()
 
     def _new_parser(self, grammar: Grammar) -> Any:
         parser = _llguidance().LLMatcher(self._tokens, grammar.compiled(), log_level=0)

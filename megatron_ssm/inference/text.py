@@ -8,10 +8,10 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ssm.configs.config import Config, token_ids
 
@@ -53,15 +53,36 @@ def check_fits(tokenizer: "Tokenizer", config: Config) -> None:
         raise ValueError(f"the tokenizer is larger than the model: id {largest}, vocab_size {config.vocab_size}")
 
 
-def stop_tokens(directory: str | Path, config: Config) -> tuple[int, ...]:
-    """The checkpoint's eos_token_id: from generation_config.json, else from config.json. ValueError names a wrong file."""
+def stop_tokens(directory: str | Path, config: Config, tokenizer: "Tokenizer") -> tuple[int, ...]:
+    """The ids that end a text: eos_token_id of generation_config.json, else of config.json; and the tokenizer's eos_token.
+
+    ValueError names a wrong file.
+    """
     path = Path(directory) / "generation_config.json"
-    if not path.is_file():
-        return config.eos_token_ids
     try:
-        return token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")) or config.eos_token_ids
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        ids = token_ids(values.get("eos_token_id")) or config.eos_token_ids
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a generation configuration") from None
+    name = special_tokens(read_tokenizer_config(directory)).get("eos_token")
+    end = None if name is None else tokenizer.token_to_id(name)
+    return ids if end is None or end in ids else (*ids, end)
+
+
+def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
+    """The object in tokenizer_config.json; empty if there is no such file. ValueError names a wrong file."""
+    path = Path(directory) / "tokenizer_config.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"{path} is not a tokenizer configuration") from None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """{field, such as eos_token: token} of a tokenizer_config.json, where a token is a text or an object with its text."""
+    fields = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in fields.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def most_characters(tokenizer: "Tokenizer", tokens: int) -> int | None:

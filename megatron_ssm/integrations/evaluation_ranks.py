@@ -36,8 +36,8 @@ def log_likelihoods(
     The longest sequences are read first, `batch_size` at a time; the logits of counts[i] positions are computed at once.
     The same on every rank; sends what calls of the model and `log_probabilities` send.
     """
-    results: dict[int, tuple[float, bool]] = {}
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    results = {i: (0.0, True) for i, count in enumerate(counts) if not count}  # an empty text is certain
+    order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(sequences[i]))
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         lengths = torch.tensor([len(sequences[i]) - 1 for i in rows])

@@ -69,15 +69,12 @@ class MegatronSsmLM(TemplateLM):
         self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
         self.batch_size = DEFAULT_BATCH if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self.max_gen_toks = max_gen_toks
-        self._add_bos_token, self._end_tokens = add_bos_token, self._read_end_tokens(Path(pretrained))
+        self._add_bos_token = add_bos_token
+        self._end_tokens = stop_tokens(pretrained, self._evaluated.model.config, self.tokenizer.backend_tokenizer)
 
     def close(self) -> None:
         """End the ranks that were started; otherwise they end with this process."""
         self._evaluated.close()
-
-    def _read_end_tokens(self, directory: Path) -> list[int]:
-        """The ids that end a text: the tokenizer's, and those with which transformers generates."""
-        return sorted({self.eot_token_id, *stop_tokens(directory, self._evaluated.model.config)} - {None})
 
     # Tokens
 

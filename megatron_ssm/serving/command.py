@@ -116,7 +116,7 @@ def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
     check_fits(tokenizer, config)
     return Served(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
-        stop_tokens(directory, config), arguments.max_length, ChatTemplate(directory), arguments.share_prefixes,
+        stop_tokens(directory, config, tokenizer), arguments.max_length, ChatTemplate(directory), arguments.share_prefixes,
     )  # fmt: skip
 
 

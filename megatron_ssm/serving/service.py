@@ -56,7 +56,7 @@ class Service:
         self._prepared: set[Future[Any]] = set()  # the work of requests that are being prepared, and some that is done
         self._closed = "the server is starting"  # why no new requests are taken, or ""
         self._ended = ""  # why those that were being prepared are not added either, or ""
-        self._mean_s = 1.0  # how long sequences take, waiting included: a running mean
+        self._mean_s = 1.0  # how long sequences are open, waiting included: a running mean
 
     @property
     def is_ready(self) -> bool:
@@ -129,17 +129,23 @@ class Service:
             if entry is None:
                 continue
             if update.error is not None or update.finished is not None:
-                del self._open[update.sequence]
-                self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)
+                self._pop(update.sequence)
             entry.updates.put_nowait(update)
 
     def _end(self, sequences: list[Sequence], status: int, message: str, code: str) -> None:
         """End those of the sequences that are open with an error."""
         for sequence in sequences:
-            entry = self._open.pop(sequence, None)
+            entry = self._pop(sequence)
             if entry is not None and self._driver is not None:
                 self._driver.cancel(sequence)
                 entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
+
+    def _pop(self, sequence: Sequence) -> _Open | None:
+        """Take a sequence out of those that are open, if it is one, and learn from it how long they are."""
+        entry = self._open.pop(sequence, None)
+        if entry is not None:
+            self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)
+        return entry
 
     @property
     def _late(self) -> str:

@@ -1,5 +1,6 @@
 """What a request's JSON asks for. Oracle: the interface's documentation."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ CASES = [
         "prompt",
         "the prompt has 390 tokens",
     ),  # a token has at most 13 characters
+    (COMPLETIONS, "", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "best_of is not implemented"),
+    (COMPLETIONS, "", {"prompt": [10**6] * 31}, "prompt", "the prompt has 31 tokens, which are too many"),
     (CHAT, "a" * 391, CHATTING, "messages", "the prompt has 391 characters, which are too many"),
 ]
 
@@ -70,11 +73,23 @@ def test_how_many_tokens_there_may_be(tmp_path):
 
 
 def test_empty_fields_of_messages_are_not_given_to_the_template(tmp_path):
-    """Templates ask whether they are there."""
+    """Templates ask whether they are there. Nor is the type, which clients such as lm-eval's send."""
     model = served(tmp_path, "{{ messages[0] | list | join(',') }}")
-    message = {"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": [], "refusal": None}
+    empty = {"tool_calls": [], "refusal": None, "type": "text"}
+    message = {**empty, "role": "assistant", "content": [{"type": "text", "text": "a"}]}
     (prompt,) = read_call(CHAT, {"messages": [message]}, "", model).prompts
     assert prompt[0] == "role,content"
+
+
+def test_ids_become_text_only_to_be_repeated(tmp_path):
+    model, body = served(tmp_path, None), {"prompt": [1, 2], "max_tokens": 5}
+    assert read_call(COMPLETIONS, {**body, "echo": True}, "", model).prompts == [("\x01\x02", [1, 2])]
+    assert read_call(COMPLETIONS, body, "", replace(model, tokenizer=None)).prompts == [("", [1, 2])]
+
+
+def test_as_many_candidates_as_replies(tmp_path):
+    body = {"prompt": "a", "n": 2, "best_of": 2}
+    assert len(read_call(COMPLETIONS, body, "", served(tmp_path, None)).sequences) == 2
 
 
 TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}

@@ -77,13 +77,25 @@ def test_prompts_are_those_of_transformers(directory, name, place):
         ("{{ messages[0].content + 1 }}", "refuses the messages: "),
         ("{{ messages.append(1) }}", "refuses the messages: .*unsafe"),  # the sandbox
         ("{{ messages.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
-        (None, "the model has no chat template"),
     ],
 )
 def test_a_refusal_is_a_bad_request(directory, template, message):
-    configure(directory, chat_template=template) if template else None
+    configure(directory, chat_template=template)
     with pytest.raises(ApiError, match=message) as refused:
         ChatTemplate(directory).render(CHATS[0])
+    assert refused.value.status == 400
+
+
+NAMED = [{"name": "tool_use", "template": ""}]
+
+
+@pytest.mark.parametrize("fields", ({}, {"chat_template": None}, {"chat_template": NAMED}))
+def test_there_may_be_no_template(directory, fields):
+    configure(directory, **fields)
+    template = ChatTemplate(directory)
+    assert template.path is None
+    with pytest.raises(ApiError, match="the model has no chat template") as refused:
+        template.render(CHATS[0])
     assert refused.value.status == 400
 
 

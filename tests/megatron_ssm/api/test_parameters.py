@@ -43,7 +43,6 @@ def test_fields_that_are_null_count_as_left_out():
         (COMPLETIONS, "prompt", ["a", 1], r"prompt\[1\]=1 must be of type string"),
         (COMPLETIONS, "prompt", [[1, -1]], r"prompt\[0\]\[1\]=-1 must be at least 0"),
         (COMPLETIONS, "prompt", {}, "prompt={} must be a text, a list of texts"),
-        (COMPLETIONS, "best_of", 2, "best_of is not implemented"),
         (COMPLETIONS, "suffix", "b", "suffix is not implemented"),
         (COMPLETIONS, "frequency_penalty", 0.5, "frequency_penalty is not implemented"),
         (COMPLETIONS, "temprature", 1, r"there is no parameter temprature \(did you mean temperature\?\)"),
@@ -67,10 +66,12 @@ def test_fields_that_are_null_count_as_left_out():
             r'messages\[0\].role=tool must be one of "system", "dev',
         ),
         (CHAT, "messages", [TOOL_CALL], r"messages\[0\].tool_calls is not implemented"),
+        (CHAT, "messages", [{"role": "user", "content": "a", "type": "image"}], r"\[0\].type is not implemented"),
         (CHAT, "parallel_tool_calls", 1, "parallel_tool_calls is not implemented"),
         (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url", "text": ""}]}], 'must be one of "text"'),
         (CHAT, "response_format", {"type": "xml"}, r'response_format.type=xml must be one of "text", "json_object"'),
         (CHAT, "stream_options", {"chunk": 1}, r"stream_options.chunk is not implemented"),
+        (CHAT, "stream_options", {"include_obfuscation": True}, "include_obfuscation is not implemented"),
     ],
 )
 def test_errors_name_the_parameter(endpoint, name, value, message):
@@ -97,3 +98,4 @@ def test_values_that_change_nothing_are_accepted():
     neutral = dict(presence_penalty=0.0, frequency_penalty=0, tools=[], parallel_tool_calls=True, user="me")
     assert checked(CHAT, PROMPT[CHAT] | neutral)["user"] == "me"
     assert checked(CHAT, {"messages": [TOOL_CALL | {"tool_calls": []}]})
+    assert checked(CHAT, PROMPT[CHAT] | {"stream_options": {"include_obfuscation": False}})

@@ -21,10 +21,10 @@ def served(directory, tokenizer=None):
     return Served("model", load_tokenizer(directory), 257, (END,), 100, ChatTemplate(directory))
 
 
-def completion(model, body, *parts):
-    """The choice of a whole reply to `body`, of which the tokens come in parts."""
+def completion(model, body, *parts, logprob=(-1.0, [])):
+    """The choice of a whole reply to `body`, of which the tokens come in parts. logprob: of every token but the first."""
     call = read_call(COMPLETIONS, body, "", model)
-    replies, (sequence,), logprob = Replies(call, model), call.sequences, (-1.0, [])
+    replies, (sequence,) = Replies(call, model), call.sequences
     (ids,) = (ids for _, ids in call.prompts)
     pieces = [
         replies.take(
@@ -58,6 +58,18 @@ def test_text_offsets(tmp_path, prompt, parts, offsets):
     for place, name in zip(offsets, choice["logprobs"]["tokens"], strict=True):
         is_shown = not name.startswith("bytes:") and (name != "<|endoftext|>" or prompt != "a")
         assert choice["text"].startswith(name, place) or not is_shown
+
+
+def test_the_likeliest_tokens_of_a_completion(tmp_path):
+    """The token itself is among them, and of two with the same text the likelier one."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "▁c": 2, " c": 3}, unk_token="a"))
+    model, likeliest = served(tmp_path, tokenizer), [(2, -0.5), (3, -1.5)]
+    body = {"logprobs": 2, "max_tokens": 9, "echo": True}
+    for token, own in ((1, {"b": -4.0}), (2, {}), (3, {})):
+        value = dict(likeliest).get(token, -4.0)
+        found = completion(model, {**body, "prompt": [0, token]}, [token], logprob=(value, likeliest))["logprobs"]
+        assert found["top_logprobs"] == [None, *[{" c": -0.5, **own}] * 2]
+        assert all(name in top for name, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True))
 
 
 @pytest.mark.parametrize("ignore_eos", (True, False))

@@ -3,7 +3,10 @@
 import json
 import pickle
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_ssm import Engine, load
 from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID as END
+from megatron_ssm.inference.text import load_tokenizer
 from serving import attempt, checkpoint, ids, on_ranks
 
 pytest.importorskip("llguidance")
@@ -125,6 +129,8 @@ def rules(count, opening="", closing=""):
         ("json_schema", json.dumps(chain(200, 5)), "brackets around references"),
         ("lark", rules(501), "501 rules"),
         ("lark", rules(501).replace(":", '[stop="#"] :'), "501 rules"),
+        ("lark", rules(501).replace("a0", "a0 </>", 1), "501 rules"),
+        ("lark", rules(501).replace("a0", "a0 <\x1c/>", 1), "501 rules"),  # not a space for llguidance
         ("lark", rules(100, "(" * 16, ")" * 16), "times the brackets"),
         ("lark", f'start: {"(" * 101}"x"{")" * 101}', "101 brackets inside each other"),
         ("lark", f'start: {"( /[)]/ " * 101}"x"{")" * 101}', "101 brackets inside each other"),
@@ -134,6 +140,31 @@ def rules(count, opening="", closing=""):
 def test_grammars_that_are_too_large(kind, text, what):
     with pytest.raises(ValueError, match=f"^{kind}: .*{re.escape(what)}"):
         grammar.Grammar(kind, text)
+
+
+CHECK = """
+import sys
+from megatron_ssm.inference import grammar
+try:
+    grammar.Grammar(sys.argv[1], sys.stdin.read())
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("lark", json.dumps({"grammars": [{"lark_grammar": rules(6000)}]})),
+        ("lark", rules(6000).replace("a0", "a0 </>", 1)),
+    ],
+    ids=("JSON", "a special token"),
+)
+def test_grammars_that_would_overflow_the_stack(kind, text):
+    """In a process of its own, which an overflow would end."""
+    command, root = [sys.executable, "-c", CHECK, kind], Path(__file__).resolve().parents[3]
+    result = subprocess.run(command, input=text, capture_output=True, text=True, cwd=root, timeout=60)
+    assert result.returncode == 0 and result.stdout.startswith(f"{kind}: "), result
 
 
 def test_the_largest_grammars():
@@ -147,6 +178,19 @@ def test_the_largest_grammars():
         for kind, text in largest:
             made = pool.submit(grammar.Grammar, kind, text).result()
             assert pool.submit(engine.tokenizer.matcher, made).result().allowed.any()
+
+
+def test_how_many_parsers_are_kept(monkeypatch):
+    """Those of the grammars used last, as far as their texts are short enough in sum."""
+    tokens, compiled = grammar.GrammarTokens(load_tokenizer(checkpoint("mamba2")), 257), []
+    new_parser = tokens._new_parser
+    monkeypatch.setattr(tokens, "_new_parser", lambda made: (compiled.append(made), new_parser(made))[1])
+    monkeypatch.setattr(grammar, "REMEMBERED", 100)
+    monkeypatch.setattr(grammar, "LEAST_REMEMBERED", 30)
+    short, other, longer, longest = (grammar.regex("a" * count) for count in (1, 2, 60, 200))
+    for made in (short, other, short, longer, short, other, longest, longest, short):
+        assert tokens.parser(made).compute_bitmask()
+    assert compiled == [short, other, longer, other, longest, short]
 
 
 def test_an_unknown_kind():

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from os.path import commonprefix
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from megatron_ssm.inference.text import (
     find_stop,
     load_tokenizer,
     most_characters,
+    stop_tokens,
     write_byte_tokenizer,
 )
 
@@ -132,6 +134,27 @@ def test_transformers_loads_the_byte_tokenizer(tmp_path, model_type):
 def test_generation_config(byte_directory):
     written = json.loads((byte_directory / "generation_config.json").read_text())
     assert written == {"bos_token_id": END, "eos_token_id": END, "pad_token_id": END}
+
+
+@pytest.mark.parametrize(
+    "eos_token, generation, expected",
+    [
+        ("<|endoftext|>", {"eos_token_id": [7, 8]}, (7, 8, END)),
+        ({"content": "<|endoftext|>", "special": True}, {}, (5, END)),
+        ("<|endoftext|>", {"eos_token_id": END}, (END,)),
+        ("<|none|>", {}, (5,)),
+        (None, {"eos_token_id": 7}, (7,)),
+    ],
+)
+def test_the_ids_that_end_a_text(tmp_path, eos_token, generation, expected):
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    config, tokenizer = SimpleNamespace(eos_token_ids=(5,)), load_tokenizer(tmp_path)
+    assert stop_tokens(tmp_path, config, tokenizer) == expected
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).unlink()
+    assert stop_tokens(tmp_path, config, tokenizer) == (5,)
 
 
 def test_files_are_replaced_and_nothing_else_is_left(tmp_path):

@@ -42,3 +42,17 @@ def test_on_several_ranks(ranks, world, family):
             assert [greedy for _, greedy in each] == [greedy for _, greedy in expected]
             assert [total for total, _ in each] == pytest.approx([total for total, _ in expected], abs=1e-9)
         assert alone == together and [len(tokens) for tokens in alone] == [5] * len(requests)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_empty_continuations(ranks, world):
+    """They are certain: in a batch of their own, and beside others."""
+    directory, texts = checkpoint("mamba2"), [[1, 2, 3], [4, 5], [6]]
+
+    def run(rank):
+        model = load(directory, dist.group.WORLD, dtype=torch.float64)
+        return [log_likelihoods(model, texts, [1, 0, 0], batch_size) for batch_size in (1, 3)]
+
+    for alone, together in ranks(run, world):
+        assert alone[1:] == together[1:] == [(0.0, True)] * 2
+        assert alone[0][0] == pytest.approx(together[0][0], abs=1e-9) and alone[0][0] < 0

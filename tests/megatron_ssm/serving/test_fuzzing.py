@@ -16,7 +16,59 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-SMALL = {"max_tokens": 5, "max_completion_tokens": 5, "n": 3, "top_k": 300}  # so that requests are short
+SMALL = {"max_tokens": 5, "max_completion_tokens": 5, "n": 3, "best_of": 1, "top_k": 300}  # so that requests are short
+
+
+# Grammars: what llguidance reads, most of it nearly valid
+
+NUMBERS = st.integers(-2, 20)
+PIECES = st.sampled_from(r"a . [b-d] ( | ) * + {2} {1,300} \d \/ \w (?i) ^ $ é".split())
+EXPRESSIONS = st.lists(PIECES, min_size=1).map("".join)
+TYPES = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object", "nothing"])
+VALUES = st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "a", "é\n"])
+REFERENCES = st.sampled_from(["#", "#/$defs/a", "#/$defs/none"])
+SCHEMAS = st.recursive(
+    st.fixed_dictionaries(
+        {"type": TYPES},
+        optional={"pattern": EXPRESSIONS, "enum": st.lists(VALUES, max_size=3), "minimum": NUMBERS, "maxLength": NUMBERS},
+    )
+    | st.fixed_dictionaries({"const": VALUES})
+    | st.fixed_dictionaries({"$ref": REFERENCES}),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "$defs": st.fixed_dictionaries({"a": inner}), "properties": st.dictionaries(st.sampled_from("abc"), inner),
+            "required": st.lists(st.sampled_from("abc")), "additionalProperties": inner, "items": inner,
+            "allOf": st.lists(inner, max_size=3), "anyOf": st.lists(inner, max_size=3), "oneOf": st.lists(inner, max_size=3),
+        },
+    ),
+    max_leaves=8,
+)  # fmt: skip
+NAMES = st.sampled_from(["start", "b", "c", "A", "b[lazy]", 'c[stop="#"]', "%ignore", "//"])
+PARTS = st.sampled_from(
+    ['"a"', '"b":', "/[a:c]+/", "</s>", "<|endoftext|>", "<", "b", "c", "A", "B", "~3", "*", "?", "\n |", "(", ")", "# (",
+     "/", "{2,300}", "&", '%json {"type": "null"}', '%regex {"substring_chars": "ab"}', "%lark { start: /a/ }", "@b", "é"]
+)  # fmt: skip
+
+
+def rules(names_and_parts):
+    """A grammar of these rules."""
+    return "\n".join(["start: b", *(f"{name}: {' '.join(parts)}" for name, parts in names_and_parts)])
+
+
+def chain(length, part, is_json):
+    """A grammar in which each rule names the next one; the first one has a part beside it."""
+    text = "\n".join([f"start: a0 {part}", *(f"a{i}: a{i + 1}" for i in range(length)), f'a{length}: "a"'])
+    return json.dumps({"grammars": [{"lark_grammar": text}]}) if is_json else text
+
+
+GRAMMARS = {
+    "guided_regex": EXPRESSIONS,
+    "guided_grammar": st.lists(st.tuples(NAMES, st.lists(PARTS, max_size=6)), max_size=6).map(rules)
+    | st.builds(chain, st.sampled_from([5, 400, 6000]), st.sampled_from(["", "/a/", "</s>"]), st.booleans())
+    | st.integers(1, 200).map(lambda depth: f'start: {"(" * depth}"a"{")" * depth}'),
+    "response_format": SCHEMAS.map(lambda schema: {"type": "json_schema", "json_schema": {"schema": schema}}),
+}
 
 
 def with_few_nulls(strategy):
@@ -103,6 +155,26 @@ def test_random_bodies(running, path, examples):
 
         check()
     assert statuses >= {200, 400}, statuses
+    running.wait_until_idle()
+
+
+@pytest.mark.parametrize("examples", (60, pytest.param(1000, marks=pytest.mark.full)))
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_random_grammars(running, name, examples):
+    """Each is followed, or the error names it."""
+    statuses = set()
+    with running.client() as client:
+
+        @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(GRAMMARS[name])
+        def check(value):
+            reply = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, name: value})
+            statuses.add(reply.status_code)
+            assert reply.status_code in (200, 400), reply.text
+            assert reply.status_code == 200 or reply.json()["error"]["param"] == name
+
+        check()
+    assert statuses == {200, 400}
     running.wait_until_idle()
 
 

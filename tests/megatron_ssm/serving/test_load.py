@@ -108,6 +108,29 @@ def test_requests_that_are_prepared_have_places_in_the_queue():
     asyncio.run(visit())
 
 
+def test_retry_after_is_learned_from_all_requests(monkeypatch):
+    """One whose client hangs up, and one whose time is over; each is open for 100 s, and counts for a tenth of the mean."""
+    now = [0.0]
+    monkeypatch.setattr("megatron_ssm.serving.service.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def sequences():
+        return [Sequence(Arguments([1], 1, seed=0))]
+
+    async def visit():
+        limited = service(1, 0, seconds=0)
+        with limited.added(sequences(), now[0]):
+            now[0] += 100
+        with limited.added(sequences(), now[0]) as updates:
+            now[0] += 100
+            assert refusal((await updates.get()).error) == (504, "timeout")
+        with limited.added(sequences(), now[0]), pytest.raises(ApiError) as refused:
+            limited.check_room()
+        assert refused.value.headers == {"Retry-After": "20"}
+        limited.stop()
+
+    asyncio.run(asyncio.wait_for(visit(), LIMIT_S))
+
+
 def test_the_time_of_a_request_includes_its_preparation():
     may_end = threading.Event()
 

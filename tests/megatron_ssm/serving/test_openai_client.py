@@ -158,8 +158,10 @@ def test_log_probabilities(client, directory):
     for place, token in enumerate([*PROMPT.encode(), *new][1:]):
         row = reference[place]
         assert found.token_logprobs[place + 1] == pytest.approx(row[token].item(), abs=1e-4)
-        best = sorted(found.top_logprobs[place + 1].values(), reverse=True)
-        assert best == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+        likeliest, likeliest_of = row.topk(3), found.top_logprobs[place + 1]
+        assert list(likeliest_of.values())[:3] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
+        assert len(likeliest_of) == 3 + (token not in likeliest.indices)
+        assert likeliest_of[found.tokens[place + 1]] == found.token_logprobs[place + 1]
     only = complete(client, temperature=0, max_tokens=4, logprobs=0, stream=True)
     parts = [chunk.choices[0].logprobs for chunk in only]
     values = [value for part in parts for value in part.token_logprobs]

@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -41,16 +43,15 @@ def last_event(lines):
 
 
 def test_limits(directory, tmp_path):
-    """Two slots, and one request may wait; a reply has a second."""
-    flags = ["--slots", 2, "--max-waiting", 1, "--max-body-mb", 0.01, "--request-timeout", 1]
+    """Two slots, and one request may wait."""
+    flags = ["--slots", 2, "--max-waiting", 1, "--max-body-mb", 0.01]
     with server(directory, tmp_path / "log", *flags, *ENDLESS_LENGTH) as running, running.client() as client:
         assert running.post("/v1/completions", {**SHORT, "prompt": "a" * 20_000}).status_code == 413
         chunked = client.post("/v1/completions", content=(b"x" * 1000 for _ in range(20)))
         assert chunked.status_code == 413 and chunked.json()["error"]["type"] == "invalid_request_error"
         assert running.post("/v1/completions", {**SHORT, "max_tokens": 2 * 10**6}).status_code == 400
 
-        endless = {**ENDLESS, "n": 3}
-        response, lines = begin(client, **endless)
+        response, _ = begin(client, **ENDLESS, n=3)
         refused = running.post("/v1/completions", SHORT)
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
         assert refused.json()["error"]["code"] == "queue_full"
@@ -59,11 +60,15 @@ def test_limits(directory, tmp_path):
         assert running.post("/v1/completions", SHORT).status_code == 200
         assert running.metric("requests_total", 'status="429"') == 1
 
-        late = running.post("/v1/completions", endless)
-        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
-        _, lines = begin(client, **endless)
-        assert last_event(lines)["error"]["code"] == "timeout"
-        running.wait_until_idle()
+
+def test_replies_that_take_too_long(directory, tmp_path):
+    """More at a time than there are slots; also as a stream, which may have begun before."""
+    with server(directory, tmp_path / "log", "--slots", 2, "--request-timeout", 1, *ENDLESS_LENGTH) as running:
+        for is_stream in (False, True):
+            late = running.post("/v1/completions", {**ENDLESS, "n": 3, "stream": is_stream})
+            assert late.status_code == 504 or (is_stream and late.status_code == 200)
+            assert last_event(late.text.splitlines())["error"]["code"] == "timeout"
+            running.wait_until_idle()
 
 
 @pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
@@ -71,18 +76,17 @@ def test_limits(directory, tmp_path):
 def test_a_client_that_hangs_up_frees_its_slots(directory, tmp_path, tp, is_stream):
     """All slots are in use before. After the server has noticed, it finishes at most the step that runs."""
     slots, path = 4, 'path="/v1/completions"'
-    body = {**ENDLESS, "n": slots}
+    body = {**ENDLESS, "n": slots, "stream": is_stream}
     with server(directory, tmp_path / "log", "--slots", slots, *ENDLESS_LENGTH, tp=tp) as running:
-        with running.client() as client:
-            if is_stream:
-                begin(client, **body)[0].close()
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    client.post("/v1/completions", json=body, timeout=0.5)
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", urlsplit(running.url).port), LIMIT_S) as client:
+            client.sendall(head.encode() + content)
+            running.wait_until(lambda: running.metric("new_tokens_total"), "it gets no tokens")
         running.wait_until(lambda: running.metric("requests_total", path) == 1, "the request does not end")
         tokens = running.metric("new_tokens_total")
         running.wait_until_idle()
-        assert tokens and running.metric("new_tokens_total") <= tokens + slots
+        assert running.metric("new_tokens_total") <= tokens + slots
         assert running.metric("requests_total", f'{path},status="499"') == 1
         assert running.post("/v1/completions", SHORT).status_code == 200
 
