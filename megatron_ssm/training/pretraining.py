@@ -160,13 +160,11 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
             is_last = step == options.train_iters
             held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
             progress.end_step(step, result, is_logged=held_out is not None)
-            reason = saver.end_step(step, interruption)
             if held_out is not None:
                 nats = trainer.evaluate(held_out, lambda: bool(interruption.on_any_rank()[0]))
                 progress.add_evaluation(step, nats)
-                reason = saver.end_step(step, interruption) if nats is None else reason
-            progress.write_log()
-            if reason:
+            progress.write_log()  # before the checkpoint, from which a resumed run does not repeat this step
+            if reason := saver.end_step(step, interruption):
                 progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
                 break
         saver.finish()  # before the trace, which may take longer to write than a launcher waits after SIGTERM

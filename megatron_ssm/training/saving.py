@@ -42,13 +42,9 @@ class Saver:
         self._start = start
         self._trainer, self._directory, self._requirements = trainer, directory, requirements
         self._background = BackgroundWriter(TIMEOUT) if trainer.options.async_save else None
-        self._saved: int | None = None  # the step of the last checkpoint of this run
 
     def end_step(self, step: int, interruption: Interruption) -> str:
-        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or "".
-
-        A step may end twice: a signal during the evaluation after it may be a reason to save and to leave.
-        """
+        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or ""."""
         signal, has_failed = interruption.on_any_rank(self._background is not None and self._background.has_failed)
         if has_failed:
             self.finish()  # raises the error on every rank
@@ -77,10 +73,7 @@ class Saver:
             raise Failure(f"step {step}: parameters are not finite, so they are not saved; earlier checkpoints remain")
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet, unless it is written."""
-        if step == self._saved:
-            return
-        self._saved = step
+        """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet."""
         if self._background is None:
             self._snapshot(step).write()
         else:

@@ -46,6 +46,7 @@ from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.progress import Progress
 from megatron_ssm.training.saving import BEGUN
 from megatron_ssm.training.trainer import SequenceLoss, Trainer
 from ranks import run_agent
@@ -335,6 +336,56 @@ def test_a_signal_during_an_evaluation(flags_of, monkeypatch, engine, world, ste
     assert train(world, *more, "--resume") == [0] * world
     ours = load_file("out/model.safetensors")
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected[1].items())
+
+
+# The log
+
+
+EVALUATED = ["--eval-interval", "2"]
+
+
+def evaluations(path="log.jsonl"):
+    return [
+        (line["step"], line.get("held_out_nats_per_byte"))
+        for line in map(json.loads, Path(path).read_text().splitlines())
+    ]
+
+
+@pytest.mark.parametrize("world, step", [(2, 4), (3, 6), full(2, 6), full(3, 4)])
+def test_a_rank_is_killed_during_an_evaluation(here, monkeypatch, world, step):
+    """The run that continues repeats the step and its evaluation, also after the last step: its log lacks neither."""
+    assert train(world, *EVALUATED, "--out", "straight", "--log", "straight.jsonl") == [0] * world
+    done = []
+
+    def strike():
+        done.append(2)
+        if sum(done) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        on_rank(world - 1, Trainer, "evaluate", strike, patched)
+        assert train(world, *EVALUATED) == [*[1] * (world - 1), -signal.SIGKILL]
+    assert train(world, *EVALUATED, "--resume", "auto") == [0] * world
+    assert evaluations() == evaluations("straight.jsonl")
+    assert [number for number, nats in evaluations() if nats is not None] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_log_that_cannot_be_written_for_a_while(here, monkeypatch, world):
+    """The run that continues repeats the step whose line is missing."""
+    write_line = Progress._write_line
+
+    def full_at_step_4(self, line):
+        if line["step"] == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_line(self, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "_write_line", full_at_step_4)
+        assert train(world) == [1] * world
+    assert lines("err", world) == ["pretrain.py: cannot write to --log log.jsonl: No space left on device"]
+    assert train(world, "--resume") == [0] * world
+    assert_as_undisturbed("torch", world)
 
 
 # Steps that are not finite
