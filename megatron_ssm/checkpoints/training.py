@@ -124,7 +124,7 @@ class Snapshot:
             try:
                 space = self._write_shards(hidden, needed, failure, group)
                 run_on_rank_0(lambda: self._complete(hidden, final, space), failure, group)
-            except BaseException:
+            except Failure:  # of all ranks: after any other error of this one, rank 0 may be renaming the folder
                 shutil.rmtree(hidden, ignore_errors=True)  # on every rank: its disk may be another one than rank 0's
                 raise
         finally:

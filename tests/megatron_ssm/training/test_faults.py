@@ -38,10 +38,12 @@ from benchmarks.support.launched import (
     write_text,
 )
 from megatron_ssm.checkpoints import disk_space
+from megatron_ssm.checkpoints import training as checkpoint_writer
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.checkpoints.shards import ShardReader
+from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
@@ -166,6 +168,46 @@ def test_rank_0_is_killed(here):
     """The store in which the ranks met ends with it."""
     line = survivors(2, Fault(0, 4, signal.SIGKILL))
     assert re.match(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has ended: .", line)
+
+
+@pytest.mark.parametrize("world, more", [(3, []), (4, TENSOR), full(3, ["--async-save"])])
+def test_a_rank_is_killed_while_rank_0_completes_a_checkpoint(here, monkeypatch, world, more):
+    """The next rank notices it at once, and leaves the folder alone, which rank 0 then renames: the checkpoint is whole."""
+    write, complete, describe = Snapshot.write, Snapshot._complete, checkpoint_writer.description_text
+    os.mkfifo("has-left")
+    os.mkfifo("has-ended")
+
+    def written(self, group=None):
+        Path(f"process-{os.environ['RANK']}").write_text(str(os.getpid()))
+        try:
+            write(self, group)
+        except RuntimeError:
+            if os.environ["RANK"] == "2":
+                Path("has-left").write_text("yes")
+                assert Path("has-ended").read_text() == "yes"  # before the heartbeat ends rank 0
+            raise
+
+    def described(entries):
+        if entries["step"] == 4:
+            os.kill(int(Path("process-1").read_text()), signal.SIGKILL)
+            assert Path("has-left").read_text() == "yes"  # waits for rank 2
+        return describe(entries)
+
+    def completed(self, *arguments):
+        try:
+            complete(self, *arguments)
+        finally:
+            if self.step == 4:
+                Path("has-ended").write_text("yes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshot, "write", written)
+        patched.setattr(Snapshot, "_complete", completed)
+        patched.setattr(checkpoint_writer, "description_text", described)
+        assert train(world, *more, "--lost-rank-timeout", "20") == [1, -signal.SIGKILL, *[1] * (world - 2)]
+    assert checkpoints() == ["step-000002", "step-000004"]
+    assert train(world, "--resume", *more) == [0] * world
+    assert_as_undisturbed("torch", world, *more)
 
 
 def fail(trainer):
