@@ -8,6 +8,7 @@ final name is complete.
 """
 
 import functools
+import logging
 import pickle
 import shutil
 import zlib
@@ -38,6 +39,7 @@ from .folders import DamagedCheckpoint, description_text, find_checkpoints, half
 from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
 
+log = logging.getLogger("megatron_ssm")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # The name of an entry, this rank's tensor, and what makes the entry of such a tensor -> the entry that is written.
 Stage = Callable[[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
@@ -180,10 +182,16 @@ class Snapshot:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. If that is interrupted, what remains has a hidden name, so no run takes it for a checkpoint."""
+    """Remove a checkpoint. If that fails or is interrupted, what remains has a hidden name, so no run takes it for one.
+
+    It may belong to another user, or be open on another machine. Then a line says so, and the next save tries again.
+    """
     hidden = checkpoint.with_name(f".{checkpoint.name}")
-    checkpoint.rename(hidden)
-    remove(hidden)
+    try:
+        checkpoint.rename(hidden)
+        remove(hidden)
+    except OSError as error:
+        log.warning(f"cannot remove the old checkpoint {checkpoint}: {first_line(error)}")
 
 
 def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState) -> None:
