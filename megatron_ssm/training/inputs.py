@@ -114,7 +114,7 @@ class Inputs:
 
 def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inputs:
     """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
-    inputs. busy: announces that this rank may be silent.
+    inputs. busy: announces that this rank may be silent. With the engine of DeepSpeed, also what `import_deepspeed` raises.
 
     Gathers 16 bytes over the default group, besides what `continues_own_run` sends.
     """
@@ -125,6 +125,10 @@ def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inp
 
     def fingerprint() -> dict[str, Any]:
         inputs.append(Inputs.read(options, busy))
+        if options.engine == "deepspeed":
+            from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
+
+            import_deepspeed(device)
         return inputs[0].fingerprint()
 
     agree(lambda mine: all_gather_small(mine, group), device, fingerprint)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,37 @@ def test_configurations_that_differ_between_ranks(ranks, world):
 
     found = ranks(run, world)
     assert len(set(found)) == 1 and f"ranks [{world - 1}] were asked something else than rank 0" in found[0]
+
+
+def old_version():
+    sys.modules["deepspeed"].__version__ = "0.19.0"
+
+
+def another_accelerator():
+    sys.modules["deepspeed"].accelerator.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (old_version, r"--engine deepspeed needs DeepSpeed \S+ or later, not 0.19.0"),
+        (another_accelerator, r"DeepSpeed works on cuda \(DS_ACCELERATOR\), the model is on cpu"),
+    ],
+)
+def test_a_deepspeed_that_one_rank_cannot_use(ranks, world, spoil, message):
+    """All ranks end with its error, before they make anything."""
+
+    def run(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        if rank == world - 1:
+            spoil()
+        with pytest.raises(ValueError) as error:
+            pretrain(parse_options([*TINY, "--global-batch-size", "6", "--out", "out", *flags(1)]))
+        return str(error.value)
+
+    found = ranks(run, world, timeout=30)
+    assert len(set(found)) == 1 and re.fullmatch(rf"{message} \(rank {world - 1}\)", found[0])
 
 
 # Under launchers
