@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
-from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.hf_directory import remove_weights
@@ -39,7 +38,7 @@ from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
 from .progress import Progress, is_due
-from .saving import Saver, resume
+from .saving import Saver, resume, resumes_deepspeed
 from .trainer import Trainer
 
 
@@ -137,7 +136,7 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
     checkpoint = resume(trainer, directory, inputs.checkpoint, inputs.requirements, progress.print_line)
     if checkpoint is None:
         return inputs
-    if is_deepspeed(checkpoint[0]):
+    if resumes_deepspeed(inputs.options):
         what = "the seed, batch sizes, sequence length and text"
         progress.print_line(
             f"{checkpoint[0]} does not record {what} of its run, so they are not compared with this run's"

@@ -16,6 +16,7 @@ from megatron_ssm.checkpoints.folders import (
     find_checkpoints,
     newest_checkpoint,
     set_aside,
+    set_aside_name,
     set_damaged_aside,
     step_of,
 )
@@ -25,10 +26,12 @@ from megatron_ssm.parallel.groups import TIMEOUT
 from sparsefusion.foundation.command_line import Failure
 
 from .interruption import Interruption
+from .options import Options
 from .progress import is_due
 from .trainer import Trainer
 
 BEGUN = ".begun"  # a file beside the checkpoints: the id of the torchrun whose run has begun there
+OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
 
 
 class Saver:
@@ -134,13 +137,18 @@ def mark_begun(directory: Path) -> None:
         run_on_rank_0(write, f"cannot write to {directory}")
 
 
+def resumes_deepspeed(options: Options) -> bool:
+    """Whether --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
+    return options.resume not in OWN
+
+
 def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
     """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
 
     In place of a folder `deepspeed` that is missing because a run was killed while it replaced it, it takes the folder
-    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements.
+    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements, or if this run may rename it.
     """
-    if how in ("", "newest", "auto"):
+    if how in OWN:
         begins = not how or (how == "auto" and not find_checkpoints(directory))
         return None if begins else newest_to_load(directory, requirements, falls_back=how == "auto")
     folder = Path(how)
@@ -149,6 +157,9 @@ def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]
         folder = replaced
     if not is_deepspeed(folder):
         raise ValueError(f"--resume {how} is neither newest nor auto, nor a folder with a checkpoint of DeepSpeed's")
+    for place in (directory, set_aside_name(directory)):
+        if folder.resolve().is_relative_to(place.resolve()):
+            raise ValueError(f"--resume {how} is in {place}, which this run renames or removes; move it elsewhere")
     return folder, step_of_deepspeed(folder)
 
 
@@ -199,7 +210,7 @@ def resume(
         find_earlier = functools.partial(newest_to_load, directory, requirements, falls_back, step)
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
-    if is_deepspeed(checkpoint[0]):
+    if resumes_deepspeed(trainer.options):
         set_aside(directory)
     mark_begun(directory)
     return checkpoint

@@ -123,6 +123,19 @@ def test_sequences_too_short_for_the_context_ranks_keep_old_checkpoints(ranks, t
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("name", ["out/checkpoints", "out/checkpoints/global_step1", "out/checkpoints.old", "link"])
+def test_a_folder_of_deepspeeds_that_the_run_would_rename(ranks, text, world_size, name):
+    """It is refused before anything is written, so the second start of the run still finds it."""
+    Path("link").symlink_to("out/checkpoints")
+    folder = Path(name.replace("link", "out/checkpoints"))
+    folder.mkdir(parents=True)
+    (folder / "mp_rank_00_model_states.pt").touch()
+    place = "out/checkpoints.old" if name.endswith("old") else "out/checkpoints"
+    message = f"--resume {name} is in {place}, which this run renames or removes; move it elsewhere"
+    assert errors(ranks, world_size, lambda rank: ["--resume", name]) == [message] * world_size
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_log_that_rank_0_cannot_write(ranks, text, world_size):
     """/dev/full can be opened, but not written to."""
