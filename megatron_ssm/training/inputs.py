@@ -8,7 +8,7 @@ import contextlib
 import json
 import zlib
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from .data import Batches, Tokens
 from .deepspeed_settings import read_settings
 from .options import Options, flag
 from .progress import check_places, make_folder
-from .saving import checkpoint_to_resume, continues_own_run
+from .saving import checkpoint_to_resume
 from .tracking import check_trackers
 
 GB = 10**9
@@ -52,7 +52,7 @@ SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
 class Inputs:
     """What a run reads before training begins.
 
-    options: those of the run (see `continues_own_run`). requirements: what a run that resumes from this one's
+    options: those of the run (see `only_run`). requirements: what a run that resumes from this one's
     checkpoints must have in common with it (JSON values). checkpoint: the one from which this run resumes, and its step;
     None for a new run. deepspeed: the configuration of DeepSpeed's engine; None for another one.
     """
@@ -116,11 +116,9 @@ def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inp
     """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
     inputs. busy: announces that this rank may be silent. With the engine of DeepSpeed, also what `import_deepspeed` raises.
 
-    Gathers 16 bytes over the default group, besides what `continues_own_run` sends.
+    Gathers 16 bytes over the default group.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    if continues_own_run(Path(options.out) / "checkpoints"):
-        options = replace(options, resume="auto")
     inputs: list[Inputs] = []
 
     def fingerprint() -> dict[str, Any]:

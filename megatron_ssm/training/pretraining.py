@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
 from .progress import Progress, is_due
-from .saving import Saver, resume, resumes_deepspeed
+from .saving import Saver, only_run, resume, resumes_deepspeed
 from .trainer import Trainer
 
 
@@ -62,10 +63,12 @@ def pretrain(options: Options) -> None:
         join(tensor, device, context=context, check=check)
         place = device_of_rank(device)
         with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
-            inputs = read_on_all_ranks(options, place, watch.busy)
+            continues = until_the_end.enter_context(only_run(Path(options.out)))
+            run = replace(options, resume="auto") if continues else options
+            inputs = read_on_all_ranks(run, place, watch.busy)
             groups = initialize(tensor, device, context=context)
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
-            _run(inputs, groups, place, interruption, watch.busy, is_restarted=inputs.options != options)
+            _run(inputs, groups, place, interruption, watch.busy, is_restarted=run != options)
     finally:
         shut_down()
 

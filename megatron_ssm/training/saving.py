@@ -1,16 +1,18 @@
 """The checkpoints of a run: writing them, at once or in the background, and resuming from the newest intact one."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ssm.checkpoints.agreement import all_gather_pickled, run_on_every_rank, run_on_rank_0
+from megatron_ssm.checkpoints.agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
+from megatron_ssm.checkpoints.disk_space import DirectoryLock
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
@@ -95,34 +97,50 @@ class Saver:
             self._background.wait()
 
 
-def continues_own_run(directory: Path) -> bool:
-    """Whether the checkpoints in a directory are those of this run, because torchrun has restarted its ranks.
+@contextlib.contextmanager
+def only_run(out: Path) -> Iterator[bool]:
+    """Within this context, no other run begins in the directory `out`. Gives whether this run continues there.
 
-    Then the run continues from them whatever --resume says: one that began anew would remove what it has done. torchrun
-    does not count a restart because nodes have joined or left. So if the mark of this run is there, which names the id of
-    torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs without one, does not
-    show that. No restart: a mark of an earlier run is removed.
+    It does so if torchrun has restarted its ranks, whatever --resume says: a run that began anew would remove what it has
+    done. torchrun does not count a restart because nodes have joined or left. So if the mark of this run is there, which
+    names the id of torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs
+    without one, does not show that. No restart: a mark of an earlier run is removed.
 
-    All ranks call it together. Rank 0 alone reads and removes the mark; the others learn what it has found. Each gathers
-    how often torchrun has restarted every rank, which may differ between nodes. ValueError on every rank if rank 0 cannot
-    read or remove the mark, Failure if it cannot read the directory.
+    All ranks enter it together. Rank 0 alone holds a lock on the directory, and reads and removes the mark; the others learn
+    what it has found. Each gathers how often torchrun has restarted every rank, which may differ between nodes. Failure on
+    every rank if another run holds the lock. If the mark is that of this run, they go on all the same: the machine of their
+    rank 0 before may be lost, and the file system may not have noticed. Where the file system has no locks, there is none.
+    ValueError on every rank if rank 0 cannot read or remove the mark, Failure if it cannot read the directory.
     """
     restarts = max(all_gather_pickled(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
-    mark, run = directory / BEGUN, os.environ.get("TORCHELASTIC_RUN_ID")
+    directory, run, locks = out / "checkpoints", os.environ.get("TORCHELASTIC_RUN_ID"), list[DirectoryLock]()
+    mark = directory / BEGUN
 
     def look() -> bool:
-        try:
+        is_own = False
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             is_own = run is not None and mark.read_text(encoding="utf-8") == run
-            if not restarts and not (is_own and run != "none"):
-                mark.unlink()
-                return False
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return is_own and bool(find_checkpoints(directory))
+        is_named = is_own and run != "none"
+        with contextlib.suppress(OSError):  # `Inputs.read` reports it
+            out.mkdir(parents=True, exist_ok=True)
+        try:
+            locks.extend([DirectoryLock(out)] if out.is_dir() else [])
+        except BlockingIOError as error:
+            if not is_named:
+                raise Failure(f"cannot begin in --out {out}: {first_line(error)}") from None
+        if restarts or is_named:
+            return is_own and bool(find_checkpoints(directory))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            mark.unlink()
+        return False
 
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
-    found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read or remove {mark}", ValueError)
-    return all_gather_pickled(found)[0]
+    try:
+        found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read or remove {mark}", ValueError)
+        yield all_gather_pickled(found)[0]
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def mark_begun(directory: Path) -> None:

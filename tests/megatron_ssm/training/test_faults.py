@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ from benchmarks.support.launched import (
 from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints import training as checkpoint_writer
 from megatron_ssm.checkpoints.background import BackgroundWriter
+from megatron_ssm.checkpoints.disk_space import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.checkpoints.shards import ShardReader
@@ -864,3 +866,46 @@ def test_rank_0_alone_reads_and_removes_the_mark_of_a_run(here, monkeypatch, wor
         assert train(world) == [0] * world, lines("err", world)
     assert (OWN in lines("out", world)) == (before == now)
     assert Path("out/checkpoints", BEGUN).read_text() == now
+
+
+# Two runs in one directory
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_second_run_in_the_same_directory(here, monkeypatch, world):
+    """It ends at once with one line, and the first one ends as if nothing had happened."""
+    os.mkfifo("has-begun")
+    os.mkfifo("has-ended")
+    begun = os.open("has-begun", os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait(trainer):
+        Path("has-begun").write_text("yes")
+        assert Path("has-ended").read_text() == "yes"
+
+    with launched(world, TINY, Fault(0, 3, wait)) as run:
+        assert select.select([begun], [], [], 60)[0]
+        Path("second").mkdir()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir("second")
+            assert train(world, "--data", f"{here}/text", "--out", f"{here}/out") == [1] * world
+            line = f"pretrain.py: cannot begin in --out {here}/out: another run is writing to {here}/out"
+            assert lines("err", world) == [line]
+        Path("has-ended").write_text("yes")
+        assert run.wait(*range(world))[0] == [0] * world
+    assert_as_undisturbed("torch", world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_restart_while_the_lock_of_a_lost_rank_0_remains(here, monkeypatch, world):
+    """The file system may notice the loss of its machine later. The run goes on; another one does not begin, nor when
+    torchrun restarts its ranks because of that.
+    """
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert train(world, "--exit-interval", "4") == [0] * world
+    lock = DirectoryLock(Path("out"))
+    for run, restarts, code in (("other", 0, 1), ("other", 1, 1), ("job", 1, 0)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        assert train(world) == [code] * world
+    lock.release()
+    assert_as_undisturbed("torch", world)
