@@ -19,6 +19,7 @@ from attention2d.layout.token_order import local_length
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
+from megatron_ssm.ops.fused_adam import adamw_on_cuda
 from megatron_ssm.parallel.groups import launched_ranks
 from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.sizing.activations import TrainingMemory
@@ -127,10 +128,16 @@ def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inp
             from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
 
             import_deepspeed(device)
-        return inputs[0].fingerprint()
+        return {"optimizer": _optimizer(options, device), **inputs[0].fingerprint()}
 
     agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
     return inputs[0]
+
+
+def _optimizer(options: Options, device: torch.device) -> str:
+    """The package, and its version, whose AdamW updates the parameters: each rounds in its own way."""
+    is_torchs = device.type != "cuda" or options.engine == "deepspeed" or options.use_distributed_optimizer
+    return "torch" if is_torchs else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
 
 def without_effect(options: Options, replicas: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Inputs and outputs that fail, or differ, on one rank of a training run. Oracle: every rank raises the same error."""
 
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -11,10 +12,13 @@ from tokenizers import Tokenizer, models
 import tiny
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, read_pending
 from megatron_ssm.models.model import Model
+from megatron_ssm.training import inputs
+from megatron_ssm.training.inputs import read_on_all_ranks
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 from megatron_ssm.training.progress import Progress
 from megatron_ssm.training.trainer import Trainer
+from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
@@ -103,6 +107,29 @@ def test_inputs_that_differ_between_ranks(ranks, text, world_size, prepare, firs
     prepare()
     found = errors(ranks, world_size, lambda rank: last if rank == world_size - 1 else first)
     assert len(set(found)) == 1 and f"ranks [{world_size - 1}] were asked something else than rank 0" in found[0]
+
+
+class Cuda(str):
+    """The name of the CPU for torch, and a CUDA device for what asks for its type."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_optimizers_that_differ_between_ranks(ranks, text, monkeypatch, world_size):
+    """One rank has no FusedAdam installed. It matters only where FusedAdam is used."""
+    last = world_size - 1
+
+    def run(rank):
+        name = "torch" if rank == last else "transformer-engine 2.0"
+        monkeypatch.setattr(inputs, "adamw_on_cuda", lambda dtype: (name, ""))
+        options = parse_options(["--data", "text", *TINY])
+        devices = Cuda("cpu"), torch.device("cpu")
+        return [attempt(read_on_all_ranks, options, device, contextlib.nullcontext) for device in devices]
+
+    for differs, same in ranks(run, world_size):
+        assert differs[0] == "ValueError" and "'optimizer': 'transformer-engine 2.0'" in differs[1]
+        assert f"ranks [{last}] were asked something else than rank 0" in differs[1] and same is None
 
 
 @pytest.mark.parametrize("tensor, world_size", [(3, 3), (2, 4)])
