@@ -201,7 +201,8 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged or belongs to another model; then the model
     may be filled in part. Errors that the table of contents and the sizes of the files show are found before a tensor is
     read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the disk for
-    some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact.
+    some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact. ValueError on every rank if
+    they find different checkpoints, as in directories that they do not share.
 
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
     pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
@@ -212,11 +213,14 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     def open_checkpoint() -> tuple[ShardReader, int]:
         if not read_with_retries((Path(path) / "training.json").is_file, path):
             return open_shards(path, None), step
-        described = read_training(Path(path))
-        steps = step if described.optimizer_steps is None else described.optimizer_steps
-        return open_shards(path, described.metadata_crc32), steps
+        training = read_training(Path(path))
+        steps = step if training.optimizer_steps is None else training.optimizer_steps
+        return open_shards(path, training.metadata_crc32), steps
 
-    reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, compared=Path(path).name)
+    def described(opened: tuple[ShardReader, int]) -> str:
+        return f"{Path(path).name} with metadata of CRC-32 {opened[0].metadata_crc32:08x}"
+
+    reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, described)
     state = state_to_fill(model, optimizer, steps)
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
