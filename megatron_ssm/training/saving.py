@@ -144,7 +144,7 @@ def only_run(out: Path) -> Iterator[bool]:
 
 
 def mark_begun(directory: Path) -> None:
-    """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `resume`."""
+    """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `only_run`."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
 
     def write() -> None:
