@@ -14,11 +14,17 @@ fi
 cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 
+launcher=
+pass() { # SIGNAL; to the group, or ends this script before there is one
+    local group=${launcher:-$(jobs -p)} # the job has begun before its number is known
+    [[ $group ]] || exit $((128 + $(kill -l "$1")))
+    kill "-$1" -- "-$group" 2>/dev/null || true
+}
+for signal in TERM INT USR1; do trap "pass $signal" "$signal"; done
 set -m # gives a background job a process group of its own
 deepspeed --num_accelerators "$ranks" "$here/examples/pretrain.py" "$@" </dev/null &
 launcher=$!
 set +m
-for signal in TERM INT USR1; do trap "kill -$signal -- -$launcher 2>/dev/null || true" "$signal"; done
 code=0
 { wait "$launcher" || code=$?; } 2>/dev/null # a signal ends the wait, too
 # Processes that have ended may stay as zombies (state Z), if the first process of a container does not collect them.

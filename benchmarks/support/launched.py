@@ -25,7 +25,7 @@ from sparsefusion.foundation import command_line
 CLONE_NEWNET = 0x40000000
 TINY = """--data text --out out --log log.jsonl --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4
     --seq-length 16 --micro-batch-size 1 --global-batch-size 6 --train-iters 6 --log-interval 1 --save-interval 2
-    --params-dtype float64 --device cpu --lost-rank-timeout 2.5""".split()
+    --params-dtype float64 --device cpu --lost-rank-timeout 5""".split()
 
 
 def write_text():
@@ -102,26 +102,32 @@ def launched(world, arguments, fault=None, lab=None, grace=0.2):
 
     lab: network namespaces LAB-RANK of launch/netlab.sh. grace: how long other ranks wait for rank 0 to print an error.
     """
-    address = "10.77.0.1" if lab else "127.0.0.1"
-    environment = dict(WORLD_SIZE=str(world), MASTER_ADDR=address, MASTER_PORT=str(free_port()))
+    environment = dict(WORLD_SIZE=str(world), MASTER_ADDR="10.77.0.1" if lab else "127.0.0.1")
     if lab:
         environment["GLOO_SOCKET_IFNAME"] = "eth0"
     sys.stdout.flush()
     sys.stderr.flush()
     run = Run([])
-    try:
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    command_line.RANK_0_GRACE_S = grace
-                    _run_rank(rank, arguments, environment, fault, lab)
-                finally:
-                    os._exit(99)
-            run.pids.append(pid)
-        yield run
-    finally:
-        run.end()
+    with reserved_port() as port:
+        environment["MASTER_PORT"] = str(port)
+        try:
+            for rank in range(world):
+                run.pids.append(_fork(rank, arguments, environment, fault, lab, grace))
+            yield run
+        finally:
+            run.end()
+
+
+def _fork(rank, arguments, environment, fault, lab, grace):
+    """The process of a rank."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            command_line.RANK_0_GRACE_S = grace
+            _run_rank(rank, arguments, environment, fault, lab)
+        finally:
+            os._exit(99)
+    return pid
 
 
 def _run_rank(rank, arguments, environment, fault, lab):
@@ -167,11 +173,13 @@ def enter_namespace(name):
         raise OSError(ctypes.get_errno(), f"setns {name}")
 
 
-def free_port():
-    """A TCP port that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextmanager
+def reserved_port():
+    """A TCP port that nobody else gets meanwhile. Servers that set SO_REUSEADDR, as torch's store does, can listen on it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))  # and does not listen
+        yield holder.getsockname()[1]
 
 
 @contextmanager

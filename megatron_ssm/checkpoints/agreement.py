@@ -41,32 +41,34 @@ def run_on_every_rank(
     action: Callable[[], Result],
     failure: str,
     kind: type[Exception] = Failure,
-    compared: str = "",
+    compared: Callable[[Result], str] = lambda result: "",
     group: ProcessGroup | None = None,
 ) -> Result:
     """What `action()` returns, after all ranks of `group` (None: the default group) have completed it.
 
     If it fails on any rank, every rank raises `kind` with one line: `failure` and the cause, both of the first rank that
     failed. If it raises a Failure on any rank, all raise that instead, with its own line. An unexpected exception (neither
-    OSError, `kind` nor Failure) is raised unchanged on the rank where it occurred. compared: what must be equal on all
-    ranks; they raise `kind` if it is not. All-gathers one pickled line from each rank.
+    OSError, `kind` nor Failure) is raised unchanged on the rank where it occurred. compared: maps the result to
+    what must be equal on all ranks; they raise ValueError if it is not. All-gathers two pickled lines from each rank.
     """
     results: list[Result] = []
     error: Exception | None = None
+    text = ""
     try:
         results.append(action())
+        text = compared(results[0])
     except Exception as raised:  # of any kind: the other ranks wait below
         error = raised
     is_failure = isinstance(error, Failure)
     line = "" if error is None else str(error) if is_failure else f"{failure}: {first_line(error)}"
-    reports = all_gather_pickled((line, is_failure, compared), group)
+    reports = all_gather_pickled((line, is_failure, text), group)
     if error is not None and not isinstance(error, (OSError, kind, Failure)):
         raise error
     if failed := [(line, is_failure) for line, is_failure, _ in reports if line]:
         line, is_failure = max(failed, key=lambda pair: pair[1])  # the first Failure, or the first of all
         raise (Failure if is_failure else kind)(line)
     if other := next((text for *_, text in reports if text != reports[0][2]), None):
-        raise kind(f"the ranks differ: {reports[0][2]} on rank 0, {other} on another")
+        raise ValueError(f"the ranks differ: {reports[0][2]} on rank 0, {other} on another")
     return results[0]
 
 

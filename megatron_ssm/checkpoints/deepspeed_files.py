@@ -18,6 +18,7 @@ import math
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,16 @@ def step_of_deepspeed(path: str | Path) -> int:
     if type(step) is not int:
         raise ValueError(f"{folder} holds no model states of DeepSpeed with a number of steps")
     return step
+
+
+def checksum_of_deepspeed(path: str | Path) -> int:
+    """The CRC-32 of the checksums of a checkpoint's files; reads only their tables of contents."""
+    names, checksum = (MODEL_STATES, OPTIMIZER_STATES), 0
+    files = [file for file in _folder(Path(path)).glob("*.pt") if any(name.fullmatch(file.name) for name in names)]
+    for file in sorted(files):
+        with zipfile.ZipFile(file) as archive:
+            checksum = zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode(), checksum)
+    return checksum
 
 
 # Files

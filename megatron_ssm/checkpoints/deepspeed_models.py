@@ -11,7 +11,7 @@ from megatron_ssm.configs.layouts import Field, aliases, field_of, hf_shapes, la
 from megatron_ssm.models.model import Model
 
 from .agreement import run_on_every_rank
-from .deepspeed_files import DeepSpeedCheckpoint, Part, is_deepspeed, read_deepspeed
+from .deepspeed_files import DeepSpeedCheckpoint, Part, checksum_of_deepspeed, is_deepspeed, read_deepspeed
 from .training import MOMENTS, GatheredState, load_training, state_to_fill
 
 # Into a model in training
@@ -24,8 +24,8 @@ def load_checkpoint(
     """`load_training`, or the same from a checkpoint of DeepSpeed's, of any number of model-parallel ranks and replicas.
 
     Its module is our model, or holds it: names end in those of our parameters. It has no random state. Every rank reads all
-    of its files on the CPU; ValueError on every rank if one of them cannot, or if the parameters are not those of the model.
-    Gathers the ranks' errors over the default group, as pickles.
+    of its files on the CPU; ValueError on every rank if one of them cannot, if the parameters are not those of the model, or
+    if the ranks find different files. Gathers the ranks' errors and checksums over the default group, as pickles.
     """
     if not is_deepspeed(path):
         return load_training(path, step, model, optimizer)
@@ -40,7 +40,10 @@ def load_checkpoint(
                 raise ValueError(f"{name} has no moments")
         return DeepSpeedCheckpoint(saved.step, saved.optimizer_steps, parts)
 
-    saved = run_on_every_rank(read, f"cannot resume from {path}", ValueError)
+    def described(_: DeepSpeedCheckpoint) -> str:
+        return f"{path} with files of CRC-32 {checksum_of_deepspeed(path):08x}"
+
+    saved = run_on_every_rank(read, f"cannot resume from {path}", ValueError, described)
     for entry, target in state_to_fill(model, optimizer, saved.optimizer_steps).items():
         kind, _, name = entry.partition(".")
         if name in fields:

@@ -126,7 +126,12 @@ def set_aside(directory: str | Path) -> None:
     All ranks call it together; rank 0 does it. Failure on every rank if it cannot be done.
     """
     directory = Path(directory)
-    _replace(directory, directory.with_name(f"{directory.name}.old"), lambda: bool(find_checkpoints(directory)))
+    _replace(directory, set_aside_name(directory), lambda: bool(find_checkpoints(directory)))
+
+
+def set_aside_name(directory: Path) -> Path:
+    """The name that `set_aside` gives to a directory."""
+    return directory.with_name(f"{directory.name}.old")
 
 
 def set_damaged_aside(path: Path) -> Path:

@@ -250,7 +250,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
     Every rank sends its part of each tensor to rank 0, once. OSError on every rank if the writing rank fails; ValueError on
     every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
     """
-    copies = [model.data_group, None if model.context_ranks is None else model.context_ranks.group]
+    copies = model.copy_groups
     groups = (model.ranks.group, *copies)
     target, plan = run_and_compare(
         lambda: (Path(directory), _plan(model, file_bytes)),

@@ -66,7 +66,7 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
     tensors: dict[str, list] = {}
     for field, parameter in adapter_parameters(model):
         tensors.setdefault(field.hf, []).append(parameter)
-    copies = [model.data_group, None if model.context_ranks is None else model.context_ranks.group]
+    copies = model.copy_groups
     error = None
     if all(group is None or dist.get_rank(group) == 0 for group in copies):
         whole = {name: gather(model, name, parameters) for name, parameters in tensors.items()}
@@ -140,7 +140,7 @@ def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> N
     unchanged, for files that are damaged, for adapters of layers that the model does not have, and for kinds of adapters
     that are not implemented. The groups compare twice, as in `load`.
     """
-    groups = (model.ranks.group, model.data_group, None if model.context_ranks is None else model.context_ranks.group)
+    groups = (model.ranks.group, *model.copy_groups)
     with ExitStack() as stack:
         lora, tensors = run_and_compare(
             lambda: _open(model, Path(directory), stack), lambda opened: opened[0], groups, model.device

@@ -147,7 +147,8 @@ class ShardReader(dcp.FileSystemReader):
     def __init__(self, path: str | Path, metadata_crc32: int | None):
         super().__init__(path)
         data = (Path(path) / ".metadata").read_bytes()
-        _check("its .metadata", zlib.crc32(data), metadata_crc32)
+        self.metadata_crc32 = zlib.crc32(data)
+        _check("its .metadata", self.metadata_crc32, metadata_crc32)
         self.metadata = _Unpickler(io.BytesIO(data)).load()
         if not isinstance(self.metadata, Metadata):
             raise ValueError(f"its metadata is of type {type(self.metadata).__name__}")

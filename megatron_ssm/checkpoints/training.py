@@ -8,6 +8,7 @@ final name is complete.
 """
 
 import functools
+import logging
 import pickle
 import shutil
 import zlib
@@ -38,6 +39,7 @@ from .folders import DamagedCheckpoint, description_text, find_checkpoints, half
 from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
 
+log = logging.getLogger("megatron_ssm")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # The name of an entry, this rank's tensor, and what makes the entry of such a tensor -> the entry that is written.
 Stage = Callable[[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
@@ -124,7 +126,7 @@ class Snapshot:
             try:
                 space = self._write_shards(hidden, needed, failure, group)
                 run_on_rank_0(lambda: self._complete(hidden, final, space), failure, group)
-            except BaseException:
+            except Failure:  # of all ranks: after any other error of this one, rank 0 may be renaming the folder
                 shutil.rmtree(hidden, ignore_errors=True)  # on every rank: its disk may be another one than rank 0's
                 raise
         finally:
@@ -180,10 +182,16 @@ class Snapshot:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. If that is interrupted, what remains has a hidden name, so no run takes it for a checkpoint."""
+    """Remove a checkpoint. If that fails or is interrupted, what remains has a hidden name, so no run takes it for one.
+
+    It may belong to another user, or be open on another machine. Then a line says so, and the next save tries again.
+    """
     hidden = checkpoint.with_name(f".{checkpoint.name}")
-    checkpoint.rename(hidden)
-    remove(hidden)
+    try:
+        checkpoint.rename(hidden)
+        remove(hidden)
+    except OSError as error:
+        log.warning(f"cannot remove the old checkpoint {checkpoint}: {first_line(error)}")
 
 
 def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState) -> None:
@@ -193,7 +201,8 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged or belongs to another model; then the model
     may be filled in part. Errors that the table of contents and the sizes of the files show are found before a tensor is
     read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the disk for
-    some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact.
+    some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact. ValueError on every rank if
+    they find different checkpoints, as in directories that they do not share.
 
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
     pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
@@ -204,11 +213,14 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     def open_checkpoint() -> tuple[ShardReader, int]:
         if not read_with_retries((Path(path) / "training.json").is_file, path):
             return open_shards(path, None), step
-        described = read_training(Path(path))
-        steps = step if described.optimizer_steps is None else described.optimizer_steps
-        return open_shards(path, described.metadata_crc32), steps
+        training = read_training(Path(path))
+        steps = step if training.optimizer_steps is None else training.optimizer_steps
+        return open_shards(path, training.metadata_crc32), steps
 
-    reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, compared=Path(path).name)
+    def described(opened: tuple[ShardReader, int]) -> str:
+        return f"{Path(path).name} with metadata of CRC-32 {opened[0].metadata_crc32:08x}"
+
+    reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, described)
     state = state_to_fill(model, optimizer, steps)
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())

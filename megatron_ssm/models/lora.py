@@ -152,7 +152,7 @@ def add_lora(model: "Model", rank: int, alpha: float, targets: Iterable[str], se
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))
         with torch.no_grad():
             parameter.copy_(draw(model.config, field, generator)[field.piece(model.ranks.rank, model.ranks.size)])
-    groups = (model.ranks.group, model.data_group, None if model.context_ranks is None else model.context_ranks.group)
+    groups = (model.ranks.group, *model.copy_groups)
     if all(group is None or group.rank() == 0 for group in groups):
         _tell_what_peft_refuses(model.config.family, lora.modules)
 

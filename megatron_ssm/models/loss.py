@@ -73,7 +73,7 @@ def mean_cross_entropy(
     nats = vocabulary_parallel_cross_entropy(model.local_logits(input_ids), labels, vocabulary, model.ranks)
     is_valid = labels != ignore_index
     sums = torch.stack([nats.masked_fill(~is_valid, 0).sum(), is_valid.sum().to(nats.dtype)])
-    for group in (model.data_group, None if model.context_ranks is None else model.context_ranks.group):
+    for group in model.copy_groups:
         sums = reduce_from_ranks(sums, group, lambda tensor, group: all_reduce(tensor, group, model.counter))
     total, count = sums
     return total / count.clamp(min=1)

@@ -141,6 +141,11 @@ class Model(nn.Module):
         """How many ranks make the same calls: those that hold the parts of the model, times those that share sequences."""
         return self.ranks.size * (1 if self.context_ranks is None else self.context_ranks.size)
 
+    @property
+    def copy_groups(self) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+        """The groups whose ranks hold copies of this part of the model: replicas and context ranks. None: one rank."""
+        return self.data_group, None if self.context_ranks is None else self.context_ranks.group
+
     def agree(self, asked: Callable[[], object]) -> int:
         """Compare what these ranks are asked to do; returns a random number, the same on all. See `Ranks.agree`."""
         if self.context_ranks is None:

@@ -56,7 +56,7 @@ def on_cuda(parameter: torch.Tensor) -> bool:
 def adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """The fastest AdamW that supports all parameters of these groups, which are torch's: {"params": ..., option: value}.
 
-    settings: lr, betas, eps. All ranks should have the same packages installed, because the optimizers round differently.
+    settings: lr, betas, eps. The ranks of a run must use the same package, because the optimizers round differently.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(on_cuda(parameter) and parameter.dtype in TYPES for parameter in parameters) and fused_adams()[-1].item:

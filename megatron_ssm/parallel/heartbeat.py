@@ -116,7 +116,7 @@ class _Heartbeat:
     @contextlib.contextmanager
     def _busy(self, seconds: float) -> Iterator[None]:
         """See `Busy`. The pause is added to the limit."""
-        if seconds < self.limit / 2:  # the limit allows for it
+        if seconds < self.interval:  # then it beats within two rounds, and a comparison takes ROUNDS
             yield
             return
         self._store.set(f"pause {self.rank}", str(seconds))

@@ -71,7 +71,7 @@ class DeepSpeedTrainer(Trainer):
         report: Callable[[str], object] = print,
     ):
         self._settings = settings
-        self._deepspeed = _import_deepspeed(model.device)
+        self._deepspeed = import_deepspeed(model.device)
         join_alone(model.device.type)
         self._mpu = DeepSpeedGroups(groups)
         super().__init__(model, groups, options, report)
@@ -328,8 +328,8 @@ class DeepSpeedTrainer(Trainer):
         return field_of(parameter).local_shape(self.groups.tensor_rank, self.groups.tensor_ranks)
 
 
-def _import_deepspeed(device: torch.device) -> Any:
-    """The package, for this kind of device, with nothing that it would compile.
+def import_deepspeed(device: torch.device) -> Any:
+    """The package, with nothing that it would compile. ValueError if it is too old, or works on another kind of device.
 
     On CPUs it would compile an extension for messages in shared memory, under a lock in TORCH_EXTENSIONS_DIR. If an earlier
     run was killed meanwhile, the lock remains, and it would wait for ever. So its list of operations that it may compile,

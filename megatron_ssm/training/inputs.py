@@ -8,7 +8,7 @@ import contextlib
 import json
 import zlib
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from attention2d.layout.token_order import local_length
 from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
+from megatron_ssm.ops.fused_adam import adamw_on_cuda
 from megatron_ssm.parallel.groups import launched_ranks
 from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.sizing.activations import TrainingMemory
@@ -30,7 +31,7 @@ from .data import Batches, Tokens
 from .deepspeed_settings import read_settings
 from .options import Options, flag
 from .progress import check_places, make_folder
-from .saving import checkpoint_to_resume, continues_own_run
+from .saving import checkpoint_to_resume
 from .tracking import check_trackers
 
 GB = 10**9
@@ -52,7 +53,7 @@ SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
 class Inputs:
     """What a run reads before training begins.
 
-    options: those of the run (see `continues_own_run`). requirements: what a run that resumes from this one's
+    options: those of the run (see `only_run`). requirements: what a run that resumes from this one's
     checkpoints must have in common with it (JSON values). checkpoint: the one from which this run resumes, and its step;
     None for a new run. deepspeed: the configuration of DeepSpeed's engine; None for another one.
     """
@@ -114,21 +115,29 @@ class Inputs:
 
 def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inputs:
     """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
-    inputs. busy: announces that this rank may be silent.
+    inputs. busy: announces that this rank may be silent. With the engine of DeepSpeed, also what `import_deepspeed` raises.
 
-    Gathers 16 bytes over the default group, besides what `continues_own_run` sends.
+    Gathers 16 bytes over the default group.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    if continues_own_run(Path(options.out) / "checkpoints"):
-        options = replace(options, resume="auto")
     inputs: list[Inputs] = []
 
     def fingerprint() -> dict[str, Any]:
         inputs.append(Inputs.read(options, busy))
-        return inputs[0].fingerprint()
+        if options.engine == "deepspeed":
+            from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
+
+            import_deepspeed(device)
+        return {"optimizer": _optimizer(options, device), **inputs[0].fingerprint()}
 
     agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
     return inputs[0]
+
+
+def _optimizer(options: Options, device: torch.device) -> str:
+    """The package, and its version, whose AdamW updates the parameters: each rounds in its own way."""
+    is_torchs = device.type != "cuda" or options.engine == "deepspeed" or options.use_distributed_optimizer
+    return "torch" if is_torchs else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
 
 def without_effect(options: Options, replicas: int) -> list[str]:

@@ -4,12 +4,12 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
-from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.hf_directory import remove_weights
@@ -39,7 +39,7 @@ from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
 from .progress import Progress, is_due
-from .saving import Saver, resume
+from .saving import Saver, only_run, resume, resumes_deepspeed
 from .trainer import Trainer
 
 
@@ -63,10 +63,12 @@ def pretrain(options: Options) -> None:
         join(tensor, device, context=context, check=check)
         place = device_of_rank(device)
         with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
-            inputs = read_on_all_ranks(options, place, watch.busy)
+            continues = until_the_end.enter_context(only_run(Path(options.out)))
+            run = replace(options, resume="auto") if continues else options
+            inputs = read_on_all_ranks(run, place, watch.busy)
             groups = initialize(tensor, device, context=context)
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
-            _run(inputs, groups, place, interruption, watch.busy, is_restarted=inputs.options != options)
+            _run(inputs, groups, place, interruption, watch.busy, is_restarted=run != options)
     finally:
         shut_down()
 
@@ -137,7 +139,7 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
     checkpoint = resume(trainer, directory, inputs.checkpoint, inputs.requirements, progress.print_line)
     if checkpoint is None:
         return inputs
-    if is_deepspeed(checkpoint[0]):
+    if resumes_deepspeed(inputs.options):
         what = "the seed, batch sizes, sequence length and text"
         progress.print_line(
             f"{checkpoint[0]} does not record {what} of its run, so they are not compared with this run's"
@@ -160,13 +162,11 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
             is_last = step == options.train_iters
             held_out = inputs.corpus.held_out if is_last or is_due(step, options.eval_interval) else None
             progress.end_step(step, result, is_logged=held_out is not None)
-            reason = saver.end_step(step, interruption)
             if held_out is not None:
                 nats = trainer.evaluate(held_out, lambda: bool(interruption.on_any_rank()[0]))
                 progress.add_evaluation(step, nats)
-                reason = saver.end_step(step, interruption) if nats is None else reason
-            progress.write_log()
-            if reason:
+            progress.write_log()  # before the checkpoint, from which a resumed run does not repeat this step
+            if reason := saver.end_step(step, interruption):
                 progress.print_line(f"leaving after step {step}, {reason}; --resume continues")
                 break
         saver.finish()  # before the trace, which may take longer to write than a launcher waits after SIGTERM

@@ -1,21 +1,24 @@
 """The checkpoints of a run: writing them, at once or in the background, and resuming from the newest intact one."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ssm.checkpoints.agreement import all_gather_pickled, run_on_every_rank, run_on_rank_0
+from megatron_ssm.checkpoints.agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
+from megatron_ssm.checkpoints.disk_space import DirectoryLock
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
     newest_checkpoint,
     set_aside,
+    set_aside_name,
     set_damaged_aside,
     step_of,
 )
@@ -25,10 +28,12 @@ from megatron_ssm.parallel.groups import TIMEOUT
 from sparsefusion.foundation.command_line import Failure
 
 from .interruption import Interruption
+from .options import Options
 from .progress import is_due
 from .trainer import Trainer
 
 BEGUN = ".begun"  # a file beside the checkpoints: the id of the torchrun whose run has begun there
+OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
 
 
 class Saver:
@@ -42,13 +47,9 @@ class Saver:
         self._start = start
         self._trainer, self._directory, self._requirements = trainer, directory, requirements
         self._background = BackgroundWriter(TIMEOUT) if trainer.options.async_save else None
-        self._saved: int | None = None  # the step of the last checkpoint of this run
 
     def end_step(self, step: int, interruption: Interruption) -> str:
-        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or "".
-
-        A step may end twice: a signal during the evaluation after it may be a reason to save and to leave.
-        """
+        """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or ""."""
         signal, has_failed = interruption.on_any_rank(self._background is not None and self._background.has_failed)
         if has_failed:
             self.finish()  # raises the error on every rank
@@ -77,10 +78,7 @@ class Saver:
             raise Failure(f"step {step}: parameters are not finite, so they are not saved; earlier checkpoints remain")
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet, unless it is written."""
-        if step == self._saved:
-            return
-        self._saved = step
+        """Write the checkpoint of a step, with gradients that sparse reduction has not sent yet."""
         if self._background is None:
             self._snapshot(step).write()
         else:
@@ -99,38 +97,54 @@ class Saver:
             self._background.wait()
 
 
-def continues_own_run(directory: Path) -> bool:
-    """Whether the checkpoints in a directory are those of this run, because torchrun has restarted its ranks.
+@contextlib.contextmanager
+def only_run(out: Path) -> Iterator[bool]:
+    """Within this context, no other run begins in the directory `out`. Gives whether this run continues there.
 
-    Then the run continues from them whatever --resume says: one that began anew would remove what it has done. torchrun
-    does not count a restart because nodes have joined or left. So if the mark of this run is there, which names the id of
-    torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs without one, does not
-    show that. No restart: a mark of an earlier run is removed.
+    It does so if torchrun has restarted its ranks, whatever --resume says: a run that began anew would remove what it has
+    done. torchrun does not count a restart because nodes have joined or left. So if the mark of this run is there, which
+    names the id of torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs
+    without one, does not show that. No restart: a mark of an earlier run is removed.
 
-    All ranks call it together. Rank 0 alone reads and removes the mark; the others learn what it has found. Each gathers
-    how often torchrun has restarted every rank, which may differ between nodes. ValueError on every rank if rank 0 cannot
-    read or remove the mark, Failure if it cannot read the directory.
+    All ranks enter it together. Rank 0 alone holds a lock on the directory, and reads and removes the mark; the others learn
+    what it has found. Each gathers how often torchrun has restarted every rank, which may differ between nodes. Failure on
+    every rank if another run holds the lock. If the mark is that of this run, they go on all the same: the machine of their
+    rank 0 before may be lost, and the file system may not have noticed. Where the file system has no locks, there is none.
+    ValueError on every rank if rank 0 cannot read or remove the mark, Failure if it cannot read the directory.
     """
     restarts = max(all_gather_pickled(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
-    mark, run = directory / BEGUN, os.environ.get("TORCHELASTIC_RUN_ID")
+    directory, run, locks = out / "checkpoints", os.environ.get("TORCHELASTIC_RUN_ID"), list[DirectoryLock]()
+    mark = directory / BEGUN
 
     def look() -> bool:
-        try:
+        is_own = False
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             is_own = run is not None and mark.read_text(encoding="utf-8") == run
-            if not restarts and not (is_own and run != "none"):
-                mark.unlink()
-                return False
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return is_own and bool(find_checkpoints(directory))
+        is_named = is_own and run != "none"
+        with contextlib.suppress(OSError):  # `Inputs.read` reports it
+            out.mkdir(parents=True, exist_ok=True)
+        try:
+            locks.extend([DirectoryLock(out)] if out.is_dir() else [])
+        except BlockingIOError as error:
+            if not is_named:
+                raise Failure(f"cannot begin in --out {out}: {first_line(error)}") from None
+        if restarts or is_named:
+            return is_own and bool(find_checkpoints(directory))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            mark.unlink()
+        return False
 
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
-    found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read or remove {mark}", ValueError)
-    return all_gather_pickled(found)[0]
+    try:
+        found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read or remove {mark}", ValueError)
+        yield all_gather_pickled(found)[0]
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def mark_begun(directory: Path) -> None:
-    """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `resume`."""
+    """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `only_run`."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
 
     def write() -> None:
@@ -141,13 +155,18 @@ def mark_begun(directory: Path) -> None:
         run_on_rank_0(write, f"cannot write to {directory}")
 
 
+def resumes_deepspeed(options: Options) -> bool:
+    """Whether --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
+    return options.resume not in OWN
+
+
 def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
     """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
 
     In place of a folder `deepspeed` that is missing because a run was killed while it replaced it, it takes the folder
-    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements.
+    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements, or if this run may rename it.
     """
-    if how in ("", "newest", "auto"):
+    if how in OWN:
         begins = not how or (how == "auto" and not find_checkpoints(directory))
         return None if begins else newest_to_load(directory, requirements, falls_back=how == "auto")
     folder = Path(how)
@@ -156,6 +175,9 @@ def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]
         folder = replaced
     if not is_deepspeed(folder):
         raise ValueError(f"--resume {how} is neither newest nor auto, nor a folder with a checkpoint of DeepSpeed's")
+    for place in (directory, set_aside_name(directory)):
+        if folder.resolve().is_relative_to(place.resolve()):
+            raise ValueError(f"--resume {how} is in {place}, which this run renames or removes; move it elsewhere")
     return folder, step_of_deepspeed(folder)
 
 
@@ -206,7 +228,7 @@ def resume(
         find_earlier = functools.partial(newest_to_load, directory, requirements, falls_back, step)
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
-    if is_deepspeed(checkpoint[0]):
+    if resumes_deepspeed(trainer.options):
         set_aside(directory)
     mark_begun(directory)
     return checkpoint

@@ -1,5 +1,6 @@
 """Checkpoints that only one rank cannot read or write. Oracle: all ranks raise the same line, and none hangs."""
 
+import re
 import shutil
 
 import pytest
@@ -210,8 +211,29 @@ def test_ranks_that_resume_from_different_steps(ranks, world, tmp_path):
         return attempt(load_training, newer if rank else older, 2 if rank else 1, trainer.model, trainer.optimizer)
 
     answers = ranks(run, world, timeout=20)
-    assert all(answer is not None and answer[0] == "DamagedCheckpoint" for answer in answers)
+    assert all(answer is not None and answer[0] == "ValueError" for answer in answers)
     assert all("step-000001" in message and "step-000002" in message for _, message in answers)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_ranks_that_resume_from_different_runs(ranks, world, tmp_path):
+    """Each has its own disk, with a checkpoint of the same step. All are intact, so none is set aside."""
+    for seed in (7, 8):
+        trainer = tiny.trainer(tiny.options(num_layers=1, seed=seed))
+        tiny.curve(trainer, 1)
+        Snapshot.of(tmp_path / str(seed), 1, trainer.model, trainer.optimizer, {}).write()
+    ours, theirs = (find_checkpoints(tmp_path / str(seed))[0] for seed in (7, 8))
+
+    def run(rank):
+        trainer = tiny.trainer_on(1, tiny.options(num_layers=1, global_batch_size=2 * world))
+        paths = (theirs if rank else ours), ours
+        return [attempt(load_training, path, 1, trainer.model, trainer.optimizer) for path in paths]
+
+    for differs, same in ranks(run, world, timeout=20):
+        assert differs[0] == "ValueError" and same is None
+        assert re.fullmatch(
+            r"the ranks differ: step-000001 with .* on rank 0, step-000001 with .* on another", differs[1]
+        )
 
 
 @pytest.mark.parametrize("world", (2, 3))

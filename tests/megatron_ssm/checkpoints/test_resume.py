@@ -250,6 +250,34 @@ def test_old_checkpoints_are_removed(tmp_path):
     assert names(5) == ["step-000005", "step-1000001"]  # the newly written one is kept
 
 
+@pytest.mark.parametrize("world", (2, 3))
+def test_an_old_checkpoint_that_cannot_be_removed(ranks, tmp_path, monkeypatch, caplog, world):
+    """As if a file of it were open on another machine. Rank 0 says so, and a later save removes what is left."""
+    rmtree, run = shutil.rmtree, options(global_batch_size=2 * world)
+
+    def refuse(path, ignore_errors=False, **more):
+        if Path(path).name != ".step-000001":
+            rmtree(path, ignore_errors, **more)
+        elif not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    def save(rank, *steps):
+        trainer = tiny.trainer_on(1, run)
+        tiny.curve(trainer, 1)
+        for step in steps:
+            Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
+        return [record.message for record in caplog.records if record.name == "megatron_ssm"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        said = ranks(save, world, 1, 2, 3)
+    line = f"cannot remove the old checkpoint {tmp_path / 'step-000001'}: Directory not empty"
+    assert said == [[line], *[[]] * (world - 1)]
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000002", "step-000003"]
+    ranks(save, world, 4)
+    assert sorted(os.listdir(tmp_path)) == ["step-000003", "step-000004"]
+
+
 def test_checkpoints_are_set_aside(tmp_path):
     directory, old = tmp_path / "checkpoints", tmp_path / "checkpoints.old"
     for name in ("first", "second"):

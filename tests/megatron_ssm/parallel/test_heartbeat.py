@@ -11,7 +11,8 @@ from megatron_ssm.parallel.heartbeat import watched
 
 
 @pytest.mark.parametrize("world", (2, 3))
-def test_a_bug_is_raised_while_another_rank_is_busy(ranks, tmp_path, world):
+@pytest.mark.parametrize("seconds", (60.0, 0.9))
+def test_a_bug_is_raised_while_another_rank_is_busy(ranks, tmp_path, world, seconds):
     """The silent rank has announced its pause, so it is not blamed for an error that is not one of communication."""
 
     def run(rank):
@@ -20,7 +21,7 @@ def test_a_bug_is_raised_while_another_rank_is_busy(ranks, tmp_path, world):
         try:
             with watched(2.0, tmp_path) as watch:
                 if rank == 0:
-                    with watch.busy(60.0):
+                    with watch.busy(seconds):
                         os.kill(os.getpid(), signal.SIGSTOP)
                 elif rank == 1:
                     while state(processes[0]) != "T":

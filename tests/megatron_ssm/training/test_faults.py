@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -38,14 +39,18 @@ from benchmarks.support.launched import (
     write_text,
 )
 from megatron_ssm.checkpoints import disk_space
+from megatron_ssm.checkpoints import training as checkpoint_writer
 from megatron_ssm.checkpoints.background import BackgroundWriter
+from megatron_ssm.checkpoints.disk_space import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
 from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.checkpoints.shards import ShardReader
+from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.progress import Progress
 from megatron_ssm.training.saving import BEGUN
 from megatron_ssm.training.trainer import SequenceLoss, Trainer
 from ranks import run_agent
@@ -167,6 +172,46 @@ def test_rank_0_is_killed(here):
     assert re.match(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has ended: .", line)
 
 
+@pytest.mark.parametrize("world, more", [(3, []), (4, TENSOR), full(3, ["--async-save"])])
+def test_a_rank_is_killed_while_rank_0_completes_a_checkpoint(here, monkeypatch, world, more):
+    """The next rank notices it at once, and leaves the folder alone, which rank 0 then renames: the checkpoint is whole."""
+    write, complete, describe = Snapshot.write, Snapshot._complete, checkpoint_writer.description_text
+    os.mkfifo("has-left")
+    os.mkfifo("has-ended")
+
+    def written(self, group=None):
+        Path(f"process-{os.environ['RANK']}").write_text(str(os.getpid()))
+        try:
+            write(self, group)
+        except RuntimeError:
+            if os.environ["RANK"] == "2":
+                Path("has-left").write_text("yes")
+                assert Path("has-ended").read_text() == "yes"  # before the heartbeat ends rank 0
+            raise
+
+    def described(entries):
+        if entries["step"] == 4:
+            os.kill(int(Path("process-1").read_text()), signal.SIGKILL)
+            assert Path("has-left").read_text() == "yes"  # waits for rank 2
+        return describe(entries)
+
+    def completed(self, *arguments):
+        try:
+            complete(self, *arguments)
+        finally:
+            if self.step == 4:
+                Path("has-ended").write_text("yes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshot, "write", written)
+        patched.setattr(Snapshot, "_complete", completed)
+        patched.setattr(checkpoint_writer, "description_text", described)
+        assert train(world, *more, "--lost-rank-timeout", "20") == [1, -signal.SIGKILL, *[1] * (world - 2)]
+    assert checkpoints() == ["step-000002", "step-000004"]
+    assert train(world, "--resume", *more) == [0] * world
+    assert_as_undisturbed("torch", world, *more)
+
+
 def fail(trainer):
     raise RuntimeError("a bug")
 
@@ -183,12 +228,12 @@ def test_a_rank_that_fails_is_named(here):
 @pytest.mark.parametrize("world, tp, rank", [full(2, 1, 1), (3, 1, 2), full(2, 2, 1)])
 def test_a_stopped_rank_is_named(here, world, tp, rank):
     line = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
-    assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 2.5 s", line)
+    assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 5 s", line)
 
 
 def test_rank_0_is_stopped(here):
     line = survivors(2, Fault(0, 3, signal.SIGSTOP))
-    assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 2.5 s: so .*", line)
+    assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 5 s: so .*", line)
 
 
 def on_rank(rank, kind, name, action, monkeypatch):
@@ -335,6 +380,56 @@ def test_a_signal_during_an_evaluation(flags_of, monkeypatch, engine, world, ste
     assert train(world, *more, "--resume") == [0] * world
     ours = load_file("out/model.safetensors")
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected[1].items())
+
+
+# The log
+
+
+EVALUATED = ["--eval-interval", "2"]
+
+
+def evaluations(path="log.jsonl"):
+    return [
+        (line["step"], line.get("held_out_nats_per_byte"))
+        for line in map(json.loads, Path(path).read_text().splitlines())
+    ]
+
+
+@pytest.mark.parametrize("world, step", [(2, 4), (3, 6), full(2, 6), full(3, 4)])
+def test_a_rank_is_killed_during_an_evaluation(here, monkeypatch, world, step):
+    """The run that continues repeats the step and its evaluation, also after the last step: its log lacks neither."""
+    assert train(world, *EVALUATED, "--out", "straight", "--log", "straight.jsonl") == [0] * world
+    done = []
+
+    def strike():
+        done.append(2)
+        if sum(done) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        on_rank(world - 1, Trainer, "evaluate", strike, patched)
+        assert train(world, *EVALUATED) == [*[1] * (world - 1), -signal.SIGKILL]
+    assert train(world, *EVALUATED, "--resume", "auto") == [0] * world
+    assert evaluations() == evaluations("straight.jsonl")
+    assert [number for number, nats in evaluations() if nats is not None] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_log_that_cannot_be_written_for_a_while(here, monkeypatch, world):
+    """The run that continues repeats the step whose line is missing."""
+    write_line = Progress._write_line
+
+    def full_at_step_4(self, line):
+        if line["step"] == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_line(self, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "_write_line", full_at_step_4)
+        assert train(world) == [1] * world
+    assert lines("err", world) == ["pretrain.py: cannot write to --log log.jsonl: No space left on device"]
+    assert train(world, "--resume") == [0] * world
+    assert_as_undisturbed("torch", world)
 
 
 # Steps that are not finite
@@ -647,8 +742,8 @@ def test_a_link_that_goes_down(here):
             codes, seconds = run.wait(0, 1)
         assert codes == [1, 1]
         (ours,), (theirs,) = texts("err", 2)
-        assert re.fullmatch(NAMED.format(rank=1, world=2) + "there was no sign of life for 2.5 s", ours)
-        assert re.fullmatch(r"rank 1 of 2: rank 0's store at 10.77.0.1:\d+ has not answered for 2.5 s: so .*", theirs)
+        assert re.fullmatch(NAMED.format(rank=1, world=2) + "there was no sign of life for 5 s", ours)
+        assert re.fullmatch(r"rank 1 of 2: rank 0's store at 10.77.0.1:\d+ has not answered for 5 s: so .*", theirs)
     finally:
         subprocess.run([*netlab, "down"], env=environment, check=True)
 
@@ -771,3 +866,46 @@ def test_rank_0_alone_reads_and_removes_the_mark_of_a_run(here, monkeypatch, wor
         assert train(world) == [0] * world, lines("err", world)
     assert (OWN in lines("out", world)) == (before == now)
     assert Path("out/checkpoints", BEGUN).read_text() == now
+
+
+# Two runs in one directory
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_second_run_in_the_same_directory(here, monkeypatch, world):
+    """It ends at once with one line, and the first one ends as if nothing had happened."""
+    os.mkfifo("has-begun")
+    os.mkfifo("has-ended")
+    begun = os.open("has-begun", os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait(trainer):
+        Path("has-begun").write_text("yes")
+        assert Path("has-ended").read_text() == "yes"
+
+    with launched(world, TINY, Fault(0, 3, wait)) as run:
+        assert select.select([begun], [], [], 60)[0]
+        Path("second").mkdir()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.chdir("second")
+            assert train(world, "--data", f"{here}/text", "--out", f"{here}/out") == [1] * world
+            line = f"pretrain.py: cannot begin in --out {here}/out: another run is writing to {here}/out"
+            assert lines("err", world) == [line]
+        Path("has-ended").write_text("yes")
+        assert run.wait(*range(world))[0] == [0] * world
+    assert_as_undisturbed("torch", world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_restart_while_the_lock_of_a_lost_rank_0_remains(here, monkeypatch, world):
+    """The file system may notice the loss of its machine later. The run goes on; another one does not begin, nor when
+    torchrun restarts its ranks because of that.
+    """
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert train(world, "--exit-interval", "4") == [0] * world
+    lock = DirectoryLock(Path("out"))
+    for run, restarts, code in (("other", 0, 1), ("other", 1, 1), ("job", 1, 0)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        assert train(world) == [code] * world
+    lock.release()
+    assert_as_undisturbed("torch", world)

@@ -1,5 +1,6 @@
 """Inputs and outputs that fail, or differ, on one rank of a training run. Oracle: every rank raises the same error."""
 
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -11,10 +12,13 @@ from tokenizers import Tokenizer, models
 import tiny
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, read_pending
 from megatron_ssm.models.model import Model
+from megatron_ssm.training import inputs
+from megatron_ssm.training.inputs import read_on_all_ranks
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 from megatron_ssm.training.progress import Progress
 from megatron_ssm.training.trainer import Trainer
+from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
@@ -105,6 +109,29 @@ def test_inputs_that_differ_between_ranks(ranks, text, world_size, prepare, firs
     assert len(set(found)) == 1 and f"ranks [{world_size - 1}] were asked something else than rank 0" in found[0]
 
 
+class Cuda(str):
+    """The name of the CPU for torch, and a CUDA device for what asks for its type."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_optimizers_that_differ_between_ranks(ranks, text, monkeypatch, world_size):
+    """One rank has no FusedAdam installed. It matters only where FusedAdam is used."""
+    last = world_size - 1
+
+    def run(rank):
+        name = "torch" if rank == last else "transformer-engine 2.0"
+        monkeypatch.setattr(inputs, "adamw_on_cuda", lambda dtype: (name, ""))
+        options = parse_options(["--data", "text", *TINY])
+        devices = Cuda("cpu"), torch.device("cpu")
+        return [attempt(read_on_all_ranks, options, device, contextlib.nullcontext) for device in devices]
+
+    for differs, same in ranks(run, world_size):
+        assert differs[0] == "ValueError" and "'optimizer': 'transformer-engine 2.0'" in differs[1]
+        assert f"ranks [{last}] were asked something else than rank 0" in differs[1] and same is None
+
+
 @pytest.mark.parametrize("tensor, world_size", [(3, 3), (2, 4)])
 def test_errors_of_all_ranks_are_raised_as_they_are(ranks, text, tensor, world_size):
     flags = ["--tensor-model-parallel-size", str(tensor), "--mamba-head-dim", "32", "--global-batch-size", "4"]
@@ -120,6 +147,19 @@ def test_sequences_too_short_for_the_context_ranks_keep_old_checkpoints(ranks, t
     for error in errors(ranks, world_size, lambda rank: flags):
         assert message in error
     assert os.listdir("out/checkpoints") == ["step-000002"]
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("name", ["out/checkpoints", "out/checkpoints/global_step1", "out/checkpoints.old", "link"])
+def test_a_folder_of_deepspeeds_that_the_run_would_rename(ranks, text, world_size, name):
+    """It is refused before anything is written, so the second start of the run still finds it."""
+    Path("link").symlink_to("out/checkpoints")
+    folder = Path(name.replace("link", "out/checkpoints"))
+    folder.mkdir(parents=True)
+    (folder / "mp_rank_00_model_states.pt").touch()
+    place = "out/checkpoints.old" if name.endswith("old") else "out/checkpoints"
+    message = f"--resume {name} is in {place}, which this run renames or removes; move it elsewhere"
+    assert errors(ranks, world_size, lambda rank: ["--resume", name]) == [message] * world_size
 
 
 @pytest.mark.parametrize("world_size", (2, 3))

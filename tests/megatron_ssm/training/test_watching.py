@@ -274,7 +274,7 @@ def test_an_evaluation_that_is_not_finite(here):
         raise ValueError(name)
 
     log = [json.loads(line, parse_constant=refuse) for line in Path("log.jsonl").read_text().splitlines()]
-    assert [line["held_out_nats_per_byte"] for line in log if "held_out_nats_per_byte" in line] == [None]
+    assert [line["held_out_nats_per_byte"] for line in log if "held_out_nats_per_byte" in line] == [None, None]
 
 
 @pytest.mark.parametrize("last, written", [(3, []), (5, ["steps-5-5.json"])])

@@ -27,6 +27,7 @@ from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import make_model, make_trainer, pretrain
 from megatron_ssm.training.saving import checkpoint_to_resume
 from megatron_ssm.training.trainer import SequenceLoss
+from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.command_line import run as run_command
 
@@ -77,6 +78,25 @@ def test_any_engine_goes_on(ranks, tmp_path, tp, dp, first, then):
 
     ranks(lambda rank: saved(tp, before, tmp_path) and None, tp * dp)
     assert close(ranks(go_on, tp * dp)[0], one_rank("mamba2 groups")[:, 3:8])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_resume_from_different_runs(ranks, tmp_path, monkeypatch, world):
+    """Each has its own disk, with a folder of the same name and step."""
+    for seed in (7, 8):
+        (tmp_path / str(seed)).mkdir()
+        run = run_of(1, folder=tmp_path, save_deepspeed=True, seed=seed, global_batch_size=world)
+        ranks(lambda rank, run, folder: saved(1, run, folder) and None, world, run, tmp_path / str(seed))
+
+    def load(rank):
+        trainer = tiny.trainer_on(1, run_of("torch", global_batch_size=world))
+        monkeypatch.chdir(tmp_path / ("8" if rank else "7"))
+        differs = attempt(trainer.load, Path("deepspeed"), 3)
+        return differs, attempt(trainer.load, tmp_path / "7" / "deepspeed", 3)
+
+    for differs, same in ranks(load, world):
+        assert differs[0] == "ValueError" and "the ranks differ: deepspeed with files of CRC-32 " in differs[1]
+        assert same is None
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
@@ -375,7 +395,7 @@ def test_a_run_was_killed_while_it_replaced_the_folder(ranks, tmp_path, tp, dp):
         if rank == 0:
             folder.rename(old)
         torch.distributed.barrier()
-        found = checkpoint_to_resume(str(folder), tmp_path, {})
+        found = checkpoint_to_resume(str(folder), tmp_path / "checkpoints", {})
         torch.distributed.barrier()
         trainer._save_checkpoint = cannot_write
         with pytest.raises(Failure, match="no room"):
@@ -383,7 +403,7 @@ def test_a_run_was_killed_while_it_replaced_the_folder(ranks, tmp_path, tp, dp):
         return found
 
     assert ranks(write, tp * dp) == [(old, 2)] * (tp * dp)
-    assert not old.exists() and checkpoint_to_resume(str(folder), tmp_path, {}) == (folder, 2)
+    assert not old.exists() and checkpoint_to_resume(str(folder), tmp_path / "checkpoints", {}) == (folder, 2)
 
 
 def test_a_folder_without_a_checkpoint(here, capsys):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch.utils.cpp_extension import _get_build_directory
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
+from benchmarks.support.launched import reserved_port
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 
@@ -118,6 +120,37 @@ def test_configurations_that_differ_between_ranks(ranks, world):
     assert len(set(found)) == 1 and f"ranks [{world - 1}] were asked something else than rank 0" in found[0]
 
 
+def old_version():
+    sys.modules["deepspeed"].__version__ = "0.19.0"
+
+
+def another_accelerator():
+    sys.modules["deepspeed"].accelerator.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (old_version, r"--engine deepspeed needs DeepSpeed \S+ or later, not 0.19.0"),
+        (another_accelerator, r"DeepSpeed works on cuda \(DS_ACCELERATOR\), the model is on cpu"),
+    ],
+)
+def test_a_deepspeed_that_one_rank_cannot_use(ranks, world, spoil, message):
+    """All ranks end with its error, before they make anything."""
+
+    def run(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        if rank == world - 1:
+            spoil()
+        with pytest.raises(ValueError) as error:
+            pretrain(parse_options([*TINY, "--global-batch-size", "6", "--out", "out", *flags(1)]))
+        return str(error.value)
+
+    found = ranks(run, world, timeout=30)
+    assert len(set(found)) == 1 and re.fullmatch(rf"{message} \(rank {world - 1}\)", found[0])
+
+
 # Under launchers
 
 
@@ -132,11 +165,17 @@ def launched(monkeypatch, *command):
     return done
 
 
+def under_deepspeed(monkeypatch, *arguments):
+    """The result of the script with these arguments on two ranks of DeepSpeed's launcher."""
+    with reserved_port() as port:
+        command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(port), SCRIPT]
+        return launched(monkeypatch, *command, *arguments)
+
+
 def test_under_the_deepspeed_launcher(monkeypatch):
     """Two tensor-parallel ranks, with ZeRO 2."""
-    command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(random.randint(20000, 30000)), SCRIPT]
     more = ["--out", "out", "--log", "out.jsonl", "--tensor-model-parallel-size", "2"]
-    done = launched(monkeypatch, *command, *TINY, *flags(2), *more)
+    done = under_deepspeed(monkeypatch, *TINY, *flags(2), *more)
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 tensor x 1 data-parallel ranks" in done.stdout and "saved out\n" in done.stdout
     pretrain(parse_options([*TINY, "--out", "alone", "--log", "alone.jsonl"]))
@@ -181,6 +220,18 @@ signal.pause()
     assert (code, said) == (128 + number, ["ready\n", "rank has saved"])
 
 
+def test_the_script_passes_on_a_signal_that_comes_at_once(monkeypatch):
+    """Just after it has started the launcher, whose number it does not know yet."""
+    Path("bin").mkdir()
+    Path("bin/deepspeed").write_text("#!/bin/bash\nexec sleep 60\n")
+    Path("bin/deepspeed").chmod(0o755)
+    Path("signals").write_text("trap '[[ $BASH_COMMAND != launcher=*! ]] || kill -TERM $$' DEBUG\n")
+    monkeypatch.setenv("PATH", "bin", prepend=os.pathsep)
+    monkeypatch.setenv("BASH_ENV", "signals")  # bash reads it before the script
+    done = subprocess.run([LAUNCHER, "2"], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
+
+
 @pytest.mark.full
 def test_a_signal_under_the_deepspeed_launcher(monkeypatch):
     """All ranks write a last checkpoint before the script ends."""
@@ -207,8 +258,7 @@ def test_without_the_deepspeed_launcher(monkeypatch, launcher):
 def test_an_error_under_the_deepspeed_launcher(monkeypatch):
     """One line, and the exit code 2."""
     Path("zero-1.json").write_text('{"train_batch_size": 5}')
-    command = ["deepspeed", "--num_accelerators", "2", "--master_port", str(random.randint(20000, 30000)), SCRIPT]
-    done = launched(monkeypatch, *command, *TINY, "--out", "out", *flags(1))
+    done = under_deepspeed(monkeypatch, *TINY, "--out", "out", *flags(1))
     assert done.returncode == 2
     line = "pretrain.py: zero-1.json: train_batch_size 5 contradicts --global-batch-size 4\n"
     assert line in done.stderr and "Traceback" not in done.stderr
