@@ -109,9 +109,12 @@ def has_panel_products() -> bool:
     return kernels.LIBRARY.functions is not None and bool(functions().has_panel_products())
 
 
-def panel_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def panel_product(
+    x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, as_integers: bool = False
+) -> Tensor:
     """`linear` for many rows of x by AVX2, in float32; for rounded matrices x is rounded to 16 bits, in blocks of BLOCK.
 
+    as_integers: a bfloat16 matrix and x are rounded to integers of 12 and 13 bits and sign, also in blocks of BLOCK.
     ValueError for a matrix of another dtype; RuntimeError without AVX2.
     """
     if not has_panel_products():
@@ -119,7 +122,8 @@ def panel_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias:
     columns = columns_of(values)
     if columns < 1 or values.dtype not in (*ROUNDED, torch.float32, torch.bfloat16):
         raise ValueError(f"AVX2 needs a float32, bfloat16 or rounded matrix, not {values.dtype} {tuple(values.shape)}")
-    return _multiply(functions().panel_product, x, values, scales, bias, columns)
+    kernel = functions().integer_panel_product if as_integers else functions().panel_product
+    return _multiply(kernel, x, values, scales, bias, columns)
 
 
 def _multiply(

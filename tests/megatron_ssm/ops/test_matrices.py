@@ -275,8 +275,9 @@ def test_what_is_measured(stored):
         times = matrices.product_times(stored, x, 16, 1)
         assert next(iter(times)) == str(x).removeprefix("torch.") and times is matrices.product_times(stored, x, 16, 1)
         typed = x in (torch.float32, torch.bfloat16) and stored is not torch.float16
-        in_step = products.has_tile_products() or products.has_panel_products()
-        kernels_for_it = typed * (in_step + (stored in KINDS and products.has_integer_products()))
+        panels = products.has_panel_products() * (2 if stored is torch.bfloat16 else 1)
+        integers = stored in KINDS and products.has_integer_products()
+        kernels_for_it = typed * ((products.has_tile_products() or panels) + integers)
         dtypes = 1 if x is torch.float64 or stored is torch.float32 else 2
         assert len(times) == dtypes + kernels_for_it
         assert all(0 <= seconds < 1 for seconds in times.values())
