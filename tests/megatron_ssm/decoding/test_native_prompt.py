@@ -8,6 +8,7 @@ import torch
 import megatron_ssm
 from megatron_ssm.decoding import decode_plan, native_prompt
 from megatron_ssm.native import kernels, products
+from megatron_ssm.ops import matrices
 from serving import IDS, counted, hooked, ids, saved
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
@@ -28,7 +29,11 @@ if products.most_rows(torch.bfloat16) < 8:
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """A list with an entry for each layer of each call that reads a prompt in C; pieces have up to 8 tokens."""
+    """A list with an entry for each layer of each call that reads a prompt in C; pieces have up to 8 tokens.
+
+    The layers themselves multiply in x's own dtype: as integers, bfloat16 numbers would be rounded otherwise.
+    """
+    monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
     for module in (native_prompt, decode_plan):
         monkeypatch.setattr(module, "PIECE", 8)
     monkeypatch.setattr(native_prompt, "SHORTEST", 1)
