@@ -134,6 +134,7 @@ INLINE_FOR(TARGET_AVX2) void add_floats(const float *x, ptrdiff_t x_words, const
     low[r] = _mm256_load_ps(sums + r * PANEL);
     high[r] = _mm256_load_ps(sums + r * PANEL + VECTOR);
   }
+#pragma GCC unroll 4
   for (ptrdiff_t k = 0; k < words; k++, w += PANEL) {
     __m256 w_low = _mm256_load_ps(w), w_high = _mm256_load_ps(w + VECTOR);
 #pragma GCC unroll 8
@@ -170,6 +171,7 @@ INLINE_FOR(TARGET_AVX2) void add_integers(const uint32_t *x, ptrdiff_t x_words, 
     __m256i low[INTEGER_ROWS], high[INTEGER_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) low[r] = high[r] = _mm256_setzero_si256();
+#pragma GCC unroll 4
     for (ptrdiff_t k = 0; k < PAIRS; k++, w += 2) {
       __m256i w_low = _mm256_load_si256(w), w_high = _mm256_load_si256(w + 1);
 #pragma GCC unroll 8
