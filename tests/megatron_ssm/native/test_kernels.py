@@ -398,6 +398,25 @@ def test_linear(variant, monkeypatch, kind, columns):
             assert (y - exact).norm() <= tolerance * max(exact.norm(), usual), (batch, out)
 
 
+@pytest.mark.parametrize("kind", ("float32", "bfloat16", *ROUNDED_FORMATS))
+@torch.no_grad()
+def test_a_row_has_the_same_bits_beside_others(variant, kind):
+    """Up to 15 others, in bfloat16 up to 3. Several rows of W and x are multiplied at once, which must not change a sum."""
+    generator = torch.Generator().manual_seed(0)
+    for out, columns in ((1, 128), (13, 256), (33, 1536), (7, 390)):
+        if kind in ROUNDED_FORMATS and columns % products.BLOCK:
+            continue
+        weight, x = (torch.randn(rows, columns, generator=generator) for rows in (out, 4 if kind == "bfloat16" else 16))
+        if kind in ROUNDED_FORMATS:
+            matrix = ROUNDED_FORMATS[kind].of(weight)
+            given = matrix.values, matrix.scales
+        else:
+            x, *given = x.to(getattr(torch, kind)), weight.to(getattr(torch, kind))
+        alone = torch.cat([products.linear(row, *given) for row in x.split(1)])
+        for rows in range(2, len(x) + 1):
+            assert torch.equal(products.linear(x[:rows], *given), alone[:rows]), (out, columns, rows)
+
+
 @dtypes
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 @torch.no_grad()
