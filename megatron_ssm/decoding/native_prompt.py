@@ -48,8 +48,9 @@ class NativePrompt(NativeLayers):
         seq, parts = x.shape[1], []
         for i in range(pieces):
             piece = slice(i * seq // pieces, (i + 1) * seq // pieces)
-            for struct in self._structs:
+            for layer, struct in zip(self._native_layers, self._structs, strict=True):
                 struct.tokens = piece.stop - piece.start
+                struct.as_integers = layer.multiplies_as_integers(len(x) * struct.tokens)
             part = x[:, piece].contiguous()
             parts.append(torch.empty_like(part))
             self._compute(part, part if given is x else given[:, piece].contiguous(), parts[-1])

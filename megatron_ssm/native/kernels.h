@@ -28,6 +28,8 @@ int tile_product(const void *values, const float *scales, const void *bias, cons
 int has_tile_products(void);
 int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
+int integer_panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                          ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
 int causal_conv(const void *x, const void *weight, const void *bias, const void *history, void *y, void *next,
                 ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t taps, ptrdiff_t batch_stride,
                 ptrdiff_t token_stride, ptrdiff_t history_stride, int type, int threads);

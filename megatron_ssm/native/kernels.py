@@ -48,6 +48,7 @@ SIGNATURES = {
     "tile_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
     "has_tile_products": [],
     "panel_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
+    "integer_panel_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
     "has_panel_products": [],
     "widen": [POINTER] * 3 + [SIZE] * 2 + [INT] * 3,
     "has_products_of": [INT],

@@ -62,44 +62,49 @@ INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int ba
 }
 
 #ifdef HAS_INTRINSICS
-enum { VECTOR = 8, VECTORS = 4, SUMS = 8 }; /* words in a register; registers of partial sums of a dot product, and in all */
+enum { VECTOR = 8, SUMS = 8 }; /* words in a register; registers of sums */
 
-/* As multiply_row for `rows` rows of W, by AVX2. Each sum is added up in the same order for any numbers of rows. Without AVX-512,
-   float32 is read fastest as several rows at once without prefetching, and bfloat16 as before, row by row. */
-INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdiff_t first, int rows, int batch,
+/* As multiply_row for `rows` rows of W, by AVX2; a dot product has `vectors` registers of partial sums. Each is added up in
+   the same order for any numbers of rows. FLOAT32 is read and multiplied fastest as several rows at once, which share the
+   loads of x and prefetch the rows that follow them; BFLOAT16 row by row. */
+INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdiff_t first, int rows, int batch, int vectors,
                                           int weight_type) {
   ptrdiff_t count = a->in / columns_per_word(weight_type), i = 0;
   ptrdiff_t stride = a->weight_stride / columns_per_word(weight_type);
+  ptrdiff_t ahead = weight_type == FLOAT32 ? rows * stride : AHEAD / (ptrdiff_t)sizeof(uint32_t);
   const uint32_t *w = (const uint32_t *)a->weight + row * stride;
   const float *x = a->x + first * a->x_stride;
   const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
   __m256 sums[SUMS];
 #pragma GCC unroll 8
-  for (int s = 0; s < rows * batch * VECTORS; s++) sums[s] = _mm256_setzero_ps();
-  for (; i + VECTORS * VECTOR <= count; i += VECTORS * VECTOR)
+  for (int s = 0; s < rows * batch * vectors; s++) sums[s] = _mm256_setzero_ps();
+  for (; i + vectors * VECTOR <= count; i += vectors * VECTOR)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++)
+    for (int v = 0; v < vectors; v++)
 #pragma GCC unroll 4
-      for (int r = 0; r < rows; r++) {
-        const uint32_t *from = w + r * stride + i + v * VECTOR;
-        if (weight_type == BFLOAT16 && v % 2 == 0) __builtin_prefetch((const char *)from + AHEAD);
-        __m256i words = _mm256_loadu_si256((const __m256i *)from);
-#pragma GCC unroll 4
-        for (int b = 0; b < batch; b++) {
-          const float *columns = x + b * a->x_stride + i + v * VECTOR;
-          __m256 *sum = &sums[(r * batch + b) * VECTORS + v];
+      for (int b = 0; b < batch; b++) {
+        const float *columns = x + b * a->x_stride + i + v * VECTOR;
+        __m256 x_even = _mm256_loadu_ps(columns);
+        __m256 x_odd = weight_type == FLOAT32 ? x_even : _mm256_loadu_ps(columns + count);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+          const uint32_t *from = w + r * stride + i + v * VECTOR;
+          if (b == 0 && v % 2 == 0) __builtin_prefetch(from + ahead);
+          __m256i words = _mm256_loadu_si256((const __m256i *)from);
+          __m256 *sum = &sums[(r * batch + b) * vectors + v];
           __m256 even = weight_type == FLOAT32 ? (__m256)words : (__m256)_mm256_slli_epi32(words, 16);
-          *sum = _mm256_fmadd_ps(even, _mm256_loadu_ps(columns), *sum);
+          *sum = _mm256_fmadd_ps(even, x_even, *sum);
           if (weight_type == FLOAT32) continue;
-          *sum = _mm256_fmadd_ps((__m256)_mm256_and_si256(words, upper), _mm256_loadu_ps(columns + count), *sum);
+          *sum = _mm256_fmadd_ps((__m256)_mm256_and_si256(words, upper), x_odd, *sum);
         }
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int b = 0; b < batch; b++) {
-      const __m256 *s = sums + (r * batch + b) * VECTORS;
-      float total = added_up(_mm256_add_ps(_mm256_add_ps(s[0], s[1]), _mm256_add_ps(s[2], s[3])));
+      __m256 sum = sums[(r * batch + b) * vectors];
+      for (int v = 1; v < vectors; v++) sum = _mm256_add_ps(sum, sums[(r * batch + b) * vectors + v]);
+      float total = added_up(sum);
       if (a->bias) total += get(a->bias, row + r, a->type);
       for (ptrdiff_t k = i; k < count; k++)
         total += product(w[r * stride + k], x + b * a->x_stride + k, count, weight_type);
@@ -126,16 +131,17 @@ FOR_EACH_BATCH(long_bfloat16_, BFLOAT16, LANES)
 FOR_EACH_BATCH(short_bfloat16_, BFLOAT16, FEW_LANES / 2)
 
 #ifdef HAS_INTRINSICS
+/* FLOAT32: as many rows of W as their sums fit into the registers; BFLOAT16: one row, by at most two rows of x. */
 #define MULTIPLY_ROWS_AVX2(NAME, BATCH, WEIGHT_TYPE)                                                              \
   TARGET_AVX2 static void NAME##BATCH(const Linear *given, ptrdiff_t first, ptrdiff_t r, ptrdiff_t stop) {        \
-    enum { PAIR = BATCH < 2 ? 1 : 2, REST = BATCH - PAIR }; /* rows of x whose sums fit into registers */         \
-    enum { TOGETHER = WEIGHT_TYPE == FLOAT32 && BATCH == 1 ? SUMS / VECTORS : 1 };                                \
+    enum { IS_WIDE = WEIGHT_TYPE == FLOAT32, VECTORS = IS_WIDE ? 1 : 4, TOGETHER = IS_WIDE ? SUMS / BATCH : 1 };  \
+    enum { SOME = IS_WIDE || BATCH < 2 ? BATCH : 2, REST = BATCH - SOME };                                        \
     const Linear a = *given;                                                                                      \
     for (; r + TOGETHER <= stop; r += TOGETHER) {                                                                 \
-      multiply_avx2(&a, r, first, TOGETHER, PAIR, WEIGHT_TYPE);                                                   \
-      if (REST) multiply_avx2(&a, r, first + PAIR, TOGETHER, REST, WEIGHT_TYPE);                                  \
+      multiply_avx2(&a, r, first, TOGETHER, SOME, VECTORS, WEIGHT_TYPE);                                          \
+      if (REST) multiply_avx2(&a, r, first + SOME, TOGETHER, REST, VECTORS, WEIGHT_TYPE);                         \
     }                                                                                                             \
-    for (; r < stop; r++) multiply_avx2(&a, r, first, 1, PAIR, WEIGHT_TYPE); /* only with one row of x */         \
+    for (; r < stop; r++) multiply_avx2(&a, r, first, 1, SOME, VECTORS, WEIGHT_TYPE); /* FLOAT32 */               \
   }
 #define FOR_EACH_BATCH_AVX2(NAME, WEIGHT_TYPE)                                              \
   MULTIPLY_ROWS_AVX2(NAME, 1, WEIGHT_TYPE) MULTIPLY_ROWS_AVX2(NAME, 2, WEIGHT_TYPE)         \

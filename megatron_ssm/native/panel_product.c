@@ -1,18 +1,18 @@
 /* y = x W^T + b for many rows of x by AVX2, on processors without larger registers or AMX.
 
    PANEL rows of W at a time are rearranged: the words of all these rows that meet the same word of x lie side by side, and
-   fill two registers. A word has 32 bits: a float32 column, or two columns of 16 bits. FLOAT32 and BFLOAT16 matrices are
-   multiplied in float32, INT8 and INT4 matrices as 16-bit integers by an x that is rounded as in rounded.c, which is faster and
-   hardly less exact. */
-#include "rounded.h"
+   fill two registers. A word has 32 bits: a float32 column, or two columns of 16 bits. INT8 and INT4 matrices are multiplied
+   as 16-bit integers by an x that is rounded as in rounded.c, which is faster than float32 and hardly less exact; FLOAT32
+   matrices in float32; BFLOAT16 matrices in float32 or, by integer_panel_product, as integers (block_float.h). */
+#include "block_float.h"
 
 #ifdef HAS_INTRINSICS
 enum {
   VECTOR = 8,                  /* words in a register */
   PANEL = 2 * VECTOR,
   FLOAT_ROWS = 6, INTEGER_ROWS = 4, /* rows of x that are multiplied at once: their sums stay in registers */
-  DEPTH = 384,                 /* words of a row that are multiplied at a time: PANEL rows stay in the first-level cache */
-  X_ROWS = 256,                /* rows of x that are multiplied at a time: DEPTH words of each stay in the second-level cache */
+  DEPTH = 384,   /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
+  X_ROWS = 256,  /* rows of x that are multiplied at a time: DEPTH words of each stay in the second-level cache */
   PAIRS = BLOCK / 2            /* words of a block of 16-bit columns */
 };
 
@@ -21,10 +21,11 @@ typedef struct {
   const float *scales;     /* (out, in / BLOCK), of INT8 and INT4 */
   const void *bias;        /* (out) of `type`, or NULL */
   const uint32_t *x;       /* (batch, x_words): float32, or 16-bit integers */
-  const float *x_scales;   /* (batch, in / BLOCK), of 16-bit integers */
+  const float *x_scales;   /* (batch, blocks), of 16-bit integers */
   void *y;                 /* (batch, out) of `type` */
   ptrdiff_t batch, out, in, x_words;
-  int type, weight_type;
+  ptrdiff_t words, blocks; /* of a row of W; integers are whole blocks */
+  int type, weight_type, is_integer;
 } Product;
 
 /* Temporaries of a thread. */
@@ -33,9 +34,6 @@ typedef struct {
   float scales[DEPTH / PAIRS * PANEL]; /* (blocks, PANEL) */
   float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
 } Panel;
-
-/* Words in a row of W. */
-INLINE ptrdiff_t words_in_row(const Product *a) { return is_rounded(a->weight_type) ? a->in / 2 : a->in; }
 
 /* rows[i][j] becomes rows[j][i]. */
 INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
@@ -59,10 +57,10 @@ INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
   for (int i = 0; i < VECTOR; i++) rows[i] = t[i];
 }
 
-/* The address of a word of a row of W; in blocks, of its block. */
+/* The address of a word of a row of W; in blocks of INT8 and INT4, of its block. */
 INLINE const char *address_of(const Product *a, ptrdiff_t row, ptrdiff_t word) {
-  if (!is_rounded(a->weight_type)) return at(a->values, row * a->in + word, a->weight_type);
-  return a->values + (row * a->in / BLOCK + word / PAIRS) * bytes_per_block(a->weight_type);
+  if (!is_rounded(a->weight_type)) return at(a->values, row * a->in + (a->is_integer ? 2 : 1) * word, a->weight_type);
+  return a->values + (row * a->blocks + word / PAIRS) * bytes_per_block(a->weight_type);
 }
 
 /* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. */
@@ -78,6 +76,12 @@ INLINE_FOR(TARGET_AVX2) __m256 words_of(const Product *a, ptrdiff_t row, ptrdiff
   return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
 }
 
+/* Puts VECTOR words of VECTOR rows, the `half`-th and those after it, side by side; they are the panel's words from k on. */
+INLINE_FOR(TARGET_AVX2) void put_words(Panel *panel, ptrdiff_t k, ptrdiff_t half, __m256 rows[VECTOR]) {
+  transpose(rows);
+  for (int i = 0; i < VECTOR; i++) _mm256_store_ps((float *)panel->words + (k + i) * PANEL + half, rows[i]);
+}
+
 /* Rearranges the words `start` to `stop` of PANEL rows of W from `row` on; rows beyond the last are zeros. */
 INLINE_FOR(TARGET_AVX2) void fill_each(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop,
                                       int weight_type) {
@@ -86,20 +90,37 @@ INLINE_FOR(TARGET_AVX2) void fill_each(const Product *a, Panel *panel, ptrdiff_t
       __m256 rows[VECTOR];
       for (int i = 0; i < VECTOR; i++)
         rows[i] = row + half + i < a->out ? words_of(a, row + half + i, k, weight_type) : _mm256_setzero_ps();
-      transpose(rows);
-      for (int i = 0; i < VECTOR; i++) _mm256_store_ps((float *)panel->words + (k - start + i) * PANEL + half, rows[i]);
+      put_words(panel, k - start, half, rows);
     }
   if (is_rounded(weight_type))
     for (ptrdiff_t k = start; k < stop; k += PAIRS)
       for (ptrdiff_t r = 0; r < PANEL; r++)
-        panel->scales[(k - start) / PAIRS * PANEL + r] = row + r < a->out ? a->scales[((row + r) * a->in + 2 * k) / BLOCK] : 0;
+        panel->scales[(k - start) / PAIRS * PANEL + r] = row + r < a->out ? a->scales[(row + r) * a->blocks + k / PAIRS] : 0;
+}
+
+/* As fill_each, for BFLOAT16 as integers. */
+TARGET_AVX2 static void fill_rounded(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
+  for (ptrdiff_t k = start; k < stop; k += PAIRS)
+    for (ptrdiff_t half = 0; half < PANEL; half += VECTOR) {
+      int16_t blocks[VECTOR][BLOCK];
+      float *scales = panel->scales + (k - start) / PAIRS * PANEL + half;
+      for (int i = 0; i < VECTOR; i++)
+        if (row + half + i >= a->out) scales[i] = 0, memset(blocks[i], 0, sizeof blocks[i]);
+        else round_block((const uint16_t *)address_of(a, row + half + i, k), a->in - 2 * k, blocks[i], &scales[i]);
+      for (ptrdiff_t word = 0; word < PAIRS; word += VECTOR) {
+        __m256 rows[VECTOR];
+        for (int i = 0; i < VECTOR; i++) rows[i] = _mm256_loadu_ps((const float *)(blocks[i] + 2 * word));
+        put_words(panel, k - start + word, half, rows);
+      }
+    }
 }
 
 TARGET_AVX2 static void fill(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
   if (a->weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
-  else if (a->weight_type == BFLOAT16) fill_each(a, panel, row, start, stop, BFLOAT16);
   else if (a->weight_type == INT8) fill_each(a, panel, row, start, stop, INT8);
-  else fill_each(a, panel, row, start, stop, INT4);
+  else if (a->weight_type == INT4) fill_each(a, panel, row, start, stop, INT4);
+  else if (a->is_integer) fill_rounded(a, panel, row, start, stop);
+  else fill_each(a, panel, row, start, stop, BFLOAT16);
 }
 
 /* Adds to sums (count, PANEL) the products of `words` words of `count` rows of x, x_words apart, with those of the panel.
@@ -113,6 +134,7 @@ INLINE_FOR(TARGET_AVX2) void add_floats(const float *x, ptrdiff_t x_words, const
     low[r] = _mm256_load_ps(sums + r * PANEL);
     high[r] = _mm256_load_ps(sums + r * PANEL + VECTOR);
   }
+#pragma GCC unroll 4
   for (ptrdiff_t k = 0; k < words; k++, w += PANEL) {
     __m256 w_low = _mm256_load_ps(w), w_high = _mm256_load_ps(w + VECTOR);
 #pragma GCC unroll 8
@@ -149,6 +171,7 @@ INLINE_FOR(TARGET_AVX2) void add_integers(const uint32_t *x, ptrdiff_t x_words, 
     __m256i low[INTEGER_ROWS], high[INTEGER_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) low[r] = high[r] = _mm256_setzero_si256();
+#pragma GCC unroll 4
     for (ptrdiff_t k = 0; k < PAIRS; k++, w += 2) {
       __m256i w_low = _mm256_load_si256(w), w_high = _mm256_load_si256(w + 1);
 #pragma GCC unroll 8
@@ -172,16 +195,16 @@ INLINE_FOR(TARGET_AVX2) void add_rows(const Product *a, Panel *panel, ptrdiff_t 
                                      int count, int integers) {
   const uint32_t *x = a->x + first * a->x_words + start;
   float *sums = panel->sums + first * PANEL;
-  ptrdiff_t blocks = a->in / BLOCK;
   if (!integers) add_floats((const float *)x, a->x_words, panel, stop - start, sums, count);
-  else add_integers(x, a->x_words, a->x_scales + first * blocks + start / PAIRS, blocks, panel, stop - start, sums, count);
+  else
+    add_integers(x, a->x_words, a->x_scales + first * a->blocks + start / PAIRS, a->blocks, panel, stop - start, sums, count);
 }
 
 /* There is one function for each number of rows of x. */
 typedef void AddRows(const Product *, Panel *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
 #define ADD_ROWS(NAME, COUNT, INTEGERS)                                                                                     \
   TARGET_AVX2 static void NAME##COUNT(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
-    add_rows(a, panel, first, start, stop, COUNT, INTEGERS);                                                               \
+    add_rows(a, panel, first, start, stop, COUNT, INTEGERS);                                                              \
   }
 ADD_ROWS(floats_, 1, 0) ADD_ROWS(floats_, 2, 0) ADD_ROWS(floats_, 3, 0)
 ADD_ROWS(floats_, 4, 0) ADD_ROWS(floats_, 5, 0) ADD_ROWS(floats_, 6, 0)
@@ -205,10 +228,10 @@ INLINE_FOR(TARGET_AVX2) void write_sums(const Product *a, const float *sums, ptr
   }
 }
 
-/* Prefetches what is rearranged next: DEPTH words from `start` on of PANEL rows from `row` on, or after the last word the first
-   words of the next rows. The calls for all groups of rows of x, the group-th of `groups`, prefetch all of it. */
+/* Prefetches what is rearranged next: DEPTH words from `start` on of PANEL rows from `row` on, or after the last word the
+   first words of the next rows. The calls for all groups of rows of x, the group-th of `groups`, prefetch all of it. */
 static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t start, ptrdiff_t group, ptrdiff_t groups) {
-  ptrdiff_t words = words_in_row(a);
+  ptrdiff_t words = a->words;
   if (start >= words) start = 0, row += PANEL;
   ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
   for (ptrdiff_t r = row + group * PANEL / groups; r < row + (group + 1) * PANEL / groups && r < a->out; r++)
@@ -217,9 +240,9 @@ static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t start, ptrd
 
 /* All rows of x times PANEL rows of W from `row` on. */
 TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t row) {
-  int is_integer = is_rounded(a->weight_type), most = is_integer ? INTEGER_ROWS : FLOAT_ROWS;
-  AddRows *const *functions = is_integer ? integers : floats;
-  ptrdiff_t words = words_in_row(a);
+  int most = a->is_integer ? INTEGER_ROWS : FLOAT_ROWS;
+  AddRows *const *functions = a->is_integer ? integers : floats;
+  ptrdiff_t words = a->words;
   memset(panel->sums, 0, a->batch * PANEL * sizeof(float));
   for (ptrdiff_t start = 0; start < words; start += DEPTH) {
     ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
@@ -251,28 +274,35 @@ static int multiply(const Product *a, int threads) {
   return failed;
 }
 
-/* Rows of x as float32, without gaps. */
-TARGET_AVX2 static void fill_x(const void *x, float *to, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride) {
-  for (ptrdiff_t r = 0; r < count; r++, to += in)
+/* Rows of x as they are multiplied: without gaps as float32, or as integers with their scales. */
+TARGET_AVX2 static void fill_x(const Product *a, const void *x, uint32_t *to, float *scales, ptrdiff_t x_stride) {
+  if (is_rounded(a->weight_type)) {
+    round_to_16_bits(x, (int16_t *)to, scales, a->batch, a->in, x_stride, a->type);
+    return;
+  }
+  for (ptrdiff_t r = 0; r < a->batch; r++, x = at(x, x_stride, a->type), to += a->x_words, scales += a->blocks)
+    if (!a->is_integer)
 #pragma omp simd
-    for (ptrdiff_t i = 0; i < in; i++) to[i] = get(x, r * x_stride + i, BFLOAT16);
+      for (ptrdiff_t i = 0; i < a->in; i++) ((float *)to)[i] = get(x, i, BFLOAT16);
+    else if (a->type == FLOAT32) round_x_row(x, (int16_t *)to, scales, a->in, FLOAT32);
+    else round_x_row(x, (int16_t *)to, scales, a->in, BFLOAT16);
 }
 
-/* As tile_product. `in` is a multiple of BLOCK for INT8 and INT4. */
-int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  int is_integer = is_rounded(weight_type), in_place = !is_integer && type == FLOAT32, failed = 0;
-  ptrdiff_t passes = (batch + X_ROWS - 1) / X_ROWS, blocks = in / BLOCK;
-  ptrdiff_t step = passes ? (batch + passes - 1) / passes : 1, x_words = in_place ? x_stride : is_integer ? in / 2 : in;
+static int multiply_by_panels(const void *values, const float *scales, const void *bias, const void *x, void *y,
+                              ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type,
+                              int threads, int is_integer) {
+  int in_place = !is_integer && type == FLOAT32, failed = 0;
+  ptrdiff_t passes = (batch + X_ROWS - 1) / X_ROWS, step = passes ? (batch + passes - 1) / passes : 1;
+  ptrdiff_t blocks = (in + BLOCK - 1) / BLOCK, words = is_integer ? blocks * PAIRS : in;
+  ptrdiff_t x_words = in_place ? x_stride : words;
   uint32_t *copy = allocate(in_place ? LINE : step * (x_words + blocks) * sizeof(uint32_t));
   float *x_scales = (float *)copy + step * x_words;
   for (ptrdiff_t first = 0; first < batch && copy && !failed; first += step) {
     ptrdiff_t count = batch - first < step ? batch - first : step;
     const void *rows = at(x, first * x_stride, type);
-    if (is_integer) round_to_16_bits(rows, (int16_t *)copy, x_scales, count, in, x_stride, type);
-    else if (!in_place) fill_x(rows, (float *)copy, count, in, x_stride);
     Product a = {values, scales, bias, in_place ? rows : copy, x_scales, at(y, first * out, type), count, out, in, x_words,
-                 type, weight_type};
+                 words, blocks, type, weight_type, is_integer};
+    if (!in_place) fill_x(&a, rows, copy, x_scales, x_stride);
     failed = multiply(&a, threads);
   }
   free(copy);
@@ -281,10 +311,25 @@ int panel_product(const void *values, const float *scales, const void *bias, con
 
 int has_panel_products(void) { return level() >= AVX2; }
 #else
-int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+static int multiply_by_panels(const void *values, const float *scales, const void *bias, const void *x, void *y,
+                              ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type,
+                              int threads, int is_integer) {
   return 1;
 }
 
 int has_panel_products(void) { return 0; }
 #endif
+
+/* As tile_product. `in` is a multiple of BLOCK for INT8 and INT4. */
+int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  return multiply_by_panels(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads,
+                            is_rounded(weight_type));
+}
+
+/* The same with a BFLOAT16 matrix as integers too. */
+int integer_panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                          ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  return multiply_by_panels(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads,
+                            weight_type != FLOAT32);
+}

@@ -105,15 +105,19 @@ def has_panel_products() -> bool:
     return kernels.LIBRARY.functions is not None and bool(functions().has_panel_products())
 
 
-def panel_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def panel_product(
+    x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, as_integers: bool = False
+) -> Tensor:
     """`linear` for many rows of x by AVX2, in float32; for rounded matrices x is rounded to 16 bits, in blocks of BLOCK.
 
+    as_integers: a bfloat16 matrix and x are rounded to integers of 12 and 13 bits and sign, also in blocks of BLOCK.
     ValueError for a matrix of another dtype; RuntimeError without AVX2.
     """
     if not has_panel_products():
         raise RuntimeError("this processor has no AVX2, or the C kernels are not loaded: use `linear`")
-    dtypes = (*ROUNDED, torch.float32, torch.bfloat16)
-    return _multiply(functions().panel_product, dtypes, x, values, scales, bias, columns_of(values))
+    kernel = functions().integer_panel_product if as_integers else functions().panel_product
+    dtypes = (torch.bfloat16,) if as_integers else (*ROUNDED, torch.float32, torch.bfloat16)
+    return _multiply(kernel, dtypes, x, values, scales, bias, columns_of(values))
 
 
 def _check_matrix(values: Tensor, scales: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:

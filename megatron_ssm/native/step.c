@@ -55,25 +55,29 @@ typedef struct {
   float inner_eps;              /* of Mamba-2's gated norm, or of Falcon-Mamba's norms of dt, B and C; negative: none */
   int type, sum_type, mamba2;   /* sum_type: of the residual stream; mamba2: whether this is a Mamba-2 layer */
   int speculative;              /* whether `decode` leaves history and state as they are, and `keep_tokens` advances them */
+  int as_integers;              /* whether MANY rows are multiplied by BFLOAT16 matrices as integers */
 } Layer;
 
 typedef int Multiply(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
                      ptrdiff_t, int, int, int);
 
-/* The product of MANY rows of x with any matrix. */
-static Multiply *multiply_many(void) { return has_tile_products() ? tile_product : panel_product; }
+/* The product of MANY rows of x with any matrix of the layer. */
+static Multiply *multiply_many(const Layer *l) {
+  return has_tile_products() ? tile_product : l->as_integers ? integer_panel_product : panel_product;
+}
 
-static int project(const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out, ptrdiff_t in,
-                   int type, int threads) {
-  Multiply *multiply = rows < MANY ? linear : multiply_many();
-  return multiply(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, type, threads);
+static int project(const Layer *l, const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
+                   ptrdiff_t in, int threads) {
+  Multiply *multiply = rows < MANY ? linear : multiply_many(l);
+  return multiply(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, l->type, threads);
 }
 
 /* The product with the columns of a head in x_proj, or with its rows of dt_proj: `rows` rows of x. Of MANY there is one head,
    so that there are no gaps in weight and y. */
 static int project_head(const Layer *l, const void *weight, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
                         ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int threads) {
-  if (rows >= MANY) return multiply_many()(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
+  if (rows >= MANY)
+    return multiply_many(l)(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
   return strided_linear(weight, NULL, x, y, rows, out, in, weight_stride, x_stride, y_stride, l->type, l->type, threads);
 }
 
@@ -95,7 +99,7 @@ static int mamba_in(const Layer *l, const void *hidden, int threads) {
   ptrdiff_t tokens = l->tokens, rows = l->batch * tokens, channels = l->channels, width = l->rank + 2 * l->N;
   MambaWork w = mamba_work(l);
   rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type, threads);
-  int failed = project(&l->in_proj, l->in_bias, w.normed, w.xz, rows, 2 * channels, l->size, l->type, threads);
+  int failed = project(l, &l->in_proj, l->in_bias, w.normed, w.xz, rows, 2 * channels, l->size, threads);
   causal_conv(w.xz, l->conv, l->conv_bias, l->history, w.x, l->speculative ? NULL : l->history, l->batch, tokens, channels,
               l->taps, 2 * tokens * channels, 2 * channels, l->history_stride, l->type, threads);
   ptrdiff_t per_head = channels / l->heads, type = l->type;
@@ -137,7 +141,7 @@ static int mamba_out(const Layer *l, void *parameters, int threads) {
     failed |= project_head(l, at(l->dt_proj, h * per_head * rank, l->type), at(parameters, h * width, l->type),
                            at(w.dt, h * per_head, l->type), rows, per_head, rank, rank, heads * width, channels, threads);
   mamba_scan(l, parameters, 0, l->batch, l->tokens, at(w.xz, channels, l->type), l->next_state, l->next_stride, threads);
-  return failed | project(&l->out_proj, NULL, w.scanned, l->part, rows, l->size, channels, l->type, threads);
+  return failed | project(l, &l->out_proj, NULL, w.scanned, l->part, rows, l->size, channels, threads);
 }
 
 /* What mamba2_step has in `work`, (rows, size + width + mixed + 2 channels). projected: in_proj's output, per row `width` =
@@ -184,7 +188,7 @@ static int mamba2_step(const Layer *l, const void *hidden, int threads) {
   ptrdiff_t rows = l->batch * l->tokens, channels = l->channels, groups = l->groups;
   Mamba2Work w = mamba2_work(l);
   rms_norm(hidden, l->norm, w.normed, rows, l->size, l->eps, l->sum_type, l->type, threads);
-  int failed = project(&l->in_proj, l->in_bias, w.normed, w.projected, rows, w.width, l->size, l->type, threads);
+  int failed = project(l, &l->in_proj, l->in_bias, w.normed, w.projected, rows, w.width, l->size, threads);
   causal_conv(at(w.projected, channels, l->type), l->conv, l->conv_bias, l->history, w.xBC,
               l->speculative ? NULL : l->history, l->batch, l->tokens, w.mixed, l->taps, l->tokens * w.width, w.width,
               l->history_stride, l->type, threads);
@@ -192,7 +196,7 @@ static int mamba2_step(const Layer *l, const void *hidden, int threads) {
   failed |= mamba2_scan(l, 0, l->batch, l->tokens, l->next_state, l->next_stride, threads);
   failed |= gated_norm(w.scanned, w.projected, l->gated_weight, w.gated, l->squares, rows, w.width, groups,
                        channels / groups, l->inner_eps, !l->squares, l->type, threads);
-  failed |= project(&l->out_proj, NULL, w.gated, l->part, rows, l->size, channels, l->type, threads);
+  failed |= project(l, &l->out_proj, NULL, w.gated, l->part, rows, l->size, channels, threads);
   if (l->wide_part)
     for (ptrdiff_t i = 0; i < rows * l->size; i++) l->wide_part[i] = get(l->part, i, l->type);
   return failed;

@@ -15,7 +15,7 @@ C; then x's own dtype. The forms of a product are:
 - EXACT_TILES: by AMX, for a float32 matrix. Each number is the sum of three bfloat16 numbers, so the result is as exact as
   torch's in float32;
 - PANELS: by AVX2 in float32, for a float32 or a bfloat16 matrix, on processors without AMX;
-- INTEGER_PANELS: the same with x and a rounded matrix as integers of 16 bits.
+- INTEGER_PANELS: the same with x and a rounded or a bfloat16 matrix as integers of 16 bits.
 """
 
 import math
@@ -88,7 +88,7 @@ def _linear_in_form(form: str, x: Tensor, weight: Tensor | RoundedMatrix, bias: 
     if form in (TILES, EXACT_TILES):
         return products.tile_product(x, values, scales, bias)
     if form in (PANELS, INTEGER_PANELS):
-        return products.panel_product(x, values, scales, bias)
+        return products.panel_product(x, values, scales, bias, as_integers=form == INTEGER_PANELS)
     if form == INTEGERS and scales is not None:
         return products.integer_product(x, values, scales, bias)
     dtype = getattr(torch, form)
@@ -182,6 +182,8 @@ def _forms_to_try(stored: torch.dtype, x: torch.dtype) -> list[str]:
             in_step = [EXACT_TILES if stored is torch.float32 else TILES]
         elif products.has_panel_products():
             in_step = [INTEGER_PANELS if is_rounded else PANELS]
+            if stored is torch.bfloat16:
+                in_step.append(INTEGER_PANELS)
     return [*map(_name, forms), *integers, *in_step]
 
 

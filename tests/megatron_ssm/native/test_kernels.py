@@ -436,7 +436,7 @@ def test_a_row_does_not_depend_on_the_others(variant, kind):
     dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(0)
     most = 4 if kind == "bfloat16" and not products.has_tile_products() else 16
-    for out, columns in product((1, 18), (64, 192, 1088) if format else (30, 140, 254, 390, 1002)):
+    for out, columns in product((1, 7, 18, 33), (64, 192, 1088) if format else (30, 140, 254, 390, 1002)):
         weight = torch.randn(out, columns, generator=generator)
         matrix = format.of(weight) if format else weight.to(dtype)
         values, scales = (matrix.values, matrix.scales) if format else (matrix, None)
@@ -518,48 +518,102 @@ def test_tile_products_of_extreme_numbers():
         products.tile_product(x.bfloat16(), weight)
 
 
+def in_block_floating_point(x, bits):
+    """x (..., in) as integers of so many bits and sign times a power of two for each block of 64, in float64."""
+    blocks = F.pad(x.double(), (0, -x.shape[-1] % 64)).unflatten(-1, (-1, 64))
+    scale = torch.exp2(torch.frexp(blocks.abs().amax(-1, keepdim=True)).exponent.double() - bits)
+    return ((blocks / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
+
+
+AS_INTEGERS = "bfloat16 as integers"
+
+
 @dtypes
-@pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16, *ROUNDED_FORMATS.values()))
+@pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16, AS_INTEGERS, *ROUNDED_FORMATS.values()))
 @torch.no_grad()
 def test_panel_product(variant, kind, dtype):
-    """By AVX2. Oracle: float64, with x rounded to 16 bits if the matrix is rounded."""
+    """By AVX2. Oracle: float64, with x rounded to 16 bits if the matrix is rounded, or both if it is taken as integers."""
     weight = torch.randn(1, 64)
     if not products.has_panel_products():
         with pytest.raises(RuntimeError, match="no AVX2"):
             products.panel_product(weight, weight)
         return
     generator = torch.Generator().manual_seed(0)
-    is_rounded = not isinstance(kind, torch.dtype)
+    is_rounded, as_integers = kind in ROUNDED_FORMATS.values(), kind == AS_INTEGERS
     shapes = [(1, 1, 64), (3, 33, 128), (5, 16, 320), (7, 31, 1536), (600, 40, 832), (0, 5, 64), (2, 0, 64)]
     if not is_rounded:  # rows that are not whole registers
         shapes += [(40, 33, 389), (3, 5, 7), (17, 40, 1)]
     for (batch, out, columns), has_bias in product(shapes, (True, False)):
         weight = torch.randn(out, columns, generator=generator)
-        values = weight.new_empty(0) if is_rounded else weight.to(kind)
-        scales, wide = None, values.double()
         if is_rounded:
             matrix = kind.of(weight)
             values, scales, wide = matrix.values, matrix.scales, matrix.rows(slice(None), torch.float64)
+        else:
+            values, scales = weight.to(torch.bfloat16 if as_integers else kind), None
+            wide = in_block_floating_point(values, 12) if as_integers else values.double()
         x = torch.randn(batch, columns + 3, generator=generator).to(dtype)[:, :columns]
         bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
-        y = products.panel_product(x, values, scales, bias)
-        exact = (rounded_rows(x, 32639) if is_rounded else x.double()) @ wide.T + (0 if bias is None else bias.double())
+        y = products.panel_product(x, values, scales, bias, as_integers)
+        exact_x = (
+            rounded_rows(x, 32639) if is_rounded else in_block_floating_point(x, 13) if as_integers else x.double()
+        )
+        exact = exact_x @ wide.T + (0 if bias is None else bias.double())
         assert y.dtype == dtype and is_close(y, exact, TOLERANCE[dtype]), (batch, out, columns)
+        if as_integers:  # bfloat16 itself has errors up to 2^-9
+            assert is_close(
+                y, x.double() @ values.double().T + (0 if bias is None else bias), 2**-12 + TOLERANCE[dtype]
+            )
 
 
+PANEL_KINDS = ("float32", "bfloat16", AS_INTEGERS, *ROUNDED_FORMATS)
+
+
+def multiply_by_panels(x, weight, kind):
+    """`panel_product` of float32 tensors, of which the weight (out, in) is converted to a kind of PANEL_KINDS."""
+    if kind in ROUNDED_FORMATS:
+        matrix = ROUNDED_FORMATS[kind].of(weight)
+        return products.panel_product(x, matrix.values, matrix.scales)
+    return products.panel_product(x, weight.to(getattr(torch, kind.split()[0])), as_integers=kind == AS_INTEGERS)
+
+
+@pytest.mark.parametrize("kind", PANEL_KINDS)
 @torch.no_grad()
-def test_panel_products_of_extreme_numbers(variant):
-    """What is not finite in x gives what is not finite in its row only."""
+def test_panel_products_of_extreme_numbers(variant, kind):
+    """What is not finite in x gives what is not finite in its row only; rows of zeros give zeros."""
     if not products.has_panel_products():
         pytest.skip("no AVX2")
     weight, x = torch.linspace(1, 2, 40 * 64).view(40, 64), torch.ones(40, 64)
-    x[3, 5], x[4, 6] = float("inf"), float("nan")
-    for given in (
-        (weight,),
-        *((each.values, each.scales) for each in (f.of(weight) for f in ROUNDED_FORMATS.values())),
-    ):
-        y = products.panel_product(x, *given)
-        assert not y[3:5].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
+    x[3, 5], x[4, 6], x[7], weight[9] = float("inf"), float("nan"), 0, 0
+    y = multiply_by_panels(x, weight, kind)
+    assert not y[3:5, :9].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
+    assert not y[7].any() and not y[5:, 9].any() and y[5:7, :9].all()
+
+
+@pytest.mark.parametrize("kind", ("float32", "bfloat16", AS_INTEGERS))
+@pytest.mark.parametrize("columns", (64, 200))
+@torch.no_grad()
+def test_panel_products_of_extreme_weights(variant, kind, columns):
+    """What is not finite in W gives what is not finite in its column only; large and small blocks keep their sizes."""
+    if not products.has_panel_products():
+        pytest.skip("no AVX2")
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(40, columns, generator=generator), torch.randn(10, columns, generator=generator).abs()
+    weight[3, 5], weight[20, -1], weight[21, 0] = float("inf"), float("nan"), float("-inf")
+    for row, size in ((1, 1e36), (2, 1e-30)):
+        weight[row] *= size
+    y, exact = multiply_by_panels(x, weight, kind), x.double() @ weight.bfloat16().double().T
+    bad = torch.tensor([3, 20, 21])
+    others = torch.tensor([row for row in range(40) if row not in bad])
+    assert not y[:, bad].isfinite().any()
+    for row in others.tolist():
+        assert is_close(y[:, row], exact[:, row], 2**-7), row
+
+
+def test_panel_products_of_other_dtypes(variant):
+    if not products.has_panel_products():
+        pytest.skip("no AVX2")
+    with pytest.raises(ValueError, match="needs a matrix of int8, uint8, float32, bfloat16 whose .* not torch.float16"):
+        products.panel_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
@@ -632,6 +686,8 @@ def results(threads, kind):
             results |= {f"{n} tiles": products.tile_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
         if products.has_panel_products():
             results |= {f"{n} panels": products.panel_product(x, *w, bias=bias) for n, w in given.items()}
+            halves = x.bfloat16(), weight.bfloat16()
+            results["integer panels"] = products.panel_product(*halves, as_integers=True)
         results |= {f"{n} integers": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
         return results | dict(bfloat16=products.linear(x.bfloat16(), weight.bfloat16()))
     if kind == "norm":
