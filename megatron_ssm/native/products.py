@@ -110,13 +110,14 @@ def panel_product(
 ) -> Tensor:
     """`linear` for many rows of x by AVX2, in float32; for rounded matrices x is rounded to 16 bits, in blocks of BLOCK.
 
-    as_integers: a bfloat16 matrix and x are rounded to integers of 12 and 13 bits and sign, also in blocks of BLOCK.
+    as_integers: a bfloat16 matrix and x are rounded to integers of 12 and 13 bits and sign, also in blocks of BLOCK; without
+    effect for rounded matrices.
     ValueError for a matrix of another dtype; RuntimeError without AVX2.
     """
     if not has_panel_products():
         raise RuntimeError("this processor has no AVX2, or the C kernels are not loaded: use `linear`")
     kernel = functions().integer_panel_product if as_integers else functions().panel_product
-    dtypes = (torch.bfloat16,) if as_integers else (*ROUNDED, torch.float32, torch.bfloat16)
+    dtypes = (*ROUNDED, torch.bfloat16, *([] if as_integers else [torch.float32]))
     return _multiply(kernel, dtypes, x, values, scales, bias, columns_of(values))
 
 

@@ -612,7 +612,7 @@ def test_panel_products_of_extreme_weights(variant, kind, columns):
 def test_panel_products_of_other_dtypes(variant):
     if not products.has_panel_products():
         pytest.skip("no AVX2")
-    with pytest.raises(ValueError, match="needs a matrix of int8, uint8, float32, bfloat16 whose .* not torch.float16"):
+    with pytest.raises(ValueError, match="needs a matrix of int8, uint8, bfloat16, float32 whose .* not torch.float16"):
         products.panel_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
 
 
