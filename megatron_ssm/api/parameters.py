@@ -77,7 +77,7 @@ SHARED: dict[str, dict[str, Any]] = dict(
     guided_regex=dict(type="string", minLength=1, maxLength=10_000, description="The reply matches this expression."),
     guided_grammar=dict(type="string", minLength=1, maxLength=100_000, description="The reply matches this grammar, in "
                         "llguidance's variant of Lark's notation."),
-    ignore_eos=dict(type="boolean", default=False, description="Do not stop at the end-of-text token."),
+    ignore_eos=dict(type="boolean", default=False, description="Do not stop at the tokens that end a text."),
     return_token_ids=dict(type="boolean", default=False, description="Add token_ids to each reply."),
     user=dict(type="string", description="Has no effect."),
 )  # fmt: skip

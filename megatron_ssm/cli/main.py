@@ -105,7 +105,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share the prompt (default: 1)")
     _add_model_options(generate)
-    generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-text token")
+    generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the tokens that end a text")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
     _add_hidden(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
 

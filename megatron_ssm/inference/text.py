@@ -53,10 +53,10 @@ def check_fits(tokenizer: "Tokenizer", config: Config) -> None:
         raise ValueError(f"the tokenizer is larger than the model: id {largest}, vocab_size {config.vocab_size}")
 
 
-def stop_tokens(directory: str | Path, config: Config, tokenizer: "Tokenizer") -> tuple[int, ...]:
+def stop_tokens(directory: str | Path, config: Config, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
     """The ids that end a text: eos_token_id of generation_config.json, else of config.json; and the tokenizer's eos_token.
 
-    ValueError names a wrong file.
+    tokenizer: None for the configurations' alone. ValueError names a wrong file.
     """
     path = Path(directory) / "generation_config.json"
     try:
@@ -65,7 +65,7 @@ def stop_tokens(directory: str | Path, config: Config, tokenizer: "Tokenizer") -
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a generation configuration") from None
     name = special_tokens(read_tokenizer_config(directory)).get("eos_token")
-    end = None if name is None else tokenizer.token_to_id(name)
+    end = None if name is None or tokenizer is None else tokenizer.token_to_id(name)
     return ids if end is None or end in ids else (*ids, end)
 
 

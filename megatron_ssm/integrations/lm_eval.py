@@ -70,7 +70,8 @@ class MegatronSsmLM(TemplateLM):
         self.batch_size = DEFAULT_BATCH if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self.max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
-        self._end_tokens = stop_tokens(pretrained, self._evaluated.model.config, self.tokenizer.backend_tokenizer)
+        configured = stop_tokens(pretrained, self._evaluated.model.config, None)
+        self._end_tokens = sorted({self.eot_token_id, *configured} - {None})
 
     def close(self) -> None:
         """End the ranks that were started; otherwise they end with this process."""

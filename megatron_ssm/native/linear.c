@@ -230,9 +230,14 @@ int linear(const void *weight, const float *scales, const void *bias, const void
    processors other than x86's the answer is always yes, which leaves the choice to torch. */
 int has_products_of(int type) {
 #if defined(__x86_64__) && defined(__GNUC__)
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, type == BFLOAT16, &a, &b, &c, &d)) return 0;
-  return type == BFLOAT16 ? a >> 5 & 1 : d >> 23 & 1;
+  static int answers[2]; /* 1: no, 2: yes. CPUID takes long in a virtual machine, so it is asked once */
+  int *answer = &answers[type == BFLOAT16];
+  if (!*answer) {
+    unsigned a, b, c, d;
+    int is_known = __get_cpuid_count(7, type == BFLOAT16, &a, &b, &c, &d);
+    *answer = 1 + (is_known && (type == BFLOAT16 ? a >> 5 & 1 : d >> 23 & 1));
+  }
+  return *answer - 1;
 #else
   (void)type;
   return 1;

@@ -1,4 +1,4 @@
-/* y = x W^T + b for many rows of x by AVX2, on processors without larger registers or AMX.
+/* y = x W^T + b for many rows of x by AVX2, on processors without AMX.
 
    PANEL rows of W at a time are rearranged: the words of all these rows that meet the same word of x lie side by side, and
    fill two registers. A word has 32 bits: a float32 column, or two columns of 16 bits. INT8 and INT4 matrices are multiplied

@@ -1,13 +1,19 @@
 """The text of a training run as tokens, and the tokenizer that made them."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
 from megatron_ssm.configs.config import Config
-from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer, write_byte_tokenizer
+from megatron_ssm.inference.text import (
+    BYTE_END_OF_TEXT_ID,
+    END_OF_TEXT,
+    load_tokenizer,
+    read_tokenizer_config,
+    special_tokens,
+    write_byte_tokenizer,
+)
 from megatron_ssm.parallel.heartbeat import Busy
 
 from .data import Tokens, read_documents, split_documents, tokenize
@@ -89,16 +95,9 @@ class _ByteTokenizer:
 
 def _end_of_text_id(tokenizer: "Tokenizer", folder: Path) -> int:
     """The id of the end-of-text token: the eos_token of the tokenizer's configuration, otherwise one of the usual names."""
-    names: list[Any] = [END_OF_TEXT, "</s>"]
-    path = folder / "tokenizer_config.json"
-    if path.is_file():
-        try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError, RecursionError):
-            raise ValueError(f"{path} is not a tokenizer's configuration") from None
-        names.insert(0, token.get("content") if isinstance(token, dict) else token)
-    for name in names:
-        token_id = tokenizer.token_to_id(name) if isinstance(name, str) else None
-        if token_id is not None:
+    names = [END_OF_TEXT, "</s>"]
+    own = special_tokens(read_tokenizer_config(folder)).get("eos_token")
+    for name in names if own is None else [own, *names]:
+        if (token_id := tokenizer.token_to_id(name)) is not None:
             return token_id
-    raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names[-2:])}")
+    raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names)}")

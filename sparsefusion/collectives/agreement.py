@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from .counted import all_gather_small
 
-SHOWN = 320  # bytes of each rank's arguments that are gathered at once, until they differ
+SHOWN = 320  # bytes of each rank's arguments that are gathered first
+MOST = 2**16  # and at most, if they differ later
 EQUAL = 80  # characters before the difference that an error shows
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # a tensor (n,) of this rank -> those of all ranks, (P, n)
@@ -33,7 +34,8 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     gather: an all-gather of int64 on `device`. asked: returns this rank's arguments, whose `repr` is compared, or a text of
     several lines, of which the error names the first that differs; or raises an error. whose: what the error calls the
     ranks. ValueError on every rank: the arguments differ, or are wrong on some ranks; an error that occurs on all ranks is
-    raised as it is. Gathers 16 bytes per rank and, if they differ, SHOWN more at a time until the difference is known.
+    raised as it is. Gathers 16 bytes per rank and, if they differ, SHOWN more, then twice as many, and so on,
+    until the difference is known.
     """
     wrong: Exception | None = None
     try:
@@ -168,13 +170,13 @@ def _encode(text: str) -> bytes:
 
 
 def _gather_text(gather: Gather, device: torch.device | str, text: str) -> list[str]:
-    """Each rank's text, up to SHOWN bytes after those in which they first differ."""
-    rest, rows, differ = _encode(text), list[list[bytes]](), False
+    """The beginning of each rank's text: up to MOST bytes, and twice those after which some differ."""
+    encoded, rows, start, size, differ = _encode(text), list[list[bytes]](), 0, SHOWN, False
     while True:
-        part, rest = rest[:SHOWN].ljust(SHOWN, b"\0"), rest[SHOWN:]
-        words = torch.frombuffer(bytearray(part), dtype=torch.int64)
+        words = torch.frombuffer(bytearray(encoded[start : start + size].ljust(size, b"\0")), dtype=torch.int64)
         rows.append([bytes(row.view(torch.uint8).tolist()) for row in gather(words.to(device)).cpu()])
-        if differ or not any(part.strip(b"\0") for part in rows[-1]):
+        start, size = start + size, 2 * size
+        if differ or start >= MOST or not any(part.strip(b"\0") for part in rows[-1]):
             return [b"".join(parts).rstrip(b"\0").decode(errors="ignore") for parts in zip(*rows, strict=True)]
         differ = len({*rows[-1]}) > 1
 
@@ -184,11 +186,15 @@ def _difference(texts: Sequence[str], different: Sequence[int], whose: str) -> s
     for rank, text in enumerate(texts):
         if text.startswith("1"):
             return f"{text[1:]} (rank {rank})"
-    lines = [texts[rank][1:].splitlines() for rank in (different[0], 0)]
+    message = f"{whose} {different} were asked something else than rank 0"
+    shown = next((rank for rank in different if texts[rank] != texts[0]), None)
+    if shown is None:
+        return f"{message}; the difference is beyond the first {MOST} bytes"
+    lines = [texts[rank][1:].splitlines() for rank in (shown, 0)]
     for other, first in zip(*lines, strict=False) if len(lines[0]) > 1 else ():
         if other != first:
-            return f"rank {different[0]}: {other}; on rank 0: {first}"
-    first, other = texts[0][1:], texts[different[0]][1:]
+            return f"rank {shown}: {other}; on rank 0: {first}"
+    first, other = texts[0][1:], texts[shown][1:]
     begin = max(0, len(os.path.commonprefix([first, other])) - EQUAL)
-    first, other = (f"{'...' if begin else ''}{text[begin:]}" for text in (first, other))
-    return f"{whose} {different} were asked something else than rank 0: {other} instead of {first}"
+    first, other = (f"{'...' if begin else ''}{text[begin : begin + SHOWN]}" for text in (first, other))
+    return f"{message}: {other} instead of {first}"

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shared import error_of
-from sparsefusion.collectives.agreement import EQUAL, SHOWN, agree, from_first, gather_in_store
+from sparsefusion.collectives.agreement import EQUAL, MOST, SHOWN, agree, from_first, gather_in_store
 from sparsefusion.collectives.counted import all_gather_small
 
 worlds = pytest.mark.parametrize("world", (2, 3))
@@ -61,6 +61,24 @@ def test_a_difference_after_a_long_equal_part(ranks, world, equal):
     assert found == [(kind, message)] * world and kind is ValueError
     assert message.startswith(f"ranks {[*range(1, world)]} were asked something else than rank 0: ")
     assert f"{end}1' instead of " in message and message.endswith(f"{end}0'") and len(message) < 260
+
+
+@worlds
+def test_the_rank_that_differs_first_is_shown(ranks, world):
+    """Rank 1 differs so late that its difference is not gathered."""
+    found = errors(ranks, world, lambda rank: lambda: "x" * (9 * SHOWN if rank == 1 else 9) + str(rank))
+    end = "'" + "x" * 9 + "0'"
+    assert {message.endswith(f" instead of {end}") for _, message in found} == {True}
+    shown = {message.partition(": ")[2].partition(" instead")[0] for _, message in found}
+    assert len(shown) == 1 and end not in shown.pop()
+
+
+@worlds
+def test_a_difference_that_is_not_gathered(ranks, world):
+    found = errors(ranks, world, lambda rank: lambda: "x" * 2 * MOST + str(rank))
+    others = [*range(1, world)]
+    message = f"ranks {others} were asked something else than rank 0; the difference is beyond the first {MOST} bytes"
+    assert found == [(ValueError, message)] * world
 
 
 @worlds
