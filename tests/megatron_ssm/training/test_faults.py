@@ -211,7 +211,7 @@ def test_a_rank_that_fails_alone_removes_nothing(here, monkeypatch, world, more)
         patched.setattr(Snapshot, "write", written)
         patched.setattr(Snapshot, "_complete", completed)
         patched.setattr(checkpoint_writer, "description_text", described)
-        assert train(world, *more, "--lost-rank-timeout", "20") == [1] * world
+        assert train(world, *more) == [1] * world
     assert checkpoints() == ["step-000002", "step-000004"]
     assert train(world, "--resume", *more) == [0] * world
     assert_as_undisturbed("torch", world, *more)
