@@ -76,7 +76,7 @@ class GraphRunner:
         check_devices({f"{name}: {key}": x for name, key, x in found}, self.group)
         lines = [f"the plan of {name} is {plan.hash[:16]}, {plan.schedule}" for name, plan in self.plans.items()]
         lines += [f"{name}: {key} is {tuple(x.shape)} {x.dtype} on {x.device.type}" for name, key, x in sorted(found)]
-        return "\n".join([*lines, "no more blocks"])
+        return "\n".join([*lines, "no more blocks"])  # the line in which a rank with fewer blocks differs
 
     def _check_plans(self) -> None:
         """ValueError: the operators or plans are of another type, or an operator has no plan."""
@@ -93,11 +93,11 @@ class GraphRunner:
 
     def _check_edges(self) -> None:
         """ValueError: two plans have different meshes, or differ about the layout of what an edge connects."""
-        meshes = {name: plan.mesh for name, plan in self.plans.items()}
-        for name, mesh in meshes.items():
-            if mesh.axes != next(iter(meshes.values())).axes:
-                first = next(iter(meshes))
-                raise ValueError(f"the plan of {name} is for {mesh!r}, and that of {first} for {meshes[first]!r}")
+        for name, plan in self.plans.items():
+            first = next(iter(self.plans))
+            mesh = self.plans[first].mesh
+            if plan.mesh.axes != mesh.axes:
+                raise ValueError(f"the plan of {name} is for {plan.mesh!r}, and that of {first} for {mesh!r}")
         for each in self.operators:
             for operand, (producer, renamed) in each.inputs.items():
                 if producer not in self.plans:  # of a part of a graph: the caller gives this input
@@ -123,4 +123,5 @@ class GraphRunner:
 
 
 def _in_words(layout: Mapping[str, str]) -> str:
+    """A layout, {mesh axis: the axis that its ranks divide}, for an error."""
     return ", ".join(f"{axis} on {mesh_axis}" for mesh_axis, axis in sorted(layout.items())) or "all of it on each rank"

@@ -110,9 +110,9 @@ def panel_product(
 ) -> Tensor:
     """`linear` for many rows of x by AVX2, in float32; for rounded matrices x is rounded to 16 bits, in blocks of BLOCK.
 
-    as_integers: a bfloat16 matrix and x are rounded to integers of 12 and 13 bits and sign, also in blocks of BLOCK; without
-    effect for rounded matrices.
-    ValueError for a matrix of another dtype; RuntimeError without AVX2.
+    as_integers: a bfloat16 matrix and x are rounded to integers of 12 and 13 bits and sign, also in blocks of BLOCK. It
+    changes nothing for rounded matrices, and float32 ones are refused. ValueError for a matrix of another dtype;
+    RuntimeError without AVX2.
     """
     if not has_panel_products():
         raise RuntimeError("this processor has no AVX2, or the C kernels are not loaded: use `linear`")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .counted import all_gather_small
 
 SHOWN = 320  # bytes of each rank's arguments that are gathered first
-MOST = 2**16  # and at most, if they differ later
+MOST = 2**16  # bytes after which no more are gathered
 EQUAL = 80  # characters before the difference that an error shows
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # a tensor (n,) of this rank -> those of all ranks, (P, n)
@@ -34,8 +34,8 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     gather: an all-gather of int64 on `device`. asked: returns this rank's arguments, whose `repr` is compared, or a text of
     several lines, of which the error names the first that differs; or raises an error. whose: what the error calls the
     ranks. ValueError on every rank: the arguments differ, or are wrong on some ranks; an error that occurs on all ranks is
-    raised as it is. Gathers 16 bytes per rank and, if they differ, SHOWN more, then twice as many, and so on,
-    until the difference is known.
+    raised as it is. Gathers 16 bytes per rank. If these differ, it gathers the beginning of the texts: SHOWN bytes, then
+    twice as many, and so on, until a difference is found or MOST bytes are gathered.
     """
     wrong: Exception | None = None
     try:
@@ -170,7 +170,10 @@ def _encode(text: str) -> bytes:
 
 
 def _gather_text(gather: Gather, device: torch.device | str, text: str) -> list[str]:
-    """The beginning of each rank's text: up to MOST bytes, and twice those after which some differ."""
+    """The beginning of each rank's text, in parts of growing size: one more after that in which some differ.
+
+    If the texts are equal for MOST bytes, no further part is gathered.
+    """
     encoded, rows, start, size, differ = _encode(text), list[list[bytes]](), 0, SHOWN, False
     while True:
         words = torch.frombuffer(bytearray(encoded[start : start + size].ljust(size, b"\0")), dtype=torch.int64)
