@@ -1,6 +1,8 @@
 """Megatron-Core's DistributedDataParallel and DistributedOptimizer around modules and optimizers of ours."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from .groups import TIMEOUT
 def megatron_ddp(module: nn.Module, divides_optimizer: bool = False) -> Any:
     """The module in Megatron's DDP, which sums gradients over the data-parallel and context ranks of its parallel_state.
 
-    Each parameter gets a `main_grad` of its dtype, in buckets on the current CUDA device; a bucket is sent as soon as the
-    last micro-batch has filled it, with one all-reduce. Needs torch.distributed; a parallel_state that is not set up is one
-    for replicas only.
+    Each parameter gets a `main_grad` of its dtype, in buckets on the current CUDA device, or on the CPU if the module is
+    there; a bucket is sent as soon as the last micro-batch has filled it, with one all-reduce. Needs torch.distributed; a
+    parallel_state that is not set up is one for replicas only.
 
     divides_optimizer: for `megatron_optimizer`. A bucket is sent with one reduce-scatter, after which each rank has the sums
     of its share of the bucket, and the parameters move to buckets too.
@@ -30,7 +32,20 @@ def megatron_ddp(module: nn.Module, divides_optimizer: bool = False) -> Any:
     # Of a transformer's configuration, DDP reads that gradients are summed, not averaged; the sizes are placeholders.
     config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)
     how = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=divides_optimizer)
-    return DistributedDataParallel(config, how, module)
+    with _buckets_on(next(module.parameters()).device):
+        return DistributedDataParallel(config, how, module)
+
+
+@contextlib.contextmanager
+def _buckets_on(device: torch.device) -> Iterator[None]:
+    """Megatron's DDP allocates its buckets on `torch.cuda.current_device()`: for a CPU, that is the CPU in this context."""
+    usual = torch.cuda.current_device
+    if device.type == "cpu":
+        torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = usual
 
 
 def megatron_optimizer(ddp: Any, optimizer: torch.optim.Optimizer) -> Any:

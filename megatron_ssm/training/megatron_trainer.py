@@ -31,10 +31,7 @@ from .trainer import (
 
 
 class MegatronTrainer(Trainer):
-    """A `Trainer` whose `loss` is a module of Megatron's DDP. The optimizer is AdamW, as in torch's engine.
-
-    It needs CUDA, because Megatron's DDP allocates its buckets on the current CUDA device.
-    """
+    """A `Trainer` whose `loss` is a module of Megatron's DDP. The optimizer is AdamW, as in torch's engine."""
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
         join_alone(self.model.device.type)
@@ -69,7 +66,7 @@ class DividedMegatronTrainer(MegatronTrainer):
     of its share of the parameters, updates these, and has their moments. The optimizer within is torch's AdamW.
 
     A step sends each gradient with a reduce-scatter and each updated parameter with an all-gather. The trainer computes the
-    norm and clips, as in every engine.
+    norm and clips, as in every engine. Megatron has this optimizer for parameters on CUDA only.
     """
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:

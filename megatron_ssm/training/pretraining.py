@@ -56,8 +56,8 @@ def pretrain(options: Options) -> None:
 
     def check() -> None:
         check_device(device)
-        if options.engine == "megatron" and device != "cuda":
-            raise ValueError("--engine megatron needs --device cuda: Megatron-Core's DDP allocates its buckets there")
+        if options.use_distributed_optimizer and device != "cuda":
+            raise ValueError("--use-distributed-optimizer needs --device cuda: Megatron has it for CUDA's tensors only")
 
     try:
         join(tensor, device, context=context, check=check)

@@ -1,7 +1,6 @@
 """Faults of real processes, links and files in a run. Oracles: an undisturbed run, exit codes, the rank that is at fault.
 
-With the engines of DeepSpeed and Megatron too. Megatron's DDP asks CUDA for a device: here it is told the CPU, and
-`pretrain` is told to use it there.
+With the engines of DeepSpeed and Megatron too.
 """
 
 import ctypes
@@ -49,7 +48,6 @@ from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
-from megatron_ssm.training.megatron_trainer import MegatronTrainer
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.progress import Progress
 from megatron_ssm.training.saving import BEGUN
@@ -76,12 +74,7 @@ def flags_of(here, monkeypatch):
         if engine == "torch":
             return []
         if engine == "megatron":
-            assert not torch.cuda.is_available(), "then Megatron needs no such help"
-            monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-            monkeypatch.setattr(
-                pretraining, "make_trainer", lambda model, groups, run, _, report: MegatronTrainer(model, groups, run)
-            )
-            return []
+            return ["--engine", "megatron"]
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
         pytest.importorskip("deepspeed").utils.logger.setLevel("ERROR")
         zero = {"stage": int(engine[-1]), "stage3_param_persistence_threshold": 0}

@@ -1,7 +1,4 @@
-"""Training with Megatron-Core's DDP, on CPU. Oracle: torch's engine, in float64, with the same weights and data.
-
-Megatron's DDP asks CUDA for a device: here it is told the CPU.
-"""
+"""Training with Megatron-Core's DDP, on CPU. Oracle: torch's engine, in float64, with the same weights and data."""
 
 import functools
 import math
@@ -22,12 +19,6 @@ MODELS = {
     "mamba2 groups": dict(mamba_num_groups=2),
     "zamba2 untied": tiny.ZAMBA2_UNTIED,
 }
-
-
-@pytest.fixture(autouse=True)
-def told_the_cpu(monkeypatch):
-    assert not torch.cuda.is_available(), "then Megatron needs no such help"
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
 @functools.cache
@@ -134,7 +125,7 @@ def test_a_skipped_step_changes_nothing(ranks, tp, dp):
     ranks(train, tp * dp)
 
 
-def test_without_cuda_it_is_refused():
-    run = parse_options(["--data", "x", "--out", "y", "--engine", "megatron", "--device", "cpu"])
-    with pytest.raises(ValueError, match=r"^--engine megatron needs --device cuda: Megatron-Core's DDP .*"):
-        pretrain(run)
+def test_its_distributed_optimizer_is_refused_without_cuda():
+    flags = ["--engine", "megatron", "--use-distributed-optimizer", "--params-dtype", "float32", "--device", "cpu"]
+    with pytest.raises(ValueError, match="^--use-distributed-optimizer needs --device cuda: .*CUDA's tensors only$"):
+        pretrain(parse_options(["--data", "x", "--out", "y", *flags]))
