@@ -2,7 +2,7 @@
 
    A task is a block of WIDTH channels: of one sequence in the forward pass, of all sequences in the backward pass, where
    the gradients of weight and bias are summed over the sequences. No two tasks write the same memory. */
-#include "kernels.h"
+#include "blocks.h"
 
 enum { WIDTH = 64, TAPS = 8 }; /* channels per block; the longest kernel (LONGEST_KERNEL in kernels.py) */
 
@@ -17,19 +17,31 @@ typedef struct {
   int type;
 } Conv;
 
-/* The weights of the block's channels, transposed to (taps, width). */
-INLINE void load_taps(const Conv *a, ptrdiff_t first, ptrdiff_t width, float taps[TAPS][WIDTH], int type) {
-  for (ptrdiff_t k = 0; k < a->taps; k++)
-    for (ptrdiff_t c = 0; c < width; c++) taps[k][c] = get(a->weight, (first + c) * a->taps + k, type);
+/* The weights of the block's channels, transposed to (taps, width), and their biases. The weights of the next block are
+   prefetched. */
+INLINE void load_weights(const Conv *a, ptrdiff_t first, ptrdiff_t width, float taps[TAPS][WIDTH], float *bias, int type) {
+  const void *weight = at(a->weight, first * a->taps, type);
+  prefetch_elements(at(weight, WIDTH * a->taps, type), WIDTH * a->taps, type);
+  if (type == FLOAT32) transpose_floats(weight, width, a->taps, taps[0], WIDTH);
+  for (ptrdiff_t k = 0; type != FLOAT32 && k < a->taps; k++)
+    for (ptrdiff_t c = 0; c < width; c++) taps[k][c] = get(weight, c * a->taps + k, type);
+  memset(bias, 0, width * sizeof(float));
+  if (a->bias)
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) bias[c] = get(a->bias, first + c, type);
 }
 
-/* Copies the inputs before the block's first token, because `next` may overwrite them; their dtype stays. */
+/* Copies the inputs before the block's first token, because `next` may overwrite them; their dtype stays. Those of the next
+   block are prefetched. */
 INLINE void load_history(const Conv *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, char *past, int type) {
   for (ptrdiff_t k = 0; k < a->taps - 1; k++) {
     char *row = at(past, k * WIDTH, type);
     size_t bytes = bytes_of(width, type);
-    if (a->history) memcpy(row, at(a->history, b * a->history_stride + k * a->channels + first, type), bytes);
-    else memset(row, 0, bytes);
+    if (a->history) {
+      const void *history = at(a->history, b * a->history_stride + k * a->channels + first, type);
+      prefetch_elements(at(history, WIDTH, type), WIDTH, type);
+      memcpy(row, history, bytes);
+    } else memset(row, 0, bytes);
   }
 }
 
@@ -57,9 +69,8 @@ INLINE void forward_block(const Conv *a, ptrdiff_t task, int type) {
   ptrdiff_t width = a->channels - first < WIDTH ? a->channels - first : WIDTH;
   float taps[TAPS][WIDTH], bias[WIDTH], sum[WIDTH];
   _Alignas(float) char past[(TAPS - 1) * WIDTH * 4];
-  load_taps(a, first, width, taps, type);
+  load_weights(a, first, width, taps, bias, type);
   load_history(a, b, first, width, past, type);
-  for (ptrdiff_t c = 0; c < width; c++) bias[c] = a->bias ? get(a->bias, first + c, type) : 0;
   for (ptrdiff_t t = 0; t < a->seq; t++) {
     convolve(a, b, first, width, past, t, taps, bias, sum, type);
     void *y = at(a->y, (b * a->seq + t) * a->channels + first, type);
@@ -123,8 +134,7 @@ CLONES static void backward_block(const ConvGradient *g, ptrdiff_t task) {
   ptrdiff_t first = task * WIDTH, width = a->channels - first < WIDTH ? a->channels - first : WIDTH;
   float taps[TAPS][WIDTH], bias[WIDTH], sum[WIDTH], dsum[TAPS][WIDTH], dbias[WIDTH] = {0}, dtaps[TAPS][WIDTH] = {{0}};
   _Alignas(float) char past[(TAPS - 1) * WIDTH * 4];
-  load_taps(a, first, width, taps, FLOAT32);
-  for (ptrdiff_t c = 0; c < width; c++) bias[c] = a->bias ? get(a->bias, first + c, FLOAT32) : 0;
+  load_weights(a, first, width, taps, bias, FLOAT32);
   for (ptrdiff_t b = 0; b < a->batch; b++) {
     load_history(a, b, first, width, past, FLOAT32);
     for (ptrdiff_t t = 0; t < a->seq; t++) {

@@ -65,13 +65,13 @@ INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int ba
 enum { VECTOR = 8, SUMS = 8 }; /* words in a register; registers of sums */
 
 /* As multiply_row for `rows` rows of W, by AVX2; a dot product has `vectors` registers of partial sums. Each is added up in
-   the same order for any numbers of rows. FLOAT32 is read and multiplied fastest as several rows at once, which share the
-   loads of x and prefetch the rows that follow them; BFLOAT16 row by row. */
+   the same order for any numbers of rows. FLOAT32 and short rows are read and multiplied fastest as several rows at once,
+   with one vector each, which share the loads of x and prefetch the rows that follow them; long rows of BFLOAT16 one by one. */
 INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdiff_t first, int rows, int batch, int vectors,
                                           int weight_type) {
   ptrdiff_t count = a->in / columns_per_word(weight_type), i = 0;
   ptrdiff_t stride = a->weight_stride / columns_per_word(weight_type);
-  ptrdiff_t ahead = weight_type == FLOAT32 ? rows * stride : AHEAD / (ptrdiff_t)sizeof(uint32_t);
+  ptrdiff_t ahead = vectors == 1 ? rows * stride : AHEAD / (ptrdiff_t)sizeof(uint32_t);
   const uint32_t *w = (const uint32_t *)a->weight + row * stride;
   const float *x = a->x + first * a->x_stride;
   const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
@@ -131,33 +131,35 @@ FOR_EACH_BATCH(long_bfloat16_, BFLOAT16, LANES)
 FOR_EACH_BATCH(short_bfloat16_, BFLOAT16, FEW_LANES / 2)
 
 #ifdef HAS_INTRINSICS
-/* FLOAT32: as many rows of W as their sums fit into the registers; BFLOAT16: one row, by at most two rows of x. */
-#define MULTIPLY_ROWS_AVX2(NAME, BATCH, WEIGHT_TYPE)                                                              \
+/* With one vector, as many rows of W as their sums fit into the registers; with more, one row, by at most two rows of x. */
+#define MULTIPLY_ROWS_AVX2(NAME, BATCH, WEIGHT_TYPE, VECTORS)                                                     \
   TARGET_AVX2 static void NAME##BATCH(const Linear *given, ptrdiff_t first, ptrdiff_t r, ptrdiff_t stop) {        \
-    enum { IS_WIDE = WEIGHT_TYPE == FLOAT32, VECTORS = IS_WIDE ? 1 : 4, TOGETHER = IS_WIDE ? SUMS / BATCH : 1 };  \
-    enum { SOME = IS_WIDE || BATCH < 2 ? BATCH : 2, REST = BATCH - SOME };                                        \
+    enum { TOGETHER = VECTORS == 1 ? SUMS / BATCH : 1, SOME = VECTORS == 1 || BATCH < 2 ? BATCH : 2 };            \
+    enum { REST = BATCH - SOME };                                                                                 \
     const Linear a = *given;                                                                                      \
     for (; r + TOGETHER <= stop; r += TOGETHER) {                                                                 \
       multiply_avx2(&a, r, first, TOGETHER, SOME, VECTORS, WEIGHT_TYPE);                                          \
       if (REST) multiply_avx2(&a, r, first + SOME, TOGETHER, REST, VECTORS, WEIGHT_TYPE);                         \
     }                                                                                                             \
-    for (; r < stop; r++) multiply_avx2(&a, r, first, 1, SOME, VECTORS, WEIGHT_TYPE); /* FLOAT32 */               \
+    for (; r < stop; r++) multiply_avx2(&a, r, first, 1, SOME, VECTORS, WEIGHT_TYPE); /* left with one vector */  \
   }
-#define FOR_EACH_BATCH_AVX2(NAME, WEIGHT_TYPE)                                              \
-  MULTIPLY_ROWS_AVX2(NAME, 1, WEIGHT_TYPE) MULTIPLY_ROWS_AVX2(NAME, 2, WEIGHT_TYPE)         \
-  MULTIPLY_ROWS_AVX2(NAME, 3, WEIGHT_TYPE) MULTIPLY_ROWS_AVX2(NAME, 4, WEIGHT_TYPE)         \
+#define FOR_EACH_BATCH_AVX2(NAME, WEIGHT_TYPE, VECTORS)                                               \
+  MULTIPLY_ROWS_AVX2(NAME, 1, WEIGHT_TYPE, VECTORS) MULTIPLY_ROWS_AVX2(NAME, 2, WEIGHT_TYPE, VECTORS) \
+  MULTIPLY_ROWS_AVX2(NAME, 3, WEIGHT_TYPE, VECTORS) MULTIPLY_ROWS_AVX2(NAME, 4, WEIGHT_TYPE, VECTORS) \
   static MultiplyRows *const NAME[] = {NAME##1, NAME##2, NAME##3, NAME##4};
-FOR_EACH_BATCH_AVX2(avx2_float32_, FLOAT32)
-FOR_EACH_BATCH_AVX2(avx2_bfloat16_, BFLOAT16)
+FOR_EACH_BATCH_AVX2(avx2_float32_, FLOAT32, 1)
+FOR_EACH_BATCH_AVX2(avx2_bfloat16_, BFLOAT16, 4)
+FOR_EACH_BATCH_AVX2(short_avx2_bfloat16_, BFLOAT16, 1)
 #endif
 
 /* The functions for 1 to BATCH rows of x. */
 static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
   int is_short = in < 2 * LANES * columns_per_word(weight_type);
-  if (is_short) return weight_type == BFLOAT16 ? short_bfloat16_ : short_float32_;
 #ifdef HAS_INTRINSICS
-  if (level() >= AVX2 && loop_level() != AVX512) return weight_type == BFLOAT16 ? avx2_bfloat16_ : avx2_float32_;
+  if (level() >= AVX2 && loop_level() != AVX512)
+    return weight_type == FLOAT32 ? avx2_float32_ : is_short ? short_avx2_bfloat16_ : avx2_bfloat16_;
 #endif
+  if (is_short) return weight_type == BFLOAT16 ? short_bfloat16_ : short_float32_;
   return weight_type == BFLOAT16 ? long_bfloat16_ : long_float32_;
 }
 

@@ -252,6 +252,7 @@ void widen_blocks(const char *values, const float *scales, void *to, ptrdiff_t b
 /* W times its scales, in `type` (FLOAT32 or BFLOAT16): to (out, in). */
 int widen(const char *values, const float *scales, void *to, ptrdiff_t out, ptrdiff_t in, int weight_type, int type,
           int threads) {
+  if (!out) return 0;
   ptrdiff_t row = in / BLOCK, share = (out + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < out; start += share) {

@@ -7,22 +7,15 @@
 
 #include <stdlib.h>
 
-#include "kernels.h"
+#include "blocks.h"
 #ifdef HAS_INTRINSICS
-#include <immintrin.h>
 #define INLINE_FOR(TARGET) static inline __attribute__((always_inline)) TARGET
 #endif
 
 enum { BLOCK = 64 }; /* as in products.py */
-enum { LINE = 64 };  /* bytes of a cache line, and of the largest registers */
 
 /* Memory of at least so many bytes that begins with a line, for `free`; NULL if there is none. */
 INLINE void *allocate(size_t bytes) { return aligned_alloc(LINE, (bytes + LINE - 1) / LINE * LINE); }
-
-/* Brings what is between two addresses to the second-level cache. */
-INLINE void prefetch_lines(const char *start, const char *end) {
-  for (; start < end; start += LINE) __builtin_prefetch(start, 0, 2);
-}
 
 INLINE ptrdiff_t bytes_per_block(int weight_type) { return weight_type == INT8 ? BLOCK : BLOCK / 2; }
 

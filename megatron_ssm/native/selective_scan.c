@@ -3,7 +3,7 @@
    A task is a block of channels of one sequence, or of all. It goes from token to token, and a sequence's states (N, WIDTH)
    stay in the first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB
    and dC. */
-#include "kernels.h"
+#include "blocks.h"
 
 enum { WIDTH = 64, STATES = 256 }; /* channels per block; the largest N, and the largest chunk * N in the backward pass */
 
@@ -47,19 +47,22 @@ INLINE void step_sizes(const Scan *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t first,
 
 /* A = -exp(A_log) of the block, transposed to (N, width). */
 INLINE void load_A(const Scan *a, ptrdiff_t first, ptrdiff_t width, float A[STATES][WIDTH]) {
-  const float *A_log = a->A_log + first * a->N;
-  for (ptrdiff_t c = 0; c < width; c++)
-    for (ptrdiff_t n = 0; n < a->N; n++) A[n][c] = A_log[c * a->N + n];
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
+  transpose_floats(a->A_log + first * a->N, width, a->N, A[0], WIDTH);
   for (ptrdiff_t n = 0; n < a->N; n++)
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) A[n][c] = -exp_(A[n][c]);
+    for (ptrdiff_t c = 0; c < width; c++) A[n][c] = -exp2_between(A[n][c] * LOG2E, least, most);
 }
 
-/* The initial states of the block. */
+/* The initial states of the block; those of the next one are prefetched. */
 INLINE void load_state(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, float h[STATES][WIDTH]) {
-  for (ptrdiff_t n = 0; n < a->N; n++)
-    for (ptrdiff_t c = 0; c < width; c++)
-      h[n][c] = a->state ? a->state[b * a->strides[STATE] + n * a->channels + first + c] : 0;
+  for (ptrdiff_t n = 0; n < a->N; n++) {
+    if (a->state) {
+      const float *state = a->state + b * a->strides[STATE] + n * a->channels + first;
+      prefetch_elements(state + WIDTH, WIDTH, FLOAT32);
+      memcpy(h[n], state, width * sizeof(float));
+    } else memset(h[n], 0, width * sizeof(float));
+  }
 }
 
 /* One sequence of a block, whose A is given. */

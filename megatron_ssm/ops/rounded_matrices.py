@@ -89,8 +89,9 @@ class RoundedMatrix(nn.Module):
     def rows(self, index: Tensor | slice, dtype: torch.dtype | None = None) -> Tensor:
         """Some rows in a floating-point dtype (None: the activations'): index (...) -> (..., in)."""
         values, scales, dtype = self.values[index], self.scales[index], dtype or self.dtype
-        if isinstance(index, slice) and are_float32(scales) and usable(torch.empty(0, dtype=dtype)):
-            return products.widened(values, scales, dtype)
+        if are_float32(scales) and usable(torch.empty(0, dtype=dtype)):
+            matrix = (each.reshape(-1, each.shape[-1]) for each in (values, scales))
+            return products.widened(*matrix, dtype).view(*values.shape[:-1], self.shape[1])
         return (self._integers(values) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
 

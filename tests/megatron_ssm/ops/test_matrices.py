@@ -213,6 +213,7 @@ def test_rounded_matrices(kind, rows):
     torch.testing.assert_close(y, expected, rtol=0, atol=0.3 if is_narrow else 2e-3)
     index = torch.tensor([[2, 0], [1, 1]])
     torch.testing.assert_close(rows_at(matrix, index).double(), exact[index], rtol=0, atol=1e-6)
+    assert rows_at(matrix, index[:, :0]).shape == (2, 0, 192)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         torch.testing.assert_close(matrix.rows(slice(1, 4), dtype).double(), exact[1:4], rtol=2**-8, atol=1e-6)
 
