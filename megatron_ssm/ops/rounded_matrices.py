@@ -90,7 +90,7 @@ class RoundedMatrix(nn.Module):
         """Some rows in a floating-point dtype (None: the activations'): index (...) -> (..., in)."""
         values, scales, dtype = self.values[index], self.scales[index], dtype or self.dtype
         if are_float32(scales) and usable(torch.empty(0, dtype=dtype)):
-            matrix = (each.reshape(-1, each.shape[-1]) for each in (values, scales))
+            matrix = values.reshape(-1, values.shape[-1]), scales.reshape(-1, scales.shape[-1])
             return products.widened(*matrix, dtype).view(*values.shape[:-1], self.shape[1])
         return (self._integers(values) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -12,6 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 import serving
 from megatron_ssm import generate, load
+from megatron_ssm.inference.sampling import descending
 from serving import LENGTHS, MASK, mamba2, on_ranks, save_table, small_checkpoint
 from serving import SMALL_VOCAB as VOCAB
 
@@ -115,6 +116,16 @@ def test_seeds(ranks, world, mamba2):
 
 
 # Equal logits, and known ones
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
+def test_the_order_of_numbers(dtype):
+    """Oracle: torch's stable sort. Few different numbers of both signs, also zeros, infinite and subnormal ones."""
+    some = torch.tensor([-math.inf, -2.5, -1e-7, -0.0, 0.0, 1e-40, 1.0, 3e4, math.inf])
+    index = torch.randint(len(some), (3, 500), generator=torch.Generator().manual_seed(0))
+    values = torch.cat([some[index], torch.linspace(-1, 1, 1500).view(3, 500)], dim=-1).to(dtype)
+    assert torch.equal(descending(values), values.sort(dim=-1, descending=True, stable=True).indices)
+    assert descending(values[:, :0]).shape == (3, 0)
 
 
 TIED = [{0, 1, 2, 3, 4}, {1, 3}, {3, 4}, {4}, {2, 4}]  # after t, these have logit -1 and the others -2
