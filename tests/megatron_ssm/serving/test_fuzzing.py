@@ -130,7 +130,7 @@ def running(request, tmp_path_factory):
         assert code == 0 and "Traceback" not in text, text
 
 
-@pytest.mark.parametrize("examples", (60, pytest.param(1000, marks=pytest.mark.full)))
+@pytest.mark.parametrize("examples", (25, pytest.param(1000, marks=pytest.mark.full)))
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_random_bodies(running, path, examples):
     """Each gets a reply of the right form, and none an internal error."""
@@ -158,7 +158,7 @@ def test_random_bodies(running, path, examples):
     running.wait_until_idle()
 
 
-@pytest.mark.parametrize("examples", (60, pytest.param(1000, marks=pytest.mark.full)))
+@pytest.mark.parametrize("examples", (25, pytest.param(1000, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_random_grammars(running, name, examples):
     """Each is followed, or the error names it."""

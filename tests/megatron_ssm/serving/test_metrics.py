@@ -38,21 +38,15 @@ def test_times_tokens_and_prefixes(tmp_path, keys):
             assert running.metric(f"{name}_bucket", 'le="+Inf"') == 3 and 0 < running.metric(f"{name}_sum") < 3 * 60
 
 
-def test_a_reply_of_one_token_has_no_time_of_further_ones(tmp_path):
-    with server(with_template("mamba2"), tmp_path / "log") as running:
-        assert len(running.tokens({"prompt": "a", "max_tokens": 1})[0]) == 1
-        assert running.metric("time_to_first_token_seconds_count") == 1
-        assert running.metric("time_per_output_token_seconds_count") == 0
-
-
 def test_prefixes_may_be_shared_by_all_keys(tmp_path, keys):
     with server(with_template("mamba2"), tmp_path / "log", "--api-key-file", keys, "--share-prefixes") as running:
         assert [cached(running, key) for key in ("one", "another", "another")] == [0, 300, 300]
         assert (running.metric("prefix_hits_total"), running.metric("reused_tokens_total")) == (2, 600)
 
 
-def test_requests_are_counted_by_path_and_status(tmp_path):
-    with server(with_template("mamba2"), tmp_path / "log") as running:
+def test_requests_and_their_tokens_are_counted(tmp_path):
+    """Requests by path and status. A first token is counted when it comes, not when its reply is complete."""
+    with server(with_template("mamba2"), tmp_path / "log", "--max-length", 10**6 + 100) as running:
         for path in ("/v1/models/mamba2", "/v1/models/another", "/v1/models", "/nowhere", "/elsewhere"):
             httpx.get(running.url + path, timeout=60)
         counts = {
@@ -61,13 +55,13 @@ def test_requests_are_counted_by_path_and_status(tmp_path):
         for (path, status), count in counts.items():
             assert running.metric("requests_total", f'path="{path}",status="{status}"') == count
 
+        def times():
+            return [running.metric(f"time_{name}_seconds_count") for name in ("to_first_token", "per_output_token")]
 
-def test_a_first_token_is_counted_when_it_comes(tmp_path):
-    """Not when its reply is complete, which this one never is."""
-    body = {"prompt": "a", "max_tokens": 10**6, "stream": True, **IGNORE_EOS}
-    with server(with_template("mamba2"), tmp_path / "log", "--max-length", 10**6 + 100) as running:
+        assert len(running.tokens({"prompt": "a", "max_tokens": 1})[0]) == 1
+        assert times() == [1, 0]
+        body = {"prompt": "a", "max_tokens": 10**6, "stream": True, **IGNORE_EOS}
         with running.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()  # the connection is closed with it
             assert next(lines).startswith("data: {")
-            counts = [running.metric(f"time_{name}_seconds_count") for name in ("to_first_token", "per_output_token")]
-            assert counts == [1, 0] and running.metric("running") == 1
+            assert times() == [2, 0] and running.metric("running") == 1

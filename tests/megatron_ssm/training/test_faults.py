@@ -166,7 +166,7 @@ def test_rank_0_is_killed(here):
     assert re.match(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has ended: .", line)
 
 
-@pytest.mark.parametrize("world, more", [(3, []), (4, TENSOR), full(3, ["--async-save"])])
+@pytest.mark.parametrize("world, more", [(3, []), full(4, TENSOR), full(3, ["--async-save"])])
 def test_a_rank_that_fails_alone_removes_nothing(here, monkeypatch, world, more):
     """Such as one whose connection is closed while rank 0 completes a checkpoint and renames its folder."""
     write, complete, describe = Snapshot.write, Snapshot._complete, checkpoint_writer.description_text
@@ -393,7 +393,7 @@ def evaluations(path="log.jsonl"):
     ]
 
 
-@pytest.mark.parametrize("world, step", [(2, 4), (3, 6), full(2, 6), full(3, 4)])
+@pytest.mark.parametrize("world, step", [(3, 6), full(2, 4), full(2, 6), full(3, 4)])
 def test_a_rank_is_killed_during_an_evaluation(here, monkeypatch, world, step):
     """The run that continues repeats the step and its evaluation, also after the last step: its log lacks neither."""
     assert train(world, *EVALUATED, "--out", "straight", "--log", "straight.jsonl") == [0] * world
@@ -788,8 +788,8 @@ OWN = "torchrun has restarted the ranks: they continue from their own checkpoint
 @pytest.mark.parametrize(
     "world, number, resume",
     [
-        (2, signal.SIGKILL, ["--resume", "auto"]),
         (3, signal.SIGSTOP, ["--resume", "auto"]),
+        full(2, signal.SIGKILL, ["--resume", "auto"]),
         full(2, signal.SIGKILL, []),
         full(2, signal.SIGSTOP, []),
         full(3, signal.SIGKILL, ["--resume", "auto"]),
