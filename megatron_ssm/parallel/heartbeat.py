@@ -6,10 +6,11 @@ to miss one compares the beats of all ranks, and leaves in the store which have 
 thread notices if the store itself does not answer. The training thread does nothing, so a step costs no more.
 
 A process that hangs cannot end itself. The ranks of its machine kill it just before they end, because launchers wait for
-long (torchrun and DeepSpeed's: 30 s) until they kill what does not handle their SIGTERM.
+long (torchrun and DeepSpeed's: 30 s) until they kill what does not handle their SIGTERM. If it is alone on its machine, its
+watchdog does it, a process that hears each beat.
 
 A long call that holds Python's global lock stops the thread's beats as well. So a rank writes into the store, before such a
-call, for how long it may be silent.
+call, for how long it may be silent, and tells its watchdog.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .folder_store import FolderStore
-from .processes import Process
+from .processes import Process, Watchdog
 
 LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
 ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
@@ -108,6 +109,9 @@ class _Heartbeat:
         self._communication_failed = True  # False: the failure is another error of the training thread
         self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
         self._leaves = False
+        # The seconds between two beats after which the watchdog acts: later than the other ranks.
+        self._allowed = limit + 2 * ROUNDS * self.interval
+        self._watchdog = Watchdog(self._allowed, ROUNDS * self.interval)
         self._store.add(f"beats {rank}", 1)  # a rank that has never beaten is not watched
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_store)]
         for thread in self._threads:
@@ -120,9 +124,12 @@ class _Heartbeat:
             yield
             return
         self._store.set(f"pause {self.rank}", str(seconds))
+        self._allowed += seconds
+        self._watchdog.tell(self._allowed)
         try:
             yield
         finally:
+            self._allowed -= seconds
             with contextlib.suppress(RuntimeError):  # the store has ended, which the second thread notices
                 self._store.set(f"pause {self.rank}", "0")
 
@@ -138,6 +145,7 @@ class _Heartbeat:
         self._leaves = leaves
         self._stopped.set()
         self._threads[0].join(ROUNDS * self.interval)
+        self._watchdog.end()
 
     # The first thread
 
@@ -147,6 +155,7 @@ class _Heartbeat:
         try:
             while not self._stopped.wait(0 if self._asked.is_set() else self.interval):
                 self._store.add(f"beats {self.rank}", 1)
+                self._watchdog.tell(self._allowed)
                 if self._store.check([LOST]):
                     self._end(json.loads(self._store.get(LOST)))
                 beats = self._beats((self.rank + 1) % self.ranks)

@@ -1,8 +1,13 @@
-"""Which process a rank is, so that another rank of the same machine can kill exactly this process."""
+"""Which process a rank is, so that another rank of the same machine can kill exactly this process; and its watchdog, which
+kills it if it hangs.
+"""
 
 import os
 import signal
 import socket
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +61,54 @@ class Process:
             return False
         finally:
             os.close(descriptor)
+
+
+# What a watchdog runs, with two numbers: the seconds that it allows at first, and those of its second thoughts. It reads how
+# many seconds it allows next. Launchers may send their signals to it, too; it ends with the process that started it.
+WATCHDOG = """
+import os, select, signal, sys
+for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+    signal.signal(number, signal.SIG_IGN)
+parent, (allowed, more) = os.getppid(), map(float, sys.argv[1:])
+said = "?"
+while said:
+    if select.select([0], [], [], allowed)[0] or select.select([0], [], [], more)[0]:
+        said = os.read(0, 4096).decode()
+        allowed = float(said.split()[-1]) if said else 0.0
+    else:
+        if os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)
+        break
+"""
+
+
+class Watchdog:
+    """A small process that kills this one with SIGKILL if this one hangs: if it does not call `tell` in time.
+
+    For a process that no other one on its machine would kill. Where both were stopped and go on (Ctrl-Z in a terminal), the
+    watchdog waits a little longer before it kills. allowed: the seconds until the first `tell`; more: those that it waits
+    longer.
+    """
+
+    def __init__(self, allowed: float, more: float):
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", WATCHDOG, str(allowed), str(more)], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin.fileno()
+        os.set_blocking(self._pipe, False)
+
+    def tell(self, allowed: float) -> None:
+        """This process runs; and how many seconds it may take until it says so again."""
+        with suppress(OSError):  # the watchdog is stopped, so that the pipe is full, or has ended
+            os.write(self._pipe, f"{allowed}\n".encode())
+
+    def end(self) -> None:
+        """End the watchdog."""
+        self._process.kill()
+        with suppress(OSError):
+            self._process.communicate()
 
 
 def _machine() -> str:

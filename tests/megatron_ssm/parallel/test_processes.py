@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ssm.parallel.processes import Process
+from megatron_ssm.parallel.processes import Process, Watchdog
 
 
 @pytest.fixture
@@ -30,6 +30,40 @@ def child():
         os.waitpid(pid, 0)
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.parametrize("says", (0, 3))
+def test_a_watchdog_kills_a_process_that_hangs(says):
+    """One that has said some times that it runs, or never."""
+    pid = os.fork()
+    if pid == 0:
+        watchdog = Watchdog(0.2, 0.1)
+        for _ in range(says):
+            watchdog.tell(0.2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+def test_a_watchdog_ends():
+    """When it is told to, also if it is stopped; and with the process that started it, which ends without a word."""
+    watchdog = Watchdog(60, 1)
+    os.kill(watchdog._process.pid, signal.SIGSTOP)
+    for _ in range(2**14):  # more than a pipe holds
+        watchdog.tell(60.0)
+    watchdog.end()
+    assert watchdog._process.returncode == -signal.SIGKILL
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, str(Watchdog(60, 1)._process.pid).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    try:
+        descriptor = os.pidfd_open(int(os.read(reader, 20)))
+    except ProcessLookupError:
+        return
+    assert select.select([descriptor], [], [], 30)[0]
 
 
 def is_running(pid):

@@ -46,6 +46,7 @@ from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, ste
 from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot
+from megatron_ssm.parallel.processes import Process
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.options import parse_options
@@ -227,6 +228,14 @@ def test_a_rank_that_fails_is_named(here):
 def test_a_stopped_rank_is_named(here, world, tp, rank):
     line = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
     assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 5 s", line)
+
+
+@pytest.mark.parametrize("world, rank", [(2, 1), full(3, 0)])
+def test_a_rank_that_is_stopped_alone_on_its_machine(here, monkeypatch, world, rank):
+    """No other rank can kill it; its watchdog does."""
+    monkeypatch.setattr(Process, "kill_if_here", lambda self: False)
+    with launched(world, [*TINY, "--lost-rank-timeout", "2"], Fault(rank, 3, signal.SIGSTOP)) as run:
+        assert run.wait(*range(world))[0] == [-signal.SIGKILL if each == rank else 1 for each in range(world)]
 
 
 def test_rank_0_is_stopped(here):
