@@ -59,7 +59,8 @@ def choose_tokens(
     if not sampling.temperature:
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
-    return _sample(values.cpu(), ids.cpu(), sampling, generators)
+    rows = zip(values.cpu(), ids.cpu(), generators, strict=True)  # one by one, they stay in the CPU's cache
+    return torch.cat([_draw(*row, sampling, generator) for *row, generator in rows])
 
 
 def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -141,13 +142,15 @@ def _largest(local: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return values, index
 
 
-def _sample(values, ids, sampling: Sampling, generators: Sequence[torch.Generator | None]) -> torch.Tensor:
-    """(batch,) ids: each row's uniform number is mapped through the inverse of its float64 distribution."""
+def _draw(
+    values: torch.Tensor, ids: torch.Tensor, sampling: Sampling, generator: torch.Generator | None
+) -> torch.Tensor:
+    """(1,) id of the candidates (n,): a uniform number is mapped through the inverse of their float64 distribution."""
     probability = torch.softmax(values.double() / sampling.temperature, dim=-1)
-    below = probability.cumsum(-1) - probability
     if sampling.top_p is not None:
+        below = probability.cumsum(-1) - probability
         probability = probability.masked_fill(below >= sampling.top_p, 0)
     edges = probability.cumsum(-1)
-    drawn = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-    index = (edges <= (drawn * edges[:, -1]).unsqueeze(-1)).sum(-1, keepdim=True)
-    return ids.gather(-1, index.clamp(max=ids.shape[-1] - 1)).squeeze(-1)
+    drawn = torch.rand(1, generator=generator, dtype=torch.float64)
+    index = torch.searchsorted(edges, drawn * edges[-1], right=True)
+    return ids[index.clamp(max=len(ids) - 1)]
