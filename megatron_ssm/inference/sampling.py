@@ -60,7 +60,7 @@ def choose_tokens(
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
     rows = zip(values.cpu(), ids.cpu(), generators, strict=True)  # one by one, they stay in the CPU's cache
-    return torch.cat([_draw(*row, sampling, generator) for *row, generator in rows])
+    return torch.cat([_draw(row, its_ids, sampling, generator) for row, its_ids, generator in rows])
 
 
 def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
