@@ -181,7 +181,7 @@ class Plan:
             )
         return plan
 
-    def at(self, **sizes: int) -> "Plan":
+    def at(self, /, **sizes: int) -> "Plan":
         """The same steps for other sizes of the named axes. ValueError: the digits do not divide them."""
         resized = self.program.resized(**sizes)
         nest, digits = self.schedule, list[Digit]()
@@ -194,7 +194,7 @@ class Plan:
             digits += [*outer, replace(last, size=inner)]
         return replace(self, schedule=replace(self.schedule, program=resized, digits=tuple(digits)))
 
-    def with_options(self, **options: object) -> "Plan":
+    def with_options(self, /, **options: object) -> "Plan":
         """The same steps with other options of the tile, such as causal=False."""
         return self.with_program(self.program.with_options(**options))
 
