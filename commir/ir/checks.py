@@ -1,5 +1,6 @@
 """Checks of the arguments of the public functions, so that a wrong kind of object gets one clear error."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -57,6 +58,15 @@ def _test_of(kind: Any) -> Callable[[Any], bool]:
     if parts:  # one of several
         return lambda value: any(fits(value) for fits in parts)
     return lambda value: kind is Any or isinstance(value, kind)
+
+
+def check_call(name: str, function: Callable[..., Any], arguments: Iterable[Any]) -> Callable[..., Any]:
+    """The function, if it takes so many arguments. ValueError: it does not. name: what the error calls it."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return function
 
 
 def check_sizes(**sizes: Any) -> None:

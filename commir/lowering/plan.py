@@ -92,7 +92,10 @@ class Plan:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes that a rank sends, with elements of the program's dtype. In a `Swap`, some ranks have nothing to send."""
+        """Bytes that a rank sends, with elements of the program's dtype.
+
+        In a `Swap`, some ranks have nothing to send; with several of them, every rank may have sent less than this.
+        """
         return self.account.sent
 
     @property

@@ -66,7 +66,7 @@ def search(
     check_type("search", program, Program)
     check_type("search", mesh, Mesh)
     if fabric is not None:
-        mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes if axis.level not in mesh.speeds})
+        mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes}).with_speeds(mesh.speeds)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     check_homes_divide(program, mesh)
     found = _exact(model, ranked(model), memory, top + 1)  # one more, with which the best is compared

@@ -10,6 +10,7 @@ from commir import In, Mesh, Out, Schedule, grid, programs
 from commir.execution.gradient import backward_plan
 from commir.ir.program import Axis, Operand, Result
 from commir.searching.graph_run import GraphRunner
+from commir.searching.grids import best_grid
 from commir.searching.layers import transformer_layer, zamba_layer
 from commir.searching.operator_options import GraphNode
 from commir.searching.search import all_plans
@@ -24,7 +25,7 @@ def product(rows=4, cols=4):
         c[rows] += torch.exp(a[rows, cols]) * b[cols]
 
 
-MESH = Mesh(gpu=2)
+MESH, FOUR = Mesh(gpu=2), Mesh(a=2, b=2)
 PROGRAM = programs.attention(1, 2, 2, 8, 4)
 PLAN = commir.search(PROGRAM, MESH)[0]
 ONES = torch.ones(4, 4)
@@ -118,6 +119,12 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: Schedule(PROGRAM, MESH).shard(["q"], "heads", "gpu"), r"attention has no operand \['q'\]; it has q, k, v,"),
         (lambda: commir.known(Schedule(PROGRAM, MESH), ["ring"]), r"attention has no known schedule \['ring'\]; it has "),
         (lambda: commir.known(Schedule(PROGRAM, MESH), "ring", 0), "the mesh has no axis 0; it has gpu"),
+        (lambda: commir.known(Schedule(PROGRAM, FOUR), "USP", "a", "a"), "known: a, a name a mesh axis twice"),
+        (lambda: commir.search(PROGRAM, Mesh(gpu=2, speeds={"gpu": (0, 1e9)}), fabric="x"), "speed of mesh axis gpu is 'x'"),
+        (lambda: best_grid(PROGRAM, MESH, training="no"), "training='no': it must be True or False"),
+        (lambda: Schedule(PROGRAM, MESH).apply([("tile", "q")]), "tile: missing a required argument: 'factor'"),
+        (lambda: Schedule(PROGRAM, MESH).apply([("tile", "q", 2, "a", "b", "c")]), "tile: too many positional arguments"),
+        (lambda: Schedule(PROGRAM, MESH).apply([()]), "'' is none of the primitives tile, join"),
         (lambda: Axis("rows", 4, []), r"axis rows has kind \[\], none of s, r, c, w"),
         (lambda: Operand("a", "rows"), r"operand a: axes is 'rows', and no tuple\[str, \.\.\.\]"),
         (lambda: Operand("a", ("rows",), groups={"rows": 2}), r"operand a: groups is \{'rows': 2\}, and no tuple\[tuple\["),
