@@ -7,6 +7,7 @@ blocks of an axis by which an output is not indexed are combined by the output's
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .checks import check_fields, check_name, check_options, refuse_duplicates
@@ -275,7 +276,11 @@ class Program:
 
         It is the axis's size in the operand that has the fewest elements along it: of heads, the number of key/value heads.
         """
-        return self.axis(name).size // max(operand.divisor(name) for operand in self.operands)
+        return self._most_blocks[self.axis(name).name]
+
+    @cached_property
+    def _most_blocks(self) -> dict[str, int]:
+        return {axis.name: axis.size // max(each.divisor(axis.name) for each in self.operands) for axis in self.axes}
 
     def axis(self, name: str) -> Axis:
         """The axis of this name. ValueError: there is none."""
