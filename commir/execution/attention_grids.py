@@ -31,7 +31,7 @@ def grid_of(schedule: LoopNest) -> tuple[int, int, int, bool] | None:
     streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
     if not is_self_attention(program) or not set(axes) <= set(GRID_AXES):
         return None
-    if schedule.kernel != "library" or schedule.chunked is not None or not program.option("scale") > 0:
+    if schedule.kernel != "library" or schedule.chunked is not None:
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None

@@ -13,7 +13,7 @@ from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
 from .attention_grids import attend, grid_of
 from .devices import check_devices, comparison_device
 from .rank_steps import take_steps
-from .state import Count, Messages, RankState, without_autocast
+from .state import Count, Messages, RankState, check_counts, without_autocast
 
 Tensor = torch.Tensor
 
@@ -28,21 +28,24 @@ def execute(
     of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, devices, dtypes, and
     which inputs need gradients. By NCCL this happens on the GPU that the group is bound to or the rank has selected, so each
     rank selects its own before (`torch.cuda.set_device`).
-    A plan of attention2d's family is computed by attention2d, and differentiable; of several sequences, attention2d copies
+    A plan of attention2d's family is computed by attention2d, and differentiable: `out` has a gradient and `lse` has none,
+    so that what a loss computes from lse is missing in the gradients of q, k and v. Of several sequences, attention2d copies
     q, k, v and out, and so holds more than `plan.memory`, which is what the plan's own steps hold. Other plans have no
     gradient, and are refused if gradients are enabled and an input requires one (`differentiable` gives attention one).
     count: counts what this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for;
     all ranks have a count, or none has. counter: counts messages as `sparsefusion.collectives` does.
 
-    ValueError on every rank: an input is missing or has the wrong shape or dtype on one rank, inputs are on several devices
+    ValueError on every rank: an input is missing, no dense tensor, or has the wrong shape or dtype on one rank, `count` or
+    `counter` is another object there, inputs are on several devices
     or on one whose tensors the group cannot exchange, the ranks' plans or the inputs that need gradients differ, some have a
     count and others none, the group has another number of ranks than the mesh, or a gradient is asked for that there is none
     of; on a rank that is no member of the group: that it is none. Autocast has no effect. Sends `plan.bytes_per_rank` bytes.
     """
     grid = grid_of(plan.schedule) if count is None and isinstance(plan, Plan) else None
 
-    def check_gradients() -> None:
-        """ValueError if an input requires a gradient that this call does not give."""
+    def check() -> None:
+        """ValueError if count or counter is another object, or an input requires a gradient that this call does not give."""
+        check_counts(count, counter)
         needing = [name for name, x in local_inputs.items() if x.requires_grad]
         if torch.is_grad_enabled() and needing and grid is None:
             raise ValueError(
@@ -51,7 +54,7 @@ def execute(
             )
 
     is_counted = f"count is {'not ' if count is None else ''}given"
-    compare("execute", plan, local_inputs, group, is_counted, check=check_gradients)
+    compare("execute", plan, local_inputs, group, is_counted, check=check)
     with without_autocast(local_inputs):
         if grid is not None:
             return attend(plan, grid, local_inputs, group, counter)

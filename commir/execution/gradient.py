@@ -16,7 +16,7 @@ from commir.scheduling.placements import in_chunks, is_placed, place, placements
 from sparsefusion.collectives.counted import Counter
 
 from .executor import compare, run
-from .state import Count, RankState, without_autocast
+from .state import Count, RankState, check_counts, without_autocast
 
 Tensor = torch.Tensor
 SAVED = ("q", "k", "v", "out", "lse")
@@ -70,6 +70,7 @@ def differentiable(
     refused: list[ValueError] = []
     try:
         check_type("differentiable", plan, Plan)
+        check_counts(count, counter)
         backward.append(backward_plan(plan))
     except ValueError as error:
         if group is None:
@@ -77,7 +78,7 @@ def differentiable(
         refused.append(error)
 
     def check() -> None:
-        """The error of a plan that has no backward, which the other ranks may not have."""
+        """The error of a plan that has no backward, or of a count that is none, which the other ranks may not have."""
         if refused:
             raise refused[0]
 

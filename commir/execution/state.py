@@ -18,6 +18,7 @@ from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
 from commir.lowering.steps import Key, Step, register_key
 from commir.programs.tiles import Tile, TileInto, derive, tile_into, tile_of
+from sparsefusion.collectives.counted import Counter
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
@@ -53,6 +54,13 @@ class Count:
     def drop(self, *tensors: Tensor) -> None:
         """Count tensors that are no longer needed."""
         self.held -= sum(x.nbytes for x in tensors)
+
+
+def check_counts(count: Any, counter: Any) -> None:
+    """ValueError unless each is None, or else a Count and a Counter."""
+    for name, value, kind in (("count", count, Count), ("counter", counter, Counter)):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"{name}={value!r:.60}: it must be a {kind.__name__}, or None")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ rounding changes nothing.
 import itertools
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,6 @@ from commir.ir.checks import check_type
 from commir.ir.program import WHOLE, Axis, Operand, Program, Result
 from commir.lowering.layouts import block_sizes
 from commir.lowering.plan import Plan
-from commir.lowering.scans import takes_slices
 from commir.lowering.steps import AllReduce, Combine, Compute, ReduceScatter, Round, SendPartial, Step
 from commir.lowering.text import one_line
 from commir.programs.scan_programs import with_lasting_states
@@ -97,13 +97,8 @@ def _smallest_size(plan: Plan, axis: str, inner: int) -> int:
     """The smallest size of an axis with at least `inner` elements per innermost digit, or else its own size."""
     *outer, last = plan.digits.sizes[axis]
     for size in (*range(inner, LARGEST_INNER), *range(1, inner)):
-        total = math.prod(outer) * size
-        try:
-            digits = plan.at(**{axis: total}).digits
-        except ValueError:
-            continue
-        if takes_slices(digits) == takes_slices(plan.digits):
-            return total
+        with suppress(ValueError):  # of sizes that do not divide
+            return plan.at(**{axis: math.prod(outer) * size}).program.axis(axis).size
     return math.prod(outer) * last
 
 

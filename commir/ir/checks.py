@@ -1,7 +1,8 @@
 """Checks of the arguments of the public functions, so that a wrong kind of object gets one clear error."""
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -59,6 +60,15 @@ def _test_of(kind: Any) -> Callable[[Any], bool]:
     return lambda value: kind is Any or isinstance(value, kind)
 
 
+def check_call(name: str, function: Callable[..., Any], arguments: Iterable[Any]) -> Callable[..., Any]:
+    """The function, if it takes so many arguments. ValueError: it does not. name: what the error calls it."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return function
+
+
 def check_sizes(**sizes: Any) -> None:
     """ValueError unless each is a whole number of at least 1; the error names the first that is none."""
     for name, size in sizes.items():
@@ -77,3 +87,28 @@ def check_memory(memory: Any) -> None:
     """ValueError unless a limit of memory is a number of bytes, at least 0, or None."""
     if memory is not None and (type(memory) not in (int, float) or math.isnan(memory) or memory < 0):
         raise ValueError(f"memory={memory!r}: it must be a number of bytes of at least 0, or None for no limit")
+
+
+def check_name(what: str, name: Any) -> None:
+    """ValueError unless a name is an identifier. what: whose name it is, for the error."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{name!r} is no name for {what}: it must be an identifier")
+
+
+def check_options(options: Iterable[tuple[str, Any]]) -> None:
+    """ValueError: an option is no finite number, string or None, or is there twice."""
+    for name, value in options:
+        check_name("an option", name)
+        is_finite = not isinstance(value, float) or math.isfinite(value)  # as JSON, and so a plan's hash, needs it
+        if not isinstance(value, bool | int | float | str | None) or not is_finite:
+            raise ValueError(f"option {name} is {value!r}; it must be a finite number, a string or None")
+    refuse_duplicates("option", (name for name, _ in options))
+
+
+def refuse_duplicates(kind: str, names: Iterable[str]) -> None:
+    """ValueError: a name is there twice. kind: what is called so."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two {'axes' if kind == 'axis' else kind + 's'} are called {name}")
+        seen.add(name)

@@ -10,6 +10,8 @@ from typing import Any
 
 from sparsefusion.fabric.cost_model import Fabric
 
+LONGEST = 1e9  # seconds before the first byte of a message, so that all predicted times are finite
+
 
 @dataclass(frozen=True)
 class MeshAxis:
@@ -34,13 +36,14 @@ class Mesh:
     """Ranks in a grid: `Mesh(node=2, gpu=4)` has 8 ranks; rank = 4 * node + gpu, as the last axis counts fastest.
 
     sizes: {axis: number of ranks along it}, outermost first. speeds: {axis: (alpha_s, bytes_per_s) or a
-    `sparsefusion.Fabric`}, what a message costs along the axis: seconds before the first byte, and the rate at which a
-    rank sends. Without any speed, all axes are equally fast. If only some axes have one, the others count as links of 1e9
-    bytes per second without latency, which may be far from the truth: give all speeds or none. ValueError: a size below 1,
-    a name that is no identifier, no axis, or a speed for an axis that does not exist.
+    `sparsefusion.Fabric`}, what a message costs along the axis: seconds before the first byte, at most LONGEST, and the rate
+    at which a rank sends, at least 1. Without any speed, all axes are equally fast. If only some axes have one, the others
+    count as links of 1e9 bytes per second without latency, which may be far from the truth: give all speeds or none.
+    ValueError: a size below 1, a name that is no identifier, no axis, or a speed that is none, or for an axis that does not
+    exist.
     """
 
-    def __init__(self, speeds: Mapping[str, Any] | None = None, **sizes: int) -> None:
+    def __init__(self, /, speeds: Mapping[str, Any] | None = None, **sizes: int) -> None:
         if not sizes:
             raise ValueError("a mesh needs at least one axis, for example Mesh(gpu=4)")
         self.axes = tuple(MeshAxis(name, size, name) for name, size in sizes.items())
@@ -180,10 +183,11 @@ def _check_speed(name: str, speed: Any) -> None:
         return
     try:
         alpha, rate = speed
-        is_valid = 0 <= alpha < math.inf and rate > 0
+        is_valid = 0 <= alpha <= LONGEST and rate >= 1
     except (TypeError, ValueError):
         is_valid = False
     if not is_valid:
         raise ValueError(
-            f"speed of mesh axis {name} is {speed!r}; it must be (seconds >= 0, bytes per second > 0) or a Fabric"
+            f"speed of mesh axis {name} is {speed!r}; it must be (0 to {LONGEST:g} seconds, at least 1 byte per second) "
+            "or a Fabric"
         )

@@ -6,19 +6,20 @@ blocks of an axis by which an output is not indexed are combined by the output's
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from .checks import check_fields
+from .checks import check_fields, check_name, check_options, refuse_duplicates
 from .loop_rules import axis_error, read_text
+from .tile_rules import TILES, check_tile
 
 SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
 KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "whole"}
 ORDERS = ("contiguous", "zigzag")
 MONOID_NAMES = "sum", "max", "softmax"
-TILES = "attention", "attention_backward", "selective_scan"  # that are functions in `commir.programs.tiles`
 KERNELS = {name: ("library", "reference") for name in ("attention", "attention_backward")}  # of tiles that have several
+MOST_ELEMENTS = 2**63  # along an axis: more than a tensor can have
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -37,9 +38,10 @@ class Axis:
     order: str = "contiguous"
 
     def __post_init__(self) -> None:
-        _check_name("an axis", self.name)
-        if type(self.size) is not int or self.size < 1:
-            raise ValueError(f"axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
+        check_name("an axis", self.name)
+        if type(self.size) is not int or not 1 <= self.size < MOST_ELEMENTS:
+            whole = "a whole number of at least 1, below 2^63"
+            raise ValueError(f"axis {self.name} has size {self.size!r:.60}; it must be {whole}")
         if self.kind not in tuple(KINDS):
             raise ValueError(f"axis {self.name} has kind {self.kind!r}, none of {', '.join(KINDS)}")
         if self.order not in ORDERS:
@@ -57,8 +59,8 @@ class Operand:
     source: for an input that the program derives from others before the loops, the names of these; otherwise empty.
     in_tile: whether the tile reads it; an input that only serves to derive others is not gathered.
 
-    ValueError: the name is no identifier, a divisor is below 1 or belongs to an axis that is not the operand's, or a field
-    has another type.
+    ValueError: the name is no identifier, an axis is there twice, a divisor is below 1 or belongs to an axis that is not
+    the operand's, or a field has another type.
     """
 
     name: str
@@ -71,8 +73,10 @@ class Operand:
     in_tile: bool = True
 
     def __post_init__(self) -> None:
-        _check_name("an operand", self.name)
+        check_name("an operand", self.name)
         check_fields(self, f"operand {self.name}")
+        if len(set(self.axes)) < len(self.axes):
+            raise ValueError(f"operand {self.name} has an axis twice: {', '.join(self.axes)}")
         for axis, divisor in self.groups:
             if axis not in self.axes:
                 raise ValueError(f"operand {self.name} has groups along {axis}, by which it is not indexed")
@@ -132,9 +136,10 @@ class Program:
     runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
 
     ValueError: a field has another type; a name is no identifier, or is used twice; something names an axis or an operand
-    that does not exist; a size does not divide by a group; an output belongs to no result or to several; an option is not
-    one finite number, string or None; the kind of an axis does not fit the outputs, or the tile is no expression of the
-    inputs with their axes.
+    that does not exist; an operand has an axis twice, or is kept along a whole one; a size does not divide by a group; there
+    is no output, or no input in the program's dtype; an output belongs to no result or to several; an option is not one
+    finite number, string or None; the kind of an axis does not fit the outputs; the operands and options are not those of a
+    tile of TILES; or the tile is no expression of the inputs with their axes.
     """
 
     name: str
@@ -151,11 +156,11 @@ class Program:
     _operands: dict[str, Operand] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        _check_name("a program", self.name)
+        check_name("a program", self.name)
         check_fields(self, f"program {self.name}")
-        _refuse_duplicates("axis", (axis.name for axis in self.axes))
-        _refuse_duplicates("operand", (operand.name for operand in (*self.operands, *self.internal)))
-        _check_options(self.options)
+        refuse_duplicates("axis", (axis.name for axis in self.axes))
+        refuse_duplicates("operand", (operand.name for operand in (*self.operands, *self.internal)))
+        check_options(self.options)
         object.__setattr__(self, "options", tuple(sorted(self.options)))
         object.__setattr__(self, "_axes", {axis.name: axis for axis in self.axes})
         object.__setattr__(self, "_operands", {each.name: each for each in (*self.operands, *self.internal)})
@@ -163,10 +168,14 @@ class Program:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZES)}")
         for operand in (*self.operands, *self.internal):
             self._check_operand(operand)
+        self._check_given()
         self._check_results()
         self._check_scan()
         self._check_kinds()
-        if self.tile not in TILES:
+        if self.tile in TILES:
+            inputs, outputs = ([each.name for each in operands] for operands in (self.inputs, self.outputs))
+            check_tile(self.name, self.tile, inputs, outputs, dict(self.options))
+        else:
             self._check_expression()
 
     def _check_operand(self, operand: Operand) -> None:
@@ -175,6 +184,8 @@ class Program:
                 raise ValueError(f"operand {operand.name} names the axis {name}, which {self.name} does not have")
         if operand.home and operand.home not in operand.axes:
             raise ValueError(f"operand {operand.name} is kept along {operand.home}, by which it is not indexed")
+        if operand.home and self._axes[operand.home].kind == WHOLE:
+            raise ValueError(f"operand {operand.name} is kept along {operand.home}, which is whole in every tile")
         for name, divisor in operand.groups:
             if self._axes[name].size % divisor:
                 size = self._axes[name].size
@@ -184,6 +195,18 @@ class Program:
         for name in operand.source:
             if name not in (each.name for each in self.inputs):
                 raise ValueError(f"operand {operand.name} is derived from {name}, which is no input of {self.name}")
+
+    def _check_given(self) -> None:
+        """There is something to compute, and an input in the program's dtype, which is that of the results."""
+        given = [each for each in self.inputs if not each.source]
+        if not given or not self.outputs:
+            raise ValueError(f"{self.name} needs at least one {'output' if given else 'input that its caller gives'}")
+        if ITEMSIZES[self.dtype] < 4 and all(each.is_wide for each in given):
+            names = ", ".join(each.name for each in given)
+            raise ValueError(
+                f"{self.name}: its dtype is {self.dtype}, but all inputs ({names}) are wide, and so at least float32: make "
+                f"it float32"
+            )
 
     def _check_results(self) -> None:
         outputs = [output.name for output in self.outputs]
@@ -253,7 +276,11 @@ class Program:
 
         It is the axis's size in the operand that has the fewest elements along it: of heads, the number of key/value heads.
         """
-        return self.axis(name).size // max(operand.divisor(name) for operand in self.operands)
+        return self._most_blocks[self.axis(name).name]
+
+    @cached_property
+    def _most_blocks(self) -> dict[str, int]:
+        return {axis.name: axis.size // max(each.divisor(axis.name) for each in self.operands) for axis in self.axes}
 
     def axis(self, name: str) -> Axis:
         """The axis of this name. ValueError: there is none."""
@@ -284,15 +311,15 @@ class Program:
         """Bytes of the whole operand."""
         return math.prod(self.shape(operand)) * self.itemsize(operand)
 
-    def resized(self, **sizes: int) -> "Program":
+    def resized(self, /, **sizes: int) -> "Program":
         """The same program with other sizes of the named axes. ValueError as for a new program."""
         for name in sizes:
             self.axis(name)
         axes = tuple(replace(axis, size=sizes.get(axis.name, axis.size)) for axis in self.axes)
         return replace(self, axes=axes)
 
-    def with_options(self, **options: Any) -> "Program":
-        """The same program with other values of its options. ValueError: it has no such option."""
+    def with_options(self, /, **options: Any) -> "Program":
+        """The same program with other values of its options. ValueError: it has no such option, or as for a new program."""
         known = dict(self.options)
         if unknown := [name for name in options if name not in known]:
             raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
@@ -315,25 +342,3 @@ class Program:
     def result_of(self, output: str) -> Result:
         """The result to which an output belongs."""
         return next(result for result in self.results if output in result.outputs)
-
-
-def _check_name(what: str, name: Any) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"{name!r} is no name for {what}: it must be an identifier")
-
-
-def _check_options(options: Iterable[tuple[str, Any]]) -> None:
-    for name, value in options:
-        _check_name("an option", name)
-        is_finite = not isinstance(value, float) or math.isfinite(value)  # as JSON, and so a plan's hash, needs it
-        if not isinstance(value, bool | int | float | str | None) or not is_finite:
-            raise ValueError(f"option {name} is {value!r}; it must be a finite number, a string or None")
-    _refuse_duplicates("option", (name for name, _ in options))
-
-
-def _refuse_duplicates(kind: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"two {'axes' if kind == 'axis' else kind + 's'} are called {name}")
-        seen.add(name)

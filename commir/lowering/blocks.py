@@ -6,17 +6,28 @@ blocks p and 2P-1-p of the tensor stand next to each other; `positions` says whi
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from attention2d.layout import token_order
-from commir.ir.program import Operand
+from commir.ir.program import ITEMSIZES, Operand
 
 from .layouts import Digits, Layout, Piece
 from .steps import Place
 
 Tensor = torch.Tensor
 Sizes = Sequence[Sequence[tuple[Piece, int]]]  # for each dimension, its local digits and their sizes, outermost first
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """ValueError unless an input is a dense tensor in one of ITEMSIZES. name: what the error calls it."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is {x!r:.60}, and no tensor")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} has the layout {x.layout}; a plan computes with dense tensors")
+    if str(x.dtype).removeprefix("torch.") not in ITEMSIZES:
+        raise ValueError(f"{name} is {x.dtype}; a plan computes with floating-point tensors ({', '.join(ITEMSIZES)})")
 
 
 def positions(digits: Digits, axis: str) -> Tensor:

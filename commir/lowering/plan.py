@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -15,10 +16,11 @@ from commir.scheduling.loop_nest import Digit, LoopNest
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .accounting import Account, account
-from .blocks import block, chosen, positions, put_block, reordered
+from .blocks import block, check_tensor, chosen, positions, put_block, reordered
 from .changes import changed_part, changed_step
 from .explain import lines_of_messages
 from .layouts import Digits, Piece, digits_of, digits_of_chunk
+from .scans import takes_slices
 from .steps import Compute, Step
 from .text import canonical, content, digest, digests_of_parts, parse
 from .timeline import check_tile, seconds
@@ -90,7 +92,10 @@ class Plan:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes that a rank sends, with elements of the program's dtype. In a `Swap`, some ranks have nothing to send."""
+        """Bytes that a rank sends, with elements of the program's dtype.
+
+        In a `Swap`, some ranks have nothing to send; with several of them, every rank may have sent less than this.
+        """
         return self.account.sent
 
     @property
@@ -181,9 +186,16 @@ class Plan:
             )
         return plan
 
-    def at(self, **sizes: int) -> "Plan":
-        """The same steps for other sizes of the named axes. ValueError: the digits do not divide them."""
-        resized = self.program.resized(**sizes)
+    def at(self, /, **sizes: int) -> "Plan":
+        """The same steps for other sizes of the named axes.
+
+        ValueError: the digits or the homes do not divide them, a scan's states would pass in its other form (`scans`), or
+        another number of a scan's blocks is asked for, which the schedule gives.
+        """
+        resized, scan = self.program.resized(**sizes), self.program.scan
+        if scan is not None and resized.axis(scan.blocks) != self.program.axis(scan.blocks):
+            given, count = resized.axis(scan.blocks).size, self.program.axis(scan.blocks).size
+            raise ValueError(f"axis {scan.blocks} of {given}: the schedule divides {scan.axis} into {count} blocks")
         nest, digits = self.schedule, list[Digit]()
         bound = {*dict(nest.parallel), *dict(nest.shifts), *nest.order}
         for axis in dict.fromkeys(digit.axis for digit in self.schedule.digits):
@@ -192,9 +204,16 @@ class Plan:
             if rest or not inner or (last.name in bound and inner != last.size):
                 raise ValueError(f"axis {axis} of {resized.axis(axis).size} does not divide by the schedule's digits")
             digits += [*outer, replace(last, size=inner)]
-        return replace(self, schedule=replace(self.schedule, program=resized, digits=tuple(digits)))
+        found = replace(self, schedule=replace(self.schedule, program=resized, digits=tuple(digits)))
+        digits_of_chunk(found.schedule)
+        if takes_slices(found.digits) != takes_slices(self.digits):
+            old, new = (program.axis("heads").size for program in (self.program, resized))
+            raise ValueError(
+                f"axis heads of {new}: states would pass in another form than with {old} heads, as the steps do"
+            )
+        return found
 
-    def with_options(self, **options: object) -> "Plan":
+    def with_options(self, /, **options: object) -> "Plan":
         """The same steps with other options of the tile, such as causal=False."""
         return self.with_program(self.program.with_options(**options))
 
@@ -246,25 +265,27 @@ class Plan:
     def unshard(self, parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
         """Whole operands (outputs or inputs) from what each rank holds, in the order of ranks.
 
-        ValueError: a part is missing, or has another shape than the rank's block at home, or is none.
+        ValueError: a part is missing, has another shape than the rank's block at home or another dtype than that of rank 0,
+        or is none.
         """
         if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) for part in parts):
             raise ValueError(f"unshard takes {{name: block}} of each rank in a list, not {parts!r:.60}")
         if len(parts) != self.mesh.ranks:
             raise ValueError(f"unshard: {len(parts)} parts for a mesh of {self.mesh.ranks} ranks")
         found = {}
-        for name in parts[0]:
+        for name in dict.fromkeys(name for part in parts for name in part):
             operand = self.program.operand(name)
             layout = self.digits.home(operand)
             shape = self.digits.local_shape(operand, layout)
             for rank, part in enumerate(parts):
-                given = (
-                    tuple(part[name].shape) if isinstance(part.get(name), torch.Tensor) else part.get(name, "missing")
-                )
+                x: Any = part.get(name, "missing")
+                given = tuple(x.shape) if isinstance(x, torch.Tensor) else x
                 if given != shape:
                     raise ValueError(
                         f"unshard: {name} of rank {rank} is {given}; its block of {name} has shape {shape}"
                     )
+                if x.dtype != (first := parts[0][name].dtype):
+                    raise ValueError(f"unshard: {name} of rank {rank} is {x.dtype}, and of rank 0 {first}")
             whole = parts[0][name].new_empty(self.program.shape(operand))
             for rank, part in enumerate(parts):
                 put_block(self.digits, operand, whole, part[name], layout, self.mesh.coordinates(rank))
@@ -273,10 +294,11 @@ class Plan:
         return found
 
     def check(self, inputs: Tensors, is_local: bool = False) -> None:
-        """ValueError: an input is missing, unknown, has the wrong shape, is not floating-point, or has another dtype.
+        """ValueError: an input is missing, unknown, no dense tensor, has the wrong shape, or has another dtype.
 
-        All have one dtype, except those that are kept in at least fp32 (`Operand.is_wide`), because results are converted
-        to it. is_local: they are a rank's blocks at home.
+        Dtypes are those of ITEMSIZES. All inputs have one, except that those which are kept in at least fp32
+        (`Operand.is_wide`) have fp32 beside narrower ones, because results are converted to it. is_local: they are a rank's
+        blocks at home.
         """
         expected = {operand.name: operand for operand in self.inputs()}
         if not isinstance(inputs, Mapping):
@@ -286,20 +308,23 @@ class Plan:
         for name, operand in expected.items():
             layout = self.digits.home(operand) if is_local else {}
             shape = self.digits.local_shape(operand, layout)
-            if not isinstance(inputs[name], torch.Tensor):
-                raise ValueError(f"{name} is {inputs[name]!r}, and no tensor")
+            check_tensor(name, inputs[name])
             if tuple(inputs[name].shape) != shape:
                 what = "this rank's block of" if is_local else "the whole"
                 raise ValueError(f"{name} has shape {tuple(inputs[name].shape)}; {what} {name} has shape {shape}")
-            if not inputs[name].is_floating_point():
-                raise ValueError(f"{name} is {inputs[name].dtype}; a plan computes with floating-point tensors")
-        narrow = [name for name, operand in expected.items() if not operand.is_wide]
-        for name in narrow[1:]:
-            if inputs[name].dtype != inputs[narrow[0]].dtype:
-                dtypes = f"{narrow[0]} is {inputs[narrow[0]].dtype}, and {name} {inputs[name].dtype}"
-                raise ValueError(f"{dtypes}; the inputs of {self.program.name} must have one dtype")
-        for name, operand in expected.items():
-            if operand.is_wide and narrow and inputs[name].dtype != (wide := at_least_fp32(inputs[narrow[0]].dtype)):
-                raise ValueError(
-                    f"{name} is {inputs[name].dtype}; beside {narrow[0]} in {inputs[narrow[0]].dtype} it is kept in {wide}"
-                )
+        self._check_dtypes({name: inputs[name].dtype for name in expected})
+
+    def _check_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """ValueError: the inputs that are not wide have different dtypes, or those that are have another wide dtype."""
+        given = self.inputs()
+        narrow = [each.name for each in given if not each.is_wide]
+        first = (narrow or list(dtypes))[0]
+        for name in narrow:
+            if dtypes[name] != dtypes[first]:
+                both = f"{first} is {dtypes[first]}, and {name} {dtypes[name]}"
+                raise ValueError(f"{both}; the inputs of {self.program.name} must have one dtype")
+        wide = at_least_fp32(dtypes[first])
+        for name in (each.name for each in given if each.is_wide):
+            if dtypes[name] != wide:
+                beside = f"beside {first} in {dtypes[first]} " * (name != first)
+                raise ValueError(f"{name} is {dtypes[name]}; {beside}it is kept in {wide}")

@@ -137,7 +137,7 @@ def _schedule_from(found: dict[str, Any]) -> LoopNest:
             _value(int if is_factor else str, argument, f"{where}[{place}]")
         try:
             schedule = schedule.apply([primitive])
-        except (ValueError, TypeError) as error:  # TypeError: it has too few or too many arguments
+        except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return schedule
 

@@ -13,8 +13,8 @@ def attention(
     kv_heads: None is heads; each serves heads / kv_heads consecutive query heads. lse: (batch, seq, heads), in at least
     fp32. backward: the gradients instead, from q, k, v, out, lse and dout, the gradient of out: dq, dk and dv. order: which
     tokens a rank holds, "zigzag" (the default if causal, which balances the work) or "contiguous". scale: None is
-    1/sqrt(head_dim). At home all operands are sharded along the sequence. ValueError: kv_heads does not divide heads, a size
-    is no whole number of at least 1, or an argument has another type.
+    1/sqrt(head_dim); positive and finite in float32. At home all operands are sharded along the sequence. ValueError:
+    kv_heads does not divide heads, a size is no whole number of at least 1, or an argument has another type or value.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_sizes(batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim)

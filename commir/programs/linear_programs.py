@@ -3,6 +3,8 @@
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
 MATMUL = "a[rows, inner] * b[inner, cols]"  # the tile of a matrix product
+# {matrix product: the axes along which a, b and c are kept at home}
+HOMES = {"all_gather_matmul": ("rows", "cols", "cols"), "matmul_reduce_scatter": ("inner", "inner", "rows")}
 
 
 def all_gather_matmul(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
@@ -10,7 +12,7 @@ def all_gather_matmul(rows: int, cols: int, inner: int, dtype: str = "float32") 
 
     This is the first product of a tensor-parallel layer with sequence parallelism: rows are tokens.
     """
-    return _matmul("all_gather_matmul", rows, cols, inner, ("rows", "cols", "cols"), dtype)
+    return _matmul("all_gather_matmul", rows, cols, inner, dtype)
 
 
 def matmul_reduce_scatter(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
@@ -18,15 +20,15 @@ def matmul_reduce_scatter(rows: int, cols: int, inner: int, dtype: str = "float3
 
     This is the second product of a tensor-parallel layer with sequence parallelism: rows are tokens.
     """
-    return _matmul("matmul_reduce_scatter", rows, cols, inner, ("inner", "inner", "rows"), dtype)
+    return _matmul("matmul_reduce_scatter", rows, cols, inner, dtype)
 
 
-def _matmul(name: str, rows: int, cols: int, inner: int, homes: tuple[str, str, str], dtype: str) -> Program:
+def _matmul(name: str, rows: int, cols: int, inner: int, dtype: str) -> Program:
     axes = Axis("rows", rows), Axis("cols", cols), Axis("inner", inner, REDUCED)
     a, b, c = (
         Operand(operand, indices, home)
         for operand, indices, home in zip(
-            "abc", (("rows", "inner"), ("inner", "cols"), ("rows", "cols")), homes, strict=True
+            "abc", (("rows", "inner"), ("inner", "cols"), ("rows", "cols")), HOMES[name], strict=True
         )
     )
     return Program(name, axes, (a, b), (c,), (Result("sum", ("c",)),), MATMUL, (), dtype)

@@ -1,11 +1,12 @@
 """The known schedules of attention and of matrix products: the loop of each mesh axis, and what travels in a ring."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from commir.ir.checks import check_type
 from commir.ir.program import Program
 from commir.programs.attention_programs import ATTENTION_TILES
-from commir.programs.linear_programs import MATMUL
+from commir.programs.linear_programs import HOMES, MATMUL
 
 from .loop_nest import Illegal, LoopNest
 from .placements import Placement, place, placements_of
@@ -46,7 +47,7 @@ PRODUCTS: dict[str, dict[str, Placements]] = {
 def known_schedules(program: Program) -> dict[str, Placements]:
     """{name: the placement of each of its mesh axes} of the known schedules of a program; of your own operators, none."""
     check_type("known_schedules", program, Program)
-    if program.name in PRODUCTS and program.tile == MATMUL:
+    if _is_product(program, [{each.home} - {None} for each in program.operands]):
         return dict(PRODUCTS[program.name])
     if program.tile not in ATTENTION_TILES:
         return {}
@@ -58,7 +59,7 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
 
     mesh_axes: which axis of the mesh has each of its parts, in the order of `known_schedules`; by default the axes of the
     mesh, outermost first. Illegal: the program has no such schedule, it has another number of parts than the mesh has axes,
-    the mesh has no such axis, or as in `place`.
+    the mesh has no such axis, one is named twice, or as in `place`.
     """
     check_type("known", nest, LoopNest)
     schedules = known_schedules(nest.program)
@@ -68,6 +69,8 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     parts, names = schedules[name], mesh_axes or nest.mesh.names
     if unknown := [each for each in names if each not in nest.mesh.names]:
         raise Illegal(f"known: the mesh has no axis {unknown[0]!r}; it has {', '.join(nest.mesh.names)}")
+    if len(set(names)) < len(names):
+        raise Illegal(f"known: {', '.join(names)} name a mesh axis twice")
     if len(names) != len(parts):
         loops = "; ".join(map(str, parts))
         raise Illegal(
@@ -79,11 +82,18 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
 def known_as(nest: LoopNest) -> str:
     """The name of a known schedule, also of one that divides a part over several mesh axes; empty if it has none."""
     chosen, program = list(placements_of(nest).values()), nest.program
-    if program.name in PRODUCTS and program.tile == MATMUL:
+    if _is_product(program, [set(nest.home(each.name).values()) for each in program.operands]):
         name = _name_of_product(program.name, chosen)
     else:
         name = _name_of_attention(nest, chosen) if program.tile in ATTENTION_TILES else ""
     return name + ", in chunks" if name and nest.chunked else name
+
+
+def _is_product(program: Program, kept: Sequence[set[str | None]]) -> bool:
+    """Whether a program is one of PRODUCTS. kept: the axes along which each operand is kept: the product's, or none."""
+    if program.name not in PRODUCTS or program.tile != MATMUL:
+        return False
+    return all(axes <= {home} for axes, home in zip(kept, HOMES[program.name], strict=True))
 
 
 def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from commir.ir.checks import check_type
+from commir.ir.checks import check_call, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -290,12 +290,12 @@ class LoopNest:
         return replace(self, program=program, digits=tuple(each for each in self.digits if each != digit), chunked=None)
 
     def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
-        """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: its name is unknown."""
+        """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: it is no call of one."""
         schedule = self
-        for name, *arguments in primitives:
+        for name, *arguments in (tuple(each) or ("",) for each in primitives):
             if name not in PRIMITIVES:
                 raise ValueError(f"{name!r} is none of the primitives {', '.join(PRIMITIVES)}")
-            schedule = getattr(schedule, name)(*arguments)
+            schedule = check_call(name, getattr(schedule, name), arguments)(*arguments)
         return schedule
 
     def __str__(self) -> str:

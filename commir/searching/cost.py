@@ -33,7 +33,10 @@ class Cost:
 
 
 class CostModel:
-    """Costs of the candidates of one program. For the times and `overlap` see `search`."""
+    """Costs of the candidates of one program. For the times and `overlap` see `search`.
+
+    kept: the bytes of a rank's inputs and outputs at home, which every plan holds at its end.
+    """
 
     def __init__(
         self, program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
@@ -53,7 +56,7 @@ class CostModel:
         self.link = lru_cache(maxsize=None)(partial(link_seconds, mesh))
         home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
         self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
-        self._kept = self._inputs + sum(home[each.name] for each in program.outputs)
+        self.kept = self._inputs + sum(home[each.name] for each in program.outputs)
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
@@ -84,7 +87,7 @@ class CostModel:
     def memory_in_chunks(self, cost: Cost, axis: str, chunks: int) -> float:
         """The least that it holds with chunks of an axis: operands at home, and what a chunk's tiles need."""
         needed = (held / (chunks if axis in self._axes[name] else 1) for name, held in cost.held.items())
-        return self._kept + sum(needed)
+        return self.kept + sum(needed)
 
     def seconds_in_chunks(self, candidate: Candidate) -> float:
         """At least the time of a candidate that has chunks: of one chunk by itself, for each of them."""

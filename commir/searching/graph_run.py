@@ -8,8 +8,9 @@ from torch.distributed import ProcessGroup
 
 from commir.execution.devices import check_devices, comparison_device
 from commir.execution.executor import run
-from commir.execution.state import Count, RankState, without_autocast
+from commir.execution.state import Count, RankState, check_counts, without_autocast
 from commir.ir.checks import check_type
+from commir.lowering.blocks import check_tensor
 from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import Counter, all_gather_small
@@ -35,14 +36,16 @@ class GraphRunner:
 
         given: {operator: {input: this rank's block}} of parameters, and of inputs that come from the layer before. count,
         counter: as in `execute`; what `count` holds is that of the operator at work. Plans are not verified here, have no
-        gradients, and ignore autocast. ValueError on every rank: a block is no tensor, has the wrong shape, is on another
-        device than the first or requires a gradient while gradients are enabled, the ranks' plans or blocks differ, an
-        operator has no plan, an operator's plan takes an input in another layout than that in which its producer's plan
-        leaves it, or the group has another number of ranks than the mesh; on a rank that is no member of the group: that it
-        is none. Gathers 16 bytes of each rank, and sends what the plans do.
+        gradients, and ignore autocast. ValueError on every rank: a block is no dense tensor, has the wrong shape, is on
+        another device than the first or requires a gradient while gradients are enabled, a block is of no operator or of no
+        input of it, or an operator before it makes that input, count or counter is another object, the ranks' plans or
+        blocks differ, an operator has no plan, an operator's plan takes an input in another layout than that in which its
+        producer's plan leaves it, or the group has another number of ranks than the mesh; on a rank that is no member of the
+        group: that it is none. Gathers 16 bytes of each rank, and sends what the plans do.
         """
-        device = comparison_device(self.group)
-        agree(partial(all_gather_small, group=self.group), device, partial(self._asked, given), "ranks of the group")
+        asked = partial(self._asked, given, count, counter)
+        gather = partial(all_gather_small, group=self.group)
+        agree(gather, comparison_device(self.group), asked, "ranks of the group")
         outputs, count = dict[str, Tensor](), count or Count()
         for operator in self.operators:
             plan, inputs = self.plans[operator.name], dict(given.get(operator.name, {}))
@@ -58,8 +61,9 @@ class GraphRunner:
             outputs[operator.name] = found[plan.program.outputs[0].name]
         return outputs
 
-    def _asked(self, given: Mapping[str, Mapping[str, Tensor]]) -> str:
+    def _asked(self, given: Mapping[str, Mapping[str, Tensor]], count: Count | None, counter: Counter | None) -> str:
         """What is compared between ranks, in lines: their plans, and the shapes, dtypes and devices of their blocks."""
+        check_counts(count, counter)
         self._check_plans()
         self._check_edges()
         for name, plan in self.plans.items():
@@ -67,10 +71,10 @@ class GraphRunner:
                 raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
         if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
             raise ValueError(f"blocks are {{operator: {{input: tensor}}}}, not {given!r:.60}")
+        self._check_givers(given)
         found = [(name, key, x) for name, each in given.items() for key, x in sorted(each.items())]
         for name, key, x in found:
-            if not isinstance(x, Tensor):
-                raise ValueError(f"{name}: {key} is {x!r:.60}, and no tensor")
+            check_tensor(f"{name}: {key}", x)
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(f"{name}: {key} requires a gradient, which no graph's plan gives: use torch.no_grad()")
         check_devices({f"{name}: {key}": x for name, key, x in found}, self.group)
@@ -90,6 +94,20 @@ class GraphRunner:
             check_type(f"GraphRunner: {each.name}", self.plans.get(each.name), Plan)
         if unknown := [name for name in self.plans if name not in [each.name for each in self.operators]]:
             raise ValueError(f"GraphRunner: there is a plan of {unknown[0]!r:.60}, which is none of the operators")
+
+    def _check_givers(self, given: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """ValueError: a block is of no operator, of no input of its operator, or of one that an operator before it makes."""
+        if unknown := [name for name in given if name not in self.plans]:
+            raise ValueError(f"there are blocks of {unknown[0]!r:.60}, which is none of the operators")
+        before = set[str]()
+        for each in self.operators:
+            inputs = [operand.name for operand in self.plans[each.name].inputs()]
+            for operand in given.get(each.name, {}):
+                if operand not in inputs:
+                    raise ValueError(f"{each.name} takes {', '.join(inputs)}, not {operand!r:.60}")
+                if operand in each.inputs and each.inputs[operand][0] in before:
+                    raise ValueError(f"{each.name}: {operand} is given, but {each.inputs[operand][0]} makes it")
+            before.add(each.name)
 
     def _check_edges(self) -> None:
         """ValueError: two plans have different meshes, or differ about the layout of what an edge connects."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from commir.execution.attention_grids import GRID_AXES, grid_of
 from commir.execution.gradient import backward_plan
 from commir.execution.verifier import verify
-from commir.ir.checks import check_type
+from commir.ir.checks import check_flags, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
 from commir.lowering.lower import Schedule
@@ -52,11 +52,12 @@ def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan
     Each axis of the mesh divides one loop, and each loop is divided by one axis at most: a ring over the ranks of two axes
     is not among the grids.
 
-    ValueError: the program is not `programs.attention`, forward; the ranks do not divide the sequence; or no grid divides
-    the other sizes, or has an axis for each of the mesh.
+    ValueError: the program is not `programs.attention`, forward; `training` is no bool; the ranks do not divide the
+    sequence; or no grid divides the other sizes, or has an axis for each of the mesh.
     """
     check_type("best_grid", program, Program)
     check_type("best_grid", mesh, Mesh)
+    check_flags(training=training)
     if not is_self_attention(program):
         raise ValueError(f"no grid of attention2d computes {program.name}: only `programs.attention`, forward")
     check_homes_divide(program, mesh)

@@ -190,9 +190,10 @@ class Relayouts:
             Axis(name, size, WHOLE if program.axis(name).kind == WHOLE else SPATIAL)
             for name, size in zip(operand.axes, program.shape(operand), strict=True)
         )
-        x, y = (Operand(name, operand.axes, operand.home, is_wide=operand.is_wide) for name in ("x", "y"))
+        x, y = (Operand(name, operand.axes, operand.home) for name in ("x", "y"))
+        dtype = "float32" if operand.is_wide and program.itemsize(operand) == 4 else program.dtype
         tile, results = f"x[{', '.join(x.axes)}]", (Result("sum", ("y",)),)
-        copy = Program("copy", axes, (x,), (y,), results, tile, (), program.dtype)
+        copy = Program("copy", axes, (x,), (y,), results, tile, (), dtype)
         try:
             digits = Digits(_kept(LoopNest(copy, self._mesh), {"x": have, "y": want}))
             steps = [step for step, _ in conversions(digits, x, digits.home(x), digits.home(y))]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import groupby, takewhile
+from itertools import groupby, takewhile, tee
 from typing import Any
 
 from commir.execution.verifier import verify
@@ -66,12 +66,18 @@ def search(
     check_type("search", program, Program)
     check_type("search", mesh, Mesh)
     if fabric is not None:
-        mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes if axis.level not in mesh.speeds})
+        mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes}).with_speeds(mesh.speeds)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     check_homes_divide(program, mesh)
-    found = _exact(model, ranked(model), memory, top + 1)  # one more, with which the best is compared
+    if memory is not None and memory < model.kept:
+        raise ValueError(
+            f"memory={memory}: every plan of {program.name} on {mesh!r} holds at least {model.kept} bytes, its inputs and "
+            "outputs at home"
+        )
+    sorted_costs, again = tee(ranked(model))
+    found = _exact(model, sorted_costs, memory, top + 1)  # one more, with which the best is compared
     if not found:
-        raise ValueError(_refusal(model, memory))
+        raise ValueError(_refusal(model, again, memory))
     for plan in found[: min(top, verified)]:
         verify(plan)
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]
@@ -202,11 +208,14 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _refusal(model: CostModel, memory: int | None) -> str:
-    """Why there is no plan. The one that holds least is found by bounds of memory, so that few are lowered."""
+def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: int | None) -> str:
+    """Why there is no plan, from the costs of all candidates.
+
+    The plan that holds least is found by bounds of memory, so that few are lowered.
+    """
     program, mesh = model.program, model.mesh
     bounds: list[tuple[float, int, list[Candidate]]] = []
-    for cost, candidate in ranked(model):
+    for cost, candidate in costs:
         bounds.append((model.memory(cost), len(bounds), [candidate]))
         for axis, chunked in groupby(candidate.in_chunks(program), lambda each: each.chunked):
             most_first = list(chunked)[::-1]

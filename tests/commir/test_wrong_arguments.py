@@ -10,6 +10,7 @@ from commir import In, Mesh, Out, Schedule, grid, programs
 from commir.execution.gradient import backward_plan
 from commir.ir.program import Axis, Operand, Result
 from commir.searching.graph_run import GraphRunner
+from commir.searching.grids import best_grid
 from commir.searching.layers import transformer_layer, zamba_layer
 from commir.searching.operator_options import GraphNode
 from commir.searching.search import all_plans
@@ -24,9 +25,13 @@ def product(rows=4, cols=4):
         c[rows] += torch.exp(a[rows, cols]) * b[cols]
 
 
-MESH = Mesh(gpu=2)
+MESH, FOUR = Mesh(gpu=2), Mesh(a=2, b=2)
 PROGRAM = programs.attention(1, 2, 2, 8, 4)
 PLAN = commir.search(PROGRAM, MESH)[0]
+ONES = torch.ones(4, 4)
+SCAN = commir.place(Schedule(programs.selective_scan(1, 16, 8, 2, 4), Mesh(gpu=4)), gpu="seq").lower()
+RING = commir.place(Schedule(programs.attention(1, 4, 4, 32, 8), Mesh(gpu=4)), gpu="q").lower()
+ALONE, ALONE_INPUTS = commir.place(Schedule(product(), Mesh(gpu=1)), gpu="rows").lower(), {"a": ONES, "b": ONES[0]}
 LAYER = [GraphNode("up", programs.all_gather_matmul(8, 8, 8))]
 BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
 
@@ -48,6 +53,9 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: commir.search_graph(3, MESH), "search_graph takes a list of operators, not 3"),
         (lambda: PLAN.unshard([{"out": torch.zeros(1, 4, 2, 4)}, {"out": torch.zeros(1, 3, 2, 4)}]),
          r"unshard: out of rank 1 is \(1, 3, 2, 4\); its block of out has shape \(1, 4, 2, 4\)"),
+        (lambda: PLAN.unshard([{}, {"out": torch.zeros(1, 4, 2, 4)}]), "unshard: out of rank 0 is missing; its block"),
+        (lambda: PLAN.unshard([{"out": torch.zeros(1, 4, 2, 4, dtype=each)} for each in (torch.float32, torch.float64)]),
+         "unshard: out of rank 1 is torch.float64, and of rank 0 torch.float32"),
         (lambda: PLAN.unshard([{"out": torch.zeros(1, 4, 2, 4)}, {}]), "unshard: out of rank 1 is missing; its block"),
         (lambda: commir.search(PROGRAM, MESH, memory=True), "memory=True: it must be a number of bytes of at least 0"),
         (lambda: commir.search(PROGRAM, MESH, memory=-1), "memory=-1: it must be a number of bytes"),
@@ -60,7 +68,13 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: commir.search(PROGRAM, MESH, top="3"), "search: top='3'; it must be a whole number of at least 1"),
         (lambda: commir.verify([PLAN]), r"verify takes Plan \(Schedule.lower\(\) makes one, and search\(\) a list"),
         (lambda: commir.interpret(BY_HAND, {}), "interpret takes Plan"),
+        (lambda: commir.execute(ALONE, ALONE_INPUTS, counter=3), "counter=3: it must be a Counter, or None"),
+        (lambda: commir.interpret(BY_HAND.lower(), {}, 3), "interpret: counts=3; it must be a list, or None"),
+        (lambda: SCAN.at(blocks=2), "axis blocks of 2: the schedule divides seq into 8 blocks"),
+        (lambda: SCAN.at(heads=6), "axis heads of 6: states would pass in another form than with 8 heads, as the steps do"),
+        (lambda: RING.at(q=36), r"q: axis q of 36 does not divide over 4 ranks \(zigzag order"),
         (lambda: commir.execute([PLAN], {}), "execute takes Plan"),
+        (lambda: commir.differentiable(PLAN, count=3), "count=3: it must be a Count, or None"),
         (lambda: commir.differentiable([PLAN]), "differentiable takes Plan"),
         (lambda: commir.fastest(PLAN), r"fastest takes Sequence \(such as the plans that search\(\) returns\)"),
         (lambda: commir.fastest([BY_HAND]), "fastest takes Plan"),
@@ -105,6 +119,12 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: Schedule(PROGRAM, MESH).shard(["q"], "heads", "gpu"), r"attention has no operand \['q'\]; it has q, k, v,"),
         (lambda: commir.known(Schedule(PROGRAM, MESH), ["ring"]), r"attention has no known schedule \['ring'\]; it has "),
         (lambda: commir.known(Schedule(PROGRAM, MESH), "ring", 0), "the mesh has no axis 0; it has gpu"),
+        (lambda: commir.known(Schedule(PROGRAM, FOUR), "USP", "a", "a"), "known: a, a name a mesh axis twice"),
+        (lambda: commir.search(PROGRAM, Mesh(gpu=2, speeds={"gpu": (0, 1e9)}), fabric="x"), "speed of mesh axis gpu is 'x'"),
+        (lambda: best_grid(PROGRAM, MESH, training="no"), "training='no': it must be True or False"),
+        (lambda: Schedule(PROGRAM, MESH).apply([("tile", "q")]), "tile: missing a required argument: 'factor'"),
+        (lambda: Schedule(PROGRAM, MESH).apply([("tile", "q", 2, "a", "b", "c")]), "tile: too many positional arguments"),
+        (lambda: Schedule(PROGRAM, MESH).apply([()]), "'' is none of the primitives tile, join"),
         (lambda: Axis("rows", 4, []), r"axis rows has kind \[\], none of s, r, c, w"),
         (lambda: Operand("a", "rows"), r"operand a: axes is 'rows', and no tuple\[str, \.\.\.\]"),
         (lambda: Operand("a", ("rows",), groups={"rows": 2}), r"operand a: groups is \{'rows': 2\}, and no tuple\[tuple\["),
@@ -128,6 +148,7 @@ def test_a_limit_of_memory_of_a_graph_is_a_number():
     "dtypes, message",
     [
         ((torch.int64, torch.int64), "a is torch.int64; a plan computes with floating-point tensors"),
+        ((torch.float8_e4m3fn,) * 2, "a is torch.float8_e4m3fn; a plan computes with floating-point tensors"),
         ((torch.float32, torch.int64), "b is torch.int64; a plan computes with floating-point tensors"),
         (
             (torch.bfloat16, torch.float64),
@@ -136,7 +157,7 @@ def test_a_limit_of_memory_of_a_graph_is_a_number():
     ],
 )
 def test_dtypes_that_would_round_the_results(dtypes, message):
-    inputs = {"a": torch.ones(4, 4, dtype=dtypes[0]), "b": torch.ones(4, dtype=dtypes[1])}
+    inputs = {"a": torch.ones(4, 4).to(dtypes[0]), "b": torch.ones(4).to(dtypes[1])}
     plan = BY_HAND.lower()
     with pytest.raises(ValueError, match=message):
         commir.interpret(plan, inputs)

@@ -11,6 +11,7 @@ from commir import Mesh, Schedule, differentiable, execute, interpret, programs
 from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
+from commir.ir.program import Axis, Operand, Program, Result
 from commir.scheduling.placements import Placement, place
 from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
 from sparsefusion.collectives.counted import Counter
@@ -143,6 +144,15 @@ def a_count_on_one_rank(rank, chosen, inputs):
     execute(plan, plan.shard(inputs, rank), dist.group.WORLD, Count() if rank == 0 else None)
 
 
+def a_count_that_is_none(rank, chosen, inputs):
+    execute(chosen[0], chosen[0].shard(inputs, rank), dist.group.WORLD, count=3 if rank == 1 else Count())
+
+
+def a_sparse_tensor(rank, chosen, inputs):
+    local = chosen[0].shard(inputs, rank)
+    execute(chosen[0], {name: x.to_sparse() if rank == 1 else x for name, x in local.items()}, dist.group.WORLD)
+
+
 def a_gradient_on_one_rank(rank, chosen, inputs):
     """Of a plan that attention2d computes, whose other ranks would wait in the backward pass."""
     plan = next(plan for plan in chosen if grid_of(plan.schedule) is not None)
@@ -178,6 +188,8 @@ def another_dtype(rank, chosen, inputs):
     "make, message",
     [
         (a_count_on_one_rank, "rank 1: count is not given; on rank 0: count is given"),
+        (a_count_that_is_none, "count=3: it must be a Count, or None (rank 1)"),
+        (a_sparse_tensor, "q has the layout torch.sparse_coo; a plan computes with dense tensors (rank 1)"),
         (a_gradient_on_one_rank, "rank 1: v needs a gradient; on rank 0: v needs no gradient"),
         (a_gradient_of_another_input, "rank 1: k needs a gradient; on rank 0: k needs no gradient"),
         (another_plan, "; on rank 0: the plan is "),
@@ -276,3 +288,17 @@ def test_statistics_are_wide():
         ValueError, match="dt is torch.bfloat16; beside x in torch.bfloat16 it is kept in torch.float32"
     ):
         interpret(plan, inputs)
+
+
+@pytest.mark.parametrize("dtypes, message", [
+    (dict(x="float32", y="float64"), "y is torch.float64; beside x in torch.float32 it is kept in torch.float32"),
+    (dict(x="float16", y="float16"), "x is torch.float16; it is kept in torch.float32"),
+])  # fmt: skip
+def test_dtypes_where_all_inputs_are_wide(dtypes, message):
+    """None of them is narrower than the results, whose dtype they therefore give."""
+    x, y, c = Operand("x", ("i",), "i", is_wide=True), Operand("y", ("i",), is_wide=True), Operand("c", ("i",), "i")
+    program = Program("product", (Axis("i", 4),), (x, y), (c,), (Result("sum", ("c",)),), "x[i] * y[i]")
+    plan = place(Schedule(program, Mesh(g=2)), g="i").lower()
+    with pytest.raises(ValueError, match=message):
+        interpret(plan, {name: torch.ones(4, dtype=getattr(torch, dtype)) for name, dtype in dtypes.items()})
+    assert interpret(plan, {name: torch.ones(4).double() for name in "xy"})["c"].dtype == torch.float64

@@ -111,7 +111,7 @@ def test_the_least_time_of_random_joined_operators(seed):
     """Three to five operators of two or three placements, against the first of all combinations that can be lowered."""
     generator = random.Random(seed)
     sizes = generator.choice([{"gpu": 4}, {"x": 2, "y": 2}])
-    mesh = Mesh(**sizes, speeds={name: (generator.random(), generator.random()) for name in sizes})
+    mesh = Mesh(**sizes, speeds={name: (generator.random(), 1 + generator.random()) for name in sizes})
     operators = joined(generator, generator.randint(3, 5))
     allowed, options = {}, {}
     for each in operators:

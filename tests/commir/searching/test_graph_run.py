@@ -1,5 +1,6 @@
 """Layers by the plans of a graph on ranks. Oracles: the layer in torch's operations; the same graph on one rank."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -162,6 +163,21 @@ def test_what_one_rank_is_given_wrong_is_an_error_on_all(ranks, world, given, me
         return str(error.value)
 
     assert all(message in text and text.endswith("(rank 1)") for text in ranks(run, world))
+
+
+@pytest.mark.parametrize("given, others, message", [
+    ({}, dict(count=3), "count=3: it must be a Count, or None"),
+    ({}, dict(counter=3), "counter=3: it must be a Counter, or None"),
+    ({"residual_in": {"x0": torch.zeros(2).to_sparse()}}, {}, "residual_in: x0 has the layout torch.sparse_coo; a plan com"),
+    ({"residual_in": {"x1": torch.zeros(2)}}, {}, "residual_in takes x0, not 'x1'"),
+    ({"residual": {"x0": torch.zeros(2)}}, {}, "there are blocks of 'residual', which is none of the operators"),
+    ({"in_q": {"a": torch.zeros(2)}}, {}, "in_q: a is given, but residual_in makes it"),
+])  # fmt: skip
+def test_what_is_refused_before_any_operator(given, others, message):
+    operators = transformer_layer(**LLAMA)
+    run = GraphRunner(operators, search_graph(operators, Mesh(gpu=1)).plans(), None)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(given, **others)
 
 
 def test_the_best_3d_layout_says_what_is_wrong():

@@ -1,12 +1,12 @@
 """Measured times of tiles, and plans with other speeds. Oracle: the plan's own steps; the times are only bounded below."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from commir import Mesh, Schedule, measure_overlap, measure_tile, programs
-from commir.ir.program import Axis, Operand, Program, Result
 from commir.lowering.timeline import collective_seconds
 from commir.scheduling.placements import Placement, place
 from commir.searching.candidates import candidates
@@ -54,10 +54,9 @@ def test_the_smallest_tile_has_no_time_for_each_point():
 
 def test_an_axis_with_groups_of_several_sizes():
     """The number of heads in a tile is a multiple of 2 and of 3."""
-    axes, groups = (Axis("heads", 12), Axis("k", 64)), {"a": 2, "b": 3}
-    inputs = tuple(Operand(name, ("heads", "k"), groups=(("heads", number),)) for name, number in groups.items())
-    outputs, results = (Operand("c", ("heads", "k")),), (Result("sum", ("c",)),)
-    program = Program("product", axes, inputs, outputs, results, "attention")  # a tile whose inputs may have groups
+    program, groups = programs.attention(heads=12, seq=1), {"q": 1, "k": 2, "v": 3}
+    inputs = (replace(each, groups=(("heads", groups[each.name]),)) for each in program.inputs)
+    program = replace(program, inputs=tuple(inputs))
     assert [tile_program(program, blocks).axis("heads").size for blocks in (1, 4, 9, 100)] == [12, 6, 6, 6]
 
 
