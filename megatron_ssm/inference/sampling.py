@@ -119,13 +119,14 @@ def descending(values: torch.Tensor) -> torch.Tensor:
     """The indices (batch, n) of each row's values, by descending value, then by ascending index: n < 2^32.
 
     NumPy sorts 64-bit integers several times as fast as torch sorts numbers without changing the order of equal ones. So up
-    to 32 bits, each number and its index become such an integer. NaN is first or last.
+    to 32 bits, each number and its index become such an integer. NaN comes first.
     """
     if not values.is_cpu or values.dtype is torch.float64:
         return values.sort(dim=-1, descending=True, stable=True).indices
     keys = torch.empty(values.shape, dtype=torch.int64)
     for row, to in zip(values, keys, strict=True):
-        bits = (row.float() + 0.0).view(torch.int32)  # the sum, because -0.0 and 0.0 are equal
+        number = row.float().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        bits = (number + 0.0).view(torch.int32)  # the sum, because -0.0 and 0.0 are equal
         bits ^= bits >> 31 & 0x7FFFFFFF  # of negative numbers, which would be in reverse order
         torch.arange(len(row), out=to)
         to -= bits.long() << 32
@@ -152,5 +153,5 @@ def _draw(
         probability = probability.masked_fill(below >= sampling.top_p, 0)
     edges = probability.cumsum(-1)
     drawn = torch.rand(1, generator=generator, dtype=torch.float64)
-    index = torch.searchsorted(edges, drawn * edges[-1], right=True)
+    index = (edges <= drawn * edges[-1]).sum(-1, keepdim=True)
     return ids[index.clamp(max=len(ids) - 1)]

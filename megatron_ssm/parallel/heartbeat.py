@@ -109,13 +109,32 @@ class _Heartbeat:
         self._communication_failed = True  # False: the failure is another error of the training thread
         self._stopped, self._asked, self._answered = threading.Event(), threading.Event(), threading.Event()
         self._leaves = False
-        # The seconds between two beats after which the watchdog acts: later than the other ranks.
-        self._allowed = limit + 2 * ROUNDS * self.interval
-        self._watchdog = Watchdog(self._allowed, ROUNDS * self.interval)
         self._store.add(f"beats {rank}", 1)  # a rank that has never beaten is not watched
+        self._watchdog = self._own_watchdog()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_store)]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._tell(end=True)
+            raise
+
+    def _own_watchdog(self) -> Watchdog | None:
+        """A watchdog for a rank that is alone on its machine. It acts later than the other ranks would."""
+        machines = [process.machine for process in self._processes]
+        own = machines[self.rank]
+        if not own or machines.count(own) > 1:
+            return None
+        try:
+            return Watchdog(self.limit + 3 * ROUNDS * self.interval, ROUNDS * self.interval)
+        except OSError as error:
+            _print(f"rank {self.rank} of {self.ranks} has no watchdog: {error}")
+            return None
+
+    def _tell(self, longer: float = 0.0, end: bool = False) -> None:
+        """Tell the watchdog, if there is one, that this rank runs; or end it."""
+        if self._watchdog is not None:
+            self._watchdog.end() if end else self._watchdog.tell(longer)
 
     @contextlib.contextmanager
     def _busy(self, seconds: float) -> Iterator[None]:
@@ -124,12 +143,11 @@ class _Heartbeat:
             yield
             return
         self._store.set(f"pause {self.rank}", str(seconds))
-        self._allowed += seconds
-        self._watchdog.tell(self._allowed)
+        self._tell(longer=seconds)
         try:
             yield
         finally:
-            self._allowed -= seconds
+            self._tell(longer=-seconds)
             with contextlib.suppress(RuntimeError):  # the store has ended, which the second thread notices
                 self._store.set(f"pause {self.rank}", "0")
 
@@ -145,7 +163,7 @@ class _Heartbeat:
         self._leaves = leaves
         self._stopped.set()
         self._threads[0].join(ROUNDS * self.interval)
-        self._watchdog.end()
+        self._tell(end=True)
 
     # The first thread
 
@@ -155,7 +173,7 @@ class _Heartbeat:
         try:
             while not self._stopped.wait(0 if self._asked.is_set() else self.interval):
                 self._store.add(f"beats {self.rank}", 1)
-                self._watchdog.tell(self._allowed)
+                self._tell()
                 if self._store.check([LOST]):
                     self._end(json.loads(self._store.get(LOST)))
                 beats = self._beats((self.rank + 1) % self.ranks)

@@ -32,16 +32,19 @@ def megatron_ddp(module: nn.Module, divides_optimizer: bool = False) -> Any:
     # Of a transformer's configuration, DDP reads that gradients are summed, not averaged; the sizes are placeholders.
     config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)
     how = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=divides_optimizer)
-    with _buckets_on(next(module.parameters()).device):
+    with _buckets_beside(module):
         return DistributedDataParallel(config, how, module)
 
 
 @contextlib.contextmanager
-def _buckets_on(device: torch.device) -> Iterator[None]:
-    """Megatron's DDP allocates its buckets on `torch.cuda.current_device()`: for a CPU, that is the CPU in this context."""
+def _buckets_beside(module: nn.Module) -> Iterator[None]:
+    """Megatron's DDP allocates its buckets on `torch.cuda.current_device()`.
+
+    In this context, that is the CPU for a module on the CPU, also for other threads of the process.
+    """
     usual = torch.cuda.current_device
-    if device.type == "cpu":
-        torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
+    if all(parameter.is_cpu for parameter in module.parameters()):
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,46 +64,53 @@ class Process:
             os.close(descriptor)
 
 
-# What a watchdog runs, with two numbers: the seconds that it allows at first, and those of its second thoughts. It reads how
-# many seconds it allows next. Launchers may send their signals to it, too; it ends with the process that started it.
+# What a watchdog runs. Its arguments: the process that started it, the seconds that it allows at first, and how many more it
+# waits before it kills. It reads lines with how many seconds it allows next. Launchers may send their signals to it, too; it
+# ends with the process that started it.
 WATCHDOG = """
 import os, select, signal, sys
-for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:
+for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2:
     signal.signal(number, signal.SIG_IGN)
-parent, (allowed, more) = os.getppid(), map(float, sys.argv[1:])
-said = "?"
-while said:
+process, allowed, more = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+rest = ""
+while os.getppid() == process:
     if select.select([0], [], [], allowed)[0] or select.select([0], [], [], more)[0]:
         said = os.read(0, 4096).decode()
-        allowed = float(said.split()[-1]) if said else 0.0
-    else:
-        if os.getppid() == parent:
-            os.kill(parent, signal.SIGKILL)
+        if not said:
+            break
+        *lines, rest = (rest + said).split("\\n")
+        allowed = float(lines[-1]) if lines else allowed
+    elif os.getppid() == process:
+        print(f"process {process} has hung for {allowed + more:g} s: its watchdog kills it", file=sys.stderr, flush=True)
+        os.kill(process, signal.SIGKILL)
         break
 """
 
 
 class Watchdog:
-    """A small process that kills this one with SIGKILL if this one hangs: if it does not call `tell` in time.
+    """A small process that kills this one with SIGKILL, and says so, if this one hangs: if it does not call `tell` in time.
 
     For a process that no other one on its machine would kill. Where both were stopped and go on (Ctrl-Z in a terminal), the
-    watchdog waits a little longer before it kills. allowed: the seconds until the first `tell`; more: those that it waits
-    longer.
+    watchdog waits a little longer before it kills. allowed: the most seconds between two calls of `tell`; more: those that
+    it waits longer. OSError if it cannot be started.
     """
 
     def __init__(self, allowed: float, more: float):
+        self._allowed, self._lock = allowed, threading.Lock()
+        arguments = map(str, (os.getpid(), allowed, more))
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", WATCHDOG, str(allowed), str(more)], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [sys.executable, "-I", "-S", "-c", WATCHDOG, *arguments], bufsize=0, stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
         )  # fmt: skip
         assert self._process.stdin is not None
-        self._pipe = self._process.stdin.fileno()
-        os.set_blocking(self._pipe, False)
+        self._pipe = self._process.stdin
+        os.set_blocking(self._pipe.fileno(), False)
 
-    def tell(self, allowed: float) -> None:
-        """This process runs; and how many seconds it may take until it says so again."""
-        with suppress(OSError):  # the watchdog is stopped, so that the pipe is full, or has ended
-            os.write(self._pipe, f"{allowed}\n".encode())
+    def tell(self, longer: float = 0.0) -> None:
+        """This process runs. longer: seconds by which more are allowed from now on, less if it is negative."""
+        with self._lock, suppress(OSError, ValueError):  # the watchdog is stopped and the pipe full, or it has ended
+            self._allowed += longer
+            self._pipe.write(f"{self._allowed}\n".encode())
 
     def end(self) -> None:
         """End the watchdog."""

@@ -12,7 +12,8 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 import serving
 from megatron_ssm import generate, load
-from megatron_ssm.inference.sampling import descending
+from megatron_ssm.inference.sampling import Sampling, choose_tokens, descending
+from megatron_ssm.parallel.ranks import Ranks
 from serving import LENGTHS, MASK, mamba2, on_ranks, save_table, small_checkpoint
 from serving import SMALL_VOCAB as VOCAB
 
@@ -126,6 +127,15 @@ def test_the_order_of_numbers(dtype):
     values = torch.cat([some[index], torch.linspace(-1, 1, 1500).view(3, 500)], dim=-1).to(dtype)
     assert torch.equal(descending(values), values.sort(dim=-1, descending=True, stable=True).indices)
     assert descending(values[:, :0]).shape == (3, 0)
+    worst = torch.tensor([[0.0, math.nan, 1.0], [0.0, -math.nan, math.inf]], dtype=dtype)
+    assert torch.equal(descending(worst)[:, 0], torch.tensor([1, 1]))
+
+
+def test_a_logit_that_is_infinite_is_chosen():
+    model = torch.tensor([[1.0, math.inf, 0.0, 0.0], [math.nan] * 4])
+    generators = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)]
+    for top_k in (None, 3):
+        assert choose_tokens(model, Sampling(1.0, top_k), generators, None, Ranks(None)).tolist() == [1, 0]
 
 
 TIED = [{0, 1, 2, 3, 4}, {1, 3}, {3, 4}, {4}, {2, 4}]  # after t, these have logit -1 and the others -2

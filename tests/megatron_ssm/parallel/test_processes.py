@@ -1,5 +1,6 @@
 """Processes that one rank may kill for another. Oracle: whether a real child process has ended."""
 
+import contextlib
 import json
 import os
 import select
@@ -32,17 +33,61 @@ def child():
     os.close(writer)
 
 
-@pytest.mark.parametrize("says", (0, 3))
-def test_a_watchdog_kills_a_process_that_hangs(says):
-    """One that has said some times that it runs, or never."""
+@contextlib.contextmanager
+def forked(run):
+    """(pid, what it writes) of a child process that leads a group; run(writer) ends it."""
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.setpgid(0, 0)
+        run(writer)
+        os._exit(0)
+    try:
+        yield pid, reader
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize("says", (0, 3))
+def test_a_watchdog_kills_a_process_that_hangs(capfd, says):
+    """One that has said some times that it runs, or never."""
+
+    def run(writer):
         watchdog = Watchdog(0.2, 0.1)
         for _ in range(says):
-            watchdog.tell(0.2)
+            watchdog.tell()
         os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+    with forked(run) as (pid, _):
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert capfd.readouterr().err == f"process {pid} has hung for 0.3 s: its watchdog kills it\n"
+
+
+@pytest.mark.parametrize("is_stopped", (True, False))
+def test_a_watchdog_leaves_a_process_that_works(is_stopped):
+    """For as long as it has announced; or while all of its group were stopped, for longer than is allowed."""
+
+    def run(writer):
+        watchdog = Watchdog(0.4, 30 if is_stopped else 0.4)
+        watchdog.tell(longer=0 if is_stopped else 60)
+        os.write(writer, b"x")
+        while True:
+            signal.pause()
+
+    with forked(run) as (pid, reader):
+        os.read(reader, 1)
+        if is_stopped:
+            os.killpg(pid, signal.SIGSTOP)
+        descriptor = os.pidfd_open(pid)
+        assert not select.select([descriptor], [], [], 1)[0]
+        os.killpg(pid, signal.SIGCONT)
+        assert not select.select([descriptor], [], [], 0.5)[0]
+        os.close(descriptor)
 
 
 def test_a_watchdog_ends():
@@ -50,20 +95,22 @@ def test_a_watchdog_ends():
     watchdog = Watchdog(60, 1)
     os.kill(watchdog._process.pid, signal.SIGSTOP)
     for _ in range(2**14):  # more than a pipe holds
-        watchdog.tell(60.0)
+        watchdog.tell()
     watchdog.end()
     assert watchdog._process.returncode == -signal.SIGKILL
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(writer, str(Watchdog(60, 1)._process.pid).encode())
+    watchdog.tell()
+
+    def run(writer):
+        watchdog = Watchdog(60, 1)
+        os.write(writer, str(watchdog._process.pid).encode())
         os._exit(0)
-    os.waitpid(pid, 0)
-    try:
-        descriptor = os.pidfd_open(int(os.read(reader, 20)))
-    except ProcessLookupError:
-        return
-    assert select.select([descriptor], [], [], 30)[0]
+
+    with forked(run) as (pid, reader):
+        os.waitpid(pid, 0)
+        with suppress(ProcessLookupError):  # it has ended already
+            descriptor = os.pidfd_open(int(os.read(reader, 20)))
+            assert select.select([descriptor], [], [], 30)[0]
+            os.close(descriptor)
 
 
 def is_running(pid):

@@ -46,7 +46,7 @@ from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, ste
 from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot
-from megatron_ssm.parallel.processes import Process
+from megatron_ssm.parallel import processes
 from megatron_ssm.training import corpus, data, pretraining
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.options import parse_options
@@ -233,7 +233,7 @@ def test_a_stopped_rank_is_named(here, world, tp, rank):
 @pytest.mark.parametrize("world, rank", [(2, 1), full(3, 0)])
 def test_a_rank_that_is_stopped_alone_on_its_machine(here, monkeypatch, world, rank):
     """No other rank can kill it; its watchdog does."""
-    monkeypatch.setattr(Process, "kill_if_here", lambda self: False)
+    monkeypatch.setattr(processes, "_machine", lambda: f"machine {os.environ['RANK']}")
     with launched(world, [*TINY, "--lost-rank-timeout", "2"], Fault(rank, 3, signal.SIGSTOP)) as run:
         assert run.wait(*range(world))[0] == [-signal.SIGKILL if each == rank else 1 for each in range(world)]
 
