@@ -88,6 +88,7 @@ def slow_rows(mesh: Mesh) -> list[list[str]]:
     def refused() -> None:
         with suppress(ValueError):
             search(program, mesh, memory=kept)
+            raise AssertionError(f"a plan of {program.name} holds {kept} bytes")
 
     return [*rows, [f"attention, {name}, {mesh!r}, no plan fits", "", "", f"{seconds(refused, 0):.3f} s", ""]]
 

@@ -36,10 +36,10 @@ def execute(
     all ranks have a count, or none has. counter: counts messages as `sparsefusion.collectives` does.
 
     ValueError on every rank: an input is missing, no dense tensor, or has the wrong shape or dtype on one rank, `count` or
-    `counter` is another object there, inputs are on several devices
-    or on one whose tensors the group cannot exchange, the ranks' plans or the inputs that need gradients differ, some have a
-    count and others none, the group has another number of ranks than the mesh, or a gradient is asked for that there is none
-    of; on a rank that is no member of the group: that it is none. Autocast has no effect. Sends `plan.bytes_per_rank` bytes.
+    `counter` is another object there, inputs are on several devices or on one whose tensors the group cannot exchange, the
+    ranks' plans or the inputs that need gradients differ, some have a count and others none, the group has another number of
+    ranks than the mesh, or a gradient is asked for that there is none of; on a rank that is no member of the group: that it
+    is none. Autocast has no effect. Sends `plan.bytes_per_rank` bytes.
     """
     grid = grid_of(plan.schedule) if count is None and isinstance(plan, Plan) else None
 

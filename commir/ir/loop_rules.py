@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos")
-LARGEST = 2**1023  # whole numbers in an expression are smaller, so that they are float64 numbers
+LARGEST = 2**127  # numbers in an expression are smaller, so that they are float32 numbers
 Operands = Mapping[str, Sequence[str]]  # {operand: its axes, in the order of its dimensions}
 
 
@@ -70,8 +70,8 @@ def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], 
             node,
             f"{ast.unparse(node)} is neither an operand with its axes, a number, + - * /, nor a function of these",
         )
-    elif isinstance(node.value, int) and abs(node.value) >= LARGEST:
-        _fail(node, f"a whole number of {len(str(node.value))} digits is too large")
+    elif abs(node.value) >= LARGEST:
+        _fail(node, "a number of 2^127 or more is too large")
     return node
 
 

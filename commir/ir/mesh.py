@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsefusion.fabric.cost_model import Fabric
 
-LONGEST = 1e9  # seconds before the first byte of a message, so that all predicted times are finite
+LONGEST = 1e9  # seconds until the first byte of a message, and of a point of a tile: all predicted times are finite
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ TILES = {
     "attention_backward": ("dout out q k v lse delta", "dq dk dv", "causal scale"),
     "selective_scan": ("x dt B C A", "y", ""),
 }
-SCALES = 2.0**-126, 2.0**128  # the smallest normal number of float32, and the first that is too large
+SCALES = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the smallest and the largest normal number of float32
 
 
 def check_tile(
@@ -17,7 +17,8 @@ def check_tile(
 ) -> None:
     """ValueError: the operands or options of a program, `name`, are not those of its tile, or an option has another value.
 
-    Scores are scaled in float32 after hidden ones were set to -inf, so a scale of 0 there, or below, would give NaN.
+    Scores are scaled in float32 after hidden ones were set to -inf, so a scale of 0 there, or below, would give NaN. It is
+    refused without a mask, too: a program may get one (`Program.with_options`), and `verify` tries it with one.
     """
     for what, found, needed in zip(
         ("inputs", "outputs", "options"), (inputs, outputs, options), TILES[tile], strict=True
@@ -30,6 +31,6 @@ def check_tile(
     if "causal" in options and type(options["causal"]) is not bool:
         raise ValueError(f"{name}: option causal is {options['causal']!r}; it must be True or False")
     if "scale" in options:
-        scale, (least, end) = options["scale"], SCALES
-        if type(scale) not in (int, float) or not least <= scale < end:
+        scale, (least, most) = options["scale"], SCALES
+        if not isinstance(scale, int | float) or isinstance(scale, bool) or not least <= scale <= most:
             raise ValueError(f"{name}: option scale is {scale!r}; it must be a positive and finite number of float32")

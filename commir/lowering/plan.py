@@ -279,8 +279,9 @@ class Plan:
             shape = self.digits.local_shape(operand, layout)
             for rank, part in enumerate(parts):
                 x: Any = part.get(name, "missing")
-                given = tuple(x.shape) if isinstance(x, torch.Tensor) else x
-                if given != shape:
+                is_tensor = isinstance(x, torch.Tensor)
+                given = tuple(x.shape) if is_tensor else x
+                if not is_tensor or given != shape:
                     raise ValueError(
                         f"unshard: {name} of rank {rank} is {given}; its block of {name} has shape {shape}"
                     )

@@ -5,12 +5,11 @@ follow one another, while tiles are computed; beginning a message takes the rank
 their message has arrived. A tile and the messages under way delay each other, if `overlap` is below 1.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from commir.ir.mesh import Mesh
+from commir.ir.mesh import LONGEST, Mesh
 from sparsefusion.fabric.cost_model import Fabric
 
 from .accounting import Message
@@ -48,10 +47,14 @@ def check_tile(point_seconds: float, call_seconds: float, overlap: float) -> Non
     for name, value in times.items():
         if not isinstance(value, int | float):
             raise ValueError(f"{name}={value!r} is no number")
-    if not (0 <= point_seconds < math.inf and 0 <= call_seconds < math.inf):
-        raise ValueError(f"point_seconds={point_seconds} and call_seconds={call_seconds} must be 0 or more, and finite")
-    if not (-math.inf < overlap <= 1):
-        raise ValueError(f"overlap={overlap} must be finite, and at most 1, where the longer of both hides the shorter")
+    if not (0 <= point_seconds <= LONGEST and 0 <= call_seconds <= LONGEST):
+        raise ValueError(
+            f"point_seconds={point_seconds} and call_seconds={call_seconds} must be 0 or more, and at most {LONGEST:g}"
+        )
+    if not (-LONGEST <= overlap <= 1):
+        raise ValueError(
+            f"overlap={overlap} must be {-LONGEST:g} or more, and at most 1, where the longer of both hides the shorter"
+        )
 
 
 @dataclass

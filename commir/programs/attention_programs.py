@@ -1,5 +1,7 @@
 """Attention as loop programs: forward, backward and decoding (paper, section 2.2)."""
 
+from contextlib import suppress
+
 from commir.ir.checks import check_flags, check_sizes
 from commir.ir.program import REDUCED, SPATIAL, WHOLE, Axis, Operand, Program, Result
 
@@ -36,7 +38,10 @@ def attention(
     q = Operand("q", of_q, "q")
     k, v = (Operand(name, of_kv, "kv", groups) for name in "kv")
     out, lse = Operand("out", of_q, "q"), Operand("lse", row, "q", is_wide=True)
-    options = ("causal", causal), ("scale", float(head_dim**-0.5 if scale is None else scale))
+    scale = head_dim**-0.5 if scale is None else scale
+    with suppress(OverflowError):  # of a whole number that is too large, which `Program` refuses
+        scale = float(scale)
+    options = ("causal", causal), ("scale", scale)
     if not backward:
         result = Result("softmax", ("out", "lse"))
         return Program("attention", axes, (q, k, v), (out, lse), (result,), "attention", options, dtype)

@@ -3,8 +3,11 @@
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
 MATMUL = "a[rows, inner] * b[inner, cols]"  # the tile of a matrix product
-# {matrix product: the axes along which a, b and c are kept at home}
-HOMES = {"all_gather_matmul": ("rows", "cols", "cols"), "matmul_reduce_scatter": ("inner", "inner", "rows")}
+# {matrix product: the axis along which each operand is kept at home}
+HOMES = {
+    "all_gather_matmul": {"a": "rows", "b": "cols", "c": "cols"},
+    "matmul_reduce_scatter": {"a": "inner", "b": "inner", "c": "rows"},
+}
 
 
 def all_gather_matmul(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
@@ -25,12 +28,8 @@ def matmul_reduce_scatter(rows: int, cols: int, inner: int, dtype: str = "float3
 
 def _matmul(name: str, rows: int, cols: int, inner: int, dtype: str) -> Program:
     axes = Axis("rows", rows), Axis("cols", cols), Axis("inner", inner, REDUCED)
-    a, b, c = (
-        Operand(operand, indices, home)
-        for operand, indices, home in zip(
-            "abc", (("rows", "inner"), ("inner", "cols"), ("rows", "cols")), HOMES[name], strict=True
-        )
-    )
+    indices = {"a": ("rows", "inner"), "b": ("inner", "cols"), "c": ("rows", "cols")}
+    a, b, c = (Operand(operand, indices[operand], home) for operand, home in HOMES[name].items())
     return Program(name, axes, (a, b), (c,), (Result("sum", ("c",)),), MATMUL, (), dtype)
 
 

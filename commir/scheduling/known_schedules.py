@@ -1,6 +1,6 @@
 """The known schedules of attention and of matrix products: the loop of each mesh axis, and what travels in a ring."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 from commir.ir.checks import check_type
@@ -47,7 +47,7 @@ PRODUCTS: dict[str, dict[str, Placements]] = {
 def known_schedules(program: Program) -> dict[str, Placements]:
     """{name: the placement of each of its mesh axes} of the known schedules of a program; of your own operators, none."""
     check_type("known_schedules", program, Program)
-    if _is_product(program, [{each.home} - {None} for each in program.operands]):
+    if _is_product(program, {each.name: {each.home} - {None} for each in program.operands}):
         return dict(PRODUCTS[program.name])
     if program.tile not in ATTENTION_TILES:
         return {}
@@ -82,18 +82,19 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
 def known_as(nest: LoopNest) -> str:
     """The name of a known schedule, also of one that divides a part over several mesh axes; empty if it has none."""
     chosen, program = list(placements_of(nest).values()), nest.program
-    if _is_product(program, [set(nest.home(each.name).values()) for each in program.operands]):
+    if _is_product(program, {each.name: set(nest.home(each.name).values()) for each in program.operands}):
         name = _name_of_product(program.name, chosen)
     else:
         name = _name_of_attention(nest, chosen) if program.tile in ATTENTION_TILES else ""
     return name + ", in chunks" if name and nest.chunked else name
 
 
-def _is_product(program: Program, kept: Sequence[set[str | None]]) -> bool:
+def _is_product(program: Program, kept: Mapping[str, set[str | None]]) -> bool:
     """Whether a program is one of PRODUCTS. kept: the axes along which each operand is kept: the product's, or none."""
     if program.name not in PRODUCTS or program.tile != MATMUL:
         return False
-    return all(axes <= {home} for axes, home in zip(kept, HOMES[program.name], strict=True))
+    homes = HOMES[program.name]
+    return kept.keys() == homes.keys() and all(axes <= {homes[name]} for name, axes in kept.items())
 
 
 def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:

@@ -290,7 +290,7 @@ class LoopNest:
         return replace(self, program=program, digits=tuple(each for each in self.digits if each != digit), chunked=None)
 
     def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
-        """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: it is no call of one."""
+        """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: the name or its arguments."""
         schedule = self
         for name, *arguments in (tuple(each) or ("",) for each in primitives):
             if name not in PRIMITIVES:

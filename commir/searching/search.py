@@ -72,12 +72,13 @@ def search(
     if memory is not None and memory < model.kept:
         raise ValueError(
             f"memory={memory}: every plan of {program.name} on {mesh!r} holds at least {model.kept} bytes, its inputs and "
-            "outputs at home"
+            "outputs at home, and more for its tiles"
         )
     sorted_costs, again = tee(ranked(model))
     found = _exact(model, sorted_costs, memory, top + 1)  # one more, with which the best is compared
     if not found:
         raise ValueError(_refusal(model, again, memory))
+    del again  # it holds what `_exact` has looked at
     for plan in found[: min(top, verified)]:
         verify(plan)
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]

@@ -81,8 +81,8 @@ while os.getppid() == process:
         *lines, rest = (rest + said).split("\\n")
         allowed = float(lines[-1]) if lines else allowed
     elif os.getppid() == process:
-        print(f"process {process} has hung for {allowed + more:g} s: its watchdog kills it", file=sys.stderr, flush=True)
         os.kill(process, signal.SIGKILL)
+        print(f"process {process} has hung for {allowed + more:g} s: its watchdog has killed it", file=sys.stderr)
         break
 """
 

@@ -95,7 +95,10 @@ def changed_scale(scale):
         (lambda: replace(program(), inputs=(), tile="1.0"), "copy needs at least one input that its caller gives"),
         (lambda: replace(programs.attention(), outputs=(), results=()), "attention needs at least one output"),
         (lambda: Operand("c", ("rows", "rows")), "operand c has an axis twice: rows, rows"),
-        (lambda: program(tile=f"a[rows] * {10**400}"), "a whole number of 401 digits is too large"),
+        (lambda: program(tile=f"a[rows] * {10**400}"), "a number of 2.127 or more is too large"),
+        (lambda: program(tile="a[rows] * 1e39"), "a number of 2.127 or more is too large"),
+        (lambda: programs.attention(scale=10**400), "attention: option scale is 10+; it must be a positive and finite"),
+        (lambda: programs.attention(scale=3.4028236e38), "it must be a positive and finite number of float32"),
         (lambda: Axis("rows", 2**63), "axis rows has size 9223372036854775808; it must be a whole number"),
         (
             lambda: program(a=Operand("a", ("rows",), is_wide=True), dtype="bfloat16"),

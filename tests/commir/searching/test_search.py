@@ -361,7 +361,7 @@ def test_wrong_arguments():
         (dict(top=0), "search: top=0; it must be a whole number of at least 1"),
         (dict(verified=-1), "search: verified=-1; it must be a whole number of plans"),
         (dict(verified=True), "search: verified=True; it must be a whole number of plans"),
-        (dict(overlap=1.5), "overlap=1.5 must be finite, and at most 1"),
+        (dict(overlap=1.5), "overlap=1.5 must be -1e[+]09 or more, and at most 1"),
         (dict(point_seconds=-1.0), r"point_seconds=-1.0 and call_seconds=0.0 must be 0 or more"),
         (dict(call_seconds=float("nan")), "call_seconds=nan must be 0 or more"),
         (dict(fabric=3), "speed of mesh axis gpu is 3; it must be"),

@@ -109,9 +109,11 @@ def test_wrong_times_of_a_tile():
     plan = place(Schedule(PROGRAMS[0], Mesh(gpu=2)), gpu="q").lower()
     for times, message in (
         ((-1.0, 0.0), "point_seconds=-1.0 and call_seconds=0.0 must be 0 or more"),
-        ((0.0, 0.0, 2.0), "overlap=2.0 must be finite, and at most 1"),
+        ((0.0, 0.0, 2.0), "overlap=2.0 must be -1e[+]09 or more, and at most 1"),
         ((0.0, 0.0, None), "overlap=None is no number"),
-        ((0.0, float("inf")), "must be 0 or more, and finite"),
+        ((0.0, float("inf")), "must be 0 or more, and at most 1e[+]09"),
+        ((1e308, 0.0), "must be 0 or more, and at most 1e[+]09"),
+        ((0.0, 0.0, -1e308), "overlap=-1e[+]308 must be"),
     ):
         with pytest.raises(ValueError, match=message):
             plan.with_tile(*times)

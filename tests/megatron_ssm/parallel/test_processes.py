@@ -61,11 +61,17 @@ def test_a_watchdog_kills_a_process_that_hangs(capfd, says):
         watchdog = Watchdog(0.2, 0.1)
         for _ in range(says):
             watchdog.tell()
+        os.write(writer, str(watchdog._process.pid).encode())
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    with forked(run) as (pid, _):
+    with forked(run) as (pid, reader):
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-    assert capfd.readouterr().err == f"process {pid} has hung for 0.3 s: its watchdog kills it\n"
+        watchdog = int(os.read(reader, 20))
+        with suppress(ProcessLookupError):  # it has ended already
+            descriptor = os.pidfd_open(watchdog)
+            assert select.select([descriptor], [], [], 30)[0]
+            os.close(descriptor)
+    assert capfd.readouterr().err == f"process {pid} has hung for 0.3 s: its watchdog has killed it\n"
 
 
 @pytest.mark.parametrize("is_stopped", (True, False))
