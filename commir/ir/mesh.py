@@ -10,6 +10,8 @@ from typing import Any
 
 from sparsefusion.fabric.cost_model import Fabric
 
+from .checks import check_name
+
 LONGEST = 1e9  # seconds until the first byte of a message, and of a point of a tile: all predicted times are finite
 
 
@@ -26,8 +28,7 @@ class MeshAxis:
 
     def __post_init__(self) -> None:
         for name in (self.name, self.level):
-            if not isinstance(name, str) or not name.isidentifier():
-                raise ValueError(f"{name!r} is no name for a mesh axis: it must be an identifier")
+            check_name("a mesh axis", name)
         if type(self.size) is not int or self.size < 1:
             raise ValueError(f"mesh axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
 

@@ -60,7 +60,7 @@ def choose_tokens(
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
     rows = zip(values.cpu(), ids.cpu(), generators, strict=True)  # one by one, they stay in the CPU's cache
-    return torch.cat([_draw(row, its_ids, sampling, generator) for row, its_ids, generator in rows])
+    return torch.cat([_draw(logits, row_ids, sampling, generator) for logits, row_ids, generator in rows])
 
 
 def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -125,8 +125,8 @@ def descending(values: torch.Tensor) -> torch.Tensor:
         return values.sort(dim=-1, descending=True, stable=True).indices
     keys = torch.empty(values.shape, dtype=torch.int64)
     for row, to in zip(values, keys, strict=True):
-        number = row.float().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        bits = (number + 0.0).view(torch.int32)  # the sum, because -0.0 and 0.0 are equal
+        numbers = row.float().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        bits = (numbers + 0.0).view(torch.int32)  # the sum, because -0.0 and 0.0 are equal
         bits ^= bits >> 31 & 0x7FFFFFFF  # of negative numbers, which would be in reverse order
         torch.arange(len(row), out=to)
         to -= bits.long() << 32

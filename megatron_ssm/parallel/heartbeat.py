@@ -116,7 +116,7 @@ class _Heartbeat:
             for thread in self._threads:
                 thread.start()
         except BaseException:
-            self._tell(end=True)
+            self._end_watchdog()
             raise
 
     def _own_watchdog(self) -> Watchdog | None:
@@ -131,10 +131,14 @@ class _Heartbeat:
             _print(f"rank {self.rank} of {self.ranks} has no watchdog: {error}")
             return None
 
-    def _tell(self, longer: float = 0.0, end: bool = False) -> None:
-        """Tell the watchdog, if there is one, that this rank runs; or end it."""
+    def _tell_watchdog(self, longer: float = 0.0) -> None:
+        """Tell the watchdog, if there is one, that this rank runs. longer: see `Watchdog.tell`."""
         if self._watchdog is not None:
-            self._watchdog.end() if end else self._watchdog.tell(longer)
+            self._watchdog.tell(longer)
+
+    def _end_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.end()
 
     @contextlib.contextmanager
     def _busy(self, seconds: float) -> Iterator[None]:
@@ -143,11 +147,11 @@ class _Heartbeat:
             yield
             return
         self._store.set(f"pause {self.rank}", str(seconds))
-        self._tell(longer=seconds)
+        self._tell_watchdog(longer=seconds)
         try:
             yield
         finally:
-            self._tell(longer=-seconds)
+            self._tell_watchdog(longer=-seconds)
             with contextlib.suppress(RuntimeError):  # the store has ended, which the second thread notices
                 self._store.set(f"pause {self.rank}", "0")
 
@@ -163,7 +167,7 @@ class _Heartbeat:
         self._leaves = leaves
         self._stopped.set()
         self._threads[0].join(ROUNDS * self.interval)
-        self._tell(end=True)
+        self._end_watchdog()
 
     # The first thread
 
@@ -173,7 +177,7 @@ class _Heartbeat:
         try:
             while not self._stopped.wait(0 if self._asked.is_set() else self.interval):
                 self._store.add(f"beats {self.rank}", 1)
-                self._tell()
+                self._tell_watchdog()
                 if self._store.check([LOST]):
                     self._end(json.loads(self._store.get(LOST)))
                 beats = self._beats((self.rank + 1) % self.ranks)
