@@ -4,7 +4,9 @@ The kernels are optional: without a compiler the package is built without them, 
 The build needs only setuptools; torch is needed only to run the code.
 """
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -30,6 +32,17 @@ SERVE = ["starlette>=0.40", "uvicorn>=0.30", "prometheus-client", "jinja2>=3.1.6
 
 class BuildKernels(build_ext):
     """Compiles each library with the first of ATTEMPTS that the compiler supports."""
+
+    def build_extensions(self) -> None:
+        """Build all libraries; distutils would compile one file after another, here each core compiles one."""
+        compile_in_turn = self.compiler.compile
+
+        def compile_at_once(files: list[str], **options) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return sum(pool.map(lambda file: compile_in_turn([file], **options), files), [])
+
+        self.compiler.compile = compile_at_once
+        super().build_extensions()
 
     def build_extension(self, extension: Extension) -> None:
         """Compile with each of ATTEMPTS in turn until one works. Raises the error of the last one if none does."""
