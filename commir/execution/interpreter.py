@@ -74,6 +74,7 @@ def _in_turns(
                 waiting[rank] = _run_until_waiting(runs[rank], rank, post)
             except StopIteration as end:
                 results[rank] = end.value
+                states[rank].count.held = states[rank].held_before
                 del waiting[rank]
             except (Stuck, MemoryError, torch.OutOfMemoryError):
                 raise

@@ -87,6 +87,18 @@ class Mesh:
         """The names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
+    @property
+    def levels(self) -> tuple[MeshAxis, ...]:
+        """The axes of the original mesh, before `split` made parts of them."""
+        sizes = dict.fromkeys((axis.level for axis in self.axes), 1)
+        for axis in self.axes:
+            sizes[axis.level] *= axis.size
+        return tuple(MeshAxis(level, size, level) for level, size in sizes.items())
+
+    def in_words(self) -> str:
+        """The axes, and if they are parts of others, those."""
+        return repr(self) + ("" if self.levels == self.axes else f", parts of {Mesh.of_axes(self.levels)!r}")
+
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"
 

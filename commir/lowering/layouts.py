@@ -6,6 +6,7 @@ holds are local. The schedule and the homes cut an axis at different places; `Di
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -144,9 +145,21 @@ def digits_of_chunk(nest: LoopNest) -> Digits:
     """The digits of a chunk of a nest by itself; those of the nest, if it has no chunks. They are found once, too."""
     known = vars(nest)
     if "_digits_of_chunk" not in known:
-        known["_digits_of_chunk"] = digits_of(nest.of_one_chunk())
+        known["_digits_of_chunk"] = digits_of(_of_one_chunk(nest))
     found: Digits = known["_digits_of_chunk"]
     return found
+
+
+def _of_one_chunk(nest: LoopNest) -> LoopNest:
+    """The nest of a chunk by itself, whose elements are numbered in their order."""
+    if nest.chunked is None:
+        return nest
+    digit = nest.digit(nest.chunked)
+    whole = nest.program.axis(digit.axis)
+    part = replace(whole, size=whole.size // digit.size, order="contiguous")
+    axes = tuple(part if axis.name == part.name else axis for axis in nest.program.axes)
+    digits = tuple(each for each in nest.digits if each != digit)
+    return replace(nest, program=replace(nest.program, axes=axes), digits=digits, chunked=None)
 
 
 def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Iterator[tuple[Step, Layout]]:

@@ -26,6 +26,9 @@ from .text import canonical, content, digest, digests_of_parts, parse
 from .timeline import check_tile, seconds
 
 Tensors = Mapping[str, torch.Tensor]
+BY_CALLER = "the caller made this schedule"
+FROM_JSON = "not recorded, as the plan was read from JSON"
+CHANGED = "not recorded, as sizes, options, speeds or times were changed after the choice"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Plan:
     steps: tuple[Step, ...]
     tile_seconds: float = field(default=0.0, compare=False)
     overlap: float = field(default=1.0, compare=False)
-    reason: str = field(default="the caller made this schedule", compare=False)
+    reason: str = field(default=BY_CALLER, compare=False)
 
     @property
     def program(self) -> Program:
@@ -175,7 +178,7 @@ class Plan:
         speeds of the mesh and the times of a tile again.
         """
         schedule, steps, expected, digests = parse(text)
-        plan = Plan(schedule, steps, reason="not recorded, as the plan was read from JSON")
+        plan = Plan(schedule, steps, reason=FROM_JSON)
         part = "" if digests is None else changed_part(content(schedule, steps), digests)
         if plan.hash != expected:
             what = part or changed_step(schedule, steps) or f"its hash is {plan.hash[:12]}, not {expected[:12]}"
@@ -187,7 +190,7 @@ class Plan:
         return plan
 
     def at(self, /, **sizes: int) -> "Plan":
-        """The same steps for other sizes of the named axes.
+        """The same steps for other sizes of the named axes, as `with_program` gives them.
 
         ValueError: the digits or the homes do not divide them, a scan's states would pass in its other form (`scans`), or
         another number of a scan's blocks is asked for, which the schedule gives.
@@ -204,7 +207,7 @@ class Plan:
             if rest or not inner or (last.name in bound and inner != last.size):
                 raise ValueError(f"axis {axis} of {resized.axis(axis).size} does not divide by the schedule's digits")
             digits += [*outer, replace(last, size=inner)]
-        found = replace(self, schedule=replace(self.schedule, program=resized, digits=tuple(digits)))
+        found = self._changed(replace(self.schedule, program=resized, digits=tuple(digits)))
         digits_of_chunk(found.schedule)
         if takes_slices(found.digits) != takes_slices(self.digits):
             old, new = (program.axis("heads").size for program in (self.program, resized))
@@ -214,26 +217,35 @@ class Plan:
         return found
 
     def with_options(self, /, **options: object) -> "Plan":
-        """The same steps with other options of the tile, such as causal=False."""
+        """The same steps with other options of the tile, such as causal=False, as `with_program` gives them."""
         return self.with_program(self.program.with_options(**options))
 
     def on_mesh(self, mesh: Mesh) -> "Plan":
-        """The same steps on a mesh of the same shape with other speeds. ValueError: its axes differ."""
+        """The same steps with the speeds of another mesh, with the axes of the plan's or those that were split into them.
+
+        ValueError: its axes are others.
+        """
         check_type("on_mesh", mesh, Mesh)
-        if mesh.axes != self.mesh.axes:
-            raise ValueError(f"the plan is for {self.mesh!r}, not for {mesh!r}")
-        return replace(self, schedule=replace(self.schedule, mesh=mesh))
+        if mesh.axes not in (self.mesh.axes, self.mesh.levels):
+            raise ValueError(f"the plan is for {self.mesh.in_words()}, not for {mesh.in_words()}")
+        mesh = Mesh.of_axes(self.mesh.axes).with_speeds(mesh.speeds)
+        return self._changed(replace(self.schedule, mesh=mesh), self.tile_seconds, self.overlap)
 
     def with_tile(self, point_seconds: float, call_seconds: float, overlap: float = 1.0) -> "Plan":
         """The same steps, predicted with these times of a tile; see `search`. ValueError as there."""
         check_tile(point_seconds, call_seconds, overlap)
         turns = sum(isinstance(step, Compute) for step in self.steps) * self.schedule.chunks
         points = self.program.points / turns / self.mesh.ranks
-        return replace(self, tile_seconds=call_seconds + points * point_seconds, overlap=overlap)
+        return self._changed(self.schedule, call_seconds + points * point_seconds, overlap)
 
     def with_program(self, program: Program) -> "Plan":
-        """The same steps for another program with the same loops."""
-        return replace(self, schedule=replace(self.schedule, program=program))
+        """The same steps for another program with the same loops, without times of a tile, which `with_tile` gives again."""
+        return self._changed(replace(self.schedule, program=program))
+
+    def _changed(self, schedule: LoopNest, tile_seconds: float = 0.0, overlap: float = 1.0) -> "Plan":
+        """The same steps with another prediction, for which a search may have chosen another plan."""
+        reason = self.reason if self.reason in (BY_CALLER, FROM_JSON) else CHANGED
+        return Plan(schedule, self.steps, tile_seconds, overlap, reason)
 
     def shard(self, inputs: Tensors, rank: int) -> dict[str, torch.Tensor]:
         """What rank `rank` of the mesh holds of each input at home, from the whole inputs. ValueError: a shape is wrong."""

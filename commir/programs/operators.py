@@ -118,6 +118,8 @@ class _Reader:
             return self._operator()
         except RuleBroken as error:
             self._fail(error.node, str(error))
+        except RecursionError:
+            self._fail(self._node.body[-1], "the parts of its expression are nested too deeply")
 
     def _operator(self) -> Operator:
         loop = self._loop()

@@ -67,17 +67,15 @@ class LoopNest:
     def tile(self, digit: str, factor: int, outer: str | None = None, inner: str | None = None) -> Self:
         """Split a digit into `factor` blocks: digits `outer` (of size factor) and `inner`, by default digit.o and digit.i.
 
-        Illegal: the factor does not divide the size, a name is taken (by another digit or axis), the digit is parallelized
-        or shifted, or loops were reordered before.
+        Illegal: the factor does not divide the size, a name is taken (by another digit or axis) or not printable, the digit
+        is parallelized or shifted, or loops were reordered before.
         """
-        found, outer, inner = self.digit(digit), outer or f"{digit}.o", inner or f"{digit}.i"
+        found = self.digit(digit)
+        outer, inner = f"{digit}.o" if outer is None else outer, f"{digit}.i" if inner is None else inner
         self._refuse_bound(digit, "tile it before that")
         if type(factor) is not int or factor < 1 or found.size % factor:
             raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
-        names = {each.name for each in self.digits} - {digit} | {each.name for each in self.program.axes} - {found.axis}
-        for name in (outer, inner):
-            if not isinstance(name, str) or name in names or outer == inner:
-                raise Illegal(f"tile({digit}, {factor}): the name {name} is taken, or no text")
+        self._check_names(f"tile({digit}, {factor})", [outer, inner], [found])
         parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
         digits = [part for each in self.digits for part in (parts if each is found else (each,))]
         return self._with_loops(digits=tuple(digits))
@@ -89,7 +87,8 @@ class LoopNest:
         The paper's join also merges loops of two axes, which are parallelized together. Here each is parallelized on its
         own part of the mesh axis (`Mesh.split`, the outer loop on the outer part), so that every rank has the same block.
 
-        Illegal: they are not adjacent digits of one axis, one is parallelized or shifted, or loops were reordered before.
+        Illegal: they are not adjacent digits of one axis, one is parallelized or shifted, loops were reordered before, or
+        the name is taken or not printable.
         """
         first, second = self.digit(outer), self.digit(inner)
         index = self.digits.index(first)
@@ -103,8 +102,7 @@ class LoopNest:
         for digit in (outer, inner):
             self._refuse_bound(digit, "join it before that")
         name = first.axis if name is None or len(self.digits_of(first.axis)) == 2 else name
-        if not isinstance(name, str) or name in [each.name for each in self.digits if each not in (first, second)]:
-            raise Illegal(f"join({outer}, {inner}): the name {name} is taken, or no text")
+        self._check_names(f"join({outer}, {inner})", [name], [first, second])
         merged = Digit(name, first.axis, first.size * second.size)
         digits = (*self.digits[:index], merged, *self.digits[index + 2 :])
         return self._with_loops(digits=digits)
@@ -259,11 +257,12 @@ class LoopNest:
     def primitives(self) -> list[tuple[Any, ...]]:
         """The normal form as a sequence of primitives, which applied to a new schedule give an equal one."""
         found: list[tuple[Any, ...]] = []
+        mark = "#" * (1 + max(each.name.count("#") for each in self.digits))  # no digit is called axis + mark + number
         for axis in dict.fromkeys(digit.axis for digit in self.digits):
             *outer, last = self.digits_of(axis)
             rest = axis
             for number, digit in enumerate(outer, 1):
-                inner = last.name if number == len(outer) else f"{axis}#{number}"
+                inner = last.name if number == len(outer) else f"{axis}{mark}{number}"
                 found.append(("tile", rest, digit.size, digit.name, inner))
                 rest = inner
         found += [("parallelize", *bound) for bound in self.parallel] + [("shift", *bound) for bound in self.shifts]
@@ -277,17 +276,6 @@ class LoopNest:
     def chunks(self) -> int:
         """How often a rank takes all steps: once for each chunk."""
         return self.digit(self.chunked).size if self.chunked else 1
-
-    def of_one_chunk(self) -> Self:
-        """The schedule of a chunk by itself, whose elements are numbered in their order."""
-        if self.chunked is None:
-            return self
-        digit = self.digit(self.chunked)
-        whole = self.program.axis(digit.axis)
-        part = replace(whole, size=whole.size // digit.size, order="contiguous")
-        axes = tuple(part if axis.name == part.name else axis for axis in self.program.axes)
-        program = replace(self.program, axes=axes)
-        return replace(self, program=program, digits=tuple(each for each in self.digits if each != digit), chunked=None)
 
     def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
         """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: the name or its arguments."""
@@ -313,6 +301,17 @@ class LoopNest:
 
     def _kind(self, digit: str) -> str:
         return self.program.axis(self.digit(digit).axis).kind
+
+    def _check_names(self, rule: str, names: list[Any], replaced: list[Digit]) -> None:
+        """Illegal unless these can be the names of the digits that replace others, which are of one axis."""
+        taken = {each.name for each in self.digits} | {each.name for each in self.program.axes}
+        taken -= {replaced[0].axis, *(each.name for each in replaced)}
+        for name in names:
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise Illegal(f"{rule}: {name!r} is no name of a digit: it must be a printable text")
+            if name in taken:
+                raise Illegal(f"{rule}: the name {name} is taken")
+            taken.add(name)
 
     def _refuse_bound(self, digit: str, advice: str) -> None:
         if digit == self.chunked:

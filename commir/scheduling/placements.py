@@ -6,7 +6,7 @@ This is the space in which the known schedules lie (`known_schedules`), and whic
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from commir.ir.checks import check_type
+from commir.ir.checks import check_flags, check_type
 
 from .loop_nest import Illegal, LoopNest
 
@@ -15,10 +15,16 @@ Nest = TypeVar("Nest", bound=LoopNest)
 
 @dataclass(frozen=True)
 class Placement:
-    """The loop whose blocks the ranks along a mesh axis compute, and whether operands travel around it in a ring."""
+    """The loop whose blocks the ranks along a mesh axis compute, and whether operands travel around it in a ring.
+
+    ValueError: is_streamed is neither True nor False.
+    """
 
     axis: str
     is_streamed: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(is_streamed=self.is_streamed)
 
     def __str__(self) -> str:
         return self.axis + ", streamed" * self.is_streamed

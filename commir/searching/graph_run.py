@@ -115,7 +115,9 @@ class GraphRunner:
             first = next(iter(self.plans))
             mesh = self.plans[first].mesh
             if plan.mesh.axes != mesh.axes:
-                raise ValueError(f"the plan of {name} is for {plan.mesh!r}, and that of {first} for {mesh!r}")
+                raise ValueError(
+                    f"the plan of {name} is for {plan.mesh.in_words()}, and that of {first} for {mesh.in_words()}"
+                )
         for each in self.operators:
             for operand, (producer, renamed) in each.inputs.items():
                 if producer not in self.plans:  # of a part of a graph: the caller gives this input

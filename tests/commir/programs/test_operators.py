@@ -1,5 +1,6 @@
 """Operators that are read from Python functions. Oracle: torch, in float64."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -307,6 +308,27 @@ def test_a_function_without_source_is_an_error():
     exec("def unseen(rows=4): ...", names := {})
     with pytest.raises(LoopNestError, match="<string>:1: unseen: .* reads the source of a function, and this has none"):
         commir.operator(names["unseen"])
+
+
+def test_an_expression_that_is_nested_too_deeply(tmp_path, monkeypatch):
+    text = f"""
+import commir
+from commir import In, Out, grid
+
+
+@commir.operator
+def many(rows=4):
+    x = In[rows]
+    y = Out[rows]
+    for rows in grid("s"):
+        y[rows] = {" + ".join(["x[rows]"] * 900)}
+"""
+    (tmp_path / "many_terms.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        LoopNestError, match=r"many_terms.py:10: many: the parts of its expression are nested too deeply$"
+    ):
+        importlib.import_module("many_terms")
 
 
 def test_a_function_inside_another_may_have_lines_with_less_indentation():

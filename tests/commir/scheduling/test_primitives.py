@@ -35,6 +35,8 @@ def test_tiles_and_joins():
     other = schedule.tile("cols", 3).parallelize("cols.o", "y").tile("rows", 2).parallelize("rows.o", "x")
     assert one == other and hash(one) == hash(other)
     assert sums().apply(one.primitives()) == one
+    odd = schedule.tile("rows", 2, "rows#1", "b").tile("b", 2, "c", "d")  # a name like those that `primitives` makes up
+    assert sums().apply(odd.primitives()) == odd
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,9 @@ def test_tiles_and_joins():
         (lambda s: s.tile("rows", 5), r"tile\(rows, 5\): 5 does not divide rows, which has size 12"),
         (lambda s: s.tile("rows", True), r"tile\(rows, True\): True does not divide rows"),
         (lambda s: s.tile("rows", 2, "cols", "b"), r"tile\(rows, 2\): the name cols is taken"),
+        (lambda s: s.tile("rows", 2, ""), r"tile\(rows, 2\): '' is no name of a digit: it must be a printable text"),
+        (lambda s: s.tile("rows", 2, "a\nb"), r"tile\(rows, 2\): 'a\\nb' is no name of a digit"),
+        (lambda s: s.tile("rows", 2).tile("rows.i", 2).join("rows.o", "rows.i.o", "cols"), "the name cols is taken"),
         (lambda s: s.tile("depth", 2), r"weighted_sum has no digit 'depth'; it has rows, cols"),
         (
             lambda s: s.tile("rows", 2).tile("cols", 2).join("rows.o", "cols.o"),
@@ -201,6 +206,7 @@ def test_schedules_by_hand_are_exact(mesh, seed):
             lowered += 1
             counts: list[Count] = []
             assert_close(interpret(plan, inputs, counts), expected)
+            assert {each.held for each in counts} == {0}
             verify(plan)
             assert max(count.peak for count in counts) <= plan.memory
             assert max(count.sent for count in counts) <= plan.bytes_per_rank

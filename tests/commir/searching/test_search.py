@@ -141,9 +141,15 @@ def test_known_schedules_are_candidates(program, name):
 
 
 def test_the_mesh_axes_of_a_known_schedule():
-    program, mesh = programs.attention(1, 8, 8, 64, 8), Mesh(node=2, gpu=2)
-    made = known(Schedule(program, mesh), "USP", "gpu", "node")
-    assert placements_of(made) == {"node": Placement("heads"), "gpu": Placement("q", True)}
+    """Each is called by its name again."""
+    schedule = Schedule(programs.attention(1, 8, 8, 64, 8), Mesh(node=2, gpu=2))
+    made = known(schedule, "Attention2D", "gpu", "node")
+    assert placements_of(made) == {"node": Placement("q"), "gpu": Placement("kv")} and known_as(made) == "Attention2D"
+    assert known_as(known(schedule, "USP", "node", "gpu")) == "USP"
+    with pytest.raises(Illegal, match="known: in USP, heads are on the innermost mesh axis, gpu, not on node"):
+        known(schedule, "USP", "gpu", "node")
+    with pytest.raises(ValueError, match="is_streamed='kv': it must be True or False"):
+        Placement("q", "kv")
 
 
 def test_schedules_that_are_not_known():

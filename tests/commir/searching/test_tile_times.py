@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from commir import Mesh, Schedule, measure_overlap, measure_tile, programs
+from commir import Mesh, Plan, Schedule, measure_overlap, measure_tile, programs, search
+from commir.lowering.plan import CHANGED
 from commir.lowering.timeline import collective_seconds
 from commir.scheduling.placements import Placement, place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
+from commir.searching.search import all_plans
 from commir.searching.tile_times import LEAST_OVERLAP, tile_program
 
 PROGRAMS = [
@@ -166,3 +168,30 @@ def test_a_plan_on_a_mesh_with_other_speeds():
     assert slow.hash == plan.hash and slow.steps == plan.steps
     with pytest.raises(ValueError, match=r"the plan is for Mesh\(gpu=4\), not for Mesh\(gpu=8\)"):
         plan.on_mesh(Mesh(gpu=8))
+
+
+def test_a_plan_from_json_gets_the_speeds_of_the_mesh_that_was_searched():
+    """Also one that the search has split; a mesh with its parts as axes of their own is another."""
+    mesh = Mesh(gpu=8, speeds={"gpu": (1e-5, 1e9)})
+    plans = all_plans(programs.attention(1, 2, 2, 64, 8), mesh, 1e-9, 1e-6)
+    plan = next(plan for plan in plans if plan.mesh.names == ("gpu0", "gpu1"))
+    read = Plan.from_json(plan.to_json())
+    again = read.on_mesh(mesh).with_tile(1e-9, 1e-6)
+    assert again.seconds == plan.seconds > read.seconds and again.mesh == plan.mesh and again.reason == read.reason
+    sizes = {axis.name: axis.size for axis in plan.mesh.axes}
+    with pytest.raises(ValueError, match=r"for (Mesh\(gpu0=., gpu1=.\)), parts of Mesh\(gpu=8\), not for \1$"):
+        read.on_mesh(Mesh(**sizes))
+
+
+def test_a_plan_that_was_changed_is_not_the_one_that_was_chosen():
+    """Its prediction has no times of other tiles, and its reason is gone."""
+    mesh = Mesh(gpu=4, speeds={"gpu": (1e-5, 1e9)})
+    (plan,) = search(programs.attention(1, 4, 4, 64, 8), mesh, point_seconds=1e-6, top=1)
+    changed = plan.at(q=128, kv=128)
+    (larger,) = (each for each in all_plans(changed.program, mesh, 1e-6) if each.hash == changed.hash)
+    assert changed.tile_seconds == 0
+    assert changed.with_tile(1e-6, 0.0).seconds == pytest.approx(larger.seconds)
+    whole = plan.with_options(causal=False).with_tile(1e-6, 0.0)
+    assert whole.tile_seconds == pytest.approx(plan.tile_seconds * 2)
+    others = changed, whole, plan.on_mesh(Mesh(gpu=4)), plan.with_tile(0.0, 0.0)
+    assert "fastest" in plan.reason and {each.reason for each in others} == {CHANGED}
