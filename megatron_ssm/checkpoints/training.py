@@ -198,11 +198,11 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
     step: that of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
-    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged or belongs to another model; then the model
-    may be filled in part. Errors that the table of contents and the sizes of the files show are found before a tensor is
-    read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the disk for
-    some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact. ValueError on every rank if
-    they find different checkpoints, as in directories that they do not share.
+    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged, of another step or of another model; then
+    the model may be filled in part. Errors that the table of contents and the sizes of the files show are found before a
+    tensor is read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the
+    disk for some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact. ValueError on every
+    rank if they find different checkpoints, as in directories that they do not share.
 
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
     pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
@@ -214,6 +214,8 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         if not read_with_retries((Path(path) / "training.json").is_file, path):
             return open_shards(path, None), step
         training = read_training(Path(path))
+        if training.step != step:
+            raise DamagedCheckpoint(f"its training.json is of step {training.step}")
         steps = step if training.optimizer_steps is None else training.optimizer_steps
         return open_shards(path, training.metadata_crc32), steps
 

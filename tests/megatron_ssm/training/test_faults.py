@@ -656,6 +656,22 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, wor
     assert_as_undisturbed(engine, world, *flags)
 
 
+@pytest.mark.parametrize("world", (full(1), 2))
+def test_a_checkpoint_under_the_name_of_another_step(here, world):
+    """--resume auto treats it as damaged. The one before must be of a run with the same settings."""
+    assert train(world, "--exit-interval", "4") == [0] * world
+    copy = shutil.copytree("out/checkpoints/step-000004", "out/checkpoints/step-000005")
+    said = f"{copy} is damaged or of another model: its training.json is of step 4"
+    assert train(world, "--resume", "auto", "--seed", "77") == [2] * world
+    (line,) = lines("err", world)
+    other = "cannot resume from out/checkpoints/step-000004: it has seed=1234, this run 77"
+    assert said in line and line.endswith(other)
+    assert train(world, "--resume", "auto") == [0] * world
+    resumed = f"{said}; it is kept as {copy}.damaged; resuming out/checkpoints/step-000004 instead"
+    assert resumed in lines("out", world) and Path(f"{copy}.damaged").is_dir()
+    assert_as_undisturbed("torch", world)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_a_checkpoint_without_a_description_is_ignored_and_said(here, world):
