@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -455,6 +455,12 @@ def test_the_command_line_overrides_the_yaml_file_and_that_the_defaults(here):
     read = parse_options(["--config", "run.yaml", "--seq-length", "9", "--no-resume", "--data", "x", "y"])
     assert read == Options(data=("x", "y"), out="out", lr=3e-4, train_iters=7, bf16=True, resume="", seq_length=9,
                            valid_data_path=("a", "b"))  # fmt: skip
+
+
+def test_the_help_says_which_options_need_cuda():
+    """Not the whole engine megatron, which runs on CPUs, too."""
+    needing = [option.name for option in fields(Options) if "CUDA" in option.metadata["help"]]
+    assert needing == ["use_distributed_optimizer"]
 
 
 def refused(capsys, *arguments):
