@@ -261,10 +261,11 @@ def test_a_folder_that_cannot_be_written(here, capsys, name):
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 @pytest.mark.parametrize("name", [pytest.param("tensorboard", marks=pytest.mark.full), "profile"])
 def test_a_full_disk_under_what_is_watched(here, world, name):
-    """One line names the option, and TensorBoard's thread prints nothing."""
+    """One line names the option, and TensorBoard's thread prints nothing. An earlier trace stays, and no part of this."""
     pytest.importorskip("tensorboard")
 
     def fill(trainer):
+        Path("watched/steps-3-12.json").write_text("{}")
         fill_disk(folder="watched")
 
     arguments = [*TINY, f"--{name}", "watched", "--profile-step-start", "3", "--train-iters", "40"]
@@ -272,6 +273,8 @@ def test_a_full_disk_under_what_is_watched(here, world, name):
         assert run.wait(*range(world))[0] == [1] * world
         said = [line for line in lines("err", world) if not line.startswith(("USDT:", "ERROR:"))]  # of torch's profiler
         assert said == [f"pretrain.py: cannot write to --{name} watched: No space left on device"]
+        if name == "profile":
+            assert Path("watched/steps-3-12.json").read_text() == "{}" and len([*Path("watched").iterdir()]) == 2
 
 
 def test_an_evaluation_that_is_not_finite(here):
