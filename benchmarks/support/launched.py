@@ -183,10 +183,10 @@ def reserved_port():
 
 
 @contextmanager
-def small_disk(path, kilobytes):
-    """A disk of this size, at a new directory."""
+def small_disk(path, kilobytes, files=0):
+    """A disk of this size, at a new directory. files: how many files and folders it can hold, itself counted (0: any)."""
     Path(path).mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k,nr_inodes={files}", "tmpfs", path], check=True)
     try:
         yield Path(path)
     finally:

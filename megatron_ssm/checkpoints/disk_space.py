@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """How many bytes the files of all ranks need, and how many the disk had free before any of them was written.
+    """About how many bytes the files of all ranks need, and how many the disk had free before any of them was written.
 
     what: the name of what is written, for the error.
     """
@@ -39,24 +40,31 @@ class DiskSpace:
     @classmethod
     def of(cls, directory: Path, needed: int, what: str = "the checkpoint") -> "DiskSpace":
         """That of the disk with an existing directory, as this rank sees it. OSError if the files do not fit."""
-        space = cls(needed, shutil.disk_usage(directory).free, what)
-        if space.free < needed:
-            raise space._error(errno.ENOSPC)
-        return space
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            megabytes = math.ceil(needed / 1e5) / 10, math.floor(free / 1e5) / 10  # never two equal numbers
+            sizes = "{} needs about {:,.1f} MB, and {:,.1f} MB were free".format(what, *megabytes)
+            raise OSError(errno.ENOSPC, f"{_full(errno.ENOSPC)}: {sizes}")
+        return cls(needed, free, what)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """If the block raises an OSError because the disk is full, it says how much was needed and how much was free."""
+        """If the block raises an OSError because the disk is full, it gives possible causes.
+
+        The files seemed to fit, or `of` would have raised one.
+        """
         try:
             yield
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            raise self._error(error.errno) from None
+            sizes = f"{self.what} needs about {self.needed / 1e6:,.1f} MB and {self.free / 1e6:,.1f} MB were free"
+            causes = "others may have filled it, or its inodes or a quota are used up"
+            raise OSError(error.errno, f"{_full(error.errno)}, although {sizes}: {causes}") from None
 
-    def _error(self, number: int) -> OSError:
-        sizes = f"{self.what} needs {self.needed / 1e6:,.1f} MB, and {self.free / 1e6:,.1f} MB were free"
-        return OSError(number, f"the disk is full ({os.strerror(number)}): {sizes}")
+
+def _full(number: int) -> str:
+    return f"the disk is full ({os.strerror(number)})"
 
 
 def sync_directory(directory: Path) -> None:

@@ -45,7 +45,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class PendingFile:
-    """This rank's file, which is to be written. nbytes: of the residuals in it."""
+    """This rank's file, which is to be written."""
 
     groups: Groups
     state: dict[str, Any]
@@ -66,8 +66,8 @@ class PendingFile:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the residuals."""
-        return sum(residual.nbytes for residual in self.state["residuals"].values())
+        """About how many bytes the file has: those of the residuals, and what torch.save adds to each."""
+        return sum(residual.nbytes + 500 for residual in self.state["residuals"].values())
 
     def write(self, directory: Path) -> None:
         """Write it into a directory; OSError if that fails."""

@@ -41,6 +41,8 @@ from .shards import ShardReader, ShardWriter, new_file, open_shards
 
 log = logging.getLogger("megatron_ssm")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PIECE_BYTES = 2000  # what torch.save adds to a tensor (1.6 kB), and what `.metadata` says about it (0.3 kB)
+FILE_BYTES = 4096  # a file takes whole blocks of the disk
 # The name of an entry, this rank's tensor, and what makes the entry of such a tensor -> the entry that is written.
 Stage = Callable[[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 
@@ -134,11 +136,17 @@ class Snapshot:
                 lock.release()
 
     def _needed(self, group: ProcessGroup | None) -> int:
-        """The bytes of all ranks' files. What several ranks hold, one of them writes. Gathers every rank's sizes."""
-        entries = {name: tensor.numel() * tensor.element_size() for name, tensor in self.state.items()}  # of the whole
-        sizes = all_gather_pickled((entries, self.pending.nbytes if self.pending else 0), group)
-        together = {name: size for entries, _ in sizes for name, size in entries.items()}
-        return sum(together.values()) + sum(pending for _, pending in sizes)
+        """About how many bytes all ranks' files take on the disk, or a few more. Gathers every rank's sizes.
+
+        What several ranks hold, one of them writes.
+        """
+        mine = {(name, _part(t)): t.numel() * t.element_size() for name, t in self.state.items()}  # of the whole entry
+        gathered = all_gather_pickled((mine, self.pending.nbytes + FILE_BYTES if self.pending else 0), group)
+        pieces = {piece: size for sizes, _ in gathered for piece, size in sizes.items()}
+        entries = {name: size for (name, _), size in pieces.items()}
+        files = len(gathered) + 2  # `.metadata` and `training.json`
+        added = len(pieces) * PIECE_BYTES + files * FILE_BYTES
+        return sum(entries.values()) + added + sum(pending for _, pending in gathered)
 
     def _write_shards(self, folder: Path, needed: int, failure: str, group: ProcessGroup | None) -> DiskSpace:
         """Write the files of all ranks into the folder; returns the space that the disk had."""
@@ -198,11 +206,11 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
 
     step: that of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
-    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged or belongs to another model; then the model
-    may be filled in part. Errors that the table of contents and the sizes of the files show are found before a tensor is
-    read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the disk for
-    some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact. ValueError on every rank if
-    they find different checkpoints, as in directories that they do not share.
+    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged, of another step or of another model; then
+    the model may be filled in part. Errors that the table of contents and the sizes of the files show are found before a
+    tensor is read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the
+    disk for some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact. ValueError on every
+    rank if they find different checkpoints, as in directories that they do not share.
 
     Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
     pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
@@ -214,6 +222,8 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         if not read_with_retries((Path(path) / "training.json").is_file, path):
             return open_shards(path, None), step
         training = read_training(Path(path))
+        if training.step != step:
+            raise DamagedCheckpoint(f"its training.json is of step {training.step}")
         steps = step if training.optimizer_steps is None else training.optimizer_steps
         return open_shards(path, training.metadata_crc32), steps
 
@@ -278,6 +288,13 @@ def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
             state = {} if grouped else {"step": torch.tensor(float(step), device=parameter.device, dtype=torch.float32)}
             state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
             optimizer.state[parameter] = state
+
+
+def _part(tensor: torch.Tensor) -> int:
+    """Which part of an entry this rank holds, in the order of the ranks; 0 if it holds all of it."""
+    if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard():
+        return 0
+    return (tensor.device_mesh.get_coordinate() or [0])[0]
 
 
 def _as_it_is(name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

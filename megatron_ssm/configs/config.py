@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .adapters import adapters_in
-from .hf_fields import ACTIVATIONS, FAMILIES, IGNORED_FIELDS, MAX_LAYERS, MAX_SIZE, SUPPORTED_VALUES, FieldReader
+from .hf_fields import ACTIVATIONS, FAMILIES, MAX_LAYERS, MAX_SIZE, FieldReader, supported_values, unknown_fields
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ class Config:
         ValueError if a field has a wrong type, a value that is not supported, or one that contradicts other fields.
         """
         family = _supported_family(raw)
-        supported = SUPPORTED_VALUES | ({} if family.startswith("zamba") else {"hidden_act": ("silu", "swish")})
-        for name, allowed in supported.items():
+        for name, allowed in supported_values(family).items():
             if name in raw and raw[name] not in allowed:
                 raise ValueError(f"{family} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
         fields = FieldReader(family, raw)
@@ -107,7 +106,7 @@ class Config:
             hybrid_layers=hybrid,
             shared=_shared_block(fields) if hybrid else None,
             raw=dict(raw),
-            unknown=tuple(sorted(set(raw) - fields.known - set(supported) - IGNORED_FIELDS)),
+            unknown=unknown_fields(family, raw),
             **(_mamba2_fields if family.endswith("2") else _mamba_fields)(fields),
         )
 

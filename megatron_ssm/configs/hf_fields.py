@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 # By family: Hugging Face's name of each field for which it differs from ours.
@@ -164,3 +165,14 @@ class FieldReader:
 
     def _error(self, name, problem) -> ValueError:
         return ValueError(f"config.json: {self.hf_name(name)}={self[name]!r} {problem}")
+
+
+def supported_values(family: str) -> dict[str, tuple]:
+    """Fields of the family's config.json that change what the model computes, and the values that are implemented."""
+    return SUPPORTED_VALUES | ({} if family.startswith("zamba") else {"hidden_act": ("silu", "swish")})
+
+
+def unknown_fields(family: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names, sorted, that are no field of the family's config.json that is known."""
+    known = FieldReader(family, {}).known | supported_values(family).keys() | IGNORED_FIELDS
+    return tuple(sorted(set(names) - known))

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.hf_fields import FieldReader
+from megatron_ssm.configs.hf_fields import FAMILIES, FieldReader, unknown_fields
 from megatron_ssm.layers.shared_attention import ACTIVATIONS
+from sparsefusion.foundation.command_line import did_you_mean
 
 HYBRID = "*"  # the symbol of a hybrid layer in Megatron's layer pattern; every other layer has the symbol MAMBA
 MAMBA = "M"
@@ -17,14 +18,25 @@ _OPTIONS = """expand intermediate_size conv_kernel use_conv_bias use_bias mixer_
     use_mem_rope rope_parameters rope_scaling rope_theta""".split()
 
 
+def check_given(family: str, given: Iterable[str]) -> None:
+    """ValueError for an unknown family, or for a name that is no field of its config.json; it suggests a similar one."""
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}{did_you_mean(family, FAMILIES)}")
+    for name in unknown_fields(family, given):
+        similar = did_you_mean(name, sorted(FieldReader(family, {}).known))
+        raise ValueError(f"{name} of the layer spec is no field of {family}'s config.json{similar}")
+
+
 def config_of_layers(
     config: Any, family: str, given: Mapping[str, Any], pattern: Iterable[str] = (MAMBA,), **more: Any
 ) -> Config:
     """The `Config` of `family` with the sizes of a TransformerConfig and the layers of a pattern (symbols M and *).
 
     given: fields of Hugging Face's config.json that a TransformerConfig does not have (chunk sizes, adapters, ...). more:
-    further fields. ValueError if a size is not supported, or if `given` contradicts the TransformerConfig.
+    further fields. ValueError if a size is not supported, or if `given` has an unknown field or contradicts the
+    TransformerConfig.
     """
+    check_given(family, given)
     fields = _fields_of(config, family, given) | more
     kinds = ["hybrid" if symbol == HYBRID else "linear_attention" for symbol in pattern]
     fields |= {"model_type": family, "num_hidden_layers": len(kinds)}
@@ -91,7 +103,8 @@ def _shared_block(config: Any) -> dict[str, Any]:
 def spec_options(config: Config) -> dict[str, Any]:
     """The fields of a config.json that `config_of_layers` needs beside the TransformerConfig of `transformer_options`."""
     name = FieldReader(config.family, {}).hf_name
-    return {name(option): config.raw[name(option)] for option in _OPTIONS if name(option) in config.raw}
+    known = config.raw.keys() - config.unknown
+    return {name(option): config.raw[name(option)] for option in _OPTIONS if name(option) in known}
 
 
 def layer_pattern(config: Config) -> str:

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from attention2d import CoreAttention
 
+from .megatron_fields import check_given
 from .megatron_layers import FUSED_NORMS, HybridLayer, Mamba1, Mamba2, Norm, Refused, Stack
 
 FUSED = {ours: theirs for theirs, ours in FUSED_NORMS.items()}
@@ -53,11 +54,12 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
 
     The sizes are those of Megatron's TransformerConfig. given: fields of the family's config.json in Hugging Face's format
     that a TransformerConfig does not have, such as conv_kernel, num_mem_blocks, adapter_rank or use_mem_rope. ValueError if
-    one of them contradicts the TransformerConfig.
+    one of them is unknown, or, when the model is built, contradicts the TransformerConfig.
 
     Nothing that the spec builds needs CUDA or Transformer Engine. In distributed checkpoints the tensors of
     stack_spec("mamba2") have the keys and the division of those of Megatron's own mamba_stack_spec.
     """
+    check_given(family, given)
     mixer = ModuleSpec(module=Mamba2 if family.endswith("2") else Mamba1, params=dict(family=family, given=given))
     hybrid = family.startswith("zamba")
     layer = MambaLayerSubmodules(Norm, mixer, get_bias_dropout_add, sharded_state_dict_keys_map=FUSED)

@@ -81,8 +81,8 @@ class Options:
     )
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
     recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
-    engine: str = _option("torch", "what averages gradients; megatron needs CUDA", choices=ENGINES)
-    use_distributed_optimizer: bool = _option(False, "divide the optimizer's state over the replicas (megatron)")
+    engine: str = _option("torch", "what averages gradients", choices=ENGINES)
+    use_distributed_optimizer: bool = _option(False, "divide the optimizer's state over the replicas (megatron, CUDA)")
     deepspeed_config: str = _option("", 'DeepSpeed\'s JSON file; values that are "auto" come from these options')
     memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
@@ -293,22 +293,20 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
                 raise ValueError(f"{flag(option.name)} is required")
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return Options(**values)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))  # exits
         raise
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
-    """The options in a YAML file, converted to their types; ValueError if one is unknown or has a wrong type."""
+    """The options in a YAML file, converted to their types; ValueError if it cannot be read, or if one of them is wrong."""
     import yaml
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: bytes that are not UTF-8, or an impossible date
+    except OSError as error:
+        raise ValueError(f"cannot read --config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or an impossible date
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no options")
@@ -332,7 +330,7 @@ def _of_type(value: Any, option: Field, where: str) -> Any:
     value = _converted(value, kind, where)
     choices = option.metadata.get("choices")
     if choices and value not in choices:
-        raise ValueError(f"{where}: {value!r} is not one of {', '.join(choices)}")
+        raise ValueError(f"{where}: {value!r} is not one of {', '.join(filter(None, choices))}")
     return value
 
 

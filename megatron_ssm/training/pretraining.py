@@ -39,7 +39,7 @@ from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
 from .progress import Progress, is_due
-from .saving import Saver, only_run, resume, resumes_deepspeed
+from .saving import Saver, claim, only_run, resume, resumes_deepspeed
 from .trainer import Trainer
 
 
@@ -93,6 +93,8 @@ def _run(
         if options.profile and (last := options.profile_step_end) <= inputs.start:
             passed = f"--profile-step-end {last} is not after step {inputs.start}, from which the run continues"
             progress.print_line(f"--profile writes no trace: {passed}")
+        progress.open_trackers(inputs.start)  # they may fail; then the checkpoints of an earlier run stay
+        claim(inputs.out / "checkpoints", continues=inputs.checkpoint is not None and not resumes_deepspeed(options))
         progress.begin(inputs.start, utilization(options, model, groups.ranks))
         step = _train(trainer, inputs, progress, interruption, busy)
         try:
@@ -131,7 +133,7 @@ def make_trainer(
 
 
 def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
-    """Load the checkpoint, and rename the folder of an earlier run's checkpoints unless this run goes on with them.
+    """Load the checkpoint.
 
     Returns the inputs with the checkpoint that was loaded, which is an earlier one if the newest is damaged.
     """

@@ -68,9 +68,19 @@ class Profiler:
             with self._busy(TIMEOUT.total_seconds()):  # the others wait no longer
                 self._profile.stop()
                 self._folder.mkdir(parents=True, exist_ok=True)
-                path = self._folder / f"steps-{self._first}-{self._recorded}.json"
-                path.touch()  # an OSError, where the profiler would only warn
-                self._profile.export_chrome_trace(str(path))
-                if not path.read_bytes().rstrip().endswith(b"}"):  # the profiler does not say so
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                _export(self._profile, self._folder / f"steps-{self._first}-{self._recorded}.json")
             self._profile = None
+
+
+def _export(profile: torch.profiler.profile, path: Path) -> None:
+    """Write the trace to a file. OSError if the disk is full; then nothing of it remains, and an earlier file stays."""
+    hidden = path.with_name(f".{path.name}")
+    try:
+        hidden.touch()  # an OSError, where the profiler would only warn
+        profile.export_chrome_trace(str(hidden))
+        if not hidden.read_bytes().rstrip().endswith(b"}"):  # the profiler does not say so
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        hidden.replace(path)
+    finally:
+        hidden.unlink(missing_ok=True)
+        hidden.with_name(f"{hidden.name}.tmp").unlink(missing_ok=True)  # the profiler writes to it, and renames it

@@ -37,6 +37,13 @@ class Progress:
         self._trackers: Trackers | None = None
         self._bar = tqdm(disable=True)
 
+    def open_trackers(self, start: int) -> None:
+        """Let TensorBoard and Weights & Biases begin after step `start`; Failure on every rank if one of them cannot."""
+        options = self.options
+        if (options.tensorboard or options.wandb) and self._is_first_rank:
+            self._trackers = Trackers(options, self.print_line)
+        self._run_trackers(lambda trackers: trackers.begin(start))
+
     def begin(self, start: int, utilization: float = 0.0) -> None:
         """Training begins after step `start`, 0 for a new run: open the log, and measure time from here on.
 
@@ -49,9 +56,6 @@ class Progress:
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
         if options.log:
             self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
-        if (options.tensorboard or options.wandb) and self._is_first_rank:
-            self._trackers = Trackers(options, self.print_line)
-        self._run_trackers(lambda trackers: trackers.begin(start))
 
     @property
     def _log_error(self) -> str:

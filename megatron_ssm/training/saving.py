@@ -205,9 +205,9 @@ def resume(
 ) -> tuple[Path, int] | None:
     """Load a checkpoint of a directory, and with --resume auto the newest earlier one if it is damaged; returns it.
 
-    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run; then, and if DeepSpeed wrote
-    it, the directory is renamed if it holds checkpoints of an earlier run. report: prints lines on rank 0 about what is not
-    loaded. ValueError on every rank if none is left. Failure on every rank if one of them cannot read the disk.
+    The damaged one is renamed, so that no later run takes it. checkpoint: None for a new run. report: prints lines on rank 0
+    about what is not loaded. ValueError on every rank if none is left. Failure on every rank if one of them cannot read the
+    disk.
     """
 
     def report_incomplete() -> None:
@@ -217,8 +217,6 @@ def resume(
     if trainer.options.resume:
         run_on_rank_0(report_incomplete, f"cannot read {directory}")
     if checkpoint is None:
-        set_aside(directory)
-        mark_begun(directory)
         return None
     falls_back = trainer.options.resume == "auto"
     while (error := _load(trainer, *checkpoint)) is not None:
@@ -228,10 +226,17 @@ def resume(
         find_earlier = functools.partial(newest_to_load, directory, requirements, falls_back, step)
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
-    if resumes_deepspeed(trainer.options):
+    return checkpoint
+
+
+def claim(directory: Path, continues: bool) -> None:
+    """Make a directory that of this run's checkpoints, before its first step. Failure on every rank if that cannot be done.
+
+    continues: whether the checkpoints in it are of this run; if not, the directory is renamed.
+    """
+    if not continues:
         set_aside(directory)
     mark_begun(directory)
-    return checkpoint
 
 
 def _load(trainer: Trainer, path: Path, step: int) -> DamagedCheckpoint | None:

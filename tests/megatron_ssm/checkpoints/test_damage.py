@@ -26,7 +26,8 @@ from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 
 RUN_SETTINGS = {"vocab_size": tiny.VOCAB}
-FULL = r"the disk is full \(No space left on device\): the checkpoint needs (\d\.\d) MB, and (\d\.\d) MB were free"
+SIZES = r"the checkpoint needs about (\d\.\d) MB, and (\d\.\d) MB were free"
+FULL = rf"the disk is full \(No space left on device\): {SIZES}"
 
 
 def options(**changes):
@@ -216,7 +217,7 @@ def test_a_lack_of_memory_is_no_damage(ranks, tmp_path, monkeypatch, world, meth
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 3)])
 def test_a_full_disk(ranks, tmp_path, tp, dp):
     """Every rank says so in the same line; the checkpoints before it stay, and nothing else."""
-    with small_disk(tmp_path / "disk", 1000) as disk:
+    with small_disk(tmp_path / "disk", 1500) as disk:
 
         def run(rank):
             trainer, step = trained(tp, hidden_size=64, global_batch_size=2 * dp), 0
@@ -232,8 +233,40 @@ def test_a_full_disk(ranks, tmp_path, tp, dp):
         assert numbers, line
         needed, free = float(numbers[1]), float(numbers[2])
         assert free == pytest.approx(shutil.disk_usage(disk).free / 1e6, abs=0.1) and free < 1.0
-        assert needed == pytest.approx(3 * 8 * elements / 1e6, abs=0.1)
+        files = sum(file.stat().st_size for file in (disk / "step-000001").iterdir())
+        assert needed == pytest.approx(files / 1e6, abs=0.2) and 3 * 8 * elements < files
         assert sorted(os.listdir(disk)) == [f"step-{done:06d}" for done in range(1, step)]
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 3)])
+def test_what_is_written_around_the_tensors_needs_room_too(ranks, tmp_path, tp, dp):
+    """The disk has room for the tensors, and lacks a little for the files."""
+
+    def write(rank, directory):
+        return attempt(save, trained(tp, hidden_size=32, global_batch_size=2 * dp), directory)
+
+    ranks(write, tp * dp, tmp_path)
+    files = sum(file.stat().st_size for file in (tmp_path / "step-000001").iterdir())
+    with small_disk(tmp_path / "disk", files // 1024 - 8) as disk:
+        answers = ranks(write, tp * dp, disk)
+        assert os.listdir(disk) == []
+    numbers = re.fullmatch(rf"cannot write {disk}/step-000001: {FULL}", answers[0][1])
+    assert numbers and answers == [("Failure", numbers[0])] * tp * dp, answers
+    assert float(numbers[2]) < float(numbers[1]) <= files / 1e6 + 0.2
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_disk_without_inodes(ranks, tmp_path, world):
+    """It has more room than the checkpoint needs, so the line does not give that as the reason."""
+    with small_disk(tmp_path / "disk", 20_000, files=3) as disk:
+        answers = ranks(lambda rank: attempt(save, trained(1, global_batch_size=2 * world), disk), world)
+        assert os.listdir(disk) == []
+    sizes = r"although the checkpoint needs about 0\.\d MB and 20\.\d MB were free"
+    causes = "others may have filled it, or its inodes or a quota are used up"
+    line = rf"cannot write {disk}/step-000001: the disk is full \(No space left on device\), {sizes}: {causes}"
+    assert re.fullmatch(line, answers[0][1]) and set(answers) == {answers[0]}, answers
 
 
 @pytest.mark.full
@@ -242,7 +275,7 @@ def test_a_full_disk(ranks, tmp_path, tp, dp):
 def test_gradients_that_are_not_sent_need_room_too(ranks, tmp_path, tp, dp):
     """One file for each rank. The disk has room for the rest of the checkpoint, and for the file of one rank."""
     sparse = dict(hidden_size=128, global_batch_size=2 * dp, gradient_mode="layerwise", gradient_density=0.05)
-    with small_disk(tmp_path / "disk", 3800) as disk:
+    with small_disk(tmp_path / "disk", 3900) as disk:
 
         def run(rank):
             trainer = trained(tp, step=7, **sparse)

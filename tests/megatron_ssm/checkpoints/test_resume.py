@@ -487,6 +487,14 @@ def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
 
 
 @pytest.mark.parametrize("tp", (1, 2))
+def test_a_checkpoint_of_another_step_is_refused_by_every_rank(ranks, tmp_path, tp):
+    """For instance a copy under the name of another step."""
+    ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 1, tmp_path), tp)
+    for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000001"]), tp):
+        assert [line.partition(": ")[2] for line in lines] == ["its training.json is of step 1"]
+
+
+@pytest.mark.parametrize("tp", (1, 2))
 def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, tp, monkeypatch):
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 2)

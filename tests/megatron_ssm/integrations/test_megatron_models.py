@@ -13,10 +13,13 @@ from gradients import assert_near, shifted, transformers_loss, whole
 import megatron_ssm
 from attention2d import CoreAttention
 from cases import Oracle
+from directories import edit_config
+from hf import save_hf
 from megatron_cpu import CPU, gradients_of, hybrid_model, join
 from megatron_ssm.integrations import megatron_weights
+from megatron_ssm.integrations.megatron_fields import config_of_layers, spec_options
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model
-from megatron_ssm.integrations.specs import gpt_layer_spec, mamba_stack_spec, with_core_attention
+from megatron_ssm.integrations.specs import gpt_layer_spec, mamba_stack_spec, stack_spec, with_core_attention
 
 EXACT = 5e-11
 CASES = {
@@ -291,3 +294,32 @@ def test_the_example_in_the_guide(ranks, tp, capfd):
     program = re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[1]
     ranks(lambda rank: exec(program.replace("=2", f"={tp}"), {}), tp)
     assert 5 < float(capfd.readouterr().out) < 6
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "family, name, line",
+    [
+        ("zamba2", "num_mem_block", "is no field of zamba2's config.json (did you mean num_mem_blocks?)"),
+        ("zamba2", "adaptor_rank", "is no field of zamba2's config.json (did you mean adapter_rank?)"),
+        ("mamba2", "num_mem_blocks", "is no field of mamba2's config.json"),
+        ("mambo2", "expand", "unknown family 'mambo2' (did you mean mamba2?)"),
+    ],
+)
+def test_misspelled_arguments_of_a_spec(family, name, line):
+    """Also where the parameters of a ModuleSpec are written by hand."""
+    for build in (stack_spec, lambda family, **given: config_of_layers(None, family, given)):
+        with pytest.raises(ValueError, match=re.escape(line) + r"( \(did you mean .*\))?$"):
+            build(family, **{name: 8})
+
+
+def test_unknown_fields_of_a_file_are_ignored(tmp_path):
+    """`Config.unknown` names them."""
+    save_hf(tmp_path, "mamba2", num_hidden_layers=1)
+    edit_config(tmp_path, num_mem_blocks=3, conv_kernel=4)
+    config = megatron_ssm.Config.read(tmp_path)
+    options = spec_options(config)
+    assert config.unknown == ("num_mem_blocks",)
+    assert "conv_kernel" in options and "num_mem_blocks" not in options and stack_spec("mamba2", **options)

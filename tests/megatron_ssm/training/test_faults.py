@@ -498,8 +498,8 @@ def test_a_full_disk_ends_a_run(flags_of, engine, world, fault, more):
         *_, last = find_checkpoints("out/checkpoints")
         step = step_of(last) + 1
         assert step == 4 if fault else 1 < step < 6
-        sizes = r"the checkpoint needs (\d+\.\d) MB, and (\d+\.\d) MB were free"
-        cause = rf"the disk is full \(No space left on device\): {sizes}"
+        sizes = r"the checkpoint needs about (\d+\.\d) MB,? and (\d+\.\d) MB were free"
+        cause = rf"the disk is full \(No space left on device\){f', although {sizes}: others .*' if fault else f': {sizes}'}"
         numbers = re.fullmatch(rf"pretrain\.py: cannot write out/checkpoints/step-{step:06d}: {cause}", line)
         assert numbers, line
         needed, free = float(numbers[1]), float(numbers[2])
@@ -554,7 +554,7 @@ def test_a_full_disk_when_the_model_is_written(flags_of, monkeypatch, engine, me
         (line,) = lines("err", 2)
         found = re.fullmatch(rf"pretrain\.py: cannot save to out: (.*); {COMPLETE}", line)
         assert found, line
-        sizes = r"the disk is full \(No space left on device\): the model needs (\S+) MB, and (\S+) MB were free"
+        sizes = r"the disk is full \(No space left on device\): the model needs about (\S+) MB, and (\S+) MB were free"
         numbers = re.fullmatch(sizes, found[1])
         assert "No space left on device" in found[1] if meanwhile else float(numbers[1]) > float(numbers[2])
         assert [path.name for path in Path("out").iterdir() if path.name != "filler"] == ["checkpoints"]
@@ -596,8 +596,9 @@ def test_a_full_disk_when_deepspeeds_checkpoint_is_written(flags_of, monkeypatch
         Path("out/deepspeed/latest").write_text("before")
         assert train(world, *more) == [1] * world
         (line,) = lines("err", world)
-        sizes = r"the checkpoint needs (\S+) MB, and (\S+) MB were free"
-        cause = rf"cannot write out/deepspeed: the disk is full \(No space left on device\): {sizes}"
+        sizes = r"the checkpoint needs about (\S+) MB,? and (\S+) MB were free"
+        sizes = f", although {sizes}: others .*" if meanwhile else f": {sizes}"
+        cause = rf"cannot write out/deepspeed: the disk is full \(No space left on device\){sizes}"
         numbers = re.fullmatch(rf"pretrain\.py: {cause}; {COMPLETE}", line)
         assert numbers, line
         assert float(numbers[1]) == pytest.approx(own / 1e6, rel=0.1)
@@ -654,6 +655,22 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, wor
     assert re.search(r"__\d_0\.distcp, bytes \d+ to \d+, has the CRC-32 \w{8}, not \w{8}; ", said[4])
     assert checkpoints() == [f"step-{step:06d}" for step in range(1, 8)]
     assert_as_undisturbed(engine, world, *flags)
+
+
+@pytest.mark.parametrize("world", (full(1), 2))
+def test_a_checkpoint_under_the_name_of_another_step(here, world):
+    """--resume auto treats it as damaged. The one before must be of a run with the same settings."""
+    assert train(world, "--exit-interval", "4") == [0] * world
+    copy = shutil.copytree("out/checkpoints/step-000004", "out/checkpoints/step-000005")
+    said = f"{copy} is damaged or of another model: its training.json is of step 4"
+    assert train(world, "--resume", "auto", "--seed", "77") == [2] * world
+    (line,) = lines("err", world)
+    other = "cannot resume from out/checkpoints/step-000004: it has seed=1234, this run 77"
+    assert said in line and line.endswith(other)
+    assert train(world, "--resume", "auto") == [0] * world
+    resumed = f"{said}; it is kept as {copy}.damaged; resuming out/checkpoints/step-000004 instead"
+    assert resumed in lines("out", world) and Path(f"{copy}.damaged").is_dir()
+    assert_as_undisturbed("torch", world)
 
 
 @pytest.mark.full

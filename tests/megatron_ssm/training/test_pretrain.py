@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -333,8 +333,9 @@ def test_a_full_disk_ends_with_1_and_one_line(here, capsys, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", refuse)
     assert run("pretrain.py", lambda: pretrain(options())) == 1
-    line = r"cannot write out/checkpoints/step-000004: the disk is full \(No space left on device\): .* MB were free"
-    assert re.fullmatch(f"pretrain.py: {line}\n", capsys.readouterr().err)
+    cause = r"the disk is full \(No space left on device\), although the checkpoint needs .* MB were free: others .*"
+    line = f"pretrain.py: cannot write out/checkpoints/step-000004: {cause}\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_old_checkpoints_that_cannot_be_set_aside(here, capsys):
@@ -457,6 +458,12 @@ def test_the_command_line_overrides_the_yaml_file_and_that_the_defaults(here):
                            valid_data_path=("a", "b"))  # fmt: skip
 
 
+def test_the_help_says_which_options_need_cuda():
+    """Not the whole engine megatron, which runs on CPUs, too."""
+    needing = [option.name for option in fields(Options) if "CUDA" in option.metadata["help"]]
+    assert needing == ["use_distributed_optimizer"]
+
+
 def refused(capsys, *arguments):
     """The one line on stderr of a command that ends with 2."""
     try:
@@ -508,7 +515,8 @@ def refused(capsys, *arguments):
               ("zamba2", 1, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
           )],
         ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
-        ("--config none.yaml", "[Errno 2] No such file or directory: 'none.yaml'"),
+        ("--config none.yaml", "cannot read --config none.yaml: No such file or directory"),
+        ("--config text", "cannot read --config text: Is a directory"),
     ],
 )  # fmt: skip
 def test_wrong_flags(here, capsys, line, message):
@@ -528,6 +536,7 @@ def test_wrong_flags(here, capsys, line, message):
         ("log:", "run.yaml: log: None is not text"),
         ("data: [a, [b]]", "run.yaml: data: ['b'] is not text"),
         ("model_type: gpt", "run.yaml: model_type: 'gpt' is not one of mamba, falcon_mamba, mamba2, zamba, zamba2"),
+        ("device: gpu", "run.yaml: device: 'gpu' is not one of cpu, cuda"),
         ("[1, 2]", "run.yaml holds no options"),
         ("a: b: c", "run.yaml is not YAML: mapping values are not allowed here"),
         ("seed: 2024-99-99", "run.yaml is not YAML: month must be in 1..12"),

@@ -215,6 +215,23 @@ def test_weights_and_biases_gets_steps_that_are_repeated(here, monkeypatch):
     assert watched.axes == [("*", "step")] * 2
 
 
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
+def test_a_run_that_cannot_begin_keeps_what_earlier_runs_have_written(here, monkeypatch, world):
+    """Their checkpoints, those that were set aside, and the log. One line names the variable that is wrong."""
+    pytest.importorskip("wandb")
+    for steps in ("1", "2"):
+        pretrain(tiny_options("--train-iters", steps))
+    monkeypatch.setenv("WANDB_MODE", "wrong")
+    log = Path("log.jsonl").read_text()
+    with launched(world, [*TINY, "--wandb", "tests"]) as run:
+        assert run.wait(*range(world), timeout=60)[0] == [1] * world
+    (line,) = lines("err", world)
+    said = "pretrain.py: cannot write to --wandb: Weights & Biases: WANDB_MODE='wrong': Input should be 'online', "
+    assert line.startswith(said)
+    names = [path.name for folder in ("checkpoints", "checkpoints.old") for path in find_checkpoints(f"out/{folder}")]
+    assert names == ["step-000002", "step-000001"] and Path("log.jsonl").read_text() == log
+
+
 def test_no_peak_no_utilization(here, capsys):
     pretrain(tiny_options())
     assert "MFU" not in capsys.readouterr().out and "mfu" not in Path("log.jsonl").read_text()
@@ -247,10 +264,11 @@ def test_a_folder_that_cannot_be_written(here, capsys, name):
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 @pytest.mark.parametrize("name", [pytest.param("tensorboard", marks=pytest.mark.full), "profile"])
 def test_a_full_disk_under_what_is_watched(here, world, name):
-    """One line names the option, and TensorBoard's thread prints nothing."""
+    """One line names the option, and TensorBoard's thread prints nothing. An earlier trace stays, and no part of this."""
     pytest.importorskip("tensorboard")
 
     def fill(trainer):
+        Path("watched/steps-3-12.json").write_text("{}")
         fill_disk(folder="watched")
 
     arguments = [*TINY, f"--{name}", "watched", "--profile-step-start", "3", "--train-iters", "40"]
@@ -258,6 +276,8 @@ def test_a_full_disk_under_what_is_watched(here, world, name):
         assert run.wait(*range(world))[0] == [1] * world
         said = [line for line in lines("err", world) if not line.startswith(("USDT:", "ERROR:"))]  # of torch's profiler
         assert said == [f"pretrain.py: cannot write to --{name} watched: No space left on device"]
+        if name == "profile":
+            assert Path("watched/steps-3-12.json").read_text() == "{}" and len([*Path("watched").iterdir()]) == 2
 
 
 def test_an_evaluation_that_is_not_finite(here):
