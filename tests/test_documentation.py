@@ -5,9 +5,9 @@ import importlib.util
 import math
 import pkgutil
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from chosen import by_default
 
 from benchmarks.support import tables as published
 from megatron_ssm.training.options import parse_options
+from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")
@@ -201,18 +202,14 @@ def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch)
     assert {page: page.read_text() for page in pages} == texts
 
 
-IMPORT_ALL = """
-import os, runpy, sys, torch
-sys.modules |= {"gguf": None, "llama_cpp": None}  # of the extra `peers`: absent where the tests are installed
-path = list(sys.path)
-for script in sys.argv[1:]:
-    sys.path[:] = [os.path.dirname(script), *path]
-    runpy.run_path(script, run_name="imported")
-"""
-
-
 def test_benchmarks_and_examples_import():
     """Every name that they import exists. Run under another name than __main__, they only import and define."""
-    scripts = [*BENCHMARKS, *sorted((ROOT / "examples").glob("*.py"))]
-    command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *map(str, scripts)]
-    subprocess.run(command, cwd=ROOT, check=True)
+
+    def import_all(rank):
+        sys.modules |= {"gguf": None, "llama_cpp": None}  # of the extra `peers`: absent where the tests are installed
+        path = list(sys.path)
+        for script in [*BENCHMARKS, *sorted((ROOT / "examples").glob("*.py"))]:
+            sys.path[:] = [str(script.parent), str(ROOT), *path]
+            runpy.run_path(str(script), run_name="imported")
+
+    run_ranks(import_all, 1)  # in a fork, which has what the tests import

@@ -56,9 +56,15 @@ def at(path, node):
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
+@cache
+def all_nodes(path):
+    """Every node of a file."""
+    return list(ast.walk(tree(path)))
+
+
 def nodes(paths, *kinds):
     """(path, node) of every node of these kinds."""
-    return [(path, node) for path in paths for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+    return [(path, node) for path in paths for node in all_nodes(path) if isinstance(node, kinds)]
 
 
 def imported_packages(node):

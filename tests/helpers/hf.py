@@ -1,16 +1,20 @@
-"""The oracle: small transformers models with new random weights.
+"""The oracle: small transformers models with new random weights. Also reads and changes checkpoints in directories.
 
 transformers initializes the weights of norms and D with ones, so that a wrong split of them would change nothing, and with
 its initial weights the rounding errors of deep models grow from layer to layer. Here all weights are random, and the
 projections are scaled so that logits stay between 1 and 10.
 """
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, FalconMambaConfig, Mamba2Config, MambaConfig, Zamba2Config, ZambaConfig
 
+INDEX = "model.safetensors.index.json"
 SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61)
 LAYERS = ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"]
 HYBRID = dict(
@@ -85,3 +89,50 @@ def save_hf(directory, family, **changes):
     model = hf_model(family, **changes)
     model.save_pretrained(directory)
     return model
+
+
+# Directories
+
+
+def tensors_in(directory):
+    """{name: tensor} of all the safetensors files of a directory."""
+    tensors = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def assert_same_bytes(ours, theirs):
+    """Assert that two dictionaries of tensors have the same names, dtypes, shapes and bits."""
+    __tracebackhide__ = True
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def rewritten(change):
+    """A function(directory) that applies `change` to the {name: tensor} of the one safetensors file there."""
+
+    def corrupt(directory):
+        tensors = tensors_in(directory)
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return corrupt
+
+
+def in_two_files(directory):
+    """Split a one-file directory into two files and an index."""
+    tensors = tensors_in(directory)
+    (directory / "model.safetensors").unlink()
+    weight_map = {name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, directory / file)
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def edit_config(directory, **changes):
+    """Change fields of config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -93,7 +93,7 @@ def stored_by_outputs(ranks):
 
 
 @pytest.mark.parametrize("make", [stored_by_outputs, lambda ranks: programs.attention(2, ranks, ranks, 64, 8)])
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_more_chunks_hold_no_more(count, make):
     """Which a search within memory relies on."""
     program, mesh = make(count), Mesh(g=count)

@@ -557,15 +557,11 @@ def command_of(files):
     return ["advise", "--model", str(files / "config.json"), "--fabric", str(files / "fabric.json")]
 
 
-def advise(files, *flags):
-    command = [sys.executable, "-m", "megatron_ssm", "advise", "--model", files / "config.json"]
-    return subprocess.run(
-        [*command, "--fabric", files / "fabric.json", *flags], capture_output=True, text=True, timeout=120
-    )
-
-
 def test_json(files):
-    done = advise(files, "--json", "--ranks", "4", "--device", "h200", "--seq-length", "64")
+    """Of the command in a process of its own."""
+    flags = ["--json", "--ranks", "4", "--device", "h200", "--seq-length", "64"]
+    command = [sys.executable, "-m", "megatron_ssm", *command_of(files), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ranks"] == 4 and found["device"] == DEVICES["h200"].name
@@ -588,12 +584,11 @@ def test_the_rates_of_a_device_from_a_file(files, capsys):
     assert "tflops 0 must be a finite number, above 0" in capsys.readouterr().err
 
 
-def test_text_measured_on_this_machine(files):
-    done = advise(files, "--device", "measured", "--ranks", "2", "--seq-length", "64", "--prompt", "16")
-    assert done.returncode == 0, done.stderr
-    assert (
-        "training: TP" in done.stdout and "--tensor-model-parallel-size" in done.stdout and "  next: TP" in done.stdout
-    )
+def test_text_measured_on_this_machine(files, capsys):
+    flags = ["--device", "measured", "--ranks", "2", "--seq-length", "64", "--prompt", "16"]
+    assert main([*command_of(files), *flags]) == 0
+    text = capsys.readouterr().out
+    assert "training: TP" in text and "--tensor-model-parallel-size" in text and "  next: TP" in text
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ssm
 from cases import oracle
-from directories import INDEX, edit_config, in_two_files, rewritten, tensors_in
-from hf import save_hf
+from hf import INDEX, edit_config, in_two_files, rewritten, save_hf, tensors_in
 from serving import attempt
 
 __all__ = ["oracle"]

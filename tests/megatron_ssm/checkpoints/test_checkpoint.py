@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 import megatron_ssm
 from attention2d import Ring
 from cases import CASES, groups_of, oracle, with_layers
-from directories import INDEX, assert_same_bytes, rewritten, tensors_in
-from hf import CONFIGS, save_hf
+from hf import CONFIGS, INDEX, assert_same_bytes, rewritten, save_hf, tensors_in
 from megatron_ssm import Config
 from megatron_ssm.checkpoints.hf_directory import Writer
 from serving import attempt

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from directories import INDEX
-from hf import hf_model
+from hf import INDEX, hf_model
 from megatron_ssm.checkpoints.convert import Row, convert, hugging_face_config, state_spaces_config
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 import megatron_ssm
 import tiny
-from directories import edit_config, in_two_files
-from hf import save_hf
+from hf import edit_config, in_two_files, save_hf
 from megatron_ssm.checkpoints.agreement import run_on_every_rank
 from megatron_ssm.checkpoints.folders import find_checkpoints
 from megatron_ssm.checkpoints.training import Snapshot, load_training

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_ssm
 from cases import assemble
-from directories import assert_same_bytes, tensors_in
-from hf import hf_model, precisely
+from hf import assert_same_bytes, hf_model, precisely, tensors_in
 from megatron_ssm.checkpoints.peft import CONFIG, WEIGHTS
 from megatron_ssm.models.lora import lora_targets
 

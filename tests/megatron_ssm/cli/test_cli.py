@@ -11,9 +11,11 @@ import time
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 import torch
+from programs import Fork, completed
 
 from hf import save_hf
 from megatron_ssm import generate, load
@@ -107,11 +109,14 @@ def cache_bytes(tp, itemsize=4):
 
 def test_text(directory):
     assert max(greedy_tokens(directory)) > 256  # an id that the tokenizer lacks
-    assert output_of(*full_length(directory)) == text_of(greedy_tokens(directory))
+    result = completed(["generate", *full_length(directory), "--prompt", PROMPT])
+    assert (result.returncode, other_output(result.stderr)) == (0, b"")
+    assert result.stdout.decode("utf-8") == text_of(greedy_tokens(directory)) + "\n"
 
 
 def test_two_local_ranks_print_the_same_text(directory):
-    assert output_of(*full_length(directory), "--tp", 2) == output_of(*full_length(directory))
+    """As they are started by hand."""
+    assert output_of(*full_length(directory), "--tp", 2) == text_of(greedy_tokens(directory))
 
 
 @pytest.mark.full
@@ -261,7 +266,7 @@ def test_values_that_look_like_flags_after_the_deepspeed_launchers_own(text):
     ids=str,
 )
 def test_errors_of_values(directory, flags, pattern):
-    assert_one_line(run("--model", directory, *flags), pattern)
+    assert_one_line(completed(["generate", "--model", directory, *flags, "--prompt", PROMPT]), pattern)
 
 
 def test_local_ranks_are_not_started_for_a_model_they_cannot_share(directory, monkeypatch, capsys):
@@ -360,7 +365,7 @@ def smaller_than_its_tokenizer(directory):
 )
 def test_errors_of_checkpoints(directory, tmp_path, harm, pattern):
     harm(shutil.copytree(directory, tmp_path / "harmed"))
-    assert_one_line(run("--model", tmp_path / "harmed"), pattern)
+    assert_one_line(completed(["generate", "--model", tmp_path / "harmed", "--prompt", PROMPT]), pattern)
 
 
 def test_a_missing_directory_suggests_a_download(tmp_path):
@@ -379,7 +384,8 @@ def test_a_missing_directory_suggests_a_download(tmp_path):
 def test_errors_of_prompts(directory, tmp_path, flags, prompt, pattern):
     (tmp_path / "latin-1").write_bytes("naïve".encode("latin-1"))
     flags = [tmp_path / flag if flag == "latin-1" else flag for flag in flags]
-    assert_one_line(run("--model", directory, *flags, prompt=prompt), pattern)
+    flags += [] if prompt is None else ["--prompt", os.fsdecode(prompt)]
+    assert_one_line(completed(["generate", "--model", directory, *flags]), pattern)
 
 
 NO_TORCH = """
@@ -456,26 +462,28 @@ def test_a_closed_stdout_is_not_an_error(directory):
 def generating(directory, tp):
     """A process that leads its own group, has printed its first byte and will generate a million tokens."""
     flags = ["--model", directory, "--prompt", "a", "--ignore-eos", "--max-new-tokens", 10**6, "--tp", tp]
-    process = subprocess.Popen(
-        [*PYTHON, *map(str, flags)], cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        assert process.stdout.read(1)
-        yield process
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        raise
-    finally:
-        process.communicate()
+    with TemporaryFile() as stderr:
+        process = Fork([*PYTHON, *flags], start_new_session=True, stdout=subprocess.PIPE, stderr=stderr)
+        try:
+            assert process.stdout.read(1)
+            yield process, stderr
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        finally:
+            process.wait()
+            process.stdout.close()
 
 
-def wait_for_all(process):
+def wait_for_all(process, stderr):
     """Wait until all processes of the group have ended; returns what they printed to stderr."""
-    _, message = process.communicate(timeout=LIMIT_S)  # returns when the last process closes stderr
+    process.stdout.read()  # returns when the last process closes stdout
+    process.wait(LIMIT_S)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
-    return other_output(message).decode("utf-8")
+    stderr.seek(0)
+    return other_output(stderr.read()).decode("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -488,23 +496,17 @@ def wait_for_all(process):
     ids=str,
 )
 def test_control_c(directory, tp, send):
-    with generating(directory, tp) as process:
+    with generating(directory, tp) as (process, stderr):
         send(process.pid, signal.SIGINT)
-        assert wait_for_all(process) == ""
+        assert wait_for_all(process, stderr) == ""
         assert process.returncode == 130
-
-
-def process_of_rank(parent, rank):
-    """The process id of the rank that a local launcher started."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return next(int(c) for c in children if f"RANK={rank}" in Path(f"/proc/{c}/environ").read_text().split("\0"))
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_a_killed_rank_ends_the_others(directory, rank):
-    with generating(directory, tp=2) as process:
-        os.kill(process_of_rank(process.pid, rank), signal.SIGKILL)
-        message = wait_for_all(process)
+    with generating(directory, tp=2) as (process, stderr):
+        os.kill(process.ranks()[rank], signal.SIGKILL)
+        message = wait_for_all(process, stderr)
         assert process.returncode == 1
         assert message.endswith(f"megatron_ssm: rank {rank} of 2 was killed by SIGKILL\n")
 

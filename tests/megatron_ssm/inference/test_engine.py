@@ -122,7 +122,7 @@ def played(model, settings, arrivals):
 
 
 @worlds
-@pytest.mark.parametrize("family", by_default(("mamba", "mamba2", "zamba2"), FAMILIES))
+@pytest.mark.parametrize("family", by_default(("mamba2", "zamba2"), FAMILIES))
 def test_a_request_is_continued_as_if_alone(ranks, world, family):
     run_scenarios(ranks, world, checkpoint(family), range(3))
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from chosen import by_default
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from directories import edit_config
-from hf import save_hf
+from hf import edit_config, save_hf
 from megatron_ssm import generate, load
 from serving import FAMILIES, attempt, families, ids, on_ranks
 from serving import checkpoint as byte_checkpoint

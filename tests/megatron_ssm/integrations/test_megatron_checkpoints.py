@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import megatron_ssm
-from directories import assert_same_bytes, tensors_in
-from hf import save_hf
+from hf import assert_same_bytes, save_hf, tensors_in
 from megatron_cpu import CPU, hybrid_model, join, save_without_cuda
 from megatron_ssm.integrations import specs
 from megatron_ssm.integrations.megatron_layers import FUSED_NORMS, HybridLayer, Stack

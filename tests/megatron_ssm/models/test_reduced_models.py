@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chosen import by_default
+from programs import completed
 
 import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
@@ -28,7 +27,6 @@ from sparsefusion.foundation.command_line import run
 
 __all__ = ["oracle"]
 
-ROOT = Path(__file__).resolve().parents[3]
 HIDDEN, STATE = SMALL["hidden_size"], 8
 LOSSY = ("fp16", "bf16", "int8")
 # Bounds on the relative error of the logits, ||difference|| / ||logits of the exact model||.
@@ -339,11 +337,8 @@ def test_pretraining(ranks, tp, format, tmp_path, monkeypatch):
 @cache
 def json_report(directory, *flags):
     """The report of `generate --json` on two local ranks; asserts that stderr names only the kernels."""
-    command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", directory, "--prompt", "abc", "--tp", "2"]
-    done = subprocess.run(
-        [*command, "--ignore-eos", "--max-new-tokens", "6", "--json", *flags],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
-    )  # fmt: skip
+    command = ["generate", "--model", directory, "--prompt", "abc", "--tp", "2"]
+    done = completed([*command, "--ignore-eos", "--max-new-tokens", "6", "--json", *flags])
     line = rb"(all-reduce among 2 ranks: .*\n)?megatron-ssm: kernels .*\n"  # the first line if auto measures
     assert done.returncode == 0 and re.fullmatch(line, done.stderr), done.stderr
     return json.loads(done.stdout)

@@ -1,11 +1,10 @@
-"""Servers in processes of their own, as people start them, and the tokens that they should reply with."""
+"""Servers in processes of their own, and the tokens that they should reply with."""
 
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import torch
+from programs import PYTHON, Fork
 
 from megatron_ssm import generate, load
 from serving import checkpoint
@@ -28,7 +28,7 @@ IGNORE_EOS = {"ignore_eos": True}  # random models end texts at random
 class Server:
     """A running server. process: the one that was started, which leads a group; with --tp 2 it starts those of the ranks."""
 
-    process: subprocess.Popen
+    process: Fork | subprocess.Popen
     url: str
     log: Path
     headers: dict
@@ -97,14 +97,17 @@ def _is_socket(link):
 
 
 @contextmanager
-def server(directory, log, *flags, tp=1, key=""):
-    """A server of a checkpoint on a free port, with one thread per rank. log: the file for its stderr."""
-    command = [sys.executable, "-m", "megatron_ssm", "serve", "--model", directory, "--port", 0, "--device", "cpu"]
+def server(directory, log, *flags, tp=1, key="", start=Fork):
+    """A server of a checkpoint on a free port, with one thread per rank. log: the file for its stderr.
+
+    start: how its process is made; subprocess.Popen is what people do, and takes seconds longer.
+    """
+    command = [*PYTHON, "serve", "--model", directory, "--port", 0, "--device", "cpu"]
     command += [*flags, *(["--tp", tp] if tp > 1 else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(log, "w") as stderr:
-        process = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        process = start(
+            list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=stderr, text=True, start_new_session=True,
         )  # fmt: skip
     try:

@@ -5,7 +5,7 @@ import string
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from servers import LIMIT_S, events, server, with_template
@@ -108,6 +108,12 @@ def values(schema, name=""):
     return st.fixed_dictionaries({field: fields[field] for field in required}, optional=optional)
 
 
+VALID = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+}
+
+
 def bodies(schema):
     """Mostly valid bodies, some with one field that is anything; and anything."""
     names = st.sampled_from([*schema["properties"], "unknown"])
@@ -141,6 +147,8 @@ def test_random_bodies(running, path, examples):
 
         @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(bodies(schema))
+        @example(json.dumps(VALID[path]).encode())
+        @example(b"[")
         def check(body):
             reply = client.post(path, content=body, timeout=LIMIT_S)
             statuses.add(reply.status_code)

@@ -39,7 +39,8 @@ def directory():
 def running(directory, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "keys").write_text(f"# the tests\n\n{OTHER_KEY}\n{KEY}\n")
-    with server(directory, folder / "log", "--slots", 4, "--api-key-file", folder / "keys", key=KEY) as running:
+    flags = ["--slots", 4, "--api-key-file", folder / "keys"]
+    with server(directory, folder / "log", *flags, key=KEY, start=subprocess.Popen) as running:
         yield running
         code, log = running.end()
         assert code == 0 and KEY not in log and "Traceback" not in log, log

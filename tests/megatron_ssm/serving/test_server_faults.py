@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -143,7 +144,8 @@ def test_sigint_ends_all_requests(directory, tmp_path, tp):
 
 def test_ctrl_c_in_a_terminal_counts_once(directory, tmp_path):
     """It sends SIGINT to the whole group, of which the ranks leave it to the process that was started."""
-    with server(directory, tmp_path / "log", tp=2) as running, running.client() as client:
+    start = subprocess.Popen
+    with server(directory, tmp_path / "log", tp=2, start=start) as running, running.client() as client:
         for rank in running.ranks():
             os.kill(rank, signal.SIGINT)
         assert running.post("/v1/completions", SHORT).status_code == 200

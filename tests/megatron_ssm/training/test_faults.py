@@ -141,9 +141,9 @@ NAMED = r"rank {rank} of {world} \(process \d+ on \S+\) has ended, hangs or cann
 @pytest.mark.parametrize(
     "engine, world, while_saving, more",
     [
-        full("torch", 2, False, []),
+        ("torch", 2, False, []),
         full("torch", 3, False, []),
-        ("torch", 2, False, TENSOR),
+        full("torch", 2, False, TENSOR),
         full("torch", 3, True, ["--async-save"]),
         full("zero-3", 2, True, []),
         *(full(engine, 2, True, []) for engine in ("torch", "megatron", *ZERO)),
@@ -224,7 +224,7 @@ def test_a_rank_that_fails_is_named(here):
     assert trace[0] == "pretrain.py: rank 1 failed" and trace[-1] == "RuntimeError: a bug"
 
 
-@pytest.mark.parametrize("world, tp, rank", [full(2, 1, 1), (3, 1, 2), full(2, 2, 1)])
+@pytest.mark.parametrize("world, tp, rank", [full(2, 1, 1), full(3, 1, 2), (2, 2, 1)])
 def test_a_stopped_rank_is_named(here, world, tp, rank):
     line = survivors(world, Fault(rank, 3, signal.SIGSTOP), "--tensor-model-parallel-size", str(tp))
     assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 5 s", line)

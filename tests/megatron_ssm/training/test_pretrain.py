@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from megatron_ssm.training.data import Batches, read_documents, split_documents,
 from megatron_ssm.training.options import Options, parse_options
 from megatron_ssm.training.pretraining import pretrain
 from megatron_ssm.training.trainer import Trainer
+from ranks import run_agent
 from sparsefusion.foundation.command_line import run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +75,29 @@ def torchrun(ranks, *arguments):
 # A whole run
 
 
-def test_under_torchrun(here, capsys):
+def forked(count, *arguments):
+    """What the script prints on forked ranks that torchrun's agent starts."""
+
+    def script():
+        sys.argv = [str(SCRIPT), *arguments]
+        sys.exit(
+            runpy.run_path(str(SCRIPT))["main"]()
+        )  # as its last lines do by os._exit, which the agent does not notice
+
+    assert run_agent(script, count, Path.cwd())
+    assert [Path(f"err-{rank}").read_text() for rank in range(count)] == [""] * count
+    return "".join(Path(f"out-{rank}").read_text() for rank in range(count))
+
+
+def launched(count, *arguments):
+    """What the script prints under the command torchrun."""
+    done = torchrun(count, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("started", [forked, pytest.param(launched, marks=pytest.mark.full)])
+def test_under_torchrun(here, capsys, started):
     """Started on one rank, stopped after 2 of 4 steps, with a log as a killed run leaves it, and resumed on two."""
     pretrain(options("--lr", "1e-2", "--exit-interval", "2"))
     assert "leaving after step 2" in capsys.readouterr().out
@@ -81,12 +105,9 @@ def test_under_torchrun(here, capsys):
     with open("log.jsonl", "a") as log:
         log.write('{"step": 3, "loss": 0.0}\n{"step": 4, "lo')
     Path("run.yaml").write_text(yaml.safe_dump({"tensor-model-parallel-size": 2, "train_iters": 9, "lr": "1e-2"}))
-    done = torchrun(
-        2, "--config", "run.yaml", "--data", "text", "--out", "out", "--log", "log.jsonl", "--resume", *TINY
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "2 tensor x 1 data-parallel ranks" in done.stdout
-    assert "resuming out/checkpoints/step-000002" in done.stdout
+    said = started(2, "--config", "run.yaml", "--data", "text", "--out", "out", "--log", "log.jsonl", "--resume", *TINY)
+    assert "2 tensor x 1 data-parallel ranks" in said
+    assert "resuming out/checkpoints/step-000002" in said
 
     pretrain(options("--lr", "1e-2", "--out", "alone", "--log", "alone.jsonl"))
     for ours, alone in zip(logged(), logged("alone.jsonl"), strict=True):
@@ -563,19 +584,23 @@ def test_options_without_effect_are_said(ranks, here, capfd, world):
         ranks(train, world)
         return [line for line in capfd.readouterr().out.splitlines() if line.startswith("without effect: ")]
 
-    assert said() == said("--min-lr", "1e-4", "--lr-decay-iters", "9") == []
-    assert said("--lr-decay-style", "constant", "--min-lr", "1e-4", "--lora-targets", "in_proj", "x_proj") == [
-        "without effect: --min-lr, as --lr-decay-style is constant",
-        "without effect: --lora-targets, as there is no --lora-rank",
-    ]
+    assert said("--min-lr", "1e-4", "--lr-decay-iters", "9") == []
+    sparse = "--gradient-mode", "layerwise", "--gradient-density", "0.5"
     alone = ["without effect: --gradient-mode, --gradient-density, as no other rank has gradients to average"]
-    assert said("--gradient-mode", "layerwise", "--gradient-density", "0.5") == (alone if world == 1 else [])
+    constant = "--lr-decay-style", "constant", "--min-lr", "1e-4", "--lora-targets", "in_proj", "x_proj"
+    assert sorted(said(*constant, *sparse)) == [
+        *(alone if world == 1 else []),
+        "without effect: --lora-targets, as there is no --lora-rank",
+        "without effect: --min-lr, as --lr-decay-style is constant",
+    ]
     dense = "--gradient-mode is dense" if world == 2 else "no other rank has gradients to average"
-    assert said("--gradient-density", "0.5") == [f"without effect: --gradient-density, as {dense}"]
-    shape = [f"without effect: {SHAPED}, as --model-config says the shape of the model"]
-    assert said("--model-config", "out/config.json", "--out", "again") == shape
+    shape = f"without effect: {SHAPED}, as --model-config says the shape of the model"
+    assert sorted(said("--gradient-density", "0.5", "--model-config", "out/config.json", "--out", "again")) == [
+        f"without effect: --gradient-density, as {dense}",
+        shape,
+    ]
     adapters = "--init-from", "out", "--out", "next", "--lora-rank", "2", "--lora-alpha", "2"
-    assert said(*adapters) == [shape[0].replace("--model-config", "--init-from")]
+    assert said(*adapters) == [shape.replace("--model-config", "--init-from")]
 
 
 def readme_commands():

@@ -21,7 +21,7 @@ from sparsefusion.foundation.command_line import Failure
 
 SPARSE = dict(gradient_mode="layerwise", gradient_density=0.1)
 BF16 = dict(bf16=True, config={"bf16": {"enabled": True}})
-SKIPPING = dict(lr_decay_style="constant", lr_warmup_iters=0, max_skipped_steps=1)
+SKIPPING = dict(lr_decay_style="constant", lr_warmup_iters=0, max_skipped_steps=1, num_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +78,9 @@ def test_what_deepspeed_itself_refuses(ranks, tmp_path, world):
      pytest.param(1, 4, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tmp_path, tp, dp, model, stage):
-    """20 clipped steps in micro-batches give the losses and norms of torch's engine."""
+    """Clipped steps in micro-batches give the losses and norms of torch's engine."""
     run = run_of(stage, folder=tmp_path, **MODELS[model])
-    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 20), tp * dp)
+    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * dp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
     assert close(curves[0], one_rank(model)), (curves[0] - one_rank(model)).abs().max()
 
@@ -123,8 +123,8 @@ def test_keys_that_are_passed_on_change_no_curve(ranks, tmp_path, dp, stage):
         folder = tmp_path / str(number)
         folder.mkdir()
         runs += [run_of(stage, folder=folder, zero=zero, config=config)] if stage in stages else []
-    curves = ranks(lambda rank: [tiny.curve(tiny.trainer_on(1, run), 3) for run in runs], dp)[0]
-    assert [curve for curve in curves if not close(curve, one_rank("mamba2")[:, :3])] == []
+    curves = ranks(lambda rank: [tiny.curve(tiny.trainer_on(1, run), 2) for run in runs], dp)[0]
+    assert [curve for curve in curves if not close(curve, one_rank("mamba2")[:, :2])] == []
 
 
 @pytest.mark.full
@@ -204,14 +204,14 @@ def test_checkpoints_of_every_engine(ranks, tmp_path, tp, dp, first, then):
     def go_on(rank):
         trainer = tiny.trainer_on(dp, after)
         trainer.load(tmp_path / "step-000003", 3)
-        return tiny.curve(trainer, 8, start=3)
+        return tiny.curve(trainer, start=3)
 
     ranks(begin, tp * dp)
-    assert close(ranks(go_on, tp * dp)[0], one_rank("mamba2")[:, 3:8])
+    assert close(ranks(go_on, tp * dp)[0], one_rank("mamba2")[:, 3:])
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("stage", by_default((1, 3), (0, 1, 2, 3)))
+@pytest.mark.parametrize("stage", by_default((1, 3), (3, 2, 1, 0)))  # stage 3, the slowest, by default on fewer ranks
 @pytest.mark.parametrize("model", [{}, pytest.param(tiny.ZAMBA2_UNTIED, marks=pytest.mark.full)])
 def test_resumed_runs_are_bitwise_equal(ranks, tmp_path, tp, dp, stage, model):
     """On the same ranks. Idle parameters (zamba2), which have no moments, are in the checkpoint too."""
