@@ -23,7 +23,7 @@ ZAMBA2 = dict(model_type="zamba2", hybrid_interval=1, num_layers=2, adapter_rank
 ZAMBA2_UNTIED = dict(
     ZAMBA2, mamba_num_groups=2, num_layers=3, shared_blocks=2, untie_embeddings_and_output_weights=True, lr=1e-3
 )
-STEPS = 6  # of a run's 20, those that a curve shows: three of warm-up, and three of the decay
+STEPS = 10  # of a run's 20, those that a curve shows: three of warm-up, and half of the decay
 VOCAB = 61  # not divisible: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(
     num_layers=2, hidden_size=16, mamba_state_dim=4, mamba_head_dim=4, seq_length=12, micro_batch_size=2,

@@ -13,8 +13,7 @@ from gradients import assert_near, shifted, transformers_loss, whole
 import megatron_ssm
 from attention2d import CoreAttention
 from cases import Oracle
-from directories import edit_config
-from hf import save_hf
+from hf import edit_config, save_hf
 from megatron_cpu import CPU, gradients_of, hybrid_model, join
 from megatron_ssm.integrations import megatron_weights
 from megatron_ssm.integrations.megatron_fields import config_of_layers, spec_options

@@ -8,7 +8,7 @@ import pytest
 
 from servers import IGNORE_EOS, events, expected, server, with_template
 
-CLIENTS, ROUNDS = 10, 2
+CLIENTS, ROUNDS = 16, 2
 STOPS = ["\ufffd" * 3, *"aeiourst"]  # the first: random bytes that are not valid UTF-8
 full = pytest.mark.full
 CASES = [
