@@ -293,22 +293,20 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
                 raise ValueError(f"{flag(option.name)} is required")
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return Options(**values)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))  # exits
         raise
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
-    """The options in a YAML file, converted to their types; ValueError if one is unknown or has a wrong type."""
+    """The options in a YAML file, converted to their types; ValueError if it cannot be read, or if one of them is wrong."""
     import yaml
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: bytes that are not UTF-8, or an impossible date
+    except OSError as error:
+        raise ValueError(f"cannot read --config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or an impossible date
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no options")
@@ -332,7 +330,7 @@ def _of_type(value: Any, option: Field, where: str) -> Any:
     value = _converted(value, kind, where)
     choices = option.metadata.get("choices")
     if choices and value not in choices:
-        raise ValueError(f"{where}: {value!r} is not one of {', '.join(choices)}")
+        raise ValueError(f"{where}: {value!r} is not one of {', '.join(filter(None, choices))}")
     return value
 
 

@@ -515,7 +515,8 @@ def refused(capsys, *arguments):
               ("zamba2", 1, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
           )],
         ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
-        ("--config none.yaml", "[Errno 2] No such file or directory: 'none.yaml'"),
+        ("--config none.yaml", "cannot read --config none.yaml: No such file or directory"),
+        ("--config text", "cannot read --config text: Is a directory"),
     ],
 )  # fmt: skip
 def test_wrong_flags(here, capsys, line, message):
@@ -535,6 +536,7 @@ def test_wrong_flags(here, capsys, line, message):
         ("log:", "run.yaml: log: None is not text"),
         ("data: [a, [b]]", "run.yaml: data: ['b'] is not text"),
         ("model_type: gpt", "run.yaml: model_type: 'gpt' is not one of mamba, falcon_mamba, mamba2, zamba, zamba2"),
+        ("device: gpu", "run.yaml: device: 'gpu' is not one of cpu, cuda"),
         ("[1, 2]", "run.yaml holds no options"),
         ("a: b: c", "run.yaml is not YAML: mapping values are not allowed here"),
         ("seed: 2024-99-99", "run.yaml is not YAML: month must be in 1..12"),

@@ -217,14 +217,17 @@ def test_weights_and_biases_gets_steps_that_are_repeated(here, monkeypatch):
 
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_a_run_that_cannot_begin_keeps_what_earlier_runs_have_written(here, monkeypatch, world):
-    """Their checkpoints, those that were set aside, and the log."""
+    """Their checkpoints, those that were set aside, and the log. One line names the variable that is wrong."""
     pytest.importorskip("wandb")
     for steps in ("1", "2"):
         pretrain(tiny_options("--train-iters", steps))
     monkeypatch.setenv("WANDB_MODE", "wrong")
     log = Path("log.jsonl").read_text()
     with launched(world, [*TINY, "--wandb", "tests"]) as run:
-        assert 0 not in run.wait(*range(world), timeout=60)[0]
+        assert run.wait(*range(world), timeout=60)[0] == [1] * world
+    (line,) = lines("err", world)
+    said = "pretrain.py: cannot write to --wandb: Weights & Biases: WANDB_MODE='wrong': Input should be 'online', "
+    assert line.startswith(said)
     names = [path.name for folder in ("checkpoints", "checkpoints.old") for path in find_checkpoints(f"out/{folder}")]
     assert names == ["step-000002", "step-000001"] and Path("log.jsonl").read_text() == log
 
