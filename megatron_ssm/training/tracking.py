@@ -104,7 +104,6 @@ def _without_tensorboard(hook: Callable[[Any], object]) -> Callable[[Any], objec
 def _wandb_run(options: Options, id_file: Path, start: int) -> Any:
     """The run of Weights & Biases that `id_file` names, if it continues after step `start`, else a new one."""
     import wandb
-    from pydantic import ValidationError
 
     known = id_file.read_text(encoding="utf-8", errors="replace").strip() if start and id_file.is_file() else None
     more: dict[str, Any] = {}
@@ -117,12 +116,18 @@ def _wandb_run(options: Options, id_file: Path, start: int) -> Any:
         run.define_metric("*", step_metric="step")  # its own axis never goes back, as steps do after a fault
     except wandb.Error as error:
         raise OSError(f"Weights & Biases: {error}") from None
-    except ValidationError as error:  # of a setting
-        first = error.errors()[0]
-        name = "_".join(map(str, first["loc"]))
-        variable = f"WANDB_{name.upper()}"
-        setting = variable if variable in os.environ else f"the setting {name}"
-        raise OSError(f"Weights & Biases: {setting}={first['input']!r}: {first['msg']}") from None
+    except ValueError as error:
+        raise OSError(f"Weights & Biases: {_wrong_setting(error)}") from None
     id_file.parent.mkdir(exist_ok=True)
     id_file.write_text(run.id, encoding="utf-8")
     return run
+
+
+def _wrong_setting(error: Any) -> str:
+    """What pydantic's error says about a setting, in one line: its variable, its value, and what it must be."""
+    if not hasattr(error, "errors"):  # another ValueError
+        return first_line(error)
+    first = error.errors()[0]
+    name = "_".join(map(str, first["loc"]))
+    variable = f"WANDB_{name.upper()}"
+    return f"{variable if variable in os.environ else name}={first['input']!r}: {first['msg']}"
