@@ -230,9 +230,10 @@ def _stop_strings(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _logit_bias(biases: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
-    """{token id: bias} from JSON, whose names are strings."""
+    """{token id: bias} from JSON, whose names are strings. A name has no leading zeros, so no id has two of them."""
     for token in biases or ():
-        if not (token.isascii() and token.isdecimal() and len(token) < 20 and int(token) < vocab_size):
+        is_plain = token.isascii() and token.isdecimal() and len(token) < 20 and token == str(int(token))
+        if not (is_plain and int(token) < vocab_size):
             raise bad_request(f"logit_bias: {token[:20]!r} is no id of the vocabulary of {vocab_size}", "logit_bias")
     return {int(token): float(bias) for token, bias in biases.items()} if biases else None
 

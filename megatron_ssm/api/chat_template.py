@@ -9,7 +9,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_ssm.inference.text import read_tokenizer_config, special_tokens
+from megatron_ssm.inference.text import read_text, read_tokenizer_config, special_tokens
 
 from .errors import bad_request
 
@@ -25,9 +25,10 @@ class ChatTemplate:
         config = read_tokenizer_config(directory)
         path = Path(directory) / "chat_template.jinja"
         if path.is_file():
-            text: str | None = path.read_text(encoding="utf-8")
+            text: str | None = read_text(path)
         else:
-            path, text = Path(directory) / "tokenizer_config.json", _default(config.get("chat_template"))
+            path = Path(directory) / "tokenizer_config.json"
+            text = _default(config.get("chat_template"), path)
         self.path = None if text is None else path
         self._special_tokens = special_tokens(config)
         try:
@@ -83,8 +84,15 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _default(template: Any) -> str | None:
+def _default(template: Any, path: Path) -> str | None:
     """The template itself, or the one named "default" in a list of named templates; None if there is none."""
-    if isinstance(template, list):
-        template = {each["name"]: each["template"] for each in template}.get("default")
-    return None if template is None else str(template)
+    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    if template is None:
+        return None
+    if not all(isinstance(each, dict) and _are_texts(each.get("name"), each.get("template")) for each in named):
+        raise ValueError(f"{path}: chat_template must be a text, or a list of objects with the texts name and template")
+    return {each["name"]: each["template"] for each in named}.get("default")
+
+
+def _are_texts(*values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)

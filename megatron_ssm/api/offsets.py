@@ -1,6 +1,7 @@
 """Where the tokens of a reply begin in its text: the `text_offset` of OpenAI's completions."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from megatron_ssm.inference.text import TextStream, token_bytes
@@ -9,37 +10,74 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Iterable[int]) -> list[int]:
+def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Sequence[int]) -> list[int]:
     """Where each token of a prompt begins in its text, in characters.
 
-    The text has the special tokens that the client has written, and lacks those that the tokenizer has added.
+    The text decides. It has the special tokens that the client has written, and lacks those that the tokenizer has added. It
+    may also lack the space that the tokenizer puts before a text, and ids that the tokenizer does not have.
     """
     added = tokenizer.get_added_tokens_decoder()
     special = {token_id: token.content for token_id, token in added.items() if token.special}
-    offsets, places = TextOffsets(tokenizer), []
+
+    def is_shown(token: int) -> bool:
+        return token not in special and tokenizer.id_to_token(token) is not None
+
+    places: list[int] = []
+    place = 0
+    for are_shown, run in groupby(ids, is_shown):
+        if are_shown:
+            found, place = _run_offsets(tokenizer, text, place, list(run))
+            places += found
+            continue
+        for token in run:
+            places.append(place)
+            content = special.get(token, "")
+            place += len(content) if text.startswith(content, place) else 0
+    return places
+
+
+def _run_offsets(tokenizer: "Tokenizer", text: str, place: int, ids: list[int]) -> tuple[list[int], int]:
+    """Where tokens begin in a text that has them from `place` on, and where the next token begins."""
+    # After any token, the first one keeps the space that it may have; the decoder may strip it from the beginning of a text.
+    offsets = TextOffsets(tokenizer, place=place, prompt=ids[:1])
+    places, shown = [], ""
     for token in ids:
         places.append(offsets.push(token))
-        if token in special and text.startswith(special[token], offsets.place):
-            offsets.place += len(special[token])
-    return places
+        shown += offsets.added
+    offsets.finish()
+    lacking = max(0, _spaces(shown, 0) - _spaces(text, place))
+    return [max(place, each - lacking) for each in places], offsets.place - lacking
+
+
+def _spaces(text: str, place: int) -> int:
+    """How many spaces there are at a place of a text."""
+    end = place
+    while text.startswith(" ", end):
+        end += 1
+    return end - place
 
 
 class TextOffsets:
     """Where tokens begin in the text that `TextStream` makes of them, in characters.
 
-    A token that is a part of a character begins where the character does. place: where the next token begins. prompt: the
-    ids before it.
+    A token that is a part of a character begins where the character does. place: where the next token begins. added: the
+    text that the last token has added. prompt: the ids before the text.
     """
 
     def __init__(
         self, tokenizer: "Tokenizer", special_ids: Iterable[int] = (), place: int = 0, prompt: Sequence[int] = ()
     ):
-        self.place = place
+        self.place, self.added = place, ""
         self._stream, self._bytes_of = TextStream(tokenizer, (), special_ids, prompt), token_bytes(tokenizer)
 
     def push(self, token: int) -> int:
         """Where this token begins, which follows those pushed before."""
-        start, added = self.place, self._stream.push(token)
-        self.place += len(added)
+        start, self.added = self.place, self._stream.push(token)
+        self.place += len(self.added)
         own = self._bytes_of(token).decode(errors="ignore")
-        return self.place - len(own) if own and added.endswith(own) else start  # bytes before it may not be valid UTF-8
+        # Bytes before the token's own text may not be valid UTF-8.
+        return self.place - len(own) if own and self.added.endswith(own) else start
+
+    def finish(self) -> None:
+        """After the last token: what follows begins after an incomplete character, too."""
+        self.place += len(self._stream.finish())

@@ -78,6 +78,14 @@ def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a tokenizer configuration") from None
 
 
+def read_text(path: str | Path) -> str:
+    """The text in a file; ValueError, which names it, if that is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text in UTF-8") from None
+
+
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """{field, such as eos_token: token} of a tokenizer_config.json, where a token is a text or an object with its text."""
     fields = {name: value for name, value in config.items() if name.endswith("_token")}

@@ -14,8 +14,8 @@ class Connections:
     """Counts the connections, of which there are at most `most` at a time; others get the status 503 and are closed.
 
     A connection on which no request arrives within `seconds` is closed: from its beginning, or the end of the last reply, to
-    the end of a request's headers. The endpoints give the body as long (`read_json`). A connection is also closed if its
-    client takes longer than `seconds` to read what was sent, once so much waits that no more is sent, or after the reply.
+    the end of a request's headers. `Service.arrived` gives the body as long. A connection is also closed if its client takes
+    longer than `seconds` to read what was sent, once so much waits that no more is sent, or after the reply.
 
     open: how many there are. refused, late, unread: how many were closed because there were too many, because no request has
     arrived, and because the client has not read.

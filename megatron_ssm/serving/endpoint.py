@@ -46,9 +46,9 @@ class Endpoint:
         owner = self._keys.owner(headers.get("authorization"))
         self._service.check_room()  # before work that would be in vain
         try:
-            limits = self._service.limits
-            body = await read_json(receive, headers, limits.body, min(limits.arrival, limits.seconds))
-            await while_connected(receive, self._answer(body, owner, arrival, send), limits.seconds + GRACE_S)
+            body = await read_json(receive, headers, self._service)
+            seconds = self._service.limits.seconds + GRACE_S
+            await while_connected(receive, self._answer(body, owner, arrival, send), seconds)
         except HungUp:
             return
 
@@ -142,19 +142,12 @@ async def _wait_for_hang_up(receive: Receive) -> None:
         pass
 
 
-async def read_json(receive: Receive, headers: Headers, limit: int, seconds: float) -> Any:
-    """The JSON in the body of a request.
-
-    ApiError 413 if it has more than `limit` bytes, 400 if it is no JSON, 408 if it takes more than `seconds` to arrive.
-    """
-    length = headers.get("content-length", "")
+async def read_json(receive: Receive, headers: Headers, service: Service) -> Any:
+    """The JSON in the body of a request. ApiError 413 if it is too large, 400 if it is no JSON, or as from `arrived`."""
+    limit, length = service.limits.body, headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > limit:
         raise _too_large(limit)
-    try:
-        data = await asyncio.wait_for(_read(receive, limit), seconds)
-    except asyncio.TimeoutError:
-        late = f"the body has not arrived within {seconds:g} s"
-        raise ApiError(408, late, headers={"Connection": "close"}) from None
+    data = await service.arrived(_read(receive, limit))
     try:
         value = json.loads(data.decode(), parse_constant=_refuse_constant)
         if b"\\u" in data:

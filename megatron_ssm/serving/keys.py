@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_ssm.api.errors import ApiError
+from megatron_ssm.inference.text import read_text
 
 
 class Keys:
@@ -26,9 +27,9 @@ class Keys:
     def read(cls, path: str | Path) -> "Keys":
         """The keys in a file, one on each line; empty lines and lines that begin with # do not count.
 
-        ValueError if there is none, or if one is not valid.
+        ValueError if there is none, if one is not valid, or if the file is not UTF-8.
         """
-        lines = (line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines())
+        lines = (line.strip() for line in read_text(path).splitlines())
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ValueError(f"{path} has no API keys")

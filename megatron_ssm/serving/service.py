@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from megatron_ssm.api.errors import ApiError, bad_request
 from megatron_ssm.api.sequences import Sequence, Update
 
 from .driver import Driver
+from .refusal import Refusal
 
 LONGEST_RETRY_S = 60
 PREPARING_THREADS = 4
@@ -54,46 +55,54 @@ class Service:
         self._open: dict[Sequence, _Open] = {}
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "requests")
         self._prepared: set[Future[Any]] = set()  # the work of requests that are being prepared, and some that is done
-        self._closed = "the server is starting"  # why no new requests are taken, or ""
-        self._ended = ""  # why those that were being prepared are not added either, or ""
+        self._new_refused = Refusal()  # of new requests, and those that are arriving
+        self._all_refused = Refusal()  # of all that have no slot yet, also those that are being prepared
         self._mean_s = 1.0  # how long sequences are open, waiting included: a running mean
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return not self._closed
+        return not self._new_refused.reason
 
     def start(self, driver: Driver) -> None:
         """Take requests; `driver` steps the engine."""
-        self._driver, self._closed = driver, ""
+        self._driver = driver
 
     def drain(self) -> None:
-        """Refuse requests from now on, with the status 503; those that are open or being prepared go on."""
-        self._closed = "the server is shutting down"
+        """Refuse requests from now on, with the status 503, also those whose bodies have not arrived yet.
+
+        Those that are open or being prepared go on.
+        """
+        self._new_refused.begin("the server is shutting down")
 
     def stop(self) -> None:
         """Prepare no further requests."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self, reason: str) -> None:
-        """Refuse requests, also those that are being prepared, and end those that are open: with the status 503."""
-        self._closed = self._ended = reason
+        """Refuse requests, and end those that are arriving, being prepared or open: with the status 503."""
+        self._new_refused.begin(reason)
+        self._all_refused.begin(reason)
         self._end(list(self._open), 503, reason, "unavailable")
+
+    async def arrived(self, body: Awaitable[T]) -> T:
+        """The body of a request, once it has arrived. ApiError 408 if that takes too long, 503 after `drain` or `close`."""
+        seconds = min(self.limits.arrival, self.limits.seconds)
+        late = ApiError(408, f"the body has not arrived within {seconds:g} s", headers={"Connection": "close"})
+        return await self._new_refused.result_before(body, seconds, late)
 
     async def prepare(self, work: Callable[[], T], since: float) -> T:
         """The result of `work` for a request that has arrived at the time `since`, in a thread.
 
         The request has a place in the queue until the work is done, even if its client has hung up before, because a thread
-        cannot be stopped; work that has not begun is then left out. ApiError as from `check_room`, or 504 if that takes too
-        long.
+        cannot be stopped; work that has not begun is then left out. ApiError as from `check_room`, 504 if that takes too
+        long, 503 after `close`.
         """
         self.check_room()
         future = self._pool.submit(work)
         self._prepared.add(future)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._left(since))
-        except asyncio.TimeoutError:
-            raise ApiError(504, self._late, code="timeout") from None
+        late = ApiError(504, self._late, code="timeout")
+        return await self._all_refused.result_before(asyncio.wrap_future(future), self._left(since), late)
 
     @contextmanager
     def added(
@@ -105,8 +114,7 @@ class Service:
         400 if there is never room for so many, 503 after `close`, 429 if too many are waiting. A sequence's last update says
         that it has finished, or has an error; one of 504 comes if the time is over.
         """
-        if self._ended:
-            raise ApiError(503, self._ended, code="unavailable")
+        self._all_refused.check()
         self._check_count(len(sequences), param)
         assert self._driver is not None, "the service has been started"
         updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -157,8 +165,7 @@ class Service:
 
     def check_room(self) -> None:
         """ApiError 503 if no requests are taken, 429 if too many are waiting."""
-        if self._closed:
-            raise ApiError(503, self._closed, code="unavailable")
+        self._new_refused.check()
         self._check_count(1, None)
 
     def _check_count(self, count: int, param: str | None) -> None:

@@ -41,6 +41,16 @@ CASES = [
         "the prompt has 390 tokens",
     ),  # a token has at most 13 characters
     (COMPLETIONS, "", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "best_of is not implemented"),
+    *(
+        (
+            COMPLETIONS,
+            "",
+            {"prompt": "a", "logit_bias": {"1": 100, name: -100}},
+            "logit_bias",
+            f"'{name}' is no id of the vocabulary",
+        )
+        for name in ("01", "00", "10", "-1", " 1", "1.0", "\u0661")
+    ),
     (COMPLETIONS, "", {"prompt": [10**6] * 31}, "prompt", "the prompt has 31 tokens, which are too many"),
     (CHAT, "a" * 391, CHATTING, "messages", "the prompt has 391 characters, which are too many"),
 ]

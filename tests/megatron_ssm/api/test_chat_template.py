@@ -106,3 +106,16 @@ def test_a_template_that_is_not_valid_is_named(directory):
     (directory / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not a tokenizer configuration"):
         ChatTemplate(directory)
+
+
+@pytest.mark.parametrize("template", ([{"nam": "x"}], [{"name": "default", "template": None}], ["abc"], 5, {}))
+def test_a_field_that_is_no_template_is_named(directory, template):
+    configure(directory, chat_template=template)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template must be a text, or a list of objects"):
+        ChatTemplate(directory)
+
+
+def test_a_template_that_is_not_utf_8_is_named(directory):
+    (directory / "chat_template.jinja").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not a text in UTF-8"):
+        ChatTemplate(directory)

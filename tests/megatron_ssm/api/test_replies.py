@@ -1,7 +1,12 @@
-"""The texts of replies and the places of their tokens. Oracle: Python's own slices of the text."""
+"""The texts of replies and the places of their tokens. Oracles: Python's own slices of the text, the
+offsets that the tokenizer reports, and what it decodes.
+"""
+
+from os.path import commonprefix
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from megatron_ssm.api.calls import Served, read_call
 from megatron_ssm.api.chat_template import ChatTemplate
@@ -58,6 +63,47 @@ def test_text_offsets(tmp_path, prompt, parts, offsets):
     for place, name in zip(offsets, choice["logprobs"]["tokens"], strict=True):
         is_shown = not name.startswith("bytes:") and (name != "<|endoftext|>" or prompt != "a")
         assert choice["text"].startswith(name, place) or not is_shown
+
+
+def llama_tokenizer():
+    """One like Llama's: U+2581 stands for a space and is put before each text, and <s> before a prompt; bytes are <0xE9>."""
+    special, bytes_of = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(128, 256)]
+    names = [*special, *bytes_of, *"▁helotnda", "he", "lo", "th", "the", "▁the"]
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("h", "e"), ("l", "o")]
+    vocabulary = {name: token for token, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "prompt", ("hello the", "hello</s>the end", "hello</s> the", "  the", "é</s>thé", " </s> </s>a")
+)
+def test_text_offsets_of_a_tokenizer_that_puts_spaces_before_texts(tmp_path, prompt):
+    """The client's text lacks these spaces and <s>; the text that is made of ids has the spaces, as it begins with <s>."""
+    model = served(tmp_path, llama_tokenizer())
+    encoding, the = model.tokenizer.encode(prompt), model.tokenizer.token_to_id("▁the")
+    begun = [model.tokenizer.decode(encoding.ids[:i], skip_special_tokens=False) for i in range(len(encoding))]
+    for given in (prompt, encoding.ids):
+        body = {"prompt": given, "echo": True, "logprobs": 1, "max_tokens": 9}
+        choice = completion(model, body, [the])
+        starts = [start for start, _ in encoding.offsets]
+        if given != prompt:
+            starts = [len(commonprefix([choice["text"], text])) for text in begun]
+        assert choice["logprobs"]["text_offset"] == [*starts, len(choice["text"]) - len(" the")]
+
+
+def test_text_offsets_of_ids_that_are_not_in_the_text(tmp_path):
+    """The tokenizer lacks 200, and its decoder strips the space of the first word."""
+    model = served(tmp_path, llama_tokenizer())
+    the = model.tokenizer.token_to_id("▁the")
+    body = {"prompt": [the, 200, the], "echo": True, "logprobs": 1, "max_tokens": 9}
+    choice = completion(model, body, [the])
+    assert choice["text"] == "the the the" and choice["logprobs"]["text_offset"] == [0, 3, 3, 7]
 
 
 def test_the_likeliest_tokens_of_a_completion(tmp_path):

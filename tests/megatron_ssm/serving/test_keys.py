@@ -35,6 +35,9 @@ def test_wrong_files(tmp_path):
     with pytest.raises(ValueError, match="API key 2 must have printable ASCII") as refused:
         Keys.read(tmp_path / "spaces")
     assert "secret" not in str(refused.value)
+    (tmp_path / "utf-16").write_text("sk-one\n", encoding="utf-16")
+    with pytest.raises(ValueError, match="utf-16 is not a text in UTF-8"):
+        Keys.read(tmp_path / "utf-16")
     with pytest.raises(FileNotFoundError):
         Keys.read(tmp_path / "missing")
 

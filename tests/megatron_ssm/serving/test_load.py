@@ -149,7 +149,7 @@ def test_the_time_of_a_request_includes_its_preparation():
 
 
 def test_requests_that_are_prepared_when_the_server_drains_are_finished():
-    """But for those that are still prepared when the drain time-out ends."""
+    """But for those that are still prepared when the drain time-out ends, which are refused at once."""
     sequences = [Sequence(Arguments([1], 1, seed=0)) for _ in range(2)]
     may_end = [threading.Event() for _ in sequences]
 
@@ -167,8 +167,10 @@ def test_requests_that_are_prepared_when_the_server_drains_are_finished():
             draining.deliver([Update(sequences[0], [7], "length")])
             assert (await updates.get()).tokens == [7]
         draining.close("the server is shutting down")
+        with pytest.raises(ApiError, match="the server is shutting down") as refused:
+            await second
+        assert refusal(refused.value) == (503, "unavailable")
         may_end[1].set()
-        await second
         with pytest.raises(ApiError, match="the server is shutting down") as refused:
             draining.added(sequences[1:], now).__enter__()
         assert refusal(refused.value) == (503, "unavailable")

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -41,6 +42,26 @@ def begin(client, **changes):
 def last_event(lines):
     """The JSON of the last of a stream's events."""
     return json.loads([line for line in lines if line][-1].removeprefix("data: "))
+
+
+@contextmanager
+def half_a_request(running):
+    """A socket on which the server waits for the second half of a body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40\r\nExpect: 100-continue\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", urlsplit(running.url).port), LIMIT_S) as client:
+        client.sendall(head)
+        assert client.recv(2**16).startswith(b"HTTP/1.1 100 ")  # sent once the server reads the body
+        client.sendall(b'{"prompt": "a", "max')
+        yield client
+
+
+def refusal(client):
+    """The message of the 503 that ends a connection."""
+    head, _, body = b"".join(iter(lambda: client.recv(2**16), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 "), head
+    error = json.loads(body)["error"]
+    assert error["code"] == "unavailable"
+    return error["message"]
 
 
 def test_limits(directory, tmp_path):
@@ -94,15 +115,19 @@ def test_a_client_that_hangs_up_frees_its_slots(directory, tmp_path, tp, is_stre
 
 @pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, tp):
-    """One request runs, and one waits for its slot."""
-    with server(directory, tmp_path / "log", "--slots", 1, tp=tp) as running, running.client() as client:
-        body = {**LONG, "max_tokens": 100, "return_token_ids": True}
+    """One request runs, one waits for its slot, and the body of one has not arrived."""
+    with (
+        server(directory, tmp_path / "log", "--slots", 1, tp=tp) as running,
+        running.client() as client,
+        half_a_request(running) as half,
+    ):
+        body = {**LONG, "max_tokens": 400, "return_token_ids": True}
         _, lines = begin(client, **body)
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(running.post, "/v1/completions", SHORT)
-            while not running.metric("waiting"):
-                time.sleep(0.01)
+            running.wait_until(lambda: running.metric("waiting"), "it does not wait")
             running.process.terminate()
+            assert refusal(half) == "the server is shutting down"
             chunks = events(["data: {}", *lines])[1:]
             assert waiting.result().status_code == 200
         assert running.process.wait(LIMIT_S) == 0
@@ -110,7 +135,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, 
             running.post("/v1/completions", SHORT)
         assert running.log.read_text().count("\n") == 1  # the line that names the kernels
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
-    assert tokens == expected(directory, "a", 100)[1:]
+    assert tokens == expected(directory, "a", 400)[1:]
 
 
 @pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
@@ -150,9 +175,11 @@ def test_ctrl_c_in_a_terminal_counts_once(directory, tmp_path):
             os.kill(rank, signal.SIGINT)
         assert running.post("/v1/completions", SHORT).status_code == 200
         _, lines = begin(client)
-        os.killpg(running.process.pid, signal.SIGINT)
-        assert last_event(lines)["error"]["message"] == "the server was interrupted"
+        with half_a_request(running) as half:
+            os.killpg(running.process.pid, signal.SIGINT)
+            assert last_event(lines)["error"]["message"] == refusal(half) == "the server was interrupted"
         assert running.process.wait(LIMIT_S) == 130
+        assert "Traceback" not in running.log.read_text()
 
 
 @pytest.mark.parametrize("number", (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)))
@@ -199,9 +226,12 @@ def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank,
 def test_a_rank_that_is_lost_while_nothing_runs(directory, tmp_path, number):
     with server(directory, tmp_path / "log", tp=2) as running:
         assert running.post("/v1/completions", SHORT).status_code == 200
-        os.kill(running.ranks()[1], number)
+        with half_a_request(running) as half:
+            os.kill(running.ranks()[1], number)
+            assert refusal(half) in ("a rank of the server was lost", "the engine has failed")
         assert running.process.wait(LIMIT_S) == 1
-        assert "rank 1 of 2" in running.log.read_text()
+        log = running.log.read_text()
+        assert "rank 1 of 2" in log and "Traceback" not in log
 
 
 @pytest.mark.full
