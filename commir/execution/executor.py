@@ -7,6 +7,7 @@ from torch.distributed import ProcessGroup
 
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
+from commir.programs.attention_programs import is_self_attention
 from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
 
@@ -48,9 +49,11 @@ def execute(
         check_counts(count, counter)
         needing = [name for name, x in local_inputs.items() if x.requires_grad]
         if torch.is_grad_enabled() and needing and grid is None:
+            has_gradient = is_self_attention(plan.program)
+            how = "use commir.differentiable, or" if has_gradient else "only `programs.attention` has a gradient; use"
             raise ValueError(
                 f"input {needing[0]} requires a gradient, and {plan.schedule} is executed step by step, without gradients: "
-                f"use commir.differentiable, or torch.no_grad()"
+                f"{how} torch.no_grad()"
             )
 
     is_counted = f"count is {'not ' if count is None else ''}given"
@@ -64,20 +67,23 @@ def execute(
 
 def compare(
     caller: str, plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None, refused: ValueError | None = None,
 ) -> None:  # fmt: skip
     """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes.
 
     caller: the function whose arguments they are. others: what else must be equal on all ranks, each in a line. check:
-    raises a ValueError about this rank's arguments.
+    raises a ValueError about this rank's arguments. refused: why this rank's plan cannot be used, before its inputs matter.
     """
 
     def arguments() -> str:
         """Check this rank's arguments; lines of what must be equal on all ranks."""
         check_type(caller, plan, Plan)
+        if refused is not None:
+            raise refused
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
-            raise ValueError(f"the group has {ranks} ranks, and the mesh of the plan {plan.mesh.ranks}: {plan.mesh!r}")
+            given = "no group is given, which means 1 rank" if group is None else f"the group has {ranks} ranks"
+            raise ValueError(f"{given}, and the mesh of the plan has {plan.mesh.ranks}: {plan.mesh!r}")
         plan.check(local_inputs, is_local=True)
         check_devices(local_inputs, group)
         check()

@@ -67,7 +67,7 @@ def differentiable(
     every rank, when the function is first called.
     """
     backward: list[Plan] = []
-    refused: list[ValueError] = []
+    refused = None
     try:
         check_type("differentiable", plan, Plan)
         check_counts(count, counter)
@@ -75,16 +75,11 @@ def differentiable(
     except ValueError as error:
         if group is None:
             raise
-        refused.append(error)
-
-    def check() -> None:
-        """The error of a plan that has no backward, or of a count that is none, which the other ranks may not have."""
-        if refused:
-            raise refused[0]
+        refused = error  # raised when the function is called, as the other ranks may have no error
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of this rank's blocks of q, k and v; ValueError on every rank if those of one do not fit."""
-        compare("differentiable", plan, {"q": q, "k": k, "v": v}, group, check=check)
+        compare("differentiable", plan, {"q": q, "k": k, "v": v}, group, refused=refused)
         return _Attention.apply(q, k, v, _Pair(plan, backward[0], group, count, counter))
 
     return attend

@@ -179,7 +179,7 @@ def _scale(x: Tensor) -> float:
 def _check_coverage(plan: Plan) -> None:
     small = smallest(plan, whole=1, inner=1)
     program, points = _counting_program(small.program)
-    counting = small.with_program(program)
+    counting = replace(small, schedule=replace(small.schedule, program=program))
     names = {operand.name: _names_of_elements(program.shape(operand)) for operand in program.inputs}
     inputs = {operand.name: names[operand.name] for operand in counting.inputs()}
     kernels = Kernels(_CountingTile(names, points), lambda _, operand, sources: sources[0].squeeze(-1))

@@ -190,7 +190,7 @@ class Plan:
         return plan
 
     def at(self, /, **sizes: int) -> "Plan":
-        """The same steps for other sizes of the named axes, as `with_program` gives them.
+        """The same steps for other sizes of the named axes, without times of a tile, which `with_tile` gives again.
 
         ValueError: the digits or the homes do not divide them, a scan's states would pass in its other form (`scans`), or
         another number of a scan's blocks is asked for, which the schedule gives.
@@ -217,8 +217,8 @@ class Plan:
         return found
 
     def with_options(self, /, **options: object) -> "Plan":
-        """The same steps with other options of the tile, such as causal=False, as `with_program` gives them."""
-        return self.with_program(self.program.with_options(**options))
+        """The same steps with other options of the tile, such as causal=False, without its times (see `with_tile`)."""
+        return self._changed(replace(self.schedule, program=self.program.with_options(**options)))
 
     def on_mesh(self, mesh: Mesh) -> "Plan":
         """The same steps with the speeds of another mesh, with the axes of the plan's or those that were split into them.
@@ -238,12 +238,10 @@ class Plan:
         points = self.program.points / turns / self.mesh.ranks
         return self._changed(self.schedule, call_seconds + points * point_seconds, overlap)
 
-    def with_program(self, program: Program) -> "Plan":
-        """The same steps for another program with the same loops, without times of a tile, which `with_tile` gives again."""
-        return self._changed(replace(self.schedule, program=program))
-
     def _changed(self, schedule: LoopNest, tile_seconds: float = 0.0, overlap: float = 1.0) -> "Plan":
-        """The same steps with another prediction, for which a search may have chosen another plan."""
+        """The same steps with another prediction, for which a search may have chosen another plan; or this plan itself."""
+        if (schedule, tile_seconds, overlap) == (self.schedule, self.tile_seconds, self.overlap):
+            return self
         reason = self.reason if self.reason in (BY_CALLER, FROM_JSON) else CHANGED
         return Plan(schedule, self.steps, tile_seconds, overlap, reason)
 

@@ -60,6 +60,8 @@ def _misfit(producer: Program, consumer: Program, taken: Operand, renamed: Mappi
         orders = producer.axis(before).order, consumer.axis(after).order
         if orders[0] != orders[1]:
             return f"{before} is in {orders[0]} order, {after} in {orders[1]} order"
+    if made.home is not None and made.home not in renamed and taken.home is not None:
+        return f"the edge must say which axis of {taken.name} is {made.home}, along which {made.name} is kept"
     if renamed.get(made.home or "") != taken.home:
         return f"{made.name} is kept along {made.home}, {taken.name} along {taken.home}; they must be the same axis"
     sizes = _blocks(made, producer.shape(made), renamed), _blocks(taken, consumer.shape(taken), renamed.values())

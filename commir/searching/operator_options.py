@@ -25,6 +25,7 @@ from commir.scheduling.loop_nest import Illegal, LoopNest
 from commir.scheduling.placements import place
 
 Sharding = tuple[str | None, ...]  # a layout
+BY_GRAPH = "search_graph chose it for the least sum of the times of all operators"
 Nest = TypeVar("Nest", bound=LoopNest)
 
 
@@ -131,7 +132,7 @@ def _with_parameters_anywhere(operator: GraphNode) -> Program:
 
 def _lowered(program: Program, mesh: Mesh, axes: Sequence[str], homes: Mapping[str, Sharding]) -> Plan:
     nest = _kept(Schedule(program, mesh), homes)
-    return place(nest, **dict(zip(mesh.names, axes, strict=True))).lower()
+    return replace(place(nest, **dict(zip(mesh.names, axes, strict=True))).lower(), reason=BY_GRAPH)
 
 
 def _kept(nest: Nest, homes: Mapping[str, Sharding]) -> Nest:

@@ -199,7 +199,7 @@ def another_dtype(rank, chosen, inputs):
         (a_wrong_shape, "this rank's block of q has shape"),
         (no_tensor, "q is None, and no tensor"),
         (no_inputs, "inputs are {name: tensor}, not None"),
-        (a_larger_mesh, "ranks, and the mesh of the plan 4"),
+        (a_larger_mesh, "ranks, and the mesh of the plan has 4"),
     ],
 )
 def test_errors_are_raised_on_every_rank(ranks, world, make, message):

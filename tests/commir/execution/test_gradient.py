@@ -142,6 +142,24 @@ def test_inputs_that_require_gradients_are_refused_by_other_plans(ranks, world):
     assert ranks(run, world) == [False] * world
 
 
+@pytest.mark.parametrize("world", (2, 4))
+def test_only_attention_has_a_gradient(ranks, world):
+    """Both ways to ask for one say so, with a group, too."""
+    program = programs.weighted_sum(8, 8, dtype="float64")
+    plan = place(Schedule(program, Mesh(x=world)), x="rows").lower()
+
+    def run(rank):
+        local = {name: x.requires_grad_() for name, x in plan.shard(random_inputs(program), rank).items()}
+        with pytest.raises(ValueError, match="only `programs.attention` has a gradient; use torch.no_grad"):
+            execute(plan, local, dist.group.WORLD)
+        with pytest.raises(ValueError, match="weighted_sum has no backward program; only `programs.attention` has"):
+            differentiable(plan, dist.group.WORLD)(*3 * [local["a"]])
+        with pytest.raises(ValueError, match=f"no group is given, which means 1 rank, and the mesh .* has {world}"):
+            execute(plan, local)
+
+    ranks(run, world)
+
+
 def test_other_plans_do_not_run_on_attention2d():
     mixed = plan_of(dict(x=2, y=2), dict(x="kv", y=RING_KV), 48)
     rows_first = plan_of(dict(x=2, y=2), dict(x="q", y="kv"), 48)

@@ -14,7 +14,7 @@ from commir.searching.elimination import minimize
 from commir.searching.graph import GraphPlan, _cheapest, search_graph
 from commir.searching.layers import _sum as sum_of
 from commir.searching.layers import best_3d_parallel, matrix_product, transformer_layer, zamba_layer
-from commir.searching.operator_options import GraphNode, Relayouts, options_of
+from commir.searching.operator_options import BY_GRAPH, GraphNode, Relayouts, options_of
 
 MESHES = [Mesh(gpu=4), Mesh(node=2, gpu=4, speeds={"node": (1e-5, 1e9), "gpu": (1e-6, 1e11)}), Mesh(gpu=8)]
 
@@ -195,6 +195,7 @@ def test_layers_are_at_least_as_fast_as_3d_parallelism(layer, mesh, memory):
     if memory is not None:
         assert all(option.memory <= memory for option in found.chosen.values())
     assert "in all" in found.explain()
+    assert {plan.reason for plan in found.plans().values()} == {BY_GRAPH}
 
 
 def test_resharding_takes_the_time_of_the_conversions():
@@ -269,6 +270,7 @@ def test_edges_that_do_not_fit():
     assert "its axes are {'rows': 8, 'cols': 8} of c, and {'rows': 8, 'inner': 16} of a" in edge(
         straight, scatter(8, 8, 16)
     )
+    assert edge({}, matmul(8, 8, 8)) == "the edge must say which axis of a is cols, along which c is kept"
     transposed = {"cols": "inner", "rows": "cols"}
     assert edge(transposed, scatter(8, 8, 8), "b").startswith("its axes are {'rows': 8, 'cols': 8} of c")
     assert edge(straight, scatter(8, 8, 8, "bfloat16")) == "it is float32, and matmul_reduce_scatter needs bfloat16"

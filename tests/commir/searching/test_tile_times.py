@@ -195,3 +195,4 @@ def test_a_plan_that_was_changed_is_not_the_one_that_was_chosen():
     assert whole.tile_seconds == pytest.approx(plan.tile_seconds * 2)
     others = changed, whole, plan.on_mesh(Mesh(gpu=4)), plan.with_tile(0.0, 0.0)
     assert "fastest" in plan.reason and {each.reason for each in others} == {CHANGED}
+    assert plan.on_mesh(mesh) is plan
