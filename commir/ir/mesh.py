@@ -5,6 +5,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -94,6 +95,11 @@ class Mesh:
         for axis in self.axes:
             sizes[axis.level] *= axis.size
         return tuple(MeshAxis(level, size, level) for level, size in sizes.items())
+
+    def refines(self, other: "Mesh") -> bool:
+        """Whether both have the same levels, and each axis of the other mesh is an axis of this one, or several."""
+        mine, theirs = (set(accumulate((axis.size for axis in mesh.axes), operator.mul)) for mesh in (self, other))
+        return self.levels == other.levels and theirs <= mine
 
     def in_words(self) -> str:
         """The axes, and if they are parts of others, those."""

@@ -221,12 +221,12 @@ class Plan:
         return self._changed(replace(self.schedule, program=self.program.with_options(**options)))
 
     def on_mesh(self, mesh: Mesh) -> "Plan":
-        """The same steps with the speeds of another mesh, with the axes of the plan's or those that were split into them.
+        """The same steps with the speeds of another mesh, whose axes are the plan's, or those that a search split into them.
 
         ValueError: its axes are others.
         """
         check_type("on_mesh", mesh, Mesh)
-        if mesh.axes not in (self.mesh.axes, self.mesh.levels):
+        if not self.mesh.refines(mesh):
             raise ValueError(f"the plan is for {self.mesh.in_words()}, not for {mesh.in_words()}")
         mesh = Mesh.of_axes(self.mesh.axes).with_speeds(mesh.speeds)
         return self._changed(replace(self.schedule, mesh=mesh), self.tile_seconds, self.overlap)

@@ -58,10 +58,10 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     """`nest`, an untransformed schedule, as the known schedule `name`: `known(Schedule(program, mesh), "USP")`.
 
     mesh_axes: which axis of the mesh has each of its parts, in the order of `known_schedules`; by default the axes of the
-    mesh, outermost first. Heads beside other parts have the innermost axis.
+    mesh, outermost first. `known_as` recognizes USP and the 3-D schedules only where heads have the innermost axis.
 
-    Illegal: heads have another axis (`place` makes such schedules), the program has no such schedule, it has another number
-    of parts than the mesh has axes, the mesh has no such axis, one is named twice, or as in `place`.
+    Illegal: the program has no such schedule, it has another number of parts than the mesh has axes, the mesh has no such
+    axis, one is named twice, or as in `place`.
     """
     check_type("known", nest, LoopNest)
     schedules = known_schedules(nest.program)
@@ -77,10 +77,6 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
         loops = "; ".join(map(str, parts))
         raise Illegal(
             f"known: {name} has {len(parts)} parts ({loops}), and {', '.join(names)} are {len(names)} mesh axes"
-        )
-    if HEADS in parts[1:] and names[-1] != nest.mesh.names[-1]:
-        raise Illegal(
-            f"known: in {name}, heads are on the innermost mesh axis, {nest.mesh.names[-1]}, not on {names[-1]}"
         )
     return place(nest, **dict(zip(names, parts, strict=True)))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError
 
 from sparsefusion.foundation.command_line import Failure
 
@@ -39,32 +40,41 @@ class DiskSpace:
 
     @classmethod
     def of(cls, directory: Path, needed: int, what: str = "the checkpoint") -> "DiskSpace":
-        """That of the disk with an existing directory, as this rank sees it. OSError if the files do not fit."""
-        free = shutil.disk_usage(directory).free
-        if free < needed:
-            megabytes = math.ceil(needed / 1e5) / 10, math.floor(free / 1e5) / 10  # never two equal numbers
+        """That of the disk with a directory, which need not exist yet, as this rank sees it. OSError if they do not fit."""
+        while not directory.exists():
+            directory = directory.parent
+        space = cls(needed, shutil.disk_usage(directory).free, what)
+        if space.free < needed:
+            megabytes = math.ceil(needed / 1e5) / 10, math.floor(space.free / 1e5) / 10  # never two equal numbers
             sizes = "{} needs about {:,.1f} MB, and {:,.1f} MB were free".format(what, *megabytes)
             raise OSError(errno.ENOSPC, f"{_full(errno.ENOSPC)}: {sizes}")
-        return cls(needed, free, what)
+        return space
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """If the block raises an OSError because the disk is full, it gives possible causes.
+        """If the block raises an error because the disk is full, it is an OSError that gives possible causes.
 
         The files seemed to fit, or `of` would have raised one.
         """
         try:
             yield
-        except OSError as error:
-            if error.errno not in FULL:
+        except (OSError, SafetensorError) as error:
+            number = error.errno if isinstance(error, OSError) else _number_in(error)
+            if number not in FULL:
                 raise
             sizes = f"{self.what} needs about {self.needed / 1e6:,.1f} MB and {self.free / 1e6:,.1f} MB were free"
             causes = "others may have filled it, or its inodes or a quota are used up"
-            raise OSError(error.errno, f"{_full(error.errno)}, although {sizes}: {causes}") from None
+            raise OSError(number, f"{_full(number)}, although {sizes}: {causes}") from None
 
 
 def _full(number: int) -> str:
     return f"the disk is full ({os.strerror(number)})"
+
+
+def _number_in(error: SafetensorError) -> int:
+    """The system's number of an error that safetensors gives as text, or 0."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0
 
 
 def sync_directory(directory: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,7 @@ class Writer:
     def __init__(self, directory: Path, nbytes: int = 0):
         self.directory, self._nbytes = directory, nbytes
         self._hidden: HiddenFolder | None = None
+        self._space: DiskSpace | None = None
 
     @property
     def hidden(self) -> Path:
@@ -162,7 +163,8 @@ class Writer:
     def attempt(self, step: Callable[..., object], *arguments: Any) -> str | None:
         """Run a step; an error is returned as one line of text, and removes the hidden folder."""
         try:
-            step(*arguments)
+            with self._space.explained() if self._space else nullcontext():
+                step(*arguments)
         except Exception as error:  # of any kind: the other ranks must learn of it
             self.abandon()
             return f"cannot save to {self.directory}: {first_line(error)}"
@@ -176,9 +178,10 @@ class Writer:
 
     def open(self) -> None:
         """Make the directory, and a hidden folder for this writer in it. OSError if the disk has no room for the tensors."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        DiskSpace.of(self.directory, self._nbytes, "the model")
-        self._hidden = HiddenFolder(self.directory)
+        self._space = DiskSpace.of(self.directory, self._nbytes, "the model")
+        with self._space.explained():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._hidden = HiddenFolder(self.directory)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write one file of tensors."""

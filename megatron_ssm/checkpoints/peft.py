@@ -101,15 +101,16 @@ def _configuration(model: Model, lora: Lora, base_model: str | None) -> dict[str
 def _write(directory: Path, tensors: dict[str, Any], configuration: dict[str, Any]) -> str | None:
     """Write both files, the configuration last; an error as one line."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        DiskSpace.of(directory, sum(tensor.nbytes for tensor in tensors.values()), "the model")
-        hidden = HiddenFolder(directory)
-        try:
-            _write_files(hidden.path, tensors, configuration)
-            for name in (WEIGHTS, CONFIG):
-                os.replace(hidden.path / name, directory / name)
-        finally:
-            hidden.remove()
+        space = DiskSpace.of(directory, sum(tensor.nbytes for tensor in tensors.values()), "the model")
+        with space.explained():
+            directory.mkdir(parents=True, exist_ok=True)
+            hidden = HiddenFolder(directory)
+            try:
+                _write_files(hidden.path, tensors, configuration)
+                for name in (WEIGHTS, CONFIG):
+                    os.replace(hidden.path / name, directory / name)
+            finally:
+                hidden.remove()
     except Exception as error:  # of any kind: the other ranks must learn of it
         return f"cannot save to {directory}: {first_line(error)}"
     return None

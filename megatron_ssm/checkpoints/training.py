@@ -121,7 +121,8 @@ class Snapshot:
             locks.append(DirectoryLock(self.directory))
             for unfinished in half_written(self.directory) if locks[0].is_held else [hidden]:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            hidden.mkdir()
+            with DiskSpace.of(self.directory, needed).explained():
+                hidden.mkdir()
 
         try:
             run_on_rank_0(begin, failure, group)

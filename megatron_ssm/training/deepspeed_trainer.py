@@ -227,7 +227,8 @@ class DeepSpeedTrainer(Trainer):
             if old.exists() and not directory.exists():  # a run was killed between the renames below
                 old.rename(directory)
             shutil.rmtree(hidden, ignore_errors=True)
-            hidden.mkdir(parents=True)
+            with DiskSpace.of(out, needed).explained():
+                (hidden / tag).mkdir(parents=True)  # DeepSpeed makes it on every rank, whose errors would differ
 
         def save() -> None:
             with space.explained():

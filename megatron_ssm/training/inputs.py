@@ -85,10 +85,7 @@ class Inputs:
             data_ranks = launched_ranks() // (options.tensor_model_parallel_size * options.context_parallel_size)
             deepspeed = read_settings(options, data_ranks, config.hidden_size)
         requirements = _resume_requirements(options, config, corpus)
-        checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements)
-        if checkpoint and checkpoint[1] > options.train_iters:
-            path, step = checkpoint
-            raise ValueError(f"{path} has done {step} steps, more than --train-iters {options.train_iters}")
+        checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements, options.train_iters)
         check_places(options)
         check_trackers(options)
         return cls(options, out, corpus, config, batches, requirements, checkpoint, deepspeed)

@@ -160,15 +160,18 @@ def resumes_deepspeed(options: Options) -> bool:
     return options.resume not in OWN
 
 
-def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]) -> tuple[Path, int] | None:
+def checkpoint_to_resume(
+    how: str, directory: Path, requirements: dict[str, Any], train_iters: int
+) -> tuple[Path, int] | None:
     """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
 
     In place of a folder `deepspeed` that is missing because a run was killed while it replaced it, it takes the folder
-    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements, or if this run may rename it.
+    before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements, if it is of a step after
+    train_iters, or if this run may rename it.
     """
     if how in OWN:
         begins = not how or (how == "auto" and not find_checkpoints(directory))
-        return None if begins else newest_to_load(directory, requirements, falls_back=how == "auto")
+        return None if begins else newest_to_load(directory, requirements, train_iters, falls_back=how == "auto")
     folder = Path(how)
     replaced = folder.parent / "deepspeed.old"
     if folder.name == "deepspeed" and not folder.exists() and is_deepspeed(replaced):
@@ -178,18 +181,26 @@ def checkpoint_to_resume(how: str, directory: Path, requirements: dict[str, Any]
     for place in (directory, set_aside_name(directory)):
         if folder.resolve().is_relative_to(place.resolve()):
             raise ValueError(f"--resume {how} is in {place}, which this run renames or removes; move it elsewhere")
-    return folder, step_of_deepspeed(folder)
+    return _of_at_most(train_iters, folder, step_of_deepspeed(folder))
+
+
+def _of_at_most(train_iters: int, path: Path, step: int) -> tuple[Path, int]:
+    """A checkpoint and its step. ValueError: it has done more steps than the run will have."""
+    if step > train_iters:
+        raise ValueError(f"{path} has done {step} steps, more than --train-iters {train_iters}")
+    return path, step
 
 
 def newest_to_load(
-    directory: Path, requirements: dict[str, Any], falls_back: bool, before: int | None = None
+    directory: Path, requirements: dict[str, Any], train_iters: int, falls_back: bool, before: int | None = None
 ) -> tuple[Path, int]:
     """The newest checkpoint from before a step (None: of all) and its step, as `newest_checkpoint`.
 
-    falls_back: return it also if its description is damaged, and let `resume` report this.
+    falls_back: return it also if its description is damaged, and let `resume` report this. ValueError: it is of a step
+    after train_iters, unless its description is damaged.
     """
     try:
-        return newest_checkpoint(directory, requirements, before)
+        return _of_at_most(train_iters, *newest_checkpoint(directory, requirements, before))
     except DamagedCheckpoint as error:
         if not falls_back or error.path is None:
             raise
@@ -223,7 +234,9 @@ def resume(
         if not falls_back:
             raise error
         path, step = checkpoint
-        find_earlier = functools.partial(newest_to_load, directory, requirements, falls_back, step)
+        find_earlier = functools.partial(
+            newest_to_load, directory, requirements, trainer.options.train_iters, falls_back, step
+        )
         checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
         report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
     return checkpoint

@@ -178,6 +178,9 @@ def test_a_plan_from_json_gets_the_speeds_of_the_mesh_that_was_searched():
     read = Plan.from_json(plan.to_json())
     again = read.on_mesh(mesh).with_tile(1e-9, 1e-6)
     assert again.seconds == plan.seconds > read.seconds and again.mesh == plan.mesh and again.reason == read.reason
+    halves = mesh.split("gpu", a=plan.mesh.axes[0].size, b=plan.mesh.axes[1].size)
+    assert read.on_mesh(halves).seconds == read.on_mesh(mesh).seconds
+    assert not plan.mesh.refines(Mesh(gpu=8).split("gpu", a=2, b=2, c=2)) and plan.mesh.refines(mesh)
     sizes = {axis.name: axis.size for axis in plan.mesh.axes}
     with pytest.raises(ValueError, match=r"for (Mesh\(gpu0=., gpu1=.\)), parts of Mesh\(gpu=8\), not for \1$"):
         read.on_mesh(Mesh(**sizes))

@@ -394,7 +394,7 @@ def test_a_run_was_killed_while_it_replaced_the_folder(ranks, tmp_path, tp, dp):
         if rank == 0:
             folder.rename(old)
         torch.distributed.barrier()
-        found = checkpoint_to_resume(str(folder), tmp_path / "checkpoints", {})
+        found = checkpoint_to_resume(str(folder), tmp_path / "checkpoints", {}, 9)
         torch.distributed.barrier()
         trainer._save_checkpoint = cannot_write
         with pytest.raises(Failure, match="no room"):
@@ -402,7 +402,7 @@ def test_a_run_was_killed_while_it_replaced_the_folder(ranks, tmp_path, tp, dp):
         return found
 
     assert ranks(write, tp * dp) == [(old, 2)] * (tp * dp)
-    assert not old.exists() and checkpoint_to_resume(str(folder), tmp_path / "checkpoints", {}) == (folder, 2)
+    assert not old.exists() and checkpoint_to_resume(str(folder), tmp_path / "checkpoints", {}, 9) == (folder, 2)
 
 
 def test_a_folder_without_a_checkpoint(here, capsys):
