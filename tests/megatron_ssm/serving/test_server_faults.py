@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
