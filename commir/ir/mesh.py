@@ -97,12 +97,12 @@ class Mesh:
         return tuple(MeshAxis(level, size, level) for level, size in sizes.items())
 
     def refines(self, other: "Mesh") -> bool:
-        """Whether both have the same levels, and each axis of the other mesh is an axis of this one, or several."""
+        """Whether each axis of another mesh of the same levels is an axis of this one, or consists of several."""
         mine, theirs = (set(accumulate((axis.size for axis in mesh.axes), operator.mul)) for mesh in (self, other))
         return self.levels == other.levels and theirs <= mine
 
     def in_words(self) -> str:
-        """The axes, and if they are parts of others, those."""
+        """The mesh as text for errors; if it was split, with the mesh of which its axes are parts."""
         return repr(self) + ("" if self.levels == self.axes else f", parts of {Mesh.of_axes(self.levels)!r}")
 
     def __repr__(self) -> str:

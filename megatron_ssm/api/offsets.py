@@ -51,10 +51,8 @@ def _run_offsets(tokenizer: "Tokenizer", text: str, place: int, ids: list[int]) 
 
 def _spaces(text: str, place: int) -> int:
     """How many spaces there are at a place of a text."""
-    end = place
-    while text.startswith(" ", end):
-        end += 1
-    return end - place
+    rest = text[place:]
+    return len(rest) - len(rest.lstrip(" "))
 
 
 class TextOffsets:

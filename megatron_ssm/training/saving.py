@@ -181,11 +181,11 @@ def checkpoint_to_resume(
     for place in (directory, set_aside_name(directory)):
         if folder.resolve().is_relative_to(place.resolve()):
             raise ValueError(f"--resume {how} is in {place}, which this run renames or removes; move it elsewhere")
-    return _of_at_most(train_iters, folder, step_of_deepspeed(folder))
+    return _with_step_checked(train_iters, folder, step_of_deepspeed(folder))
 
 
-def _of_at_most(train_iters: int, path: Path, step: int) -> tuple[Path, int]:
-    """A checkpoint and its step. ValueError: it has done more steps than the run will have."""
+def _with_step_checked(train_iters: int, path: Path, step: int) -> tuple[Path, int]:
+    """The given checkpoint and its step. ValueError: it has done more steps than the run will have."""
     if step > train_iters:
         raise ValueError(f"{path} has done {step} steps, more than --train-iters {train_iters}")
     return path, step
@@ -200,7 +200,7 @@ def newest_to_load(
     after train_iters, unless its description is damaged.
     """
     try:
-        return _of_at_most(train_iters, *newest_checkpoint(directory, requirements, before))
+        return _with_step_checked(train_iters, *newest_checkpoint(directory, requirements, before))
     except DamagedCheckpoint as error:
         if not falls_back or error.path is None:
             raise

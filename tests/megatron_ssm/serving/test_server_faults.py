@@ -224,7 +224,7 @@ def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank,
 @pytest.mark.full
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 def test_a_rank_that_is_lost_while_nothing_runs(directory, tmp_path, number):
-    """Of processes of their own: forks of the tests' process do not end a stopped rank here."""
+    """The server is started as a new process, because here one that is a fork of the tests does not end a stopped rank."""
     with server(directory, tmp_path / "log", tp=2, start=subprocess.Popen) as running:
         assert running.post("/v1/completions", SHORT).status_code == 200
         with half_a_request(running) as half:
