@@ -50,7 +50,7 @@ class NativePrompt(NativeLayers):
             piece = slice(i * seq // pieces, (i + 1) * seq // pieces)
             for layer, struct in zip(self._native_layers, self._structs, strict=True):
                 struct.tokens = piece.stop - piece.start
-                struct.as_integers = layer.multiplies_as_integers(len(x) * struct.tokens)
+                struct.as_integers, struct.in_bytes = layer.integer_forms(len(x) * struct.tokens)
             part = x[:, piece].contiguous()
             parts.append(torch.empty_like(part))
             self._compute(part, part if given is x else given[:, piece].contiguous(), parts[-1])

@@ -21,7 +21,7 @@ from megatron_ssm.layers.pending_tokens import KeptTokens
 from megatron_ssm.native import kernels, products
 from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
-from megatron_ssm.ops.matrices import IN_STEP, INTEGER_PANELS, MANY, product_form
+from megatron_ssm.ops.matrices import IN_STEP, INTEGER_PANELS, INTEGERS, MANY, product_form
 from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_altered
 from megatron_ssm.parallel.ranks import Ranks
@@ -177,10 +177,10 @@ class NativeLayer:
         forms = (product_form(dtype, self._dtype, rows) for dtype in self._stored)
         return not has_gaps and all(form in IN_STEP for form in forms)
 
-    def multiplies_as_integers(self, rows: int) -> bool:
-        """Whether so many tokens are multiplied by bfloat16 matrices fastest as integers."""
-        is_bfloat16 = torch.bfloat16 in self._stored and rows >= MANY
-        return is_bfloat16 and product_form(torch.bfloat16, self._dtype, rows) == INTEGER_PANELS
+    def integer_forms(self, rows: int) -> tuple[bool, bool]:
+        """Whether so many tokens are multiplied fastest by bfloat16 matrices as integers, and by rounded ones in 8 bits."""
+        forms = {stored: product_form(stored, self._dtype, rows) for stored in self._stored if rows >= MANY}
+        return forms.get(torch.bfloat16) == INTEGER_PANELS, INTEGERS in forms.values()
 
     def _tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the workspace (dtype None: the model's); its address is written into the C struct."""

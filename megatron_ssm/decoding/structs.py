@@ -48,7 +48,7 @@ class Layer(ctypes.Structure):
         *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
         *((name, SIZE) for name in _SIZES),
         *((name, FLOAT) for name in ("least_dt", "most_dt", "eps", "inner_eps")),
-        *((name, INT) for name in ("type", "sum_type", "mamba2", "speculative", "as_integers")),
+        *((name, INT) for name in ("type", "sum_type", "mamba2", "speculative", "as_integers", "in_bytes")),
     ]
 
 

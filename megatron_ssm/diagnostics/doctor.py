@@ -275,7 +275,7 @@ def _many_rows() -> list[tuple]:
         found = ", ".join(f"{name} {seconds * 1e3:.2g} ms" for name, seconds in times.items())
         why = f"measured: {found}" if len(times) > 1 else "the only form on this processor"
         training = NOT_TRAINED if stored in matrices.KINDS else "torch"
-        runs = f"C ({form})" if form in matrices.IN_C else f"torch ({form})"
+        runs = f"C ({form})" if form in matrices.IN_STEP else f"torch ({form})"
         rows.append((f"matrix product, {_matrix_name(stored)}", runs, training, why))
     return rows
 

@@ -26,6 +26,8 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
 int tile_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
 int has_tile_products(void);
+int integer_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                    ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
 int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
 int integer_panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,

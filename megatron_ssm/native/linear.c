@@ -5,7 +5,7 @@
 #include <cpuid.h>
 #endif
 
-#include "rounded.h"
+#include "linear.h"
 
 enum {
   BATCH = 4,                   /* rows of x that are multiplied at once */
@@ -16,17 +16,9 @@ enum {
 
 /* W is read in words of 32 bits, of 1 or 2 columns. x is unpacked accordingly ("planes"): first the columns that come first
    in their word, then those that come second. So consecutive words meet consecutive elements of x. */
-typedef struct {
-  const void *weight;   /* (out, in) of the weight's type */
-  const void *bias;     /* (out) of `type`, or NULL */
-  const float *x;       /* (batch, in), in planes */
-  void *y;              /* (batch, out) of `type` */
-  ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows */
-  int type;
-} Linear;
 
 /* Columns of W in a 32-bit word. */
-INLINE ptrdiff_t columns_per_word(int weight_type) { return weight_type == BFLOAT16 ? 2 : 1; }
+INLINE ptrdiff_t columns_in_word(int weight_type) { return weight_type == BFLOAT16 ? 2 : 1; }
 
 /* The product of a word of W and x, whose planes have `count` elements. */
 INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int weight_type) {
@@ -38,9 +30,9 @@ INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int weight_
    hardware's own prefetching is too late on some processors, and stops at the ends of short rows; so what follows in memory
    is prefetched here. (A prefetch beyond the end of W has no effect.) */
 INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type, ptrdiff_t lanes) {
-  ptrdiff_t count = a->in / columns_per_word(weight_type), i = 0;
-  const uint32_t *w = (const uint32_t *)a->weight + row * (a->weight_stride / columns_per_word(weight_type));
-  const float *x = a->x + first * a->x_stride;
+  ptrdiff_t count = a->in / columns_in_word(weight_type), i = 0;
+  const uint32_t *w = (const uint32_t *)a->weight + row * (a->weight_stride / columns_in_word(weight_type));
+  const float *x = (const float *)a->x + first * a->x_stride;
   float sums[BATCH][LANES];
   memset(sums, 0, batch * sizeof sums[0]);
   for (; i + lanes <= count; i += lanes) {
@@ -69,11 +61,11 @@ enum { VECTOR = 8, SUMS = 8 }; /* words in a register; registers of sums */
    with one vector each, which share the loads of x and prefetch the rows that follow them; long rows of BFLOAT16 one by one. */
 INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdiff_t first, int rows, int batch, int vectors,
                                           int weight_type) {
-  ptrdiff_t count = a->in / columns_per_word(weight_type), i = 0;
-  ptrdiff_t stride = a->weight_stride / columns_per_word(weight_type);
+  ptrdiff_t count = a->in / columns_in_word(weight_type), i = 0;
+  ptrdiff_t stride = a->weight_stride / columns_in_word(weight_type);
   ptrdiff_t ahead = vectors == 1 ? rows * stride : AHEAD / (ptrdiff_t)sizeof(uint32_t);
   const uint32_t *w = (const uint32_t *)a->weight + row * stride;
-  const float *x = a->x + first * a->x_stride;
+  const float *x = (const float *)a->x + first * a->x_stride;
   const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
   __m256 sums[SUMS];
 #pragma GCC unroll 8
@@ -154,7 +146,7 @@ FOR_EACH_BATCH_AVX2(short_avx2_bfloat16_, BFLOAT16, 1)
 
 /* The functions for 1 to BATCH rows of x. */
 static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
-  int is_short = in < 2 * LANES * columns_per_word(weight_type);
+  int is_short = in < 2 * LANES * columns_in_word(weight_type);
 #ifdef HAS_INTRINSICS
   if (level() >= AVX2 && loop_level() != AVX512)
     return weight_type == FLOAT32 ? avx2_float32_ : is_short ? short_avx2_bfloat16_ : avx2_bfloat16_;
@@ -172,6 +164,16 @@ static void multiply_rows(const Linear *a, MultiplyRows *const *functions, ptrdi
       ptrdiff_t left = a->batch - first, end = start + step;
       functions[left < BATCH ? left - 1 : BATCH - 1](a, first, start, end < stop ? end : stop);
     }
+}
+
+/* Whether few_rows.c multiplies W and x of these types, as they are: -1 if not, or the kind of their words. (With AMX, whose
+   processors read float32 as fast by the loops here, only what AMX does not take.) */
+static int kind_of(int weight_type, int type) {
+#ifdef HAS_INTRINSICS
+  if (weight_type == BFLOAT16 && type == BFLOAT16 && has_avx512_bf16()) return BFLOAT16_PAIRS;
+  if (weight_type == FLOAT32 && type == FLOAT32 && level() == AVX512 && !has_tile_products()) return FLOATS;
+#endif
+  return -1;
 }
 
 /* A row of x as float32 in planes. */
@@ -199,7 +201,8 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
   int by_tiles = weight_type == BFLOAT16 && in % 32 == 0 && weight_stride == in && y_stride == out && has_tile_products();
   if (by_tiles && batch > 1)
     return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
-  if (weight_type != FLOAT32 || type != FLOAT32) {
+  int kind = by_tiles ? -1 : kind_of(weight_type, type);
+  if (kind < 0 && (weight_type != FLOAT32 || type != FLOAT32)) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
     unpack(x, unpacked, batch, in, x_stride, type, weight_type);
   }
@@ -215,7 +218,11 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < out; start += share) {
     ptrdiff_t stop = start + share < out ? start + share : out;
-    multiply_rows(&a, functions, start, stop);
+#ifdef HAS_INTRINSICS
+    if (kind >= 0) multiply_few_rows(&a, kind, start, stop);
+    else
+#endif
+      multiply_rows(&a, functions, start, stop);
   }
   free(unpacked);
   return 0;
@@ -227,6 +234,9 @@ int linear(const void *weight, const float *scales, const void *bias, const void
     return rounded_linear(weight, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   return strided_linear(weight, bias, x, y, batch, out, in, in, x_stride, out, weight_type, type, threads);
 }
+
+/* Whether few_rows.c multiplies matrices of this type by rows of the same type. */
+int has_few_rows_of(int type) { return kind_of(type, type) >= 0; }
 
 /* Whether this processor multiplies numbers of a 16-bit type by instructions of their own: AVX512_BF16 or AVX512_FP16. On
    processors other than x86's the answer is always yes, which leaves the choice to torch. */

@@ -1,39 +1,16 @@
-/* y = x W^T + b for many rows of x by AVX2, on processors without AMX.
+/* y = x W^T + b for many rows of x by AVX2 or AVX-512, on processors without AMX.
 
-   PANEL rows of W at a time are rearranged: the words of all these rows that meet the same word of x lie side by side, and
-   fill two registers. A word has 32 bits: a float32 column, or two columns of 16 bits. INT8 and INT4 matrices are multiplied
-   as 16-bit integers by an x that is rounded as in rounded.c, which is faster than float32 and hardly less exact; FLOAT32
-   matrices in float32; BFLOAT16 matrices in float32 or, by integer_panel_product, as integers (block_float.h). */
-#include "block_float.h"
+   PANEL rows of W at a time are rearranged (panels.h). INT8 and INT4 matrices are multiplied as 16-bit integers by an x that is
+   rounded as in rounded.c, which is faster than float32 and hardly less exact; FLOAT32 matrices in float32; BFLOAT16 matrices
+   in bfloat16 where x is too and the processor has AVX512_BF16, otherwise in float32, or, by integer_panel_product, as integers
+   (block_float.h). */
+#include "panels.h"
 
 #ifdef HAS_INTRINSICS
 enum {
-  VECTOR = 8,                  /* words in a register */
-  PANEL = 2 * VECTOR,
-  FLOAT_ROWS = 6, INTEGER_ROWS = 4, /* rows of x that are multiplied at once: their sums stay in registers */
-  DEPTH = 384,   /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
-  X_ROWS = 256,  /* rows of x that are multiplied at a time: DEPTH words of each stay in the second-level cache */
-  PAIRS = BLOCK / 2            /* words of a block of 16-bit columns */
+  VECTOR = 8, HALF = PANEL / 2,  /* words in a register; rows of W that are multiplied at once */
+  FLOAT_ROWS = 6, INTEGER_ROWS = 4 /* rows of x that are multiplied at once: their sums stay in registers */
 };
-
-typedef struct {
-  const char *values;
-  const float *scales;     /* (out, in / BLOCK), of INT8 and INT4 */
-  const void *bias;        /* (out) of `type`, or NULL */
-  const uint32_t *x;       /* (batch, x_words): float32, or 16-bit integers */
-  const float *x_scales;   /* (batch, blocks), of 16-bit integers */
-  void *y;                 /* (batch, out) of `type` */
-  ptrdiff_t batch, out, in, x_words;
-  ptrdiff_t words, blocks; /* of a row of W; integers are whole blocks */
-  int type, weight_type, is_integer;
-} Product;
-
-/* Temporaries of a thread. */
-typedef struct {
-  uint32_t words[DEPTH * PANEL]; /* (DEPTH, PANEL): columns of W */
-  float scales[DEPTH / PAIRS * PANEL]; /* (blocks, PANEL) */
-  float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
-} Panel;
 
 /* rows[i][j] becomes rows[j][i]. */
 INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
@@ -59,20 +36,31 @@ INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
 
 /* The address of a word of a row of W; in blocks of INT8 and INT4, of its block. */
 INLINE const char *address_of(const Product *a, ptrdiff_t row, ptrdiff_t word) {
-  if (!is_rounded(a->weight_type)) return at(a->values, row * a->in + (a->is_integer ? 2 : 1) * word, a->weight_type);
-  return a->values + (row * a->blocks + word / PAIRS) * bytes_per_block(a->weight_type);
+  if (!is_rounded(a->weight_type)) return at(a->values, row * a->in + columns_per_word(a->kind) * word, a->weight_type);
+  return a->values + (row * a->blocks + word / words_per_block(a->kind)) * bytes_per_block(a->weight_type);
+}
+
+/* VECTOR words of 8 bits, the `half`-th of a block. The integers are unsigned, with an OFFSET. */
+INLINE_FOR(TARGET_AVX2) __m256i half_in_bytes(const char *block, ptrdiff_t half, int weight_type) {
+  __m256i offset = _mm256_set1_epi8((char)OFFSET);
+  if (weight_type == INT8) return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)block + half), offset);
+  __m256i first = quarter_block(block, 2 * half, INT4), second = quarter_block(block, 2 * half + 1, INT4);
+  __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8); /* packing mixes the halves */
+  return _mm256_xor_si256(bytes, offset);
 }
 
 /* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. */
 INLINE_FOR(TARGET_AVX2) __m256 words_of(const Product *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
   const void *from = address_of(a, row, word);
+  if (a->kind == BYTE_QUADS) return (__m256)half_in_bytes(from, word / VECTOR % 2, weight_type);
   if (is_rounded(weight_type)) return (__m256)quarter_block(from, word / VECTOR % 4, weight_type);
   float rest[VECTOR] = {0};
-  if (word + VECTOR > a->in) {
-    for (ptrdiff_t i = 0; word + i < a->in; i++) rest[i] = get(from, i, weight_type);
-    return _mm256_loadu_ps(rest);
+  ptrdiff_t columns = a->in - columns_per_word(a->kind) * word; /* that are left */
+  if (columns < VECTOR * columns_per_word(a->kind)) {
+    if (columns > 0) memcpy(rest, from, bytes_of(columns, weight_type));
+    from = rest;
   }
-  if (weight_type == FLOAT32) return _mm256_loadu_ps(from);
+  if (weight_type == FLOAT32 || a->kind != FLOATS) return _mm256_loadu_ps(from);
   return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
 }
 
@@ -92,10 +80,12 @@ INLINE_FOR(TARGET_AVX2) void fill_each(const Product *a, Panel *panel, ptrdiff_t
         rows[i] = row + half + i < a->out ? words_of(a, row + half + i, k, weight_type) : _mm256_setzero_ps();
       put_words(panel, k - start, half, rows);
     }
-  if (is_rounded(weight_type))
-    for (ptrdiff_t k = start; k < stop; k += PAIRS)
-      for (ptrdiff_t r = 0; r < PANEL; r++)
-        panel->scales[(k - start) / PAIRS * PANEL + r] = row + r < a->out ? a->scales[(row + r) * a->blocks + k / PAIRS] : 0;
+  if (!is_rounded(weight_type)) return;
+  ptrdiff_t each = words_per_block(a->kind);
+  float *scales = panel->scales;
+  for (ptrdiff_t k = start; k < stop; k += each)
+    for (ptrdiff_t r = 0; r < PANEL; r++)
+      *scales++ = row + r < a->out ? a->scales[(row + r) * a->blocks + k / each] : 0;
 }
 
 /* As fill_each, for BFLOAT16 as integers. */
@@ -119,15 +109,14 @@ TARGET_AVX2 static void fill(const Product *a, Panel *panel, ptrdiff_t row, ptrd
   if (a->weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
   else if (a->weight_type == INT8) fill_each(a, panel, row, start, stop, INT8);
   else if (a->weight_type == INT4) fill_each(a, panel, row, start, stop, INT4);
-  else if (a->is_integer) fill_rounded(a, panel, row, start, stop);
+  else if (a->kind == INTEGER_PAIRS) fill_rounded(a, panel, row, start, stop);
   else fill_each(a, panel, row, start, stop, BFLOAT16);
 }
 
-/* Adds to sums (count, PANEL) the products of `words` words of `count` rows of x, x_words apart, with those of the panel.
-   count is a compile-time constant. (Without the pragmas GCC would keep the sums in memory.) */
-INLINE_FOR(TARGET_AVX2) void add_floats(const float *x, ptrdiff_t x_words, const Panel *panel, ptrdiff_t words, float *sums,
+/* Adds to HALF sums of `count` rows of x, PANEL apart, the products of `words` words of x, x_words apart, with those of HALF
+   rows of the panel. count is a compile-time constant. (Without the pragmas GCC would keep the sums in memory.) */
+INLINE_FOR(TARGET_AVX2) void add_floats(const float *x, ptrdiff_t x_words, const float *w, ptrdiff_t words, float *sums,
                                        int count) {
-  const float *w = (const float *)panel->words;
   __m256 low[FLOAT_ROWS], high[FLOAT_ROWS];
 #pragma GCC unroll 8
   for (int r = 0; r < count; r++) {
@@ -162,18 +151,17 @@ INLINE_FOR(TARGET_AVX2) void add_scaled(float *sum, __m256i integers, __m256 sca
   _mm256_store_ps(sum, _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), scale, _mm256_load_ps(sum)));
 }
 
-/* As add_floats, for integers. x_scales: those of the first row and word; from row to row `blocks` apart. */
+/* As add_floats, for integers. scales, x_scales: those of the first row and word; those of x are from row to row `blocks`
+   apart. */
 INLINE_FOR(TARGET_AVX2) void add_integers(const uint32_t *x, ptrdiff_t x_words, const float *x_scales, ptrdiff_t blocks,
-                                         const Panel *panel, ptrdiff_t words, float *sums, int count) {
-  const __m256i *w = (const __m256i *)panel->words;
-  const float *scales = panel->scales;
+                                         const uint32_t *w, const float *scales, ptrdiff_t words, float *sums, int count) {
   for (ptrdiff_t block = 0; block < words / PAIRS; block++, scales += PANEL, x += PAIRS) {
     __m256i low[INTEGER_ROWS], high[INTEGER_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) low[r] = high[r] = _mm256_setzero_si256();
 #pragma GCC unroll 4
-    for (ptrdiff_t k = 0; k < PAIRS; k++, w += 2) {
-      __m256i w_low = _mm256_load_si256(w), w_high = _mm256_load_si256(w + 1);
+    for (ptrdiff_t k = 0; k < PAIRS; k++, w += PANEL) {
+      __m256i w_low = _mm256_load_si256((const __m256i *)w), w_high = _mm256_load_si256((const __m256i *)(w + VECTOR));
 #pragma GCC unroll 8
       for (int r = 0; r < count; r++) {
         __m256i word = _mm256_set1_epi32((int)x[r * x_words + k]);
@@ -193,15 +181,14 @@ INLINE_FOR(TARGET_AVX2) void add_integers(const uint32_t *x, ptrdiff_t x_words, 
 /* Adds the products of words `start` to `stop` of `count` rows of x from `first` on to their sums. */
 INLINE_FOR(TARGET_AVX2) void add_rows(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
                                      int count, int integers) {
-  const uint32_t *x = a->x + first * a->x_words + start;
+  const uint32_t *x = a->x + first * a->x_words + start, *w = panel->words;
+  const float *x_scales = a->x_scales + first * a->blocks + start / PAIRS, *scales = panel->scales;
   float *sums = panel->sums + first * PANEL;
-  if (!integers) add_floats((const float *)x, a->x_words, panel, stop - start, sums, count);
-  else
-    add_integers(x, a->x_words, a->x_scales + first * a->blocks + start / PAIRS, a->blocks, panel, stop - start, sums, count);
+  for (int half = 0; half < PANEL; half += HALF, w += HALF, scales += HALF, sums += HALF)
+    if (!integers) add_floats((const float *)x, a->x_words, (const float *)w, stop - start, sums, count);
+    else add_integers(x, a->x_words, x_scales, a->blocks, w, scales, stop - start, sums, count);
 }
 
-/* There is one function for each number of rows of x. */
-typedef void AddRows(const Product *, Panel *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
 #define ADD_ROWS(NAME, COUNT, INTEGERS)                                                                                     \
   TARGET_AVX2 static void NAME##COUNT(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
     add_rows(a, panel, first, start, stop, COUNT, INTEGERS);                                                              \
@@ -238,10 +225,18 @@ static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t start, ptrd
     prefetch_lines(address_of(a, r, start), address_of(a, r, stop));
 }
 
+/* The functions for 1 to `most` rows of x. */
+static AddRows *const *functions_for(Words kind, int *most) {
+  *most = WIDE_ROWS;
+  if (kind == FLOATS ? level() == AVX512 : kind != INTEGER_PAIRS || has_avx512_vnni()) return wide_functions(kind);
+  *most = kind == FLOATS ? FLOAT_ROWS : INTEGER_ROWS;
+  return kind == FLOATS ? floats : integers;
+}
+
 /* All rows of x times PANEL rows of W from `row` on. */
 TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t row) {
-  int most = a->is_integer ? INTEGER_ROWS : FLOAT_ROWS;
-  AddRows *const *functions = a->is_integer ? integers : floats;
+  int most;
+  AddRows *const *functions = functions_for(a->kind, &most);
   ptrdiff_t words = a->words;
   memset(panel->sums, 0, a->batch * PANEL * sizeof(float));
   for (ptrdiff_t start = 0; start < words; start += DEPTH) {
@@ -274,35 +269,42 @@ static int multiply(const Product *a, int threads) {
   return failed;
 }
 
-/* Rows of x as they are multiplied: without gaps as float32, or as integers with their scales. */
-TARGET_AVX2 static void fill_x(const Product *a, const void *x, uint32_t *to, float *scales, ptrdiff_t x_stride) {
+/* Rows of x as they are multiplied: without gaps as float32 or bfloat16, or as integers with their scales. */
+TARGET_AVX2 static void fill_x(const Product *a, const void *x, uint32_t *to, float *scales, int32_t *sums,
+                               ptrdiff_t x_stride) {
+  if (a->kind == BYTE_QUADS) {
+    round_to_bytes(x, (int8_t *)to, scales, sums, a->batch, a->blocks, x_stride, a->type);
+    return;
+  }
   if (is_rounded(a->weight_type)) {
     round_to_16_bits(x, (int16_t *)to, scales, a->batch, a->in, x_stride, a->type);
     return;
   }
   for (ptrdiff_t r = 0; r < a->batch; r++, x = at(x, x_stride, a->type), to += a->x_words, scales += a->blocks)
-    if (!a->is_integer)
+    if (a->kind == BFLOAT16_PAIRS) to[a->x_words - 1] = 0, memcpy(to, x, bytes_of(a->in, BFLOAT16));
+    else if (a->kind == FLOATS)
 #pragma omp simd
       for (ptrdiff_t i = 0; i < a->in; i++) ((float *)to)[i] = get(x, i, BFLOAT16);
     else if (a->type == FLOAT32) round_x_row(x, (int16_t *)to, scales, a->in, FLOAT32);
     else round_x_row(x, (int16_t *)to, scales, a->in, BFLOAT16);
 }
 
-static int multiply_by_panels(const void *values, const float *scales, const void *bias, const void *x, void *y,
-                              ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type,
-                              int threads, int is_integer) {
-  int in_place = !is_integer && type == FLOAT32, failed = 0;
+int multiply_by_panels(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                       ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads, Words kind) {
+  int in_place = kind == FLOATS && type == FLOAT32, failed = 0;
   ptrdiff_t passes = (batch + X_ROWS - 1) / X_ROWS, step = passes ? (batch + passes - 1) / passes : 1;
-  ptrdiff_t blocks = (in + BLOCK - 1) / BLOCK, words = is_integer ? blocks * PAIRS : in;
+  ptrdiff_t blocks = (in + BLOCK - 1) / BLOCK, each = columns_per_word(kind);
+  ptrdiff_t words = has_blocks(kind) ? blocks * words_per_block(kind) : (in + each - 1) / each;
   ptrdiff_t x_words = in_place ? x_stride : words;
-  uint32_t *copy = allocate(in_place ? LINE : step * (x_words + blocks) * sizeof(uint32_t));
+  uint32_t *copy = allocate(in_place ? LINE : step * (x_words + 2 * blocks) * sizeof(uint32_t));
   float *x_scales = (float *)copy + step * x_words;
+  int32_t *x_sums = (int32_t *)x_scales + step * blocks;
   for (ptrdiff_t first = 0; first < batch && copy && !failed; first += step) {
     ptrdiff_t count = batch - first < step ? batch - first : step;
     const void *rows = at(x, first * x_stride, type);
-    Product a = {values, scales, bias, in_place ? rows : copy, x_scales, at(y, first * out, type), count, out, in, x_words,
-                 words, blocks, type, weight_type, is_integer};
-    if (!in_place) fill_x(&a, rows, copy, x_scales, x_stride);
+    Product a = {values, scales, bias, in_place ? rows : copy, x_scales, x_sums, at(y, first * out, type), count, out, in,
+                 x_words, words, blocks, type, weight_type, kind};
+    if (!in_place) fill_x(&a, rows, copy, x_scales, x_sums, x_stride);
     failed = multiply(&a, threads);
   }
   free(copy);
@@ -310,26 +312,31 @@ static int multiply_by_panels(const void *values, const float *scales, const voi
 }
 
 int has_panel_products(void) { return level() >= AVX2; }
-#else
-static int multiply_by_panels(const void *values, const float *scales, const void *bias, const void *x, void *y,
-                              ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type,
-                              int threads, int is_integer) {
-  return 1;
-}
-
-int has_panel_products(void) { return 0; }
-#endif
 
 /* As tile_product. `in` is a multiple of BLOCK for INT8 and INT4. */
 int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  int in_pairs = weight_type == BFLOAT16 && type == BFLOAT16 && has_avx512_bf16();
   return multiply_by_panels(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads,
-                            is_rounded(weight_type));
+                            is_rounded(weight_type) ? INTEGER_PAIRS : in_pairs ? BFLOAT16_PAIRS : FLOATS);
 }
 
 /* The same with a BFLOAT16 matrix as integers too. */
 int integer_panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                           ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
   return multiply_by_panels(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads,
-                            weight_type != FLOAT32);
+                            weight_type == FLOAT32 ? FLOATS : INTEGER_PAIRS);
 }
+#else
+int has_panel_products(void) { return 0; }
+
+int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  return 1;
+}
+
+int integer_panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
+                          ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  return 1;
+}
+#endif

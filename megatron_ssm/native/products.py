@@ -18,6 +18,7 @@ BLOCK = 64  # elements of a rounded matrix that share a scale (rounded.c)
 ROUNDED = (torch.int8, torch.uint8)  # dtypes of `values`
 # Rows of x beyond which torch is faster, by the dtype of the matrix.
 ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36, torch.uint8: 36}
+ROWS_IF_WIDE = {torch.float32: 24, torch.bfloat16: 24}  # the same where few_rows.c multiplies them
 ROWS_IF_WIDENED = 24  # the same for bfloat16, on processors without instructions for it
 ROWS_IF_TILES = 47  # the same for bfloat16 and rounded matrices, on processors with AMX
 FEWEST_IN_BFLOAT16 = 25  # rows of x from which `linear` by AMX rounds x and a rounded matrix to bfloat16 (rounded.c)
@@ -28,10 +29,17 @@ def has_products_of(dtype: torch.dtype) -> bool:
     return kernels.LIBRARY.functions is None or bool(functions().has_products_of(TYPES[dtype]))
 
 
+def has_few_rows_of(dtype: torch.dtype) -> bool:
+    """Whether matrices of float32 or bfloat16 are multiplied by the kernel for AVX-512 (few_rows.c)."""
+    return kernels.LIBRARY.functions is not None and bool(functions().has_few_rows_of(TYPES[dtype]))
+
+
 def most_rows(dtype: torch.dtype) -> int:
     """The rows of x up to which `linear` with a matrix of this dtype is faster than torch."""
     if dtype in (torch.bfloat16, *ROUNDED) and has_tile_products():
         return ROWS_IF_TILES
+    if dtype in ROWS_IF_WIDE and has_few_rows_of(dtype):
+        return ROWS_IF_WIDE[dtype]
     widened = dtype is torch.bfloat16 and not has_products_of(dtype)
     return ROWS_IF_WIDENED if widened else ROWS.get(dtype, 0)
 
@@ -72,7 +80,7 @@ def linear(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor
 
 
 def has_integer_products() -> bool:
-    """Whether this processor has the instructions that make `integer_product` worth using."""
+    """Whether this processor has AVX512_VNNI, without which there is no `integer_product`."""
     return kernels.LIBRARY.functions is not None and bool(functions().has_integer_products())
 
 
@@ -84,9 +92,11 @@ def has_tile_products() -> bool:
 def integer_product(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` for many rows of x and a rounded matrix: x is rounded to 8 bits, in blocks of BLOCK.
 
-    ValueError for a matrix of another dtype.
+    ValueError for a matrix of another dtype; RuntimeError without AVX512_VNNI.
     """
-    return _multiply(functions().integer_product, ROUNDED, x, values, scales, bias)
+    if not has_integer_products():
+        raise RuntimeError("this processor has no AVX512_VNNI, or the C kernels are not loaded: use `linear`")
+    return _multiply(functions().integer_product, ROUNDED, x, values, scales, bias, columns_of(values))
 
 
 def tile_product(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -108,7 +118,9 @@ def has_panel_products() -> bool:
 def panel_product(
     x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, as_integers: bool = False
 ) -> Tensor:
-    """`linear` for many rows of x by AVX2, in float32; for rounded matrices x is rounded to 16 bits, in blocks of BLOCK.
+    """`linear` for many rows of x by AVX2 or AVX-512; for rounded matrices x is rounded to 16 bits, in blocks of BLOCK.
+
+    Others are multiplied in float32, or in bfloat16 where both x and the matrix are and the processor has AVX512_BF16.
 
     as_integers: a bfloat16 matrix and x are rounded to integers of 12 and 13 bits and sign, also in blocks of BLOCK. It
     changes nothing for rounded matrices, and float32 ones are refused. ValueError for a matrix of another dtype;

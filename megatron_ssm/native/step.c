@@ -7,8 +7,8 @@
 
 enum { NO_SUM = -1, NO_MEMORY = -2 };  /* results of `decode`, besides 0 and the codes of an all-reduce in shared memory */
 enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
-/* Rows from which all products are done by tile_product or panel_product: `decode` gets so many only where one of them is
-   possible, and the fastest. As in ops/matrices.py. */
+/* Rows from which all products are done by tile_product, panel_product or integer_product: `decode` gets so many only where one
+   of them is possible, and the fastest. As in ops/matrices.py. */
 enum { MANY = 48 };
 
 /* A matrix (out, in), as `linear` takes it. */
@@ -56,19 +56,21 @@ typedef struct {
   int type, sum_type, mamba2;   /* sum_type: of the residual stream; mamba2: whether this is a Mamba-2 layer */
   int speculative;              /* whether `decode` leaves history and state as they are, and `keep_tokens` advances them */
   int as_integers;              /* whether MANY rows are multiplied by BFLOAT16 matrices as integers */
+  int in_bytes;                 /* whether MANY rows are rounded to 8 bits to multiply them by INT8 and INT4 matrices */
 } Layer;
 
 typedef int Multiply(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
                      ptrdiff_t, int, int, int);
 
-/* The product of MANY rows of x with any matrix of the layer. */
-static Multiply *multiply_many(const Layer *l) {
+/* The product of MANY rows of x with a matrix of the layer. */
+static Multiply *multiply_many(const Layer *l, ptrdiff_t weight_type) {
+  if (l->in_bytes && is_rounded(weight_type)) return integer_product;
   return has_tile_products() ? tile_product : l->as_integers ? integer_panel_product : panel_product;
 }
 
 static int project(const Layer *l, const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
                    ptrdiff_t in, int threads) {
-  Multiply *multiply = rows < MANY ? linear : multiply_many(l);
+  Multiply *multiply = rows < MANY ? linear : multiply_many(l, m->type);
   return multiply(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, l->type, threads);
 }
 
@@ -77,7 +79,7 @@ static int project(const Layer *l, const Matrix *m, const void *bias, const void
 static int project_head(const Layer *l, const void *weight, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
                         ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int threads) {
   if (rows >= MANY)
-    return multiply_many(l)(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
+    return multiply_many(l, l->type)(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
   return strided_linear(weight, NULL, x, y, rows, out, in, weight_stride, x_stride, y_stride, l->type, l->type, threads);
 }
 

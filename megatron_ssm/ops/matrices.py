@@ -14,7 +14,8 @@ C; then x's own dtype. The forms of a product are:
 - TILES: by AMX, with x in bfloat16, for a bfloat16 or a rounded matrix;
 - EXACT_TILES: by AMX, for a float32 matrix. Each number is the sum of three bfloat16 numbers, so the result is as exact as
   torch's in float32;
-- PANELS: by AVX2 in float32, for a float32 or a bfloat16 matrix, on processors without AMX;
+- PANELS: by AVX2 or AVX-512, for a float32 or a bfloat16 matrix, on processors without AMX: in float32, or in bfloat16 where
+  x is too and the processor has AVX512_BF16;
 - INTEGER_PANELS: the same with x and a rounded or a bfloat16 matrix as integers of 16 bits.
 """
 
@@ -41,9 +42,8 @@ MEASURED = (torch.float32, *HALVES)  # dtypes of tensors whose products have sev
 KINDS: dict[torch.dtype, type[RoundedMatrix]] = {torch.int8: Int8Weight, torch.uint8: Int4Weight}
 # Forms; the others are names of dtypes.
 INTEGERS, TILES, EXACT_TILES = "int8 by VNNI", "bfloat16 by AMX", "float32 by AMX"
-PANELS, INTEGER_PANELS = "float32 by AVX2", "int16 by AVX2"
-IN_STEP = (TILES, EXACT_TILES, PANELS, INTEGER_PANELS)  # those of native/step.c
-IN_C = (INTEGERS, *IN_STEP)
+PANELS, INTEGER_PANELS = "floating point by AVX", "int16 by AVX"
+IN_STEP = (TILES, EXACT_TILES, PANELS, INTEGER_PANELS, INTEGERS)  # those of native/step.c
 SHAPE, ROW_COUNTS = (1024, 768), (16, 128)  # of the measured products: W, and few and many rows of x
 MANY = 48  # rows of x from which the measurement with many applies
 REPETITIONS, MARGIN = 5, 0.95  # a form counts as fastest if this share of its time is at most the least time
@@ -83,7 +83,7 @@ def _linear_in_form(form: str, x: Tensor, weight: Tensor | RoundedMatrix, bias: 
     by_tiles, by_panels = form in (TILES, EXACT_TILES), form in (PANELS, INTEGER_PANELS)
     if by_tiles and not products.has_tile_products() or by_panels and not products.has_panel_products():
         form = _name(x.dtype)
-    if form in IN_C and not (usable(x, bias) and values.is_cpu):
+    if form in IN_STEP and not (usable(x, bias) and values.is_cpu):
         form = _name(x.dtype)
     if form in (TILES, EXACT_TILES):
         return products.tile_product(x, values, scales, bias)

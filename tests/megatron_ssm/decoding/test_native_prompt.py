@@ -78,21 +78,28 @@ def hooked_outputs(model):
         layer.norm.register_forward_hook(lambda *_: None)
 
 
+def integer_forms(options):
+    """The forms of products with matrices as integers that this processor has for such a model, and None for the others."""
+    if "weights" in options:
+        return [matrices.INTEGERS] * products.has_integer_products()
+    return [matrices.INTEGER_PANELS] * (options == dict(dtype=torch.bfloat16) and not products.has_tile_products())
+
+
+CASES = [(o, i) for o in (*FORMATS, dict(weights="int8"), dict(weights="int4")) for i in (None, *integer_forms(o))]
+
+
 @pytest.mark.skipif(not (products.has_tile_products() or products.has_panel_products()), reason="neither AMX nor AVX2")
 @pytest.mark.parametrize("threads", (1, 2))
-@pytest.mark.parametrize("for_bfloat16", ("float32 by AVX2", "int16 by AVX2"))
-@pytest.mark.parametrize("options", [*FORMATS, dict(weights="int8"), dict(weights="int4")], ids=str)
+@pytest.mark.parametrize("options, integers", CASES, ids=str)
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
 @torch.no_grad()
-def test_long_prompts(family, options, for_bfloat16, threads, tmp_path, monkeypatch, limited_threads):
-    """Products by AMX or AVX2, whose forms are not left to a measurement here; sizes that are not whole tiles or panels."""
-    if for_bfloat16 == "int16 by AVX2" and (options != dict(dtype=torch.bfloat16) or products.has_tile_products()):
-        pytest.skip("no product has this form")
+def test_long_prompts(family, options, integers, threads, tmp_path, monkeypatch, limited_threads):
+    """Products whose forms are not left to a measurement here; sizes that are not whole tiles or panels."""
     limited_threads(threads)
     own = dict(mamba2=dict(num_heads=8, head_dim=32, state_size=32), mamba=dict(time_step_rank=10))[family]
     model = megatron_ssm.load(saved(tmp_path, family, hidden_size=128, **own), **options)
     for module in ("megatron_ssm.decoding.native_step", "megatron_ssm.ops.matrices"):
-        monkeypatch.setattr(f"{module}.product_form", partial(form_in_c, for_bfloat16))
+        monkeypatch.setattr(f"{module}.product_form", partial(form_in_c, integers))
     count = counted(native_prompt.PromptCall, monkeypatch.setattr)
     prompt = ids(1, 300 if family == "mamba" else 512, vocab=61)  # Mamba-2's chunks are the same in pieces of 256
     cache = model.new_cache(1)
@@ -104,12 +111,12 @@ def test_long_prompts(family, options, for_bfloat16, threads, tmp_path, monkeypa
     close(options, state, cache.layers[1].state)
 
 
-def form_in_c(for_bfloat16, stored, x, rows):
+def form_in_c(integers, stored, x, rows):
+    if integers and stored in (torch.bfloat16, *products.ROUNDED):
+        return integers
     if products.has_tile_products():
-        return "float32 by AMX" if stored is torch.float32 else "bfloat16 by AMX"
-    if stored is torch.bfloat16:
-        return for_bfloat16
-    return "int16 by AVX2" if stored in products.ROUNDED else "float32 by AVX2"
+        return matrices.EXACT_TILES if stored is torch.float32 else matrices.TILES
+    return matrices.INTEGER_PANELS if stored in products.ROUNDED else matrices.PANELS
 
 
 @pytest.fixture

@@ -320,7 +320,7 @@ def test_products_of_wrong_shapes_are_errors(variant):
             products.linear(given, matrix)
 
 
-PRODUCTS = {"linear": None, "integer_product": None, "tile_product": "tile", "panel_product": "panel"}
+PRODUCTS = {"linear": None, "integer_product": "integer", "tile_product": "tile", "panel_product": "panel"}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -432,10 +432,10 @@ def test_linear(variant, monkeypatch, kind, columns):
 @pytest.mark.parametrize("kind", LINEAR)
 @torch.no_grad()
 def test_a_row_does_not_depend_on_the_others(variant, kind):
-    """Bit for bit, beside up to 15 others (bfloat16 without AMX: up to 3), also if its columns do not fill vectors."""
+    """Bit for bit, beside up to 15 others, also if its columns do not fill vectors."""
     dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(0)
-    most = 4 if kind == "bfloat16" and not products.has_tile_products() else 16
+    most = 16
     for out, columns in product((1, 7, 18, 33), (64, 192, 1088) if format else (30, 140, 254, 390, 1002)):
         weight = torch.randn(out, columns, generator=generator)
         matrix = format.of(weight) if format else weight.to(dtype)
@@ -450,11 +450,20 @@ def test_a_row_does_not_depend_on_the_others(variant, kind):
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 @torch.no_grad()
 def test_integer_product(variant, format, dtype):
-    """Oracle: the same rounding of x to 8 bits in float64, where the integer sums are exact."""
+    """By AVX512_VNNI. Oracle: the same rounding of x to 8 bits in float64, where the integer sums are exact."""
+    if not products.has_integer_products():
+        with pytest.raises(RuntimeError, match="no AVX512_VNNI"):
+            products.integer_product(torch.ones(1, 64), torch.ones(1, 64, dtype=torch.int8), torch.ones(1, 1))
+        return
     generator = torch.Generator().manual_seed(0)
-    for batch, out, columns, has_bias in ((1, 1, 64, True), (3, 33, 128, False), (6, 64, 320, True), (0, 5, 64, False)):
+    for batch, out, columns, has_bias in (
+        (1, 1, 64, True),
+        (3, 33, 128, False),
+        (30, 64, 832, True),
+        (0, 5, 64, False),
+    ):
         matrix = format.of(torch.randn(out, columns, generator=generator))
-        x = (10 * torch.randn(batch, columns, generator=generator)).to(dtype)
+        x = (10 * torch.randn(batch, columns + 3, generator=generator)).to(dtype)[:, :columns]
         x[:1, :64] = 0
         bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
         exact = rounded_rows(x, 127) @ matrix.rows(slice(None), torch.float64).T + (
@@ -688,7 +697,8 @@ def results(threads, kind):
             results |= {f"{n} panels": products.panel_product(x, *w, bias=bias) for n, w in given.items()}
             halves = x.bfloat16(), weight.bfloat16()
             results["integer panels"] = products.panel_product(*halves, as_integers=True)
-        results |= {f"{n} integers": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
+        if products.has_integer_products():
+            results |= {f"{n} bytes": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
         return results | dict(bfloat16=products.linear(x.bfloat16(), weight.bfloat16()))
     if kind == "norm":
         y, z = torch.randn(2, 137, 256, generator=torch.Generator().manual_seed(0))

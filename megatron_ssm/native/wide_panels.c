@@ -1,0 +1,87 @@
+/* Products of rows of x with a panel by AVX-512. FLOATS and INTEGER_PAIRS give bit for bit what AVX2 gives in
+   panel_product.c. */
+#include "panels.h"
+
+#ifdef HAS_INTRINSICS
+enum { VECTOR = PANEL / 2 }; /* words in a register */
+
+/* The sums of a row of x with the rows of a panel. */
+typedef struct {
+  __m512 low, high;
+} Sums;
+
+/* Adds to sums the products of `words` words of `count` rows of x, x_words apart, with those of a panel from w on. count and
+   kind are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) void add_words(const uint32_t *x, ptrdiff_t x_words, const uint32_t *w, ptrdiff_t words, Sums *sums,
+                                       int count, Words kind) {
+#pragma GCC unroll 2
+  for (ptrdiff_t k = 0; k < words; k++) {
+    __m512 low = _mm512_load_ps(w + k * PANEL), high = _mm512_load_ps(w + k * PANEL + VECTOR);
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+      __m512 word = (__m512)_mm512_set1_epi32((int)x[r * x_words + k]);
+      sums[r].low = add_word(sums[r].low, low, word, kind);
+      sums[r].high = add_word(sums[r].high, high, word, kind);
+    }
+  }
+}
+
+INLINE_FOR(TARGET_AVX512) void add_floats(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
+                                        int count, Words kind) {
+  float *to = panel->sums + first * PANEL;
+  Sums sums[WIDE_ROWS];
+#pragma GCC unroll 12
+  for (int r = 0; r < count; r++)
+    sums[r].low = _mm512_load_ps(to + r * PANEL), sums[r].high = _mm512_load_ps(to + r * PANEL + VECTOR);
+  add_words(a->x + first * a->x_words + start, a->x_words, panel->words, stop - start, sums, count, kind);
+#pragma GCC unroll 12
+  for (int r = 0; r < count; r++)
+    _mm512_store_ps(to + r * PANEL, sums[r].low), _mm512_store_ps(to + r * PANEL + VECTOR, sums[r].high);
+}
+
+/* Adds VECTOR integers times the scales of a block of rows of W and of one of x. */
+INLINE_FOR(TARGET_AVX512) void add_scaled(float *to, __m512 integers, const float *scales, float x_scale) {
+  __m512 scale = _mm512_mul_ps(_mm512_set1_ps(x_scale), _mm512_load_ps(scales));
+  _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)integers), scale, _mm512_load_ps(to)));
+}
+
+INLINE_FOR(TARGET_AVX512) void add_integers(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
+                                          int count, Words kind) {
+  ptrdiff_t each = words_per_block(kind), block = first * a->blocks + start / each;
+  const uint32_t *x = a->x + first * a->x_words, *w = panel->words;
+  const float *scales = panel->scales;
+  for (; start < stop; start += each, block++, w += each * PANEL, scales += PANEL) {
+    float *to = panel->sums + first * PANEL;
+    Sums sums[WIDE_ROWS];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++)
+      sums[r].low = sums[r].high = (__m512)_mm512_set1_epi32(kind == BYTE_QUADS ? a->x_sums[r * a->blocks + block] : 0);
+    add_words(x + start, a->x_words, w, each, sums, count, kind);
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++, to += PANEL) {
+      float x_scale = a->x_scales[r * a->blocks + block];
+      add_scaled(to, sums[r].low, scales, x_scale);
+      add_scaled(to + VECTOR, sums[r].high, scales + VECTOR, x_scale);
+    }
+  }
+}
+
+#define ADD_ROWS(NAME, COUNT, ADD, KIND)                                                                                      \
+  TARGET_AVX512 static void NAME##COUNT(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
+    ADD(a, panel, first, start, stop, COUNT, KIND);                                                                           \
+  }
+#define FOR_EACH_COUNT(NAME, ADD, KIND)                                                                                   \
+  ADD_ROWS(NAME, 1, ADD, KIND) ADD_ROWS(NAME, 2, ADD, KIND) ADD_ROWS(NAME, 3, ADD, KIND) ADD_ROWS(NAME, 4, ADD, KIND)     \
+  ADD_ROWS(NAME, 5, ADD, KIND) ADD_ROWS(NAME, 6, ADD, KIND) ADD_ROWS(NAME, 7, ADD, KIND) ADD_ROWS(NAME, 8, ADD, KIND)     \
+  ADD_ROWS(NAME, 9, ADD, KIND) ADD_ROWS(NAME, 10, ADD, KIND) ADD_ROWS(NAME, 11, ADD, KIND) ADD_ROWS(NAME, 12, ADD, KIND)  \
+  static AddRows *const NAME[] = {NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6,                                   \
+                                  NAME##7, NAME##8, NAME##9, NAME##10, NAME##11, NAME##12};
+FOR_EACH_COUNT(floats, add_floats, FLOATS)
+FOR_EACH_COUNT(bfloat16_pairs, add_floats, BFLOAT16_PAIRS)
+FOR_EACH_COUNT(integer_pairs, add_integers, INTEGER_PAIRS)
+FOR_EACH_COUNT(byte_quads, add_integers, BYTE_QUADS)
+
+AddRows *const *wide_functions(Words kind) {
+  return kind == FLOATS ? floats : kind == BFLOAT16_PAIRS ? bfloat16_pairs : kind == INTEGER_PAIRS ? integer_pairs : byte_quads;
+}
+#endif
