@@ -61,7 +61,7 @@ TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block
     bytes[r] = lower_bytes(high_byte(left), high_byte(right)), bytes[ROWS + r] = lower_bytes(left, right);
     to->scales[r] = x_scales[place];
   }
-  transpose(bytes);
+  transpose_16(bytes);
   for (int word = 0; word < SIDE; word++) _mm512_storeu_si512(to->bytes + word * TILE_BYTES, bytes[word]);
 }
 
@@ -121,7 +121,7 @@ INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, pt
     rows[2 * r] = _mm512_castsi256_si512(_mm512_castsi512_si256((__m512i)pairs[r]));
     rows[2 * r + 1] = _mm512_castsi256_si512(_mm512_extracti64x4_epi64((__m512i)pairs[r], 1));
   }
-  transpose(rows);
+  transpose_16(rows);
   write_sums((__m512 *)rows, ROWS, a->bias, a->y, row, first, a->out, a->batch, type);
 }
 

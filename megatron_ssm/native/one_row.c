@@ -44,7 +44,7 @@ INLINE_FOR(TARGET_AMX) __m512 bfloat16_sums(const OneRow *a, ptrdiff_t row) {
       prefetch(rows[r], k * 2, a->in * 2);
       pairs[r] = _mm512_loadu_si512(rows[r] + k * 2);
     }
-    transpose(pairs);
+    transpose_16(pairs);
     for (int j = 0; j < SIDE; j++) {
       evens = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pairs[j], 16), _mm512_set1_ps(even[j]), evens);
       odds = _mm512_fmadd_ps(truncated((__m512)pairs[j]), _mm512_set1_ps(odd[j]), odds);
@@ -72,7 +72,7 @@ INLINE_FOR(TARGET_AMX) void load_scales(const OneRow *a, ptrdiff_t row, ptrdiff_
   __mmask16 mask = blocks - k < SIDE ? (1 << (blocks - k)) - 1 : 0xffff;
   for (ptrdiff_t r = 0; r < SIDE; r++)
     scales[r] = _mm512_maskz_loadu_epi32(mask, a->scales + (row + r < a->out ? row + r : a->out - 1) * blocks + k);
-  transpose(scales);
+  transpose_16(scales);
 }
 
 INLINE_FOR(TARGET_AMX) __m512 rounded_sums(const OneRow *a, ptrdiff_t row, int weight_type) {

@@ -34,33 +34,16 @@ INLINE_FOR(TARGET_AVX2) void transpose(__m256 rows[VECTOR]) {
   for (int i = 0; i < VECTOR; i++) rows[i] = t[i];
 }
 
-/* The address of a word of a row of W; in blocks of INT8 and INT4, of its block. */
-INLINE const char *address_of(const Product *a, ptrdiff_t row, ptrdiff_t word) {
-  if (!is_rounded(a->weight_type)) return at(a->values, row * a->in + columns_per_word(a->kind) * word, a->weight_type);
-  return a->values + (row * a->blocks + word / words_per_block(a->kind)) * bytes_per_block(a->weight_type);
-}
-
-/* VECTOR words of 8 bits, the `half`-th of a block. The integers are unsigned, with an OFFSET. */
-INLINE_FOR(TARGET_AVX2) __m256i half_in_bytes(const char *block, ptrdiff_t half, int weight_type) {
-  __m256i offset = _mm256_set1_epi8((char)OFFSET);
-  if (weight_type == INT8) return _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)block + half), offset);
-  __m256i first = quarter_block(block, 2 * half, INT4), second = quarter_block(block, 2 * half + 1, INT4);
-  __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8); /* packing mixes the halves */
-  return _mm256_xor_si256(bytes, offset);
-}
-
 /* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. */
 INLINE_FOR(TARGET_AVX2) __m256 words_of(const Product *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
   const void *from = address_of(a, row, word);
-  if (a->kind == BYTE_QUADS) return (__m256)half_in_bytes(from, word / VECTOR % 2, weight_type);
   if (is_rounded(weight_type)) return (__m256)quarter_block(from, word / VECTOR % 4, weight_type);
   float rest[VECTOR] = {0};
-  ptrdiff_t columns = a->in - columns_per_word(a->kind) * word; /* that are left */
-  if (columns < VECTOR * columns_per_word(a->kind)) {
-    if (columns > 0) memcpy(rest, from, bytes_of(columns, weight_type));
+  if (word + VECTOR > a->in) {
+    if (word < a->in) memcpy(rest, from, bytes_of(a->in - word, weight_type));
     from = rest;
   }
-  if (weight_type == FLOAT32 || a->kind != FLOATS) return _mm256_loadu_ps(from);
+  if (weight_type == FLOAT32) return _mm256_loadu_ps(from);
   return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
 }
 
@@ -80,12 +63,7 @@ INLINE_FOR(TARGET_AVX2) void fill_each(const Product *a, Panel *panel, ptrdiff_t
         rows[i] = row + half + i < a->out ? words_of(a, row + half + i, k, weight_type) : _mm256_setzero_ps();
       put_words(panel, k - start, half, rows);
     }
-  if (!is_rounded(weight_type)) return;
-  ptrdiff_t each = words_per_block(a->kind);
-  float *scales = panel->scales;
-  for (ptrdiff_t k = start; k < stop; k += each)
-    for (ptrdiff_t r = 0; r < PANEL; r++)
-      *scales++ = row + r < a->out ? a->scales[(row + r) * a->blocks + k / each] : 0;
+  if (is_rounded(weight_type)) fill_scales(a, panel, row, start, stop);
 }
 
 /* As fill_each, for BFLOAT16 as integers. */
@@ -106,10 +84,12 @@ TARGET_AVX2 static void fill_rounded(const Product *a, Panel *panel, ptrdiff_t r
 }
 
 TARGET_AVX2 static void fill(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
-  if (a->weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
+  int as_integers = a->weight_type == BFLOAT16 && a->kind == INTEGER_PAIRS;
+  if (level() == AVX512 && !as_integers) wide_fill(a, panel, row, start, stop);
+  else if (a->weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
   else if (a->weight_type == INT8) fill_each(a, panel, row, start, stop, INT8);
   else if (a->weight_type == INT4) fill_each(a, panel, row, start, stop, INT4);
-  else if (a->kind == INTEGER_PAIRS) fill_rounded(a, panel, row, start, stop);
+  else if (as_integers) fill_rounded(a, panel, row, start, stop);
   else fill_each(a, panel, row, start, stop, BFLOAT16);
 }
 
@@ -215,14 +195,11 @@ INLINE_FOR(TARGET_AVX2) void write_sums(const Product *a, const float *sums, ptr
   }
 }
 
-/* Prefetches what is rearranged next: DEPTH words from `start` on of PANEL rows from `row` on, or after the last word the
-   first words of the next rows. The calls for all groups of rows of x, the group-th of `groups`, prefetch all of it. */
-static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t start, ptrdiff_t group, ptrdiff_t groups) {
-  ptrdiff_t words = a->words;
-  if (start >= words) start = 0, row += PANEL;
-  ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
-  for (ptrdiff_t r = row + group * PANEL / groups; r < row + (group + 1) * PANEL / groups && r < a->out; r++)
-    prefetch_lines(address_of(a, r, start), address_of(a, r, stop));
+/* Prefetches a part of the PANEL rows from `row` on: the part-th of `parts`, in the order of the addresses. */
+static void prefetch_part(const Product *a, ptrdiff_t row, ptrdiff_t part, ptrdiff_t parts) {
+  const char *start = address_of(a, row, 0);
+  ptrdiff_t bytes = address_of(a, row + PANEL < a->out ? row + PANEL : a->out, 0) - start;
+  prefetch_lines(start + bytes * part / parts, start + bytes * (part + 1) / parts);
 }
 
 /* The functions for 1 to `most` rows of x. */
@@ -237,14 +214,14 @@ static AddRows *const *functions_for(Words kind, int *most) {
 TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t row) {
   int most;
   AddRows *const *functions = functions_for(a->kind, &most);
-  ptrdiff_t words = a->words;
+  ptrdiff_t words = a->words, part = 0, parts = (words + DEPTH - 1) / DEPTH * ((a->batch + most - 1) / most);
   memset(panel->sums, 0, a->batch * PANEL * sizeof(float));
   for (ptrdiff_t start = 0; start < words; start += DEPTH) {
     ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
     fill(a, panel, row, start, stop);
     for (ptrdiff_t first = 0; first < a->batch; first += most) {
       ptrdiff_t count = a->batch - first < most ? a->batch - first : most;
-      prefetch_next(a, row, stop, first / most, (a->batch + most - 1) / most);
+      if (row + PANEL < a->out) prefetch_part(a, row + PANEL, part++, parts);
       for (ptrdiff_t r = first; stop == words && r < first + count; r++)
         __builtin_prefetch(at(a->y, r * a->out + row, a->type), 1);
       functions[count - 1](a, panel, first, start, stop);

@@ -44,6 +44,24 @@ typedef struct {
   float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
 } Panel;
 
+/* Rearranges the words `start` to `stop` of PANEL rows of W from `row` on, by AVX-512; rows beyond the last are zeros. */
+void wide_fill(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop);
+
+/* The address of a word of a row of W; in blocks of INT8 and INT4, of its block. */
+INLINE const char *address_of(const Product *a, ptrdiff_t row, ptrdiff_t word) {
+  if (!is_rounded(a->weight_type)) return at(a->values, row * a->in + columns_per_word(a->kind) * word, a->weight_type);
+  return a->values + (row * a->blocks + word / words_per_block(a->kind)) * bytes_per_block(a->weight_type);
+}
+
+/* The scales of the blocks of INT8 or INT4 that wide_fill, or its slower twin, rearranges. */
+INLINE void fill_scales(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
+  ptrdiff_t each = words_per_block(a->kind);
+  float *scales = panel->scales;
+  for (ptrdiff_t k = start; k < stop; k += each)
+    for (ptrdiff_t r = 0; r < PANEL; r++)
+      *scales++ = row + r < a->out ? a->scales[(row + r) * a->blocks + k / each] : 0;
+}
+
 /* Adds the products of words `start` to `stop` of some rows of x from `first` on to their sums. There is one function for each
    number of rows. */
 typedef void AddRows(const Product *, Panel *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);

@@ -125,8 +125,8 @@ INLINE_FOR(TARGET_AMX) void fill_B(const Ssd *a, Work *w, Shared *shared, ptrdif
   const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
   __m512i rows[2][SIDE];
   for (int i = 0; i < CHUNK; i++) rows[i / SIDE][i % SIDE] = load_input(a, a->B, B_, b, t, i, count, group * a->N + n);
-  transpose(rows[0]);
-  transpose(rows[1]);
+  transpose_16(rows[0]);
+  transpose_16(rows[1]);
   for (int j = 0; j < SIDE; j++) {
     uint32_t *pairs = w->pairs + (n / 2 + j) * CHUNK;
     uint16_t *states = shared->B + (n + 2 * j) * CHUNK;

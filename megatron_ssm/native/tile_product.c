@@ -57,7 +57,7 @@ INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t 
         for (int p = 0; p < parts; p++) rows[p][r] = split_row[p];
       }
       for (int p = 0; p < parts; p++) {
-        transpose(rows[p]);
+        transpose_16(rows[p]);
         for (int r = 0; r < SIDE; r++) _mm512_store_si512(tiles + p * TILE + r * SIDE, rows[p][r]);
       }
     }
@@ -132,7 +132,7 @@ INLINE_FOR(TARGET_AMX) void store_sums(float *sums) {
 INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrdiff_t row, ptrdiff_t first, int type) {
   __m512i rows[SIDE];
   for (int r = 0; r < SIDE; r++) rows[r] = _mm512_loadu_si512(sums + r * SIDE);
-  transpose(rows);
+  transpose_16(rows);
   write_sums((__m512 *)rows, SIDE, a->bias, a->y, row, first, a->out, a->batch, type);
 }
 

@@ -17,30 +17,6 @@ enum {
   TILE_BYTES = 64      /* in a row */
 };
 
-/* rows[i][j] becomes rows[j][i]: of 4 x 4 elements in each 128 bits, then of 128-bit parts. */
-INLINE_FOR(TARGET_AMX) void transpose(__m512i rows[SIDE]) {
-  __m512i t[SIDE];
-  for (int i = 0; i < SIDE; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < SIDE; i += 4)
-    for (int j = 0; j < 2; j++) {
-      rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-  }
-}
-
 /* The first 8 bits of the significands. */
 INLINE_FOR(TARGET_AMX) __m512 truncated(__m512 x) {
   return (__m512)_mm512_and_si512((__m512i)x, _mm512_set1_epi32((int)0xffff0000u));

@@ -5,6 +5,51 @@
 #ifdef HAS_INTRINSICS
 enum { VECTOR = PANEL / 2 }; /* words in a register */
 
+/* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. weight_type is a compile-time
+   constant. */
+INLINE_FOR(TARGET_AVX512) __m512i words_of(const Product *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
+  const char *from = address_of(a, row, word);
+  if (is_rounded(weight_type)) {
+    if (a->kind == INTEGER_PAIRS) return half_block(from, word / VECTOR % 2, weight_type);
+    __m512i offset = _mm512_set1_epi8((char)OFFSET);
+    if (weight_type == INT8) return _mm512_xor_si512(_mm512_loadu_si512(from), offset);
+    __m256i low = _mm512_cvtepi16_epi8(half_block(from, 0, INT4)), high = _mm512_cvtepi16_epi8(half_block(from, 1, INT4));
+    return _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), offset);
+  }
+  ptrdiff_t columns = a->in - word * columns_per_word(a->kind); /* that are left */
+  int is_widened = weight_type == BFLOAT16 && a->kind == FLOATS;
+  ptrdiff_t halves = columns * (weight_type == FLOAT32 ? 2 : 1), most = is_widened ? VECTOR : 2 * VECTOR; /* of 16 bits */
+  __mmask32 mask = halves >= 2 * VECTOR ? ~0u : halves > 0 ? (1u << halves) - 1 : 0;
+  if (is_widened) {
+    __m256i narrow = _mm256_maskz_loadu_epi16((__mmask16)(halves >= most ? 0xffff : mask), from);
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
+  }
+  return _mm512_maskz_loadu_epi16(mask, from);
+}
+
+INLINE_FOR(TARGET_AVX512) void fill_each(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop,
+                                       int weight_type) {
+  for (ptrdiff_t k = start; k < stop; k += VECTOR)
+    for (ptrdiff_t half = 0; half < PANEL; half += VECTOR) {
+      __m512i rows[VECTOR];
+#pragma GCC unroll 16
+      for (int i = 0; i < VECTOR; i++)
+        rows[i] = row + half + i < a->out ? words_of(a, row + half + i, k, weight_type) : _mm512_setzero_si512();
+      transpose_16(rows);
+      uint32_t *to = panel->words + (k - start) * PANEL + half;
+#pragma GCC unroll 16
+      for (int i = 0; i < VECTOR; i++) _mm512_store_si512(to + i * PANEL, rows[i]);
+    }
+  if (is_rounded(weight_type)) fill_scales(a, panel, row, start, stop);
+}
+
+TARGET_AVX512 void wide_fill(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
+  if (a->weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
+  else if (a->weight_type == BFLOAT16) fill_each(a, panel, row, start, stop, BFLOAT16);
+  else if (a->weight_type == INT8) fill_each(a, panel, row, start, stop, INT8);
+  else fill_each(a, panel, row, start, stop, INT4);
+}
+
 /* The sums of a row of x with the rows of a panel. */
 typedef struct {
   __m512 low, high;
