@@ -25,47 +25,69 @@ INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[SUMS]) {
   return v[0];
 }
 
-/* Partial sums of a row of W, of so many bytes, times `count` rows of x, x_bytes apart. ahead: what is prefetched, or NULL. count
-   and kind are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void multiply_row(const char *w, const char *x, ptrdiff_t bytes, ptrdiff_t x_bytes, const char *ahead,
-                                          __m512 *sums, int count, Words kind) {
-  __m512 each[TOGETHER];
-  ptrdiff_t i = 0;
+/* Partial sums of a row of W times `count` rows of x from `first` on. ahead: what is prefetched. count and weight_type are
+   compile-time constants. Here W and x are of the same type. */
+INLINE_FOR(TARGET_AVX512) void multiply_row(const Linear *a, const char *w, const char *ahead, ptrdiff_t first, __m512 *sums,
+                                          int count, int weight_type) {
+  ptrdiff_t bytes = bytes_of(a->in, weight_type), x_bytes = bytes_of(a->x_stride, weight_type), i = 0;
+  const char *x = (const char *)a->x + first * x_bytes;
+  Words kind = weight_type == FLOAT32 ? FLOATS : BFLOAT16_PAIRS;
 #pragma GCC unroll 8
-  for (int b = 0; b < count; b++) each[b] = _mm512_setzero_ps();
+  for (int b = 0; b < count; b++) sums[b] = _mm512_setzero_ps();
   for (; i + LINE <= bytes; i += LINE) {
     if (count > UNAIDED) __builtin_prefetch(ahead + i, 0, 2);
     __m512 words = _mm512_loadu_ps(w + i);
 #pragma GCC unroll 8
-    for (int b = 0; b < count; b++) each[b] = add_word(each[b], words, _mm512_loadu_ps(x + b * x_bytes + i), kind);
+    for (int b = 0; b < count; b++) sums[b] = add_word(sums[b], words, _mm512_loadu_ps(x + b * x_bytes + i), kind);
   }
   __mmask32 mask = (1u << (bytes - i) / 2) - 1; /* of the columns that are left */
-  if (mask) {
-    __m512 words = (__m512)_mm512_maskz_loadu_epi16(mask, w + i);
+  if (!mask) return;
+  __m512 words = (__m512)_mm512_maskz_loadu_epi16(mask, w + i);
 #pragma GCC unroll 8
-    for (int b = 0; b < count; b++)
-      each[b] = add_word(each[b], words, (__m512)_mm512_maskz_loadu_epi16(mask, x + b * x_bytes + i), kind);
+  for (int b = 0; b < count; b++)
+    sums[b] = add_word(sums[b], words, (__m512)_mm512_maskz_loadu_epi16(mask, x + b * x_bytes + i), kind);
+}
+
+/* As multiply_row, for W of 8 or 4 bits, whose scales these are. */
+INLINE_FOR(TARGET_AVX512) void multiply_rounded_row(const Linear *a, const char *w, const float *scales, const char *ahead,
+                                                  ptrdiff_t first, __m512 *sums, int count, int weight_type) {
+  ptrdiff_t each = bytes_per_block(weight_type);
+  const int16_t *x = (const int16_t *)a->x + first * a->in;
+  const float *x_scales = a->x_scales + first;
+#pragma GCC unroll 8
+  for (int b = 0; b < count; b++) sums[b] = _mm512_setzero_ps();
+  for (ptrdiff_t k = 0; k < a->in / BLOCK; k++, x += BLOCK, x_scales += a->batch) {
+    __m512i low = half_block(w + k * each, 0, weight_type), high = half_block(w + k * each, 1, weight_type);
+    float both[TOGETHER];
+    __builtin_prefetch(ahead + k * each, 0, 2);
+    _mm256_storeu_ps(both, _mm256_mul_ps(_mm256_set1_ps(scales[k]), _mm256_loadu_ps(x_scales)));
+#pragma GCC unroll 8
+    for (int b = 0; b < count; b++) {
+      __m512i sum = add_products(_mm512_setzero_si512(), low, _mm512_loadu_si512(x + b * a->in), 1);
+      sum = add_products(sum, high, _mm512_loadu_si512(x + b * a->in + BLOCK / 2), 1);
+      sums[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(both[b]), sums[b]);
+    }
   }
-#pragma GCC unroll 8
-  for (int b = 0; b < count; b++) sums[b] = each[b];
 }
 
 /* The rows `start` to `stop` of W times `count` rows of x from `first` on. ahead: rows of W that are prefetched, beginning with
    row `next`. */
 INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
-                                           ptrdiff_t ahead, int count, Words kind) {
-  ptrdiff_t size = kind == FLOATS ? 4 : 2, stride = a->weight_stride * size, bytes = a->in * size;
-  const char *w = (const char *)a->weight, *x = (const char *)a->x + first * a->x_stride * size;
+                                           ptrdiff_t ahead, int count, int weight_type) {
+  ptrdiff_t blocks = a->in / BLOCK;
+  ptrdiff_t bytes = is_rounded(weight_type) ? blocks * bytes_per_block(weight_type) : bytes_of(a->weight_stride, weight_type);
   for (ptrdiff_t row = start; row < stop; row += SUMS / count) {
     __m512 sums[SUMS];
     float totals[SUMS];
 #pragma GCC unroll 16
-    for (int s = 0; s < SUMS; s++) sums[s] = _mm512_setzero_ps();
+    for (int s = SUMS / count * count; s < SUMS; s++) sums[s] = _mm512_setzero_ps();
 #pragma GCC unroll 16
     for (int r = 0; r < SUMS / count; r++) {
       ptrdiff_t own = row + r < stop ? row + r : stop - 1, done = own - start;
-      multiply_row(w + own * stride, x, bytes, a->x_stride * size, w + (done < ahead ? next + done : own) * stride,
-                   sums + r * count, count, kind);
+      const char *w = (const char *)a->weight + own * bytes;
+      const char *prefetched = (const char *)a->weight + (done < ahead ? next + done : own) * bytes;
+      if (!is_rounded(weight_type)) multiply_row(a, w, prefetched, first, sums + r * count, count, weight_type);
+      else multiply_rounded_row(a, w, a->scales + own * blocks, prefetched, first, sums + r * count, count, weight_type);
     }
     _mm512_storeu_ps(totals, sums_of_lanes(sums));
     for (int r = 0; r < SUMS / count && row + r < stop; r++) {
@@ -77,22 +99,27 @@ INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, p
 }
 
 typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next, ptrdiff_t ahead);
-#define MULTIPLY_ROWS(NAME, COUNT, KIND)                                                                        \
-  TARGET_AVX512 static void NAME##COUNT(const Linear *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, \
-                                        ptrdiff_t next, ptrdiff_t ahead) {                                      \
-    const Linear a = *given;                                                                                    \
-    multiply_rows(&a, first, start, stop, next, ahead, COUNT, KIND);                                            \
+#define MULTIPLY_ROWS(TYPE, COUNT)                                                                                   \
+  TARGET_AVX512 static void TYPE##_##COUNT(const Linear *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, \
+                                           ptrdiff_t next, ptrdiff_t ahead) {                                      \
+    const Linear a = *given;                                                                                       \
+    multiply_rows(&a, first, start, stop, next, ahead, COUNT, TYPE);                                               \
   }
-#define FOR_EACH_COUNT(NAME, KIND)                                                                              \
-  MULTIPLY_ROWS(NAME, 1, KIND) MULTIPLY_ROWS(NAME, 2, KIND) MULTIPLY_ROWS(NAME, 3, KIND)                        \
-  MULTIPLY_ROWS(NAME, 4, KIND) MULTIPLY_ROWS(NAME, 5, KIND) MULTIPLY_ROWS(NAME, 6, KIND)                        \
-  MULTIPLY_ROWS(NAME, 7, KIND) MULTIPLY_ROWS(NAME, 8, KIND)                                                     \
-  static MultiplyRows *const NAME[] = {NAME##1, NAME##2, NAME##3, NAME##4, NAME##5, NAME##6, NAME##7, NAME##8};
-FOR_EACH_COUNT(floats, FLOATS)
-FOR_EACH_COUNT(bfloat16_pairs, BFLOAT16_PAIRS)
+#define FOR_EACH_COUNT(TYPE)                                                                                       \
+  MULTIPLY_ROWS(TYPE, 1) MULTIPLY_ROWS(TYPE, 2) MULTIPLY_ROWS(TYPE, 3) MULTIPLY_ROWS(TYPE, 4)                      \
+  MULTIPLY_ROWS(TYPE, 5) MULTIPLY_ROWS(TYPE, 6) MULTIPLY_ROWS(TYPE, 7) MULTIPLY_ROWS(TYPE, 8)                      \
+  static MultiplyRows *const for_##TYPE[] = {TYPE##_1, TYPE##_2, TYPE##_3, TYPE##_4,                               \
+                                             TYPE##_5, TYPE##_6, TYPE##_7, TYPE##_8};
+FOR_EACH_COUNT(FLOAT32)
+FOR_EACH_COUNT(BFLOAT16)
+FOR_EACH_COUNT(INT8)
+FOR_EACH_COUNT(INT4)
 
-void multiply_few_rows(const Linear *a, Words kind, ptrdiff_t start, ptrdiff_t stop) {
-  MultiplyRows *const *functions = kind == FLOATS ? floats : bfloat16_pairs;
+void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop) {
+  MultiplyRows *const *functions = weight_type == FLOAT32    ? for_FLOAT32
+                                   : weight_type == BFLOAT16 ? for_BFLOAT16
+                                   : weight_type == INT8     ? for_INT8
+                                                             : for_INT4;
   ptrdiff_t groups = (a->batch + TOGETHER - 1) / TOGETHER, ahead = (ROWS + groups - 1) / groups;
   for (; start < stop; start += ROWS)
     for (ptrdiff_t group = 0, first = 0; group < groups; group++) { /* groups of almost equal sizes; each prefetches its part */

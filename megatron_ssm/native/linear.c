@@ -166,14 +166,13 @@ static void multiply_rows(const Linear *a, MultiplyRows *const *functions, ptrdi
     }
 }
 
-/* Whether few_rows.c multiplies W and x of these types, as they are: -1 if not, or the kind of their words. (With AMX, whose
-   processors read float32 as fast by the loops here, only what AMX does not take.) */
-static int kind_of(int weight_type, int type) {
+/* Whether few_rows.c multiplies W and x of these types. (Processors with AMX read float32 as fast by the loops here.) */
+static int is_for_few_rows(int weight_type, int type) {
 #ifdef HAS_INTRINSICS
-  if (weight_type == BFLOAT16 && type == BFLOAT16 && has_avx512_bf16()) return BFLOAT16_PAIRS;
-  if (weight_type == FLOAT32 && type == FLOAT32 && level() == AVX512 && !has_tile_products()) return FLOATS;
+  return weight_type == type && (type == BFLOAT16 ? has_avx512_bf16() : level() == AVX512 && !has_tile_products());
+#else
+  return 0;
 #endif
-  return -1;
 }
 
 /* A row of x as float32 in planes. */
@@ -201,8 +200,8 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
   int by_tiles = weight_type == BFLOAT16 && in % 32 == 0 && weight_stride == in && y_stride == out && has_tile_products();
   if (by_tiles && batch > 1)
     return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
-  int kind = by_tiles ? -1 : kind_of(weight_type, type);
-  if (kind < 0 && (weight_type != FLOAT32 || type != FLOAT32)) {
+  int is_few = !by_tiles && is_for_few_rows(weight_type, type);
+  if (!is_few && (weight_type != FLOAT32 || type != FLOAT32)) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
     unpack(x, unpacked, batch, in, x_stride, type, weight_type);
   }
@@ -219,7 +218,7 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
   for (ptrdiff_t start = 0; start < out; start += share) {
     ptrdiff_t stop = start + share < out ? start + share : out;
 #ifdef HAS_INTRINSICS
-    if (kind >= 0) multiply_few_rows(&a, kind, start, stop);
+    if (is_few) multiply_few_rows(&a, weight_type, start, stop);
     else
 #endif
       multiply_rows(&a, functions, start, stop);
@@ -236,7 +235,7 @@ int linear(const void *weight, const float *scales, const void *bias, const void
 }
 
 /* Whether few_rows.c multiplies matrices of this type by rows of the same type. */
-int has_few_rows_of(int type) { return kind_of(type, type) >= 0; }
+int has_few_rows_of(int type) { return is_for_few_rows(type, type); }
 
 /* Whether this processor multiplies numbers of a 16-bit type by instructions of their own: AVX512_BF16 or AVX512_FP16. On
    processors other than x86's the answer is always yes, which leaves the choice to torch. */

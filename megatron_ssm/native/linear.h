@@ -1,4 +1,4 @@
-/* Few rows of x times a matrix of floating-point numbers: what linear.c and few_rows.c share. */
+/* Few rows of x times a matrix: what linear.c, rounded.c and few_rows.c share. */
 #ifndef LINEAR_H
 #define LINEAR_H
 
@@ -8,16 +8,17 @@
 typedef struct {
   const void *weight;   /* (out, in) of the weight's type */
   const void *bias;     /* (out) of `type`, or NULL */
-  const void *x;        /* (batch, in): float32, for W of BFLOAT16 in planes (linear.c); or BFLOAT16_PAIRS (few_rows.c) */
+  const void *x;        /* (batch, in): see linear.c, rounded.c and few_rows.c */
   void *y;              /* (batch, out) of `type` */
   ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows */
   int type;
+  const float *scales, *x_scales; /* of INT8 and INT4: (out, blocks); of x in 16 bits, for few_rows.c (blocks, batch) */
 } Linear;
 
 #ifdef HAS_INTRINSICS
-/* Multiplies the rows `start` to `stop` of W by all rows of x, by AVX-512. kind: FLOATS, or with AVX512_BF16 BFLOAT16_PAIRS; W
-   and x are both of this kind. */
-void multiply_few_rows(const Linear *a, Words kind, ptrdiff_t start, ptrdiff_t stop);
+/* Multiplies the rows `start` to `stop` of W by all rows of x, by AVX-512. Where W is FLOAT32 or BFLOAT16 (which needs
+   AVX512_BF16) x is of the same type. INT8 and INT4 need AVX512_VNNI; there are 8 more x_scales, which are not used. */
+void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
 #endif
 
 #endif

@@ -195,11 +195,14 @@ INLINE_FOR(TARGET_AVX2) void write_sums(const Product *a, const float *sums, ptr
   }
 }
 
-/* Prefetches a part of the PANEL rows from `row` on: the part-th of `parts`, in the order of the addresses. */
-static void prefetch_part(const Product *a, ptrdiff_t row, ptrdiff_t part, ptrdiff_t parts) {
-  const char *start = address_of(a, row, 0);
-  ptrdiff_t bytes = address_of(a, row + PANEL < a->out ? row + PANEL : a->out, 0) - start;
-  prefetch_lines(start + bytes * part / parts, start + bytes * (part + 1) / parts);
+/* Determines what is prefetched while `words` words are multiplied: of the PANEL rows from `row` on, the part-th of `parts` in the
+   order of the addresses. After the last row there is nothing. */
+static void set_ahead(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t part, ptrdiff_t parts, ptrdiff_t words) {
+  ptrdiff_t first = row < a->out ? row : a->out, last = row + PANEL < a->out ? row + PANEL : a->out;
+  const char *start = address_of(a, first, 0);
+  ptrdiff_t bytes = address_of(a, last, 0) - start;
+  panel->ahead = start + bytes * part / parts;
+  panel->step = bytes / parts / words + 1;
 }
 
 /* The functions for 1 to `most` rows of x. */
@@ -221,7 +224,8 @@ TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t
     fill(a, panel, row, start, stop);
     for (ptrdiff_t first = 0; first < a->batch; first += most) {
       ptrdiff_t count = a->batch - first < most ? a->batch - first : most;
-      if (row + PANEL < a->out) prefetch_part(a, row + PANEL, part++, parts);
+      set_ahead(a, panel, row + PANEL, part++, parts, stop - start);
+      if (most != WIDE_ROWS) prefetch_lines(panel->ahead, panel->ahead + (stop - start) * panel->step);
       for (ptrdiff_t r = first; stop == words && r < first + count; r++)
         __builtin_prefetch(at(a->y, r * a->out + row, a->type), 1);
       functions[count - 1](a, panel, first, start, stop);

@@ -42,6 +42,8 @@ typedef struct {
   uint32_t words[DEPTH * PANEL]; /* (DEPTH, PANEL): columns of W */
   float scales[DEPTH / QUADS * PANEL]; /* (blocks, PANEL) */
   float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
+  const char *ahead;             /* what is prefetched while words are multiplied, */
+  ptrdiff_t step;                /* and how many bytes further with each word */
 } Panel;
 
 /* Rearranges the words `start` to `stop` of PANEL rows of W from `row` on, by AVX-512; rows beyond the last are zeros. */

@@ -2,7 +2,7 @@
 
    In a product, each block of x is rounded to 16 bits with a scale of its own. So the products of a block are integers, and
    their sums are exact: 64 * 32639 * 128 < 2^31. Rounding x adds at most 1/65278 of the largest element of its block. */
-#include "rounded.h"
+#include "linear.h"
 
 enum {
   BATCH = 4,     /* rows of x that are multiplied at once */
@@ -44,9 +44,9 @@ INLINE void multiply_plain(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int
 }
 
 #ifdef HAS_INTRINSICS
-/* As multiply_plain. */
-INLINE_FOR(TARGET_AVX512) void multiply_512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type,
-                                            int has_vnni) {
+/* As multiply_plain. With AVX512_VNNI few_rows.c is faster. */
+INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch,
+                                               int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK;
   const char *w = (const char *)a->values + row * blocks * bytes_per_block(weight_type);
   const float *scales = a->scales + row * blocks, *x_scales = a->x_scales + first * blocks;
@@ -59,8 +59,8 @@ INLINE_FOR(TARGET_AVX512) void multiply_512(const Rounded *a, ptrdiff_t row, ptr
     __m512 scale = _mm512_set1_ps(scales[k]);
     for (int b = 0; b < batch; b++) {
       const int16_t *columns = x + b * a->in + k * BLOCK;
-      __m512i sum = add_products(_mm512_setzero_si512(), low, _mm512_loadu_si512(columns), has_vnni);
-      sum = add_products(sum, high, _mm512_loadu_si512(columns + 32), has_vnni);
+      __m512i sum = add_products(_mm512_setzero_si512(), low, _mm512_loadu_si512(columns), 0);
+      sum = add_products(sum, high, _mm512_loadu_si512(columns + 32), 0);
       __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[b * blocks + k]));
       sums[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), both, sums[b]);
     }
@@ -68,15 +68,6 @@ INLINE_FOR(TARGET_AVX512) void multiply_512(const Rounded *a, ptrdiff_t row, ptr
   for (int b = 0; b < batch; b++)
     put(a->y, (first + b) * a->out + row,
         _mm512_reduce_add_ps(sums[b]) + (a->bias ? get(a->bias, row, a->type) : 0), a->type);
-}
-
-INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch,
-                                               int weight_type) {
-  multiply_512(a, row, first, batch, weight_type, 0);
-}
-
-INLINE_FOR(TARGET_AVX512) void multiply_vnni(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type) {
-  multiply_512(a, row, first, batch, weight_type, 1);
 }
 
 /* As multiply_plain. */
@@ -127,14 +118,11 @@ FOR_EACH_BATCH(avx2, TARGET_AVX2, INT8)
 FOR_EACH_BATCH(avx2, TARGET_AVX2, INT4)
 FOR_EACH_BATCH(avx512, TARGET_AVX512, INT8)
 FOR_EACH_BATCH(avx512, TARGET_AVX512, INT4)
-FOR_EACH_BATCH(vnni, TARGET_AVX512, INT8)
-FOR_EACH_BATCH(vnni, TARGET_AVX512, INT4)
 #endif
 
 /* The functions for 1 to BATCH rows of x. */
 static MultiplyRows *const *functions_for(int weight_type) {
 #ifdef HAS_INTRINSICS
-  if (has_avx512_vnni()) return weight_type == INT8 ? vnni_INT8 : vnni_INT4;
   if (level() == AVX512) return weight_type == INT8 ? avx512_INT8 : avx512_INT4;
   if (level() == AVX2) return weight_type == INT8 ? avx2_INT8 : avx2_INT4;
 #endif
@@ -169,13 +157,23 @@ static void multiply_rows(const Rounded *a, MultiplyRows *const *functions, ptrd
     }
 }
 
+#ifdef HAS_INTRINSICS
+static void few_rows(const Linear *a, int weight_type, int threads) {
+  ptrdiff_t share = (a->out + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (ptrdiff_t start = 0; start < a->out; start += share)
+    multiply_few_rows(a, weight_type, start, start + share < a->out ? start + share : a->out);
+}
+#endif
+
 /* `linear` with a W of INT8 or INT4; `in` is a multiple of BLOCK. */
 int rounded_linear(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                    ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
   if (!out || !batch) return 0;
   if (batch > MOST_FOR_BYTES && has_tile_products())
     return tile_product(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
-  size_t bytes = batch * in * sizeof(int16_t) + batch * in / BLOCK * sizeof(float);
+  ptrdiff_t blocks = in / BLOCK;
+  size_t bytes = batch * in * sizeof(int16_t) + (2 * batch * blocks + 8) * sizeof(float);
   int16_t *rounded_x = allocate(bytes);
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
@@ -187,6 +185,15 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
     free(rounded_x);
     return failed;
   }
+#ifdef HAS_INTRINSICS
+  if (has_avx512_vnni()) {
+    transpose_floats(x_scales, batch, blocks, x_scales + batch * blocks, batch);
+    few_rows(&(Linear){values, bias, rounded_x, y, batch, out, in, in, in, out, type, scales, x_scales + batch * blocks},
+             weight_type, threads);
+    free(rounded_x);
+    return 0;
+  }
+#endif
   Rounded a = {values, scales, bias, rounded_x, x_scales, y, batch, out, in, type};
   MultiplyRows *const *functions = functions_for(weight_type);
   ptrdiff_t share = (out + threads - 1) / threads;

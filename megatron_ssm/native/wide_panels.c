@@ -55,12 +55,13 @@ typedef struct {
   __m512 low, high;
 } Sums;
 
-/* Adds to sums the products of `words` words of `count` rows of x, x_words apart, with those of a panel from w on. count and
-   kind are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void add_words(const uint32_t *x, ptrdiff_t x_words, const uint32_t *w, ptrdiff_t words, Sums *sums,
-                                       int count, Words kind) {
+/* Adds to sums the products of `words` words of `count` rows of x, x_words apart, with those of a panel from w on, and prefetches
+   what is `ahead`. count and kind are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) void add_words(const uint32_t *x, ptrdiff_t x_words, const uint32_t *w, ptrdiff_t words,
+                                       const char *ahead, ptrdiff_t step, Sums *sums, int count, Words kind) {
 #pragma GCC unroll 2
   for (ptrdiff_t k = 0; k < words; k++) {
+    __builtin_prefetch(ahead + k * step, 0, 2);
     __m512 low = _mm512_load_ps(w + k * PANEL), high = _mm512_load_ps(w + k * PANEL + VECTOR);
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) {
@@ -78,7 +79,8 @@ INLINE_FOR(TARGET_AVX512) void add_floats(const Product *a, Panel *panel, ptrdif
 #pragma GCC unroll 12
   for (int r = 0; r < count; r++)
     sums[r].low = _mm512_load_ps(to + r * PANEL), sums[r].high = _mm512_load_ps(to + r * PANEL + VECTOR);
-  add_words(a->x + first * a->x_words + start, a->x_words, panel->words, stop - start, sums, count, kind);
+  add_words(a->x + first * a->x_words + start, a->x_words, panel->words, stop - start, panel->ahead, panel->step, sums, count,
+            kind);
 #pragma GCC unroll 12
   for (int r = 0; r < count; r++)
     _mm512_store_ps(to + r * PANEL, sums[r].low), _mm512_store_ps(to + r * PANEL + VECTOR, sums[r].high);
@@ -95,13 +97,14 @@ INLINE_FOR(TARGET_AVX512) void add_integers(const Product *a, Panel *panel, ptrd
   ptrdiff_t each = words_per_block(kind), block = first * a->blocks + start / each;
   const uint32_t *x = a->x + first * a->x_words, *w = panel->words;
   const float *scales = panel->scales;
-  for (; start < stop; start += each, block++, w += each * PANEL, scales += PANEL) {
+  const char *ahead = panel->ahead;
+  for (; start < stop; start += each, block++, w += each * PANEL, scales += PANEL, ahead += each * panel->step) {
     float *to = panel->sums + first * PANEL;
     Sums sums[WIDE_ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++)
       sums[r].low = sums[r].high = (__m512)_mm512_set1_epi32(kind == BYTE_QUADS ? a->x_sums[r * a->blocks + block] : 0);
-    add_words(x + start, a->x_words, w, each, sums, count, kind);
+    add_words(x + start, a->x_words, w, each, ahead, panel->step, sums, count, kind);
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++, to += PANEL) {
       float x_scale = a->x_scales[r * a->blocks + block];
