@@ -304,8 +304,8 @@ class LoopNest:
 
     def _check_names(self, rule: str, names: list[Any], replaced: list[Digit]) -> None:
         """Illegal unless these can be the names of the digits that replace others, which are of one axis."""
-        taken = {each.name for each in self.digits} | {each.name for each in self.program.axes}
-        taken -= {replaced[0].axis, *(each.name for each in replaced)}
+        taken = {each.name for each in self.digits if each not in replaced}
+        taken |= {each.name for each in self.program.axes if each.name != replaced[0].axis}
         for name in names:
             if not isinstance(name, str) or not name or not name.isprintable():
                 raise Illegal(f"{rule}: {name!r} is no name of a digit: it must be a printable text")
