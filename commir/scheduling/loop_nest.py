@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from commir.ir.checks import check_call, check_type
+from commir.ir.checks import check_call, check_rows, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -280,7 +280,7 @@ class LoopNest:
     def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
         """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: the name or its arguments."""
         schedule = self
-        for name, *arguments in (tuple(each) or ("",) for each in primitives):
+        for name, *arguments in (each or ("",) for each in check_rows("primitives", primitives)):
             if name not in PRIMITIVES:
                 raise ValueError(f"{name!r} is none of the primitives {', '.join(PRIMITIVES)}")
             schedule = check_call(name, getattr(schedule, name), arguments)(*arguments)
