@@ -17,11 +17,10 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError
 
-from sparsefusion.foundation.command_line import Failure
+from sparsefusion.foundation.command_line import FULL, Failure
 
 from .agreement import first_line
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again
 Result = TypeVar("Result")
