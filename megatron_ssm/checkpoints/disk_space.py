@@ -163,9 +163,7 @@ class HiddenFolder:
         for other in directory.glob(".saving-*"):
             _remove_if_left(other)
         try:
-            new = Path(
-                tempfile.mkdtemp(prefix=".new.saving-", dir=directory)
-            )  # other writers do not look for this name
+            new = Path(tempfile.mkdtemp(prefix=".new.saving-", dir=directory))  # which other writers do not look for
         except OSError:
             self._remove_directory()
             raise

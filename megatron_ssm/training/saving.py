@@ -33,9 +33,7 @@ from .options import Options
 from .progress import is_due
 from .trainer import Trainer
 
-BEGUN = (
-    ".begun"  # a file beside the checkpoints: the names of the run that has begun there (`_names_of_run`), one a line
-)
+BEGUN = ".begun"  # a file beside the checkpoints: `_names_of_run` of the run that has begun there, one a line
 NO_ID = "none"  # the id of torchrun's runs that are started without one
 OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
 
