@@ -69,6 +69,14 @@ def check_call(name: str, function: Callable[..., Any], arguments: Iterable[Any]
     return function
 
 
+def check_rows(name: str, value: Any) -> list[tuple[Any, ...]]:
+    """An iterable of iterables as a list of tuples. ValueError: it is none. name: what the error calls it."""
+    try:
+        return [tuple(each) for each in value]
+    except TypeError:
+        raise ValueError(f"{name} are given as lists in a list, not {value!r:.60}") from None
+
+
 def check_sizes(**sizes: Any) -> None:
     """ValueError unless each is a whole number of at least 1; the error names the first that is none."""
     for name, size in sizes.items():

@@ -47,7 +47,8 @@ def read_text(text: str, inputs: Operands, outputs: Collection[str], axes: Colle
 def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], axes: Collection[str]) -> ast.expr:
     """An expression with the bare names of functions.
 
-    RuleBroken: it is made of something else than inputs with their declared axes, numbers, + - * / and FUNCTIONS.
+    RuleBroken: it is made of something else than inputs with their declared axes, numbers, + - * / and FUNCTIONS, or a
+    number, or the product of those in a product, is LARGEST or more.
     """
 
     def read(part: ast.expr) -> ast.expr:
@@ -56,7 +57,9 @@ def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], 
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         _check_input(node, node.value.id, inputs, outputs, axes)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
-        return ast.BinOp(read(node.left), node.op, read(node.right))
+        parts = ast.BinOp(read(node.left), node.op, read(node.right))
+        _check_number(node)
+        return parts
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return ast.UnaryOp(node.op, read(node.operand))
     elif isinstance(node, ast.Call):
@@ -73,6 +76,26 @@ def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], 
     elif abs(node.value) >= LARGEST:
         _fail(node, "a number of 2^127 or more is too large")
     return node
+
+
+def factors_of(node: ast.expr) -> list[ast.expr]:
+    """The factors of a product, in their order; -x is -1 times x. What is no product is its own factor."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return factors_of(node.left) + factors_of(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return [ast.Constant(-1.0), *factors_of(node.operand)]
+    return [node]
+
+
+def split_number(factors: Iterable[ast.expr]) -> tuple[float, list[ast.expr]]:
+    """The product of those factors that are numbers, and the others."""
+    number, others = 1.0, []
+    for factor in factors:
+        if isinstance(factor, ast.Constant):
+            number *= float(factor.value)  # type: ignore[arg-type]
+        else:
+            others.append(factor)
+    return number, others
 
 
 def indices_of(node: ast.Subscript, axes: Iterable[str]) -> tuple[str, ...]:
@@ -98,6 +121,14 @@ def _check_input(
         _fail(node, f"{name} is not declared as an input")
     if indices_of(node, axes) != tuple(inputs[name]):
         _fail(node, f"{ast.unparse(node)} must be indexed as declared: {', '.join(inputs[name])}")
+
+
+def _check_number(node: ast.expr) -> None:
+    """The numbers of a product are multiplied before its operands are, so their product must be a float32 number, too."""
+    number, _ = split_number(factors_of(node))
+    if abs(number) >= LARGEST:
+        text = ast.unparse(node)
+        _fail(node, f"{text:.80}: its numbers multiply to {number:g}, and a number of 2^127 or more is too large")
 
 
 def _fail(node: ast.AST, rule: str) -> NoReturn:

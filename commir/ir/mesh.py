@@ -202,8 +202,8 @@ def _check_speed(name: str, speed: Any) -> None:
         return
     try:
         alpha, rate = speed
-        is_valid = 0 <= alpha <= LONGEST and rate >= 1
-    except (TypeError, ValueError):
+        is_valid = bool(0 <= alpha <= LONGEST and rate >= 1)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: of a tensor with several elements
         is_valid = False
     if not is_valid:
         raise ValueError(

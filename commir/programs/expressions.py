@@ -11,6 +11,7 @@ from functools import reduce
 import torch
 
 from commir.ir.loop_rules import FUNCTIONS as NAMES
+from commir.ir.loop_rules import factors_of, split_number
 from commir.ir.program import Program
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -35,7 +36,7 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
     (output,), (result,) = program.outputs, program.results
     expression = ast.parse(program.tile, mode="eval").body
     loops = [axis.name for axis in program.axes]
-    number, factors = _split_number(_factors(expression))
+    number, factors = split_number(factors_of(expression))
     if result.monoid == "sum" and _is_product(program, factors, loops):
         value = _einsum(program, factors, inputs, loops, output.axes)
         return {output.name: _unshared(value if number == 1 else value * _number(number, inputs), inputs)}
@@ -61,25 +62,6 @@ def _is_product(program: Program, factors: list[ast.expr], loops: list[str]) -> 
     names = [each.value.id for each in factors if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name)]
     axes = {axis for name in names for axis in program.operand(name).axes}
     return len(names) == len(factors) and axes == set(loops)
-
-
-def _factors(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _factors(node.left) + _factors(node.right)
-    if isinstance(node, ast.UnaryOp):
-        return [ast.Constant(-1.0), *_factors(node.operand)]
-    return [node]
-
-
-def _split_number(factors: list[ast.expr]) -> tuple[float, list[ast.expr]]:
-    """The product of those factors that are numbers, and the others."""
-    number, others = 1.0, []
-    for factor in factors:
-        if isinstance(factor, ast.Constant):
-            number *= float(factor.value)  # type: ignore[arg-type]
-        else:
-            others.append(factor)
-    return number, others
 
 
 def _einsum(

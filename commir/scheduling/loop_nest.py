@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from commir.ir.checks import check_call, check_type
+from commir.ir.checks import check_call, check_rows, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -280,7 +280,7 @@ class LoopNest:
     def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
         """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: the name or its arguments."""
         schedule = self
-        for name, *arguments in (tuple(each) or ("",) for each in primitives):
+        for name, *arguments in (each or ("",) for each in check_rows("primitives", primitives)):
             if name not in PRIMITIVES:
                 raise ValueError(f"{name!r} is none of the primitives {', '.join(PRIMITIVES)}")
             schedule = check_call(name, getattr(schedule, name), arguments)(*arguments)
@@ -304,8 +304,8 @@ class LoopNest:
 
     def _check_names(self, rule: str, names: list[Any], replaced: list[Digit]) -> None:
         """Illegal unless these can be the names of the digits that replace others, which are of one axis."""
-        taken = {each.name for each in self.digits} | {each.name for each in self.program.axes}
-        taken -= {replaced[0].axis, *(each.name for each in replaced)}
+        taken = {each.name for each in self.digits if each not in replaced}
+        taken |= {each.name for each in self.program.axes if each.name != replaced[0].axis}
         for name in names:
             if not isinstance(name, str) or not name or not name.isprintable():
                 raise Illegal(f"{rule}: {name!r} is no name of a digit: it must be a printable text")

@@ -45,6 +45,7 @@ def fastest(
                 f"repeated is {repeated}",
                 f"device is {device_type(device)}",
                 *(f"a plan is {plan.hash[:16]}, {plan.schedule}" for plan in plans),
+                "no more plans",  # the line in which a rank with fewer plans differs
             ]
         )
 

@@ -260,7 +260,7 @@ def _reason(found: list[Plan], number: int) -> str:
     first, *ties = (a != b for a, b in zip(_order(best), _order(other), strict=True))
     if first:
         return f"fastest by prediction; the next takes {longer(other.seconds, best.seconds)} this: {other.schedule}"
-    return f"as fast by prediction as the next, but {TIES[ties.index(True)]}: {other.schedule}"
+    return f"as fast by prediction as the next, but {TIES[ties.index(True)]}; the next is {other.schedule}"
 
 
 def longer(seconds: float, best: float) -> str:

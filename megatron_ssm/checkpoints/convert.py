@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from megatron_ssm.configs.config import Config, read_json
 from megatron_ssm.configs.hf_fields import FieldReader
 from megatron_ssm.configs.layouts import hf_shapes, layout
+from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
 
 from .agreement import first_line
 from .deepspeed_files import is_deepspeed
 from .deepspeed_models import hugging_face_tensors
 from .hf_directory import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
+from .shards import new_file
 
 BIN = "pytorch_model.bin"
 EMBEDDING, EMBEDDINGS, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
@@ -69,7 +72,7 @@ def convert(source: str | Path, target: str | Path | None = None, file_bytes: in
     A Hugging Face directory of a mamba or mamba2 model becomes a state-spaces directory, and the other way round; a
     checkpoint of DeepSpeed's becomes a Hugging Face directory. Tensors keep their dtype and bytes. file_bytes: the largest
     safetensors file to write. ValueError or FileNotFoundError, with nothing written, for anything that has no counterpart,
-    and for files that are damaged.
+    and for files that are damaged. Failure, with nothing left of what was written, if the target cannot be written.
     """
     source = Path(source)
     if not source.is_dir():
@@ -202,11 +205,9 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
     rows += [_row(HEAD, "", tensors[HEAD])] if tied else []
     if target is not None:
         dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
-        writer = Writer(Path(target))
-        with _abandoned_on_error(writer):
-            writer.open()
-            weight_map = _write_files(writer, {hf: tensors[name] for hf, name in names.items()}, file_bytes)
-            writer.close({**config_json, "dtype": dtype}, source, weight_map)
+        written = {hf: tensors[name] for hf, name in names.items()}
+        with _writer(target, written) as writer:
+            writer.close({**config_json, "dtype": dtype}, source, _write_files(writer, written, file_bytes))
     return rows
 
 
@@ -217,11 +218,9 @@ def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) ->
     found = hugging_face_tensors(source, config)
     if target is not None:
         dtype = str(next(iter(found.values()))[1].dtype).removeprefix("torch.")
-        writer = Writer(Path(target))
-        with _abandoned_on_error(writer):
-            writer.open()
-            weight_map = _write_files(writer, {hf: tensor for hf, (_, tensor) in found.items()}, file_bytes)
-            writer.close(config.to_dict(dtype), directory, weight_map)
+        written = {hf: tensor for hf, (_, tensor) in found.items()}
+        with _writer(target, written) as writer:
+            writer.close(config.to_dict(dtype), directory, _write_files(writer, written, file_bytes))
     return [_row(names, hf, tensor) for hf, (names, tensor) in found.items()]
 
 
@@ -238,10 +237,9 @@ def _to_state_spaces(source: Path, config: Config, target: str | Path | None) ->
             rows.append(_row("", HEAD, state[EMBEDDING]))
             state[HEAD] = state[EMBEDDING]
         if target is not None:
-            writer = Writer(Path(target))
-            with _abandoned_on_error(writer):
-                writer.open()
-                torch.save(state, writer.hidden / BIN)
+            with _writer(target, tensors) as writer:
+                with new_file(writer.hidden / BIN) as file:
+                    torch.save(state, file)
                 writer.close(config_json, source, {})
     return rows
 
@@ -289,10 +287,19 @@ def _write_files(writer: Writer, tensors: dict[str, torch.Tensor], file_bytes: i
 
 
 @contextmanager
-def _abandoned_on_error(writer: Writer) -> Iterator[None]:
-    """Remove what was written if the body raises."""
+def _writer(target: str | Path, tensors: dict[str, torch.Tensor]) -> Iterator[Writer]:
+    """An open writer for these tensors; if the body raises, what it has written is removed.
+
+    Failure if the target cannot be written, for instance because the disk is full.
+    """
+    writer = Writer(Path(target), sum(tensor.nbytes for tensor in tensors.values()))
     try:
-        yield
-    except BaseException:
+        writer.open()
+        with writer.explained():
+            yield writer
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, INPUT_ERRORS):
+            raise
+        raise Failure(f"cannot save to {target}: {first_line(error)}") from None
+    finally:
         writer.abandon()
-        raise

@@ -17,11 +17,10 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError
 
-from sparsefusion.foundation.command_line import Failure
+from sparsefusion.foundation.command_line import FULL, Failure
 
 from .agreement import first_line
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again
 Result = TypeVar("Result")
@@ -45,8 +44,8 @@ class DiskSpace:
             directory = directory.parent
         space = cls(needed, shutil.disk_usage(directory).free, what)
         if space.free < needed:
-            megabytes = math.ceil(needed / 1e5) / 10, math.floor(space.free / 1e5) / 10  # never two equal numbers
-            sizes = "{} needs about {:,.1f} MB, and {:,.1f} MB were free".format(what, *megabytes)
+            free = math.floor(space.free / 1e5) / 10  # never the number that is needed
+            sizes = f"{what} needs about {_rounded_up(needed):,.1f} MB, and {free:,.1f} MB were free"
             raise OSError(errno.ENOSPC, f"{_full(errno.ENOSPC)}: {sizes}")
         return space
 
@@ -62,9 +61,15 @@ class DiskSpace:
             number = error.errno if isinstance(error, OSError) else _number_in(error)
             if number not in FULL:
                 raise
-            sizes = f"{self.what} needs about {self.needed / 1e6:,.1f} MB and {self.free / 1e6:,.1f} MB were free"
+            needed, free = _rounded_up(self.needed), _rounded_up(self.free)  # not more than was free
+            sizes = f"{self.what} needs about {needed:,.1f} MB and {free:,.1f} MB were free"
             causes = "others may have filled it, or its inodes or a quota are used up"
             raise OSError(number, f"{_full(number)}, although {sizes}: {causes}") from None
+
+
+def _rounded_up(nbytes: int) -> float:
+    """Bytes in MB, rounded up to a tenth, as a few bytes are not 0.0 MB."""
+    return math.ceil(nbytes / 1e5) / 10
 
 
 def _full(number: int) -> str:
@@ -148,20 +153,34 @@ class HiddenFolder:
     """A new folder DIRECTORY/.saving-XXXX for files that are moved into place when all are written.
 
     Only its owner can enter it. This process holds a lock on it until `remove`; folders of this name without a lock are of
-    writers that were killed, and are removed first. Where the file system has no locks, they stay.
+    writers that were killed, and are removed first. Where the file system has no locks, they stay. DIRECTORY is made if it
+    is missing.
     """
 
     def __init__(self, directory: Path):
+        self._made = None if directory.exists() else directory
+        directory.mkdir(parents=True, exist_ok=True)
         for other in directory.glob(".saving-*"):
             _remove_if_left(other)
-        new = Path(tempfile.mkdtemp(prefix=".new.saving-", dir=directory))  # other writers do not look for this name
+        try:
+            new = Path(tempfile.mkdtemp(prefix=".new.saving-", dir=directory))  # which other writers do not look for
+        except OSError:
+            self._remove_directory()
+            raise
         self._lock = DirectoryLock(new)
         self.path = new.rename(directory / new.name.removeprefix(".new"))
 
     def remove(self) -> None:
-        """Remove it with what is in it."""
+        """Remove it with what is in it, and also DIRECTORY if this made it and it is empty."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        """Remove the directory if this made it and it is empty."""
+        if self._made is not None:
+            with contextlib.suppress(OSError):
+                self._made.rmdir()
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +146,10 @@ class Writer:
 
     The hidden folder has mode 0700, so other users of the machine cannot change what is in it; those of writers that were
     killed are removed. The files get the permissions that the process's umask gives to new files. nbytes: of all tensors, to
-    see at once if the disk is too full (0: unknown).
+    see at once if the disk is too full.
     """
 
-    def __init__(self, directory: Path, nbytes: int = 0):
+    def __init__(self, directory: Path, nbytes: int):
         self.directory, self._nbytes = directory, nbytes
         self._hidden: HiddenFolder | None = None
         self._space: DiskSpace | None = None
@@ -163,12 +163,16 @@ class Writer:
     def attempt(self, step: Callable[..., object], *arguments: Any) -> str | None:
         """Run a step; an error is returned as one line of text, and removes the hidden folder."""
         try:
-            with self._space.explained() if self._space else nullcontext():
+            with self.explained():
                 step(*arguments)
         except Exception as error:  # of any kind: the other ranks must learn of it
             self.abandon()
             return f"cannot save to {self.directory}: {first_line(error)}"
         return None
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Within this context, the error of a full disk says what the model needs (see `DiskSpace.explained`)."""
+        return self._space.explained() if self._space else nullcontext()
 
     def abandon(self) -> None:
         """Remove the hidden folder with what is in it."""
@@ -180,7 +184,6 @@ class Writer:
         """Make the directory, and a hidden folder for this writer in it. OSError if the disk has no room for the tensors."""
         self._space = DiskSpace.of(self.directory, self._nbytes, "the model")
         with self._space.explained():
-            self.directory.mkdir(parents=True, exist_ok=True)
             self._hidden = HiddenFolder(self.directory)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:

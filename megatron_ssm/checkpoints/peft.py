@@ -103,7 +103,6 @@ def _write(directory: Path, tensors: dict[str, Any], configuration: dict[str, An
     try:
         space = DiskSpace.of(directory, sum(tensor.nbytes for tensor in tensors.values()), "the model")
         with space.explained():
-            directory.mkdir(parents=True, exist_ok=True)
             hidden = HiddenFolder(directory)
             try:
                 _write_files(hidden.path, tensors, configuration)

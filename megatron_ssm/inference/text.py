@@ -133,10 +133,16 @@ def write_byte_tokenizer(directory: str | Path) -> None:
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",
         "generation_config.json": json.dumps(special_ids, indent=2) + "\n",
     }
+    write_whole_files(directory, {name: text.encode() for name, text in texts.items()})
+
+
+def write_whole_files(directory: Path, contents: dict[str, bytes]) -> None:
+    """Write files into a directory, {name: content}. All are complete when they appear under their names."""
     # Written into a folder that only this user can write to, whoever else may write to the directory.
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as hidden:
-        for name, text in texts.items():
-            (Path(hidden) / name).write_text(text, encoding="utf-8")
+        for name, content in contents.items():
+            (Path(hidden) / name).write_bytes(content)
+        for name in contents:
             os.replace(Path(hidden) / name, directory / name)
 
 

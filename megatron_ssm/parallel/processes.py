@@ -1,8 +1,9 @@
-"""Which process a rank is, so that another rank of the same machine can kill exactly this process; and its watchdog, which
-kills it if it hangs.
+"""Which process a rank is, so that another rank of the same machine can kill exactly this process; which one started it; and
+its watchdog, which kills it if it hangs.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,10 +32,14 @@ class Process:
     @classmethod
     def own(cls) -> "Process":
         """The process that calls this."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """A process that runs on this machine."""
         try:
             machine, started = _machine(), _started(pid)
-        except OSError:  # no Linux
+        except OSError:  # no Linux, or a process outside this container
             machine, started = "", 0
         return cls(pid, socket.gethostname(), machine, started)
 
@@ -62,6 +67,19 @@ class Process:
             return False
         finally:
             os.close(descriptor)
+
+
+def launching_process() -> str:
+    """A name of torchrun's process that started this rank: the same after a restart, and different for any other run.
+
+    It is the folder of torchrun's logs, whose name is random, and which a script between torchrun and the rank passes on;
+    where torchrun writes no logs, the parent process. "" if neither is known.
+    """
+    folder = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if folder and Path(folder[1]).name.startswith(f"{os.environ.get('TORCHELASTIC_RUN_ID')}_"):
+        return folder[1]
+    parent = Process.of(os.getppid())
+    return f"{parent}, {parent.machine} {parent.started}" if parent.machine else ""
 
 
 # What a watchdog runs. Its arguments: the process that started it, the seconds that it allows at first, and how many more it

@@ -13,6 +13,7 @@ from megatron_ssm.inference.text import (
     read_tokenizer_config,
     special_tokens,
     write_byte_tokenizer,
+    write_whole_files,
 )
 from megatron_ssm.parallel.heartbeat import Busy
 
@@ -70,8 +71,7 @@ class Corpus:
         if self.tokenizer_files is None:
             write_byte_tokenizer(directory)
             return
-        for name, content in self.tokenizer_files.items():
-            (directory / name).write_bytes(content)
+        write_whole_files(directory, self.tokenizer_files)
 
 
 def _documents(options: Options) -> tuple[list[str], list[str]]:

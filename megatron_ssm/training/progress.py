@@ -86,7 +86,6 @@ class Progress:
             try:
                 printer.print(line + "\n")
             except OSError as error:
-                printer.discard()
                 said = f"cannot write to stdout: {first_line(error)}; the run goes on without it\n"
                 with contextlib.suppress(OSError):  # stderr may be the same file; nothing stays in its buffer
                     os.write(sys.stderr.fileno(), said.encode())

@@ -25,6 +25,7 @@ from megatron_ssm.checkpoints.folders import (
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
+from megatron_ssm.parallel.processes import launching_process
 from sparsefusion.foundation.command_line import Failure
 
 from .interruption import Interruption
@@ -32,7 +33,8 @@ from .options import Options
 from .progress import is_due
 from .trainer import Trainer
 
-BEGUN = ".begun"  # a file beside the checkpoints: the id of the torchrun whose run has begun there
+BEGUN = ".begun"  # a file beside the checkpoints: `_names_of_run` of the run that has begun there, one a line
+NO_ID = "none"  # the id of torchrun's runs that are started without one
 OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
 
 
@@ -101,35 +103,32 @@ class Saver:
 def only_run(out: Path) -> Iterator[bool]:
     """Within this context, no other run begins in the directory `out`. Gives whether this run continues there.
 
-    It does so if torchrun has restarted its ranks, whatever --resume says: a run that began anew would remove what it has
-    done. torchrun does not count a restart because nodes have joined or left. So if the mark of this run is there, which
-    names the id of torchrun's run, the ranks have been restarted as well; an id "none", which torchrun gives all runs
-    without one, does not show that. No restart: a mark of an earlier run is removed.
+    It does so if the mark there is its own, which shows that torchrun has restarted the ranks: whatever --resume says, as a
+    run that began anew would remove what it has done. torchrun's count of restarts shows less: the ranks of before may have
+    ended before they began, and nodes that join or leave do not count. A mark of an earlier run is removed.
 
     All ranks enter it together. Rank 0 alone holds a lock on the directory, and reads and removes the mark; the others learn
-    what it has found. Each gathers how often torchrun has restarted every rank, which may differ between nodes. Failure on
-    every rank if another run holds the lock. If the mark is that of this run, they go on all the same: the machine of their
-    rank 0 before may be lost, and the file system may not have noticed. Where the file system has no locks, there is none.
-    ValueError on every rank if rank 0 cannot read or remove the mark, Failure if it cannot read the directory.
+    what it has found. Failure on every rank if another run holds the lock. If the mark is that of this run, they go on all
+    the same: the machine of their rank 0 before may be lost, and the file system may not have noticed. Where the file system
+    has no locks, there is none. ValueError on every rank if rank 0 cannot read or remove the mark, Failure if it cannot read
+    the directory.
     """
-    restarts = max(all_gather_pickled(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
-    directory, run, locks = out / "checkpoints", os.environ.get("TORCHELASTIC_RUN_ID"), list[DirectoryLock]()
+    names, directory, locks = _names_of_run(), out / "checkpoints", list[DirectoryLock]()
     mark = directory / BEGUN
 
     def look() -> bool:
         is_own = False
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            is_own = run is not None and mark.read_text(encoding="utf-8") == run
-        is_named = is_own and run != "none"
+            is_own = not names.isdisjoint(mark.read_text(encoding="utf-8").splitlines())
         with contextlib.suppress(OSError):  # `Inputs.read` reports it
             out.mkdir(parents=True, exist_ok=True)
         try:
             locks.extend([DirectoryLock(out)] if out.is_dir() else [])
         except BlockingIOError as error:
-            if not is_named:
+            if not is_own:
                 raise Failure(f"cannot begin in --out {out}: {first_line(error)}") from None
-        if restarts or is_named:
-            return is_own and bool(find_checkpoints(directory))
+        if is_own:
+            return bool(find_checkpoints(directory))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             mark.unlink()
         return False
@@ -143,15 +142,26 @@ def only_run(out: Path) -> Iterator[bool]:
             lock.release()
 
 
+def _names_of_run() -> set[str]:
+    """The names of torchrun's run: its id, or if it has none of its own, those of the torchrun processes of all nodes.
+
+    After a restart, one of them is enough to recognize the run, as a node may have left it. No names without torchrun. All
+    ranks call it together.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    own = launching_process() if run == NO_ID else run
+    return {name for name in all_gather_pickled(own) if name}
+
+
 def mark_begun(directory: Path) -> None:
     """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `only_run`."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    names = _names_of_run()
 
     def write() -> None:
         directory.mkdir(exist_ok=True)
-        (directory / BEGUN).write_text(str(run), encoding="utf-8")
+        (directory / BEGUN).write_text("\n".join(sorted(names)), encoding="utf-8")
 
-    if run is not None:
+    if names:
         run_on_rank_0(write, f"cannot write to {directory}")
 
 

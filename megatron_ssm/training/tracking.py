@@ -42,15 +42,15 @@ class Trackers:
         before, whose id is in OUT/wandb/run-id; a run that begins at 0 is a new one.
         """
         options = self._options
+        if options.wandb:  # first: if it cannot begin, TensorBoard has hidden nothing
+            with _named("--wandb"):
+                self._wandb = _wandb_run(options, Path(options.out, "wandb", "run-id"), start)
         if options.tensorboard:
             with _named(f"--tensorboard {options.tensorboard}"):
                 from torch.utils.tensorboard import SummaryWriter
 
                 threading.excepthook = _without_tensorboard(threading.excepthook)
                 self._tensorboard = SummaryWriter(options.tensorboard, purge_step=start + 1)
-        if options.wandb:
-            with _named("--wandb"):
-                self._wandb = _wandb_run(options, Path(options.out, "wandb", "run-id"), start)
 
     def write(self, line: dict[str, Any]) -> None:
         """Write the numbers of a logged step, which are those of the log."""

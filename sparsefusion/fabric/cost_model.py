@@ -63,7 +63,8 @@ class Fabric:
         """Write JSON from which `load` reads an equal fabric.
 
         The text is written to a new hidden file, which is then renamed, so that `path` never holds a part of it.
-        ValueError: the path is a directory, or its directory does not exist or is not writable.
+        ValueError: the path is a directory, or its directory does not exist or is not writable. OSError: it cannot be
+        written for another reason, for instance because the disk is full; then the file is as before.
         """
         path = Path(path)
         check_writable(path)
@@ -78,6 +79,8 @@ class Fabric:
             with hidden.open("x", encoding="utf-8") as file:  # a new file: in /tmp another user may have made one
                 file.write(text)
             hidden.replace(path)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None  # not the hidden one, or none
         finally:
             hidden.unlink(missing_ok=True)
 

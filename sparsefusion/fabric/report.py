@@ -1,11 +1,12 @@
 """Writes a fabric as a page: its table, and plots of bus bandwidth, time, and the tokens per second that latency allows."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsefusion.foundation.command_line import Failure
+from sparsefusion.foundation.command_line import FULL, Failure
 
 from .cost_model import Fabric, size_name
 from .curve import Curve
@@ -20,7 +21,8 @@ CALLS = np.arange(8, 513, 8)  # all-reduces per token
 def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
     """Write fabric.md and three plots (PNG) into `directory`, which is made if it is missing; returns their paths.
 
-    Failure: matplotlib is not installed. ValueError: the fabric has no curves, or `directory` is a file.
+    Failure: matplotlib is not installed. ValueError: the fabric has no curves, or `directory` is a file. OSError, with the
+    name of the file: it cannot be written, for instance because the disk is full.
     """
     if not fabric.curves:
         raise ValueError("a fabric without curves has nothing to report")
@@ -29,18 +31,29 @@ def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / "fabric.md"]
+    contents = {"fabric.md": markdown(fabric).encode()}
     for name, draw in (("bandwidth", draw_bandwidth), ("roofline", draw_roofline), ("latency_wall", draw_wall)):
         figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
         draw(axes, fabric)
         axes.grid(True, alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=100)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=100)
         plt.close(figure)
-    paths[0].write_text(markdown(fabric), encoding="utf-8")
-    return paths
+        contents[f"{name}.png"] = image.getvalue()
+    return [_write(directory / name, content) for name, content in contents.items()]
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Write a file and return its path. An OSError names it; if the disk is full, no part of it remains."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        if error.errno in FULL:
+            path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return path
 
 
 def _pyplot() -> Any:

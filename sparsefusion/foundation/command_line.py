@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 RANK_0_GRACE_S = 5.0  # how long the other ranks wait for rank 0 to print an error
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the numbers of errors of a full disk
 # Errors that the user's input causes. All others are failures of the run or of the program.
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -117,7 +119,7 @@ def silence_third_parties() -> None:
 class Printer:
     """Prints UTF-8 to stdout and flushes it at once. If the reader has closed the pipe, the run continues silently.
 
-    OSError if stdout cannot be written for another reason, for instance because it is a file on a full disk.
+    OSError if stdout cannot be written for another reason, for instance because it is a file on a full disk; once.
     """
 
     def __init__(self, is_enabled: bool) -> None:
@@ -132,6 +134,9 @@ class Printer:
             sys.stdout.buffer.flush()
         except BrokenPipeError:
             self.discard()
+        except OSError:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Print nothing more, nor what stdout has not written yet: Python would try again when it ends."""
@@ -147,8 +152,9 @@ def leave_on_interrupt() -> None:
 def run(name: str, command: Callable[[], object]) -> int:
     """Run `command()` and return the exit code of the process.
 
-    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0. 1: a `Failure`, printed in the same way, or any other
-    exception, printed with its traceback and its rank. 130: Ctrl-C. name: how the line begins.
+    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0. 1: a `Failure`, printed in the same way, the error of
+    a full disk, printed as one line with its rank, or any other exception, printed with its traceback and its rank. 130:
+    Ctrl-C. name: how the line begins.
     """
     try:
         command()
@@ -161,7 +167,11 @@ def run(name: str, command: Callable[[], object]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            place = "" if error.filename is None else f" {error.filename}"
+            print(f"{name}: rank {this_rank()} cannot write{place}: {error.strerror}", file=sys.stderr)
+            return 1
         print(f"{name}: rank {this_rank()} failed", file=sys.stderr)
         traceback.print_exc()
         return 1

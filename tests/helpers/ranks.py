@@ -249,11 +249,12 @@ def _send(writer, report):
 # Ranks of torchrun's agent
 
 
-def run_agent(function, world_size, folder, restarts=0, timeout=60):
+def run_agent(function, world_size, folder, restarts=0, timeout=60, **settings):
     """Whether function() has ended well on ranks that torchrun's agent started, with their output in out-RANK and err-RANK.
 
     The ranks are forks of this process, with the environment of torchrun's. If one fails, all are started again, at most
-    `restarts` times. folder: of the files; every start appends to them. TimeoutError after `timeout` seconds.
+    `restarts` times. folder: of the files; every start appends to them. TimeoutError after `timeout` seconds. settings: more
+    of torch's LaunchConfig.
     """
 
     def rank():
@@ -270,7 +271,7 @@ def run_agent(function, world_size, folder, restarts=0, timeout=60):
             sys.stdout.flush()
             sys.stderr.flush()
 
-    settings = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
+    settings |= dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
     agent = multiprocessing.get_context("fork").Process(
         target=elastic_launch(LaunchConfig(1, 1, world_size, **settings), rank)
     )

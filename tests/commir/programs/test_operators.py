@@ -155,6 +155,15 @@ def declared_by_attribute(rows=4):
     return a
 
 
+def large_numbers(rows=4):
+    a = In[rows]
+    c = Out[rows]
+    for rows in grid("s"):
+        c[rows] = a[rows] + (
+            10 * 1e38 * a[rows]
+        )  # fmt: skip
+
+
 def undeclared(rows=4):
     c = Out[rows]
     for rows in grid("s"):
@@ -270,6 +279,11 @@ def scalar_output(rows=4):
         (decaying_sum, 4, "c is computed from its own earlier values, so that the result depends on the order of the"),
         (declared_by_attribute, 1, "name = In.axes. or name = Out.axes., with the bare names In and Out"),
         (home_of_number, 1, "the home of a is 3: it is an axis or None"),
+        (
+            large_numbers,
+            5,
+            "10 [*] 1e[+]38: its numbers multiply to 1e[+]39, and a number of 2.127 or more is too large",
+        ),
         (undeclared, 3, "a is not declared as an input"),
         (reads_the_output, 4, "c is an output, and cannot be read"),
         (no_size, 0, "every parameter is an axis and needs its size"),

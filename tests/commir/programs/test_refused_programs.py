@@ -97,6 +97,19 @@ def changed_scale(scale):
         (lambda: Operand("c", ("rows", "rows")), "operand c has an axis twice: rows, rows"),
         (lambda: program(tile=f"a[rows] * {10**400}"), "a number of 2.127 or more is too large"),
         (lambda: program(tile="a[rows] * 1e39"), "a number of 2.127 or more is too large"),
+        (
+            lambda: program(tile="10 * 1e38 * a[rows]"),
+            r"10 \* 1e.38: its numbers multiply to 1e.39, and a number of 2.127",
+        ),
+        (
+            lambda: program(tile="-1e30 * a[rows] * (a[rows] * 1e30)"),
+            r"its numbers multiply to -1e.60, and a number of 2",
+        ),
+        (
+            lambda: program(tile="10 * 1e38 * a[rows] + a[rows]"),
+            r"10 \* 1e.38: its numbers multiply to 1e.39, and a numb",
+        ),
+        (lambda: program(tile="exp(10 * (a[rows] * -1e38))"), r"its numbers multiply to -1e.39, and a number of 2.127"),
         (lambda: programs.attention(scale=10**400), "attention: option scale is 10+; it must be a positive and finite"),
         (lambda: programs.attention(scale=3.4028236e38), "it must be a positive and finite number of float32"),
         (lambda: Axis("rows", 2**63), "axis rows has size 9223372036854775808; it must be a whole number"),

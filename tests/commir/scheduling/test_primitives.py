@@ -1,12 +1,13 @@
 """The primitives: what they do, their legality rules, and schedules made by hand. Oracle: the program on one rank."""
 
+import contextlib
 import random
 
 import pytest
 import torch
 from chosen import by_default
 
-from commir import Mesh, Schedule, interpret, programs, verify
+from commir import Mesh, Plan, Schedule, interpret, programs, verify
 from commir.execution.state import Count
 from commir.execution.verifier import unscheduled
 from commir.scheduling.known_schedules import known_as
@@ -48,6 +49,12 @@ def test_tiles_and_joins():
         (lambda s: s.tile("rows", 2, ""), r"tile\(rows, 2\): '' is no name of a digit: it must be a printable text"),
         (lambda s: s.tile("rows", 2, "a\nb"), r"tile\(rows, 2\): 'a\\nb' is no name of a digit"),
         (lambda s: s.tile("rows", 2).tile("rows.i", 2).join("rows.o", "rows.i.o", "cols"), "the name cols is taken"),
+        (
+            lambda s: s.tile("rows", 2, "v", "r").tile("r", 2, "s", "rows").join("v", "s", "rows"),
+            r"^join\(v, s\): the name rows is taken$",
+        ),
+        (lambda s: s.tile("rows", 2, "rows", "r").tile("r", 3, "rows", "s"), r"^tile\(r, 3\): the name rows is taken$"),
+        (lambda s: s.tile("rows", 2, "v", "r").tile("r", 2, "s", "rows").join("v", "s"), "the name rows is taken"),
         (lambda s: s.tile("depth", 2), r"weighted_sum has no digit 'depth'; it has rows, cols"),
         (
             lambda s: s.tile("rows", 2).tile("cols", 2).join("rows.o", "cols.o"),
@@ -211,6 +218,36 @@ def test_schedules_by_hand_are_exact(mesh, seed):
             assert max(count.peak for count in counts) <= plan.memory
             assert max(count.sent for count in counts) <= plan.bytes_per_rank
         assert lowered == 5, program.name
+
+
+def renamed(schedule, generator):
+    """A schedule after random legal tiles and joins, whose names are few, so that many are taken."""
+    for _ in range(6):
+        first, second = generator.choice(schedule.digits), generator.choice(schedule.digits)
+        outer, inner = (generator.choice(["rows", "cols", "a", "b", "rows#1", None]) for _ in range(2))
+        with contextlib.suppress(Illegal):
+            if generator.random() < 0.3:
+                schedule = schedule.join(first.name, second.name, outer)
+            else:
+                schedule = schedule.tile(first.name, generator.choice([1, 2, 3]), outer, inner)
+    return schedule
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_digits_of_one_schedule_have_different_names(seed):
+    """So that its primitives give it again, and its plan can be read from its text."""
+    generator, lowered, mesh = random.Random(seed), 0, Mesh(x=2)
+    for _ in range(200):
+        schedule = renamed(Schedule(programs.weighted_sum(12, 12), mesh), generator)
+        names = [digit.name for digit in schedule.digits]
+        assert len(set(names)) == len(names)
+        assert Schedule(schedule.program, mesh).apply(schedule.primitives()) == schedule
+        with contextlib.suppress(Illegal):
+            halves = [digit.name for digit in schedule.digits if digit.size == 2]
+            plan = schedule.parallelize(generator.choice(halves or names), "x").lower()
+            assert Plan.from_json(plan.to_json()).hash == plan.hash
+            lowered += 1
+    assert lowered > 20
 
 
 def test_outputs_do_not_share_memory_with_inputs():

@@ -37,14 +37,15 @@ def test_ranks_that_call_with_other_plans(ranks, world):
             fastest(given[rank], dist.group.WORLD, repeated[rank])
         return str(error.value)
 
-    fewer = [plans[:2] if rank == world - 1 else plans for rank in range(world)]
+    fewer, more = ([plans[:n] if rank == world - 1 else plans[: 5 - n] for rank in range(world)] for n in (2, 3))
     other_times = [*range(1, world + 1)]
     for given, repeated, message in (
-        (fewer, [2] * world, f"[{world - 1}] were asked"),
+        (fewer, [2] * world, f"rank {world - 1}: no more plans; on rank 0: a plan is {plans[2].hash[:16]}, "),
+        (more, [2] * world, f"rank {world - 1}: a plan is {plans[2].hash[:16]}, "),
         ([plans] * world, other_times, "rank 1: repeated is 2; "),
     ):
         (found,) = set(ranks(run, world, given, repeated))
-        assert message in found
+        assert message in found and "\n" not in found
 
 
 @pytest.mark.parametrize("world", (2, 3))

@@ -40,7 +40,8 @@ def test_the_reason_names_what_decided(mesh, program):
         assert best.reason.startswith(f"fastest by prediction; the next takes {longer:.3g} % longer than this: ")
         assert other.reason == f"number 2 of the search; by prediction it takes {longer:.3g} % longer than the best"
         return
-    why = best.reason.removeprefix("as fast by prediction as the next, but ").partition(": ")[0]
+    why = best.reason.removeprefix("as fast by prediction as the next, but ").partition("; ")[0]
+    assert best.reason.endswith(f"; the next is {other.schedule}")
     assert LESS[why](best) < LESS[why](other)
     for earlier in list(LESS)[: list(LESS).index(why)]:
         assert LESS[earlier](best) == LESS[earlier](other)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import megatron_ssm
 from attention2d import Ring
+from benchmarks.support.launched import disks_work, small_disk
 from cases import CASES, groups_of, oracle, with_layers
 from hf import CONFIGS, INDEX, assert_same_bytes, rewritten, save_hf, tensors_in
 from megatron_ssm import Config
@@ -198,7 +199,7 @@ def killed_while_it_writes(directory):
     before = set(directory.iterdir())
     writer = os.fork()
     if writer == 0:
-        opened = Writer(directory)
+        opened = Writer(directory, 12)
         opened.open()
         opened.write("model.safetensors", {"a": torch.zeros(3)})
         os.kill(os.getpid(), signal.SIGKILL)
@@ -211,7 +212,7 @@ def killed_while_it_writes(directory):
 @pytest.mark.parametrize("kind", ("model", "adapters"))
 def test_what_a_killed_writer_leaves_is_removed(ranks, tp, kind, oracle, tmp_path):
     """By the next writer; the folder of one that is still running stays, and can be completed."""
-    running = Writer(tmp_path)
+    running = Writer(tmp_path, 12)
     running.open()
     left = killed_while_it_writes(tmp_path)
     assert list(left.iterdir())
@@ -228,6 +229,28 @@ def test_what_a_killed_writer_leaves_is_removed(ranks, tp, kind, oracle, tmp_pat
     running.write("model.safetensors", {"a": torch.ones(3)})
     running.close({}, None, {"a": "model.safetensors"})
     assert load_file(tmp_path / "model.safetensors")["a"].sum() == 3 and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("kind", ("model", "adapters"))
+def test_a_disk_without_inodes(ranks, tp, kind, oracle, tmp_path):
+    """Every rank says so in one line, with sizes above 0. The directory that was made is removed."""
+    with small_disk(tmp_path / "disk", 20_000, files=2) as disk:
+
+        def save(rank):
+            model = megatron_ssm.load(oracle("mamba2-2-groups").directory, dist.group.WORLD)
+            if kind == "adapters":
+                megatron_ssm.add_lora(model, 2, 4.0, ("in_proj",))
+            return attempt(megatron_ssm.save if kind == "model" else megatron_ssm.save_lora, model, disk / "out")
+
+        answers = ranks(save, tp)
+        assert os.listdir(disk) == []
+    full = rf"cannot save to {disk}/out: the disk is full \(No space left on device\), although the model needs about"
+    assert re.fullmatch(rf"{full} 0\.[1-9] MB and 20\.5 MB were free: others may have filled it, .*", answers[0][1]), (
+        answers
+    )
+    assert answers == [("OSError", answers[0][1])] * tp
 
 
 FILE_BYTES = {"one file": 10**9, "several files": 6000}

@@ -1,18 +1,23 @@
 """`convert`. Oracles: transformers' logits, and the names and configurations of state-spaces/mamba, written out here."""
 
+import errno
 import json
 import math
+import os
 import pickle
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.support.launched import disks_work, small_disk
 from hf import INDEX, hf_model
 from megatron_ssm.checkpoints.convert import Row, convert, hugging_face_config, state_spaces_config
 from megatron_ssm.cli.main import main
 from megatron_ssm.configs.config import Config
+from sparsefusion.foundation.command_line import Failure
 
 # What MambaLMHeadModel.save_pretrained writes for such models (mamba_ssm/models/config_mamba.py, modules/mamba*.py).
 MODEL = dict(
@@ -240,16 +245,43 @@ def test_hugging_face_models_without_a_counterpart(tmp_path, family, changes, wo
     assert_refused(tmp_path / "hf", tmp_path / "out", words)
 
 
-def test_a_full_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
-    """An error during writing is raised, and the temporary files are removed."""
+def test_an_error_of_the_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
+    """It is one line, and the directory that was made is removed."""
 
     def fail(*_, **__):
-        raise OSError("No space left on device")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("megatron_ssm.checkpoints.hf_directory.save_file", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(Failure, match=f"^cannot save to {tmp_path}/out: Input/output error$"):
         convert(theirs, tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("kind", ("hf", "state-spaces"))
+@pytest.mark.parametrize("is_seen", (True, False), ids=("seen at once", "seen while it is written"))
+def test_a_full_disk(tmp_path, capsys, kind, is_seen):
+    """One line says what the model needs and what was free. The target is as before: missing, or with the user's file."""
+    hf_model("mamba2", num_hidden_layers=2, hidden_size=256, num_heads=64).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "state-spaces")
+    source, model = tmp_path / kind, sum(t.nbytes for t in load_file(tmp_path / "hf/model.safetensors").values())
+    capsys.readouterr()
+    with small_disk(tmp_path / "disk", -(-model // 4096) * 4 - (8 if is_seen else 0)) as disk:
+        for out, kept in ((disk / "new", []), (disk / "mine", ["README.md"])):
+            if kept:
+                out.mkdir()
+                (out / kept[0]).touch()
+            assert main(["convert", "--model", str(source), "--out", str(out)]) == 1
+            said = capsys.readouterr()
+            full = rf"megatron_ssm convert: cannot save to {out}: the disk is full \(No space left on device\)"
+            sizes = r"the model needs about (\d\.\d) MB,? and (\d\.\d) MB were free"
+            numbers = re.fullmatch(rf"{full}(: |, although ){sizes}(: others .*)?\n", said.err)
+            assert numbers and said.out == "", said.err
+            assert float(numbers[2]) == math.ceil(model / 1e5) / 10
+            assert (numbers[1] == ": ") == is_seen == (float(numbers[2]) > float(numbers[3]))
+            assert ([path.name for path in out.iterdir()] if out.exists() else []) == kept and out.exists() == bool(
+                kept
+            )
 
 
 def test_converting_onto_the_source(theirs):

@@ -450,6 +450,16 @@ def test_a_printer_on_a_closed_pipe_is_disabled(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_under_stdout(monkeypatch, capsys):
+    """The command ends with one line. Nothing is left that Python would try to write when it ends."""
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert command_line.run("doctor", lambda: command_line.Printer(True).print("text")) == 1
+        command_line.Printer(True).print("more")
+    assert capsys.readouterr().err == "doctor: rank 0 cannot write: No space left on device\n"
+
+
 def test_a_closed_stdout_is_not_an_error(directory):
     command = [*PYTHON, *map(str, full_length(directory)), "--prompt", "a"]
     result = subprocess.run(

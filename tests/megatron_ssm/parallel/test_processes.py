@@ -1,4 +1,4 @@
-"""Processes that one rank may kill for another. Oracle: whether a real child process has ended."""
+"""Processes that one rank may kill for another, or that started it. Oracles: real processes, and torchrun's folders."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ssm.parallel.processes import Process, Watchdog
+from megatron_ssm.parallel.processes import Process, Watchdog, launching_process
 
 
 @pytest.fixture
@@ -147,6 +147,23 @@ def test_another_process_is_not_killed(child, other):
     """One that has got the same number later, or has it on another machine."""
     pid, told = child
     assert not other(told).kill_if_here() and is_running(pid)
+
+
+@pytest.mark.parametrize("run", ("none", "job"))
+def test_the_process_that_started_a_rank(monkeypatch, run):
+    """It is named by the folder of torchrun's logs, in any attempt and for any rank; without one, by the parent process."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    for error_file in (f"/logs/{run}_x/attempt_0/0/error.json", f"/logs/{run}_x/attempt_12/3/error.json"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+        assert launching_process() == f"/logs/{run}_x"
+    parent = Process.of(os.getppid())
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    for error_file in (None, "", "/logs/attempt_0/0/error.json", f"/logs/{run}_x/0/error.json"):
+        if error_file is not None:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+        assert launching_process() == f"process {os.getppid()} on {parent.host}, {parent.machine} {parent.started}"
+    monkeypatch.setattr(os, "getppid", lambda: 0)  # as for a process that was started from outside this container
+    assert launching_process() == ""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")

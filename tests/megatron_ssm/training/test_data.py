@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.support.launched import TINY, disks_work, small_disk
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
+from megatron_ssm.training.corpus import Corpus
 from megatron_ssm.training.data import (
     Batches,
     Tokens,
@@ -26,6 +28,7 @@ from megatron_ssm.training.data import (
     tokenize,
     windows,
 )
+from megatron_ssm.training.options import parse_options
 
 settings.register_profile("patient", deadline=None)  # a slow machine is not an error
 settings.load_profile("patient")
@@ -329,3 +332,18 @@ def test_corpus_without_pydoc_data_is_one_clear_error(corpus, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(FileNotFoundError, match="carries no pydoc_data"):
         corpus.write_corpus(tmp_path)
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+def test_a_full_disk_leaves_no_part_of_a_tokenizer(tmp_path):
+    """Of one that was read from files, which take more room than the disk has."""
+    write_byte_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text.txt").write_text("a text")
+    data = ["--data", str(tmp_path / "text.txt"), "--tokenizer-model", str(tmp_path / "tokenizer")]
+    corpus = Corpus(parse_options([*TINY, *data]))
+    with small_disk(tmp_path / "disk", 4) as disk:
+        with pytest.raises(OSError, match="No space left on device"):
+            corpus.write_tokenizer(disk)
+        assert os.listdir(disk) == []
+    corpus.write_tokenizer(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer/tokenizer.json").read_bytes()

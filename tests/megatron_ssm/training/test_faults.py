@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from benchmarks.support.launched import (
@@ -47,7 +48,7 @@ from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.parallel import processes
-from megatron_ssm.training import corpus, data, pretraining
+from megatron_ssm.training import corpus, data, pretraining, saving
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.progress import Progress
@@ -778,15 +779,18 @@ def test_a_link_that_goes_down(here):
 # Restarts
 
 
-def restarted(folder, world, *more, step=4, number=signal.SIGKILL):
+def restarted(folder, world, *more, step=4, number=signal.SIGKILL, **settings):
     """What the ranks print of a run in which rank 1 kills or stops itself once, and torchrun starts all again.
 
-    step: in which it does so (0: before the first one, while it reads the text).
+    step: in which it does so (0: before the first one, while it reads the text; -1: before it meets the others). settings:
+    of torchrun.
     """
 
     def run():
         if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
             fault = Fault(1, step, number)
+            if step < 0:
+                fault.strike()
             if step:
                 inject(fault)
             else:
@@ -794,8 +798,8 @@ def restarted(folder, world, *more, step=4, number=signal.SIGKILL):
         options = parse_options([*TINY, *more])
         sys.exit(command_line.run("pretrain.py", lambda: pretraining.pretrain(options)))
 
-    assert run_agent(run, world, folder, restarts=1), texts("err", world)
-    if step:  # before, torchrun may end the others first
+    assert run_agent(run, world, folder, restarts=1, **settings), texts("err", world)
+    if step > 0:  # before, torchrun may end the others first
         (line,) = lines("err", world)
         assert re.match(NAMED.format(rank=1, world=world), line)
     return "\n".join(lines("out", world))
@@ -857,17 +861,55 @@ def test_torchrun_restarts_a_run_that_continues_from_a_folder(flags_of):
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.parametrize("world", [2, full(3)])
+@pytest.mark.parametrize("logs", ["logs", full(os.devnull)])
+def test_torchrun_without_an_id_restarts_a_run(here, world, logs):
+    """All such runs have the id "none". A rank that ends before the others have met does not make the run continue an
+    earlier one; a rank that ends later does make it continue itself, also where torchrun writes no logs.
+    """
+    settings = dict(run_id="none", logs_specs=DefaultLogsSpecs(logs))
+    assert OWN in restarted(here, world, **settings)
+    first = (here / "out/checkpoints" / BEGUN).read_text()
+    for path in here.glob("*-[012]"):
+        path.unlink()
+    said = restarted(here, world, step=-1, **settings)
+    assert OWN not in said and "resuming" not in said and "overwriting out" in said
+    assert len(first.splitlines()) == 1 and first != (here / "out/checkpoints" / BEGUN).read_text()
+    assert_as_undisturbed("torch", world)
+
+
 @pytest.mark.parametrize("world", [1, full(2)])
-@pytest.mark.parametrize("before, now", [("job", "job"), ("job", "other"), ("none", "none")])
+@pytest.mark.parametrize(
+    "before, now", [("job_1", "job_2"), ("job_1", "other_2"), ("none_1", "none_1"), ("none_1", "none_2")]
+)
 def test_a_restart_that_torchrun_does_not_count(here, monkeypatch, world, before, now):
-    """When nodes join or leave, it starts all ranks again under the same id. Runs without an id are all called "none"."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", before)
-    assert train(world, "--exit-interval", "4") == [0] * world
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", now)
-    assert train(world) == [0] * world
-    is_own = before == now != "none"
+    """When nodes join or leave, it starts all ranks again under the same id. Runs without an id are all called "none";
+    the folders of torchrun's logs tell them apart.
+    """
+    for run, more in ((before, ["--exit-interval", "4"]), (now, [])):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run.partition("_")[0])
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/logs/{run}/attempt_0/1/error.json")
+        assert train(world, *more) == [0] * world
+    is_own = before == now or before.startswith("job") and now.startswith("job")
     assert (OWN in lines("out", world)) == is_own == (not Path("out/checkpoints.old").exists())
     assert_as_undisturbed("torch", world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_restart_on_other_nodes(here, monkeypatch, world):
+    """Each node has its own torchrun. One that remains is enough to recognize a run without an id."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+    def on_nodes(*nodes):
+        with monkeypatch.context() as patched:
+            patched.setattr(saving, "launching_process", lambda: f"torchrun on {nodes[int(os.environ['RANK'])]}")
+            assert train(world, "--exit-interval", "2") == [0] * world, lines("err", world)
+        return OWN in lines("out", world), Path("out/checkpoints", BEGUN).read_text().splitlines()
+
+    first, second = ["a", "b", "c"][:world], ["d", "a", "e"][:world]
+    assert on_nodes(*first) == (False, [f"torchrun on {node}" for node in first])
+    assert on_nodes(*second) == (True, [f"torchrun on {node}" for node in sorted(second)])
+    assert on_nodes(*["f", "g", "h"][:world])[0] is False
 
 
 @pytest.mark.parametrize("world", [2, 3])

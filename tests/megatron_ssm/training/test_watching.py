@@ -217,19 +217,23 @@ def test_weights_and_biases_gets_steps_that_are_repeated(here, monkeypatch):
 
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_a_run_that_cannot_begin_keeps_what_earlier_runs_have_written(here, monkeypatch, world):
-    """Their checkpoints, those that were set aside, and the log. One line names the variable that is wrong."""
+    """Their checkpoints, those that were set aside, the log, and curves. One line names the variable that is wrong."""
+    pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     for steps in ("1", "2"):
-        pretrain(tiny_options("--train-iters", steps))
+        pretrain(tiny_options("--train-iters", steps, "--tensorboard", "board"))
     monkeypatch.setenv("WANDB_MODE", "wrong")
     log = Path("log.jsonl").read_text()
-    with launched(world, [*TINY, "--wandb", "tests"]) as run:
+    with launched(world, [*TINY, "--wandb", "tests", "--tensorboard", "board"]) as run:
         assert run.wait(*range(world), timeout=60)[0] == [1] * world
     (line,) = lines("err", world)
     said = "pretrain.py: cannot write to --wandb: Weights & Biases: WANDB_MODE='wrong': Input should be 'online', "
     assert line.startswith(said)
     names = [path.name for folder in ("checkpoints", "checkpoints.old") for path in find_checkpoints(f"out/{folder}")]
     assert names == ["step-000002", "step-000001"] and Path("log.jsonl").read_text() == log
+    assert [scalar.step for scalar in EventAccumulator("board").Reload().Scalars("loss")] == [1, 2]
 
 
 def test_no_peak_no_utilization(here, capsys):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.support.launched import disks_work, fill_disk, small_disk
 from sparsefusion.cli import commands
 from sparsefusion.fabric.advice import Shape, best_degree, break_even
 from sparsefusion.fabric.cost_model import Fabric, check_writable, size_name
@@ -463,6 +464,27 @@ def test_a_report_goes_into_a_directory(command, table, tmp_path):
     Fabric((curve_of(),)).save(tmp_path / "f.json")
     code, _, error = command("report", "--fabric", tmp_path / "f.json", "--out", table)
     assert code == 2 and error == f"sparsefusion report: {table} is not a directory\n"
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+@pytest.mark.parametrize("kilobytes", (8, 40))
+def test_a_full_disk(command, table, tmp_path, kilobytes):
+    """One line names the file, and no part of it remains; an earlier one stays as it is."""
+    fit = ("fit", "--all-reduce", table, "--ranks", 4, "--out")
+    assert command(*fit, tmp_path / "f.json")[0] == 0
+    with small_disk(tmp_path / "disk", kilobytes) as disk:
+        code, _, error = command("report", "--fabric", tmp_path / "f.json", "--out", disk)
+        line = rf"sparsefusion report: rank 0 cannot write {disk}/(\w+\.png): No space left on device\n"
+        failed = re.fullmatch(line, error)
+        assert code == 1 and failed and not (disk / failed[1]).exists(), error
+        before = {path.name: path.read_bytes() for path in disk.iterdir()}
+        fill_disk(folder=disk)
+        code, _, error = command(*fit, disk / "fabric.md")
+        assert (
+            code == 1 and error == f"sparsefusion fit: rank 0 cannot write {disk}/fabric.md: No space left on device\n"
+        )
+        (disk / "filler").unlink()
+        assert {path.name: path.read_bytes() for path in disk.iterdir()} == before
 
 
 def test_a_report_needs_matplotlib(command, tmp_path, monkeypatch):

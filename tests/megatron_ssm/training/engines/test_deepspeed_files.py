@@ -13,6 +13,7 @@ from chosen import by_default
 
 import megatron_ssm
 import tiny
+from benchmarks.support.launched import disks_work, small_disk
 from fp32_runs import FP32, close, one_rank, run_of
 from hf import save_hf, tensors_in
 from megatron_ssm.checkpoints.convert import convert
@@ -279,6 +280,16 @@ def written(tmp_path_factory, ranks):
     run = run_of(2, folder=folder, save_deepspeed=True)
     ranks(lambda rank: saved(1, run, folder, 2) and None, 2)
     return folder / "deepspeed"
+
+
+@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
+def test_conversion_to_a_full_disk(written, tmp_path):
+    """One line, and nothing of it remains."""
+    with small_disk(tmp_path / "disk", 8) as disk:
+        sizes = r"the model needs about 0\.[1-9] MB, and 0\.0 MB were free"
+        with pytest.raises(Failure, match=rf"^cannot save to {disk}/out: the disk is full \(.*\): {sizes}$"):
+            convert(written, disk / "out")
+        assert os.listdir(disk) == []
 
 
 @pytest.mark.parametrize("world", (2, 3))
