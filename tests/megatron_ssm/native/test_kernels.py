@@ -113,9 +113,10 @@ def check(ours, exact, y_tolerance=TOLERANCE[torch.float32], **tolerances):
     """Assert that each output and gradient is close to the exact one; tolerances: of others than y."""
     __tracebackhide__ = True
     errors = {name: error(tensor.double(), exact[name]) for name, tensor in ours.items()}
-    limits = {"A_log": 5e-5, "D": 5e-5}  # sums of few numbers, in which large ones cancel
+    limits = {"A_log": 5e-5, "D": 5e-5, "z": 5e-6}  # sums of few numbers, in which large ones cancel
     limits |= {"y": y_tolerance, **tolerances}
-    assert all(errors[name] <= limits.get(name, TOLERANCE[torch.float32]) for name in errors), list(errors.items())
+    too_large = {name: e for name, e in errors.items() if not e <= limits.get(name, TOLERANCE[torch.float32])}
+    assert not too_large, too_large
 
 
 # The recurrences and the convolution

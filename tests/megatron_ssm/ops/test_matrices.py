@@ -125,7 +125,7 @@ def test_ranks_round_as_one_rank_does(ranks, in_own_dtype, tp, family, format, d
         logits = logits_of(model)
         assert torch.equal(logits_of(copy.deepcopy(model)), logits)
         narrow = logits_of(megatron_ssm.load(directory, dist.group.WORLD, dtype=torch.bfloat16, weights=format))
-        assert (narrow - logits).norm() <= 0.1 * logits.norm()
+        assert (narrow - logits).norm() <= (0.1 if format == "int8" else 0.3) * logits.norm()
         return logits
 
     for logits in ranks(on, tp):
