@@ -45,7 +45,9 @@ def close(options, ours, theirs):
     if options == dict():
         return torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     limit = 2e-3 if "weights" in options else 2**-6
-    for mine, other in zip(*((each,) if isinstance(each, torch.Tensor) else each for each in (ours, theirs)), strict=True):
+    for mine, other in zip(
+        *((each,) if isinstance(each, torch.Tensor) else each for each in (ours, theirs)), strict=True
+    ):
         assert (mine - other).norm() < limit * other.norm(), (mine - other).norm() / other.norm()
 
 
