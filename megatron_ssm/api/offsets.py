@@ -14,7 +14,9 @@ def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Sequence[int]) -> lis
     """Where each token of a prompt begins in its text, in characters.
 
     The text decides. It has the special tokens that the client has written, and lacks those that the tokenizer has added. It
-    may also lack the space that the tokenizer puts before a text, and ids that the tokenizer does not have.
+    may also lack the space that the tokenizer puts before a text, and ids that the tokenizer does not have. What follows a
+    character for which the tokenizer has only an unknown token, or text that its decoder changes (WordPiece's, around
+    punctuation), may be a few characters off, but is never beyond the text.
     """
     added = tokenizer.get_added_tokens_decoder()
     special = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -33,7 +35,7 @@ def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Sequence[int]) -> lis
             places.append(place)
             content = special.get(token, "")
             place += len(content) if text.startswith(content, place) else 0
-    return places
+    return [min(place, len(text)) for place in places]
 
 
 def _run_offsets(tokenizer: "Tokenizer", text: str, place: int, ids: list[int]) -> tuple[list[int], int]:

@@ -9,10 +9,15 @@ results are comparable.
 """
 
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+
+if __name__ == "__main__" and find_spec("lm_eval") is None:
+    raise SystemExit("there is no package lm_eval: pip install 'megatron-ssm[eval]'")
+
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model

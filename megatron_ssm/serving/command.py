@@ -2,9 +2,11 @@
 
 import hashlib
 import logging
+import re
 import signal
 import socket
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
+from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import check_device, device_of_rank, join, launched_ranks, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
 from sparsefusion.foundation.command_line import Printer
@@ -42,8 +45,8 @@ EXTRA_TOKENS = 1  # in a slot: with max_tokens=0, the engine makes a token that 
 def serve(arguments: Namespace) -> None:
     """Load the model, and serve it until a signal ends the server; the ranks beside rank 0 step their engines with it.
 
-    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. RuntimeError: a rank
-    was lost.
+    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. ValueError, too, if
+    there is no memory for the caches of the slots on any rank. RuntimeError: a rank was lost.
     """
     ranks = launched_ranks()
     if arguments.tp not in (None, ranks):
@@ -65,7 +68,9 @@ def serve(arguments: Namespace) -> None:
         folder = Path(arguments.rendezvous.removeprefix("file://")).parent if arguments.rendezvous else None
         with watched(arguments.lost_rank_timeout, folder) as watch, ExitStack() as stack:
             model, *drafts = map(stack.enter_context, models)
-            engine = Engine(model, **inputs.engine, draft=drafts[0] if drafts else None)
+            engine = run_and_compare(
+                lambda: _engine(arguments, model, drafts, inputs.engine), lambda _: (), [group], device_of_rank(device)
+            )
             channel = Channel(model.ranks)
             if rank:
                 _leave_signals_to_rank_0()
@@ -75,6 +80,20 @@ def serve(arguments: Namespace) -> None:
                 _serve_on_rank_0(engine, channel, inputs, arguments, watch)
     finally:
         shut_down()
+
+
+def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options: dict[str, Any]) -> Engine:
+    """The engine; ValueError if there is no memory for its caches."""
+    try:
+        return Engine(model, **options, draft=drafts[0] if drafts else None)
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)):
+            raise
+        tried = re.search(r"[Tt]ried to allocate [^.:\n]*", str(error))
+        raise ValueError(
+            f"--slots {arguments.slots} --max-length {arguments.max_length}: there is no memory for the caches of so many "
+            f"slots of that length{f' ({tried[0].strip().lower()})' if tried else ''}"
+        ) from None
 
 
 @dataclass(frozen=True)

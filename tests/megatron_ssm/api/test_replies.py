@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron_ssm.api.calls import Served, read_call
 from megatron_ssm.api.chat_template import ChatTemplate
+from megatron_ssm.api.offsets import prompt_offsets
 from megatron_ssm.api.parameters import COMPLETIONS
 from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.sequences import Update
@@ -165,3 +166,16 @@ def test_the_usage_of_the_events_before_the_last(tmp_path, options, expected):
     replies = Replies(call, model)
     chunk = replies.chunk(replies.take(Update(call.sequences[0], [65])))
     assert {name: value for name, value in chunk.items() if name == "usage"} == expected
+
+
+@pytest.mark.parametrize("text", (",the", "the,the!", "thez the"))
+def test_offsets_of_a_decoder_that_changes_the_text(text):
+    """WordPiece's decoder puts spaces between words and takes them from punctuation. Offsets stay within the text."""
+    words = {word: i for i, word in enumerate(["[UNK]", "the", "##z", "!", ","])}
+    tokenizer = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]"])
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    offsets = prompt_offsets(tokenizer, text, tokenizer.encode(text).ids)
+    assert offsets == sorted(offsets) and 0 <= offsets[0] and offsets[-1] <= len(text)

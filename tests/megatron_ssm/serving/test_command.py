@@ -83,6 +83,14 @@ def test_what_does_not_start(tmp_path):
     assert "tokenizer.json does not exist" in refusal(tmp_path)
 
 
+def test_caches_that_do_not_fit():
+    error = refusal(checkpoint("zamba2"), "--port", 0, "--max-length", 2 * 10**9)
+    assert error.startswith(
+        "--slots 16 --max-length 2000000000: there is no memory for the caches of so many slots of that"
+    )
+    assert re.search(r"\(tried to allocate \d+ bytes\)$", error)
+
+
 def test_ipv6():
     try:
         listener = bind("::1", 0)
