@@ -143,7 +143,8 @@ def _store_of_restart(world: int, timeout: datetime.timedelta) -> dist.Store | N
     """torchrun's store with keys of their own for ranks that it has restarted on one node; None otherwise.
 
     Without them, gloo reads the addresses of the ranks before, and waits for them. On several nodes, whose numbers of
-    restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun give each restart a new store.
+    restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun give each restart a new store, if its
+    rendezvous is c10d: a static one ignores the variable.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
