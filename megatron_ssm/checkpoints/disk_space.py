@@ -122,9 +122,15 @@ def is_machine_error(error: BaseException) -> bool:
 
     Some of these errors of torch are a RuntimeError like those about damaged files, and differ in their text only.
     """
-    kinds = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-    texts = r"CUDA error|can't allocate memory|Cannot allocate memory"
-    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and re.search(texts, str(error)) is not None)
+    is_of_gpu = isinstance(error, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+    return is_of_gpu or is_lack_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short, of the CPU or of the GPU."""
+    texts = r"can't allocate memory|Cannot allocate memory"
+    is_of_cpu = isinstance(error, RuntimeError) and re.search(texts, str(error)) is not None
+    return is_of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 class DirectoryLock:

@@ -5,6 +5,9 @@
 #ifdef HAS_INTRINSICS
 enum { VECTOR = PANEL / 2 }; /* words in a register */
 
+/* A mask of the first `count` elements; of all for larger numbers, and of none for 0 and below. */
+INLINE __mmask32 mask_of_first(ptrdiff_t count) { return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0; }
+
 /* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. weight_type is a compile-time
    constant. */
 INLINE_FOR(TARGET_AVX512) __m512i words_of(const Product *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
@@ -17,16 +20,14 @@ INLINE_FOR(TARGET_AVX512) __m512i words_of(const Product *a, ptrdiff_t row, ptrd
     return _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), offset);
   }
   ptrdiff_t columns = a->in - word * columns_per_word(a->kind); /* that are left */
-  int is_widened = weight_type == BFLOAT16 && a->kind == FLOATS;
-  ptrdiff_t halves = columns * (weight_type == FLOAT32 ? 2 : 1), most = is_widened ? VECTOR : 2 * VECTOR; /* of 16 bits */
-  __mmask32 mask = halves >= 2 * VECTOR ? ~0u : halves > 0 ? (1u << halves) - 1 : 0;
-  if (is_widened) {
-    __m256i narrow = _mm256_maskz_loadu_epi16((__mmask16)(halves >= most ? 0xffff : mask), from);
+  if (weight_type == BFLOAT16 && a->kind == FLOATS) {
+    __m256i narrow = _mm256_maskz_loadu_epi16((__mmask16)mask_of_first(columns), from);
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
   }
-  return _mm512_maskz_loadu_epi16(mask, from);
+  return _mm512_maskz_loadu_epi16(mask_of_first(weight_type == FLOAT32 ? 2 * columns : columns), from);
 }
 
+/* As wide_fill; weight_type is a compile-time constant. */
 INLINE_FOR(TARGET_AVX512) void fill_each(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop,
                                        int weight_type) {
   for (ptrdiff_t k = start; k < stop; k += VECTOR)

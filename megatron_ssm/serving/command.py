@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from megatron_ssm.api.calls import Served
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.checkpoints.agreement import run_and_compare
+from megatron_ssm.checkpoints.disk_space import is_lack_of_memory
 from megatron_ssm.checkpoints.hf import load
 from megatron_ssm.configs.config import Config, read_for_ranks
 from megatron_ssm.diagnostics.doctor import kernels_line
@@ -87,7 +88,7 @@ def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options
     try:
         return Engine(model, **options, draft=drafts[0] if drafts else None)
     except (MemoryError, RuntimeError) as error:
-        if not (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)):
+        if not is_lack_of_memory(error):
             raise
         tried = re.search(r"[Tt]ried to allocate [^.:\n]*", str(error))
         raise ValueError(
