@@ -106,6 +106,7 @@ def _begin_anew(env, streams):
             os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
+    faulthandler.enable(2)  # a crash then says where
     if env is not None:
         os.environ.clear()
         os.environ.update(env)

@@ -115,6 +115,9 @@ def server(directory, log, *flags, tp=1, key="", start=Fork):
         url = re.search(r"serving \S+ at (http://\S+) ", line)
         assert url, f"{line}{Path(log).read_text()}"
         yield Server(process, url[1], Path(log), {"Authorization": f"Bearer {key}"} if key else {})
+    except BaseException:
+        print(f"the server's exit code: {process.poll()}; its log:\n{Path(log).read_text()}")
+        raise
     finally:
         if process.poll() is None:
             process.terminate()
