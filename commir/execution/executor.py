@@ -67,7 +67,7 @@ def execute(
 
 def compare(
     caller: str, plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str,
-    check: Callable[[], None] = lambda: None, refused: ValueError | None = None,
+    check: Callable[[], None] = lambda: None, refused: str = "",
 ) -> None:  # fmt: skip
     """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes.
 
@@ -78,8 +78,8 @@ def compare(
     def arguments() -> str:
         """Check this rank's arguments; lines of what must be equal on all ranks."""
         check_type(caller, plan, Plan)
-        if refused is not None:
-            raise refused
+        if refused:
+            raise ValueError(refused)
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             given = "no group is given, which means 1 rank" if group is None else f"the group has {ranks} ranks"

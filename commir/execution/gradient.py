@@ -67,7 +67,7 @@ def differentiable(
     every rank, when the function is first called.
     """
     backward: list[Plan] = []
-    refused = None
+    refused = ""
     try:
         check_type("differentiable", plan, Plan)
         check_counts(count, counter)
@@ -75,7 +75,7 @@ def differentiable(
     except ValueError as error:
         if group is None:
             raise
-        refused = error  # raised when the function is called, as the other ranks may have no error
+        refused = str(error)  # raised when the function is called, as the other ranks may have no error
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of this rank's blocks of q, k and v; ValueError on every rank if those of one do not fit."""

@@ -62,8 +62,11 @@ def run_on_every_rank(
     is_failure = isinstance(error, Failure)
     line = "" if error is None else str(error) if is_failure else f"{failure}: {first_line(error)}"
     reports = all_gather_pickled((line, is_failure, text), group)
-    if error is not None and not isinstance(error, (OSError, kind, Failure)):
-        raise error
+    try:
+        if error is not None and not isinstance(error, (OSError, kind, Failure)):
+            raise error
+    finally:
+        error = None  # its traceback refers to this function, which would keep the group until Python collects garbage
     if failed := [(line, is_failure) for line, is_failure, _ in reports if line]:
         line, is_failure = max(failed, key=lambda pair: pair[1])  # the first Failure, or the first of all
         raise (Failure if is_failure else kind)(line)

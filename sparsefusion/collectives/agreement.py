@@ -49,11 +49,14 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     digest = int.from_bytes(hashlib.sha256(_encode(text)).digest()[:8], "little", signed=True)
     gathered = gather(torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=device)).cpu()
     different = (gathered[:, 0] != gathered[0, 0]).nonzero().flatten().tolist()
-    if different:
-        texts = _gather_text(gather, device, f"0{text}" if wrong is None else f"1{_described(wrong)}")
-        raise ValueError(_difference(texts, different, whose))
-    if wrong is not None:
-        raise wrong
+    try:
+        if different:
+            texts = _gather_text(gather, device, f"0{text}" if wrong is None else f"1{_described(wrong)}")
+            raise ValueError(_difference(texts, different, whose))
+        if wrong is not None:
+            raise wrong
+    finally:
+        wrong = None  # its traceback refers to this function, which would keep the group until Python collects garbage
     return int(gathered[0, 1])
 
 
@@ -132,8 +135,11 @@ def agree_in_groups(
             agree(partial(all_gather_small, group=group), device, partial(outcome, group), whose)
         except Exception as raised:  # of any kind: the ranks of the next group must learn of it
             error = raised
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        error = None  # as in `agree`
     return results[0] if results else action()
 
 

@@ -1,12 +1,15 @@
 """The ranks compare their arguments; oracles: the arguments and errors given to each rank, and the expected messages."""
 
+import gc
+import sys
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from shared import error_of
-from sparsefusion.collectives.agreement import EQUAL, MOST, SHOWN, agree, from_first, gather_in_store
+from sparsefusion.collectives.agreement import EQUAL, MOST, SHOWN, agree, agree_in_groups, from_first, gather_in_store
 from sparsefusion.collectives.counted import all_gather_small
 
 worlds = pytest.mark.parametrize("world", (2, 3))
@@ -41,6 +44,34 @@ def errors(ranks, world, function_of):
 def test_equal_arguments_give_a_common_random_number(ranks, world):
     numbers = ranks(lambda rank: [compare(lambda: (1, "a", None)) for _ in range(3)], world)
     assert numbers == [numbers[0]] * world and len({*numbers[0]}) == 3 and all(0 <= n < 2**48 for n in numbers[0])
+
+
+@worlds
+@pytest.mark.parametrize("wrong", ("one", "all"))
+def test_errors_do_not_keep_the_group(ranks, world, wrong):
+    """Otherwise the threads of a destroyed group might run until Python ends, which may then abort the process."""
+
+    def references(rank):
+        """How many references there are to the group before and after errors."""
+        gc.disable()
+        group = dist.group.WORLD
+
+        def asked():
+            if wrong == "all" or rank == 1:
+                raise ValueError("x")
+
+        before = sys.getrefcount(group)
+        for function in (
+            partial(agree, lambda mine: all_gather_small(mine, group), "cpu", asked),
+            partial(agree_in_groups, asked, lambda result, group: result, {group: "ranks"}, "cpu"),
+        ):
+            with suppress(ValueError):  # `pytest.raises` would keep the error
+                function()
+        del function
+        return before, sys.getrefcount(group)
+
+    for before, after in ranks(references, world):
+        assert after == before
 
 
 @worlds
