@@ -1,6 +1,7 @@
 """The command line in forks of the tests' process: like processes of their own, but without seconds of imports."""
 
 import faulthandler
+import gc
 import logging
 import os
 import resource
@@ -95,6 +96,7 @@ def completed(arguments, timeout=120):
 
 def _begin_anew(env, streams):
     """In the fork: signals, files, the environment and loggers as in a new process."""
+    gc.freeze()  # garbage of the tests' process may wait for its threads, which a fork does not have
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,6 +11,7 @@ rank then says that it is a host of its own (NCCL_HOSTID), and the ranks exchang
 """
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -196,6 +197,7 @@ def _kill_all(ranks):
 
 def _prepare(dump, parent_pipe):
     """Write crashes and, on SIGUSR1, stacks to `dump`; return a thread that ends this rank when its parent is gone."""
+    gc.freeze()  # garbage of the tests' process may wait for its threads, which a fork does not have
     file = open(dump, "w")
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)
