@@ -114,7 +114,11 @@ def main() -> None:
     """Write the files and print how large they are, how much they overlap, and the bigram baseline."""
     parser = argparse.ArgumentParser(description="Write the demo's text files and print what they are.")
     parser.add_argument("directory")
-    train_paths, held_out_paths = write_corpus(parser.parse_args().directory)
+    directory = parser.parse_args().directory
+    try:
+        train_paths, held_out_paths = write_corpus(directory)
+    except OSError as error:
+        sys.exit(f"{directory}: {error.strerror or error}")
     train = {path.name: path.read_bytes().decode() for path in train_paths}
     held_out = [path.read_bytes().decode() for path in held_out_paths]
     print(f"held out: {len(held_out)} topics, {_size(held_out)}: {', '.join(HELD_OUT)}")

@@ -14,6 +14,9 @@ fi
 cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 
+free_port='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+port=${MASTER_PORT:-$(python3 -c "$free_port")} # deepspeed's own is fixed: two runs on one machine could not start
+
 launcher=
 pass() { # SIGNAL; to the group, or ends this script before there is one
     local group=${launcher:-$(jobs -p)} # the job has begun before its number is known
@@ -22,7 +25,7 @@ pass() { # SIGNAL; to the group, or ends this script before there is one
 }
 for signal in TERM INT USR1; do trap "pass $signal" "$signal"; done
 set -m # gives a background job a process group of its own
-deepspeed --num_accelerators "$ranks" "$here/examples/pretrain.py" "$@" </dev/null &
+deepspeed --num_accelerators "$ranks" --master_port "$port" "$here/examples/pretrain.py" "$@" </dev/null &
 launcher=$!
 set +m
 code=0

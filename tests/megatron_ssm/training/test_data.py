@@ -315,6 +315,13 @@ def test_corpus_holds_out_text_that_training_does_not_repeat(corpus, tmp_path):
     assert all(before[path] == path.read_bytes() for path in only_topics)
 
 
+def test_corpus_that_cannot_be_written(corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["corpus.py", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match=r"/file: Not a directory$"):
+        corpus.main()
+
+
 def test_corpus_leaves_repetitions_of_held_out_topics_out_of_training(corpus, tmp_path, monkeypatch):
     topics = corpus._topics()
     altered = {name: text for name, text in topics.items() if name != "power"}
