@@ -94,7 +94,8 @@ def compare(
             f"{name} needs {'a' if is_enabled and x.requires_grad else 'no'} gradient"
             for name, x in sorted(local_inputs.items())
         )
-        return "\n".join([*others, *devices, *dtypes, *gradients, f"the plan is {plan.hash[:16]}, {plan.schedule}"])
+        same = f"the plan is {plan.hash[:16]}, {plan.schedule}"
+        return "\n".join([same, *others, *devices, *dtypes, *gradients])
 
     check_member(group)
     agree(lambda mine: all_gather_small(mine, group), comparison_device(group), arguments, "ranks of the group")

@@ -109,7 +109,7 @@ def check_options(options: Iterable[tuple[str, Any]]) -> None:
         check_name("an option", name)
         is_finite = not isinstance(value, float) or math.isfinite(value)  # as JSON, and so a plan's hash, needs it
         if not isinstance(value, bool | int | float | str | None) or not is_finite:
-            raise ValueError(f"option {name} is {value!r}; it must be a finite number, a string or None")
+            raise ValueError(f"option {name} is {value!r:.60}; it must be a finite number, a string or None")
     refuse_duplicates("option", (name for name, _ in options))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -53,7 +54,7 @@ class Mesh:
         for name, speed in self._speeds.items():
             if name not in sizes:
                 raise ValueError(f"speed for mesh axis {name!r}, but the mesh has {', '.join(sizes)}")
-            _check_speed(name, speed)
+            self._speeds[name] = _speed(name, speed)
 
     @staticmethod
     def of_axes(axes: Iterable[MeshAxis]) -> "Mesh":
@@ -156,7 +157,7 @@ class Mesh:
         for name, speed in speeds.items():
             if name not in levels:
                 raise ValueError(f"speed for level {name!r}, but the mesh has {', '.join(sorted(levels))}")
-            _check_speed(name, speed)
+            speeds[name] = _speed(name, speed)
         mesh = self._with(self.axes)
         mesh._speeds = {**self._speeds, **speeds}
         return mesh
@@ -193,20 +194,18 @@ def _speeds_in(speeds: Any) -> dict[str, Any]:
     return dict(speeds)
 
 
-def _check_speed(name: str, speed: Any) -> None:
+def _speed(name: str, speed: Any) -> Fabric | tuple[float, float]:
+    """A speed as it is stored; ValueError if it is none."""
     if isinstance(speed, Fabric):
         if not {"p2p", "all_gather"} & {curve.operation for curve in speed.curves}:
             raise ValueError(
                 f"the fabric of mesh axis {name} has neither p2p nor all_gather, and plans send between pairs of ranks"
             )
-        return
-    try:
-        alpha, rate = speed
-        is_valid = bool(0 <= alpha <= LONGEST and rate >= 1)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: of a tensor with several elements
-        is_valid = False
-    if not is_valid:
+        return speed
+    is_pair = isinstance(speed, tuple | list) and len(speed) == 2 and all(isinstance(number, Real) for number in speed)
+    if not is_pair or not (0 <= speed[0] <= LONGEST and speed[1] >= 1):
         raise ValueError(
-            f"speed of mesh axis {name} is {speed!r}; it must be (0 to {LONGEST:g} seconds, at least 1 byte per second) "
-            "or a Fabric"
+            f"speed of mesh axis {name} is {speed!r:.60}; it must be (0 to {LONGEST:g} seconds, at least 1 byte per second) "
+            "in two numbers, or a Fabric"
         )
+    return float(speed[0]), float(speed[1])

@@ -215,7 +215,10 @@ class _Reader:
         call = node.iter
         is_grid = isinstance(call, ast.Call) and _is_call(call, "grid") and len(call.args) == 1 and not call.keywords
         if not is_grid or not isinstance(call.args[0], ast.Constant):  # type: ignore[attr-defined]
-            self._fail(node, 'the loop must be over grid("...") with one letter for the kind of each axis')
+            self._fail(
+                node,
+                'the loop must be over grid("..."), with the bare name grid and one letter for the kind of each axis',
+            )
         kinds = str(call.args[0].value)  # type: ignore[attr-defined]
         targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
         names = [ast.unparse(target) for target in targets]

@@ -61,8 +61,8 @@ def run_on_every_rank(
         error = raised
     is_failure = isinstance(error, Failure)
     line = "" if error is None else str(error) if is_failure else f"{failure}: {first_line(error)}"
-    reports = all_gather_pickled((line, is_failure, text), group)
     try:
+        reports = all_gather_pickled((line, is_failure, text), group)
         if error is not None and not isinstance(error, (OSError, kind, Failure)):
             raise error
     finally:

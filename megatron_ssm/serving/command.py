@@ -53,12 +53,16 @@ def serve(arguments: Namespace) -> None:
     if arguments.tp not in (None, ranks):
         raise ValueError(f"--tp {arguments.tp}: there are {ranks} ranks, and a server uses all of them for one model")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    opened = ExitStack()  # the listener
     try:
         join(ranks, device, init_method=arguments.rendezvous, check=lambda: check_device(device))
         group = dist.group.WORLD if dist.is_initialized() else None
         rank = 0 if group is None else dist.get_rank()
         inputs = run_and_compare(
-            lambda: _Inputs.read(arguments, ranks, rank), lambda read: read.fingerprint, [group], device_of_rank(device)
+            lambda: _Inputs.read(arguments, ranks, rank, opened),
+            lambda read: read.fingerprint,
+            [group],
+            device_of_rank(device),
         )
         models = [
             load(directory, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
@@ -80,6 +84,7 @@ def serve(arguments: Namespace) -> None:
                 log.info(kernels_line(model.device, model.dtype, model.ranks.transport))
                 _serve_on_rank_0(engine, channel, inputs, arguments, watch)
     finally:
+        opened.close()
         shut_down()
 
 
@@ -112,15 +117,15 @@ class _Inputs:
     fingerprint: tuple
 
     @classmethod
-    def read(cls, arguments: Namespace, ranks: int, rank: int) -> "_Inputs":
-        """Read them on this rank; ValueError or OSError if one of them is wrong."""
+    def read(cls, arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> "_Inputs":
+        """Read them on this rank; ValueError or OSError if one of them is wrong. opened: closes the listener."""
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, ranks)
         served = _served(arguments, directory, config)
         draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
         is_first = rank == 0
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
-        listener = bind(arguments.host, arguments.port) if is_first else None
+        listener = opened.enter_context(bind(arguments.host, arguments.port)) if is_first else None
         hosts = Hosts(listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
@@ -182,9 +187,11 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        with ExitStack() as closed_on_error:
+            listener = closed_on_error.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            closed_on_error.pop_all()
     except OSError as error:
         raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return listener

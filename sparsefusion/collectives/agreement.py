@@ -47,9 +47,9 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     except Exception as error:  # of any kind: the others wait in the gather
         wrong, text = error, repr(error)
     digest = int.from_bytes(hashlib.sha256(_encode(text)).digest()[:8], "little", signed=True)
-    gathered = gather(torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=device)).cpu()
-    different = (gathered[:, 0] != gathered[0, 0]).nonzero().flatten().tolist()
     try:
+        gathered = gather(torch.tensor([digest, int.from_bytes(os.urandom(6), "little")], device=device)).cpu()
+        different = (gathered[:, 0] != gathered[0, 0]).nonzero().flatten().tolist()
         if different:
             texts = _gather_text(gather, device, f"0{text}" if wrong is None else f"1{_described(wrong)}")
             raise ValueError(_difference(texts, different, whose))

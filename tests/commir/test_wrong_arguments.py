@@ -52,6 +52,8 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: Mesh(speeds=5, g=2), "speeds=5: they are given as"),
         (lambda: Mesh(speeds={"g": (torch.ones(2), 1e9)}, g=2), r"speed of mesh axis g is \(tensor\(.*it must be \(0 to 1e"),
         (lambda: MESH.with_speeds({"gpu": (0, torch.ones(2))}), r"speed of mesh axis gpu is \(0, tensor\(.*it must be \(0"),
+        *((lambda speed=speed: Mesh(speeds={"g": speed}, g=2), "speed of mesh axis g is .*two numbers, or a Fabric")
+          for speed in (torch.tensor([0, 1e9]), {0, 1e9}, map(float, (0, 1e9)), {0: 1, 1e9: 2}, ("0", "1"), (0, 1, 2))),
         (lambda: commir.search_graph(3, MESH), "search_graph takes a list of operators, not 3"),
         (lambda: PLAN.unshard([{"out": torch.zeros(1, 4, 2, 4)}, {"out": torch.zeros(1, 3, 2, 4)}]),
          r"unshard: out of rank 1 is \(1, 3, 2, 4\); its block of out has shape \(1, 4, 2, 4\)"),
@@ -178,3 +180,11 @@ def test_statistics_are_in_float32():
     inputs = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     inputs["lse"] = inputs["lse"].float()
     assert {x.dtype for x in commir.interpret(plan, inputs).values()} == {torch.bfloat16}
+
+
+def test_a_list_of_speeds_that_changes_later():
+    """As JSON has it: the same as a tuple, and the mesh stays as it is."""
+    speed = [1e-5, 1e9]
+    mesh = Mesh(gpu=4, speeds={"gpu": speed})
+    speed[1] = 1.0
+    assert mesh == Mesh(gpu=4, speeds={"gpu": (1e-5, 1e9)}) == Mesh(gpu=4).with_speeds({"gpu": [1e-5, 1e9]})

@@ -96,7 +96,8 @@ def completed(arguments, timeout=120):
 
 def _begin_anew(env, streams):
     """In the fork: signals, files, the environment and loggers as in a new process."""
-    gc.freeze()  # garbage of the tests' process may wait for its threads, which a fork does not have
+    # Garbage of the tests' process is not collected here: its sockets would close numbers that are used again.
+    gc.freeze()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,7 @@
 """Plans on real ranks. Oracle: the interpreter; attention2d, whose results and closed-form bytes are the same."""
 
+import gc
+import sys
 from dataclasses import replace
 
 import pytest
@@ -126,6 +128,10 @@ def a_wrong_shape(rank, chosen, inputs):
     execute(chosen[0], {name: x[:, : 4 - (rank == 1)] for name, x in local.items()}, dist.group.WORLD)
 
 
+def no_backward_plan(rank, chosen, inputs):
+    differentiable(chosen[0], dist.group.WORLD, count=3)(*chosen[0].shard(inputs, rank).values())
+
+
 def no_tensor(rank, chosen, inputs):
     execute(chosen[0], {**chosen[0].shard(inputs, rank), **({"q": None} if rank == 1 else {})}, dist.group.WORLD)
 
@@ -205,6 +211,21 @@ def another_dtype(rank, chosen, inputs):
 def test_errors_are_raised_on_every_rank(ranks, world, make, message):
     for error in ranks(differing, world, make):
         assert message in error and len(error) < 350
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("make", [another_plan, a_wrong_shape, no_backward_plan])
+def test_errors_do_not_keep_the_group(ranks, world, make):
+    """Otherwise its threads might run until Python ends, and abort the process."""
+
+    def references(rank):
+        gc.disable()
+        before = sys.getrefcount(dist.group.WORLD)
+        assert differing(rank, make)
+        return before, sys.getrefcount(dist.group.WORLD)
+
+    for before, after in ranks(references, world):
+        assert after == before
 
 
 @pytest.mark.parametrize("world", [2, 4])

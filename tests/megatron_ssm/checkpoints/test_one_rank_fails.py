@@ -1,7 +1,10 @@
 """Checkpoints that only one rank cannot read or write. Oracle: all ranks raise the same line, and none hangs."""
 
+import gc
 import re
 import shutil
+import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -249,6 +252,29 @@ def test_an_unexpected_error_of_one_rank_ends_all(ranks, world):
     answers = ranks(run, world, timeout=20)
     assert answers[1] == ("ZeroDivisionError", "a bug")
     assert all(answer == (Failure.__name__, "cannot write: a bug") for answer in answers[:1] + answers[2:])
+
+
+@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("kind", (ZeroDivisionError, OSError))
+def test_errors_do_not_keep_the_group(ranks, world, kind):
+    """Otherwise its threads might run until Python ends, and abort the process."""
+
+    def references(rank):
+        gc.disable()
+        group = dist.group.WORLD
+
+        def action():
+            assert group is not None
+            if rank == 1:
+                raise kind("a bug")
+
+        before = sys.getrefcount(group)
+        with suppress(kind, Failure):
+            run_on_every_rank(action, "cannot write", group=group)
+        return before, sys.getrefcount(group)
+
+    for before, after in ranks(references, world):
+        assert after == before
 
 
 @pytest.mark.parametrize("world", (2, 3))

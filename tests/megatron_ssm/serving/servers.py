@@ -77,7 +77,7 @@ class Server:
 
     def sockets(self):
         """How many sockets each rank's process has open."""
-        return [sum(map(_is_socket, Path(f"/proc/{pid}/fd").iterdir())) for pid in self._processes()]
+        return [open_sockets(pid) for pid in self._processes()]
 
     def _processes(self):
         return self.ranks() or [self.process.pid]
@@ -86,6 +86,11 @@ class Server:
         """Send a signal; returns the exit code and what was logged."""
         self.process.send_signal(number)
         return self.process.wait(LIMIT_S), self.log.read_text()
+
+
+def open_sockets(pid):
+    """How many sockets a process has open."""
+    return sum(map(_is_socket, Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def _is_socket(link):

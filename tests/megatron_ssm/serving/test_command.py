@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ssm.cli import main as cli
 from megatron_ssm.serving.command import bind, serve
-from servers import ROOT
+from servers import ROOT, open_sockets
 from serving import checkpoint
 
 HELP = """
@@ -59,8 +59,10 @@ def test_flags_out_of_range(capsys, flags, message):
 def refusal(model, *flags):
     """The error of a server that does not start."""
     arguments = cli.parser().parse_args(["serve", "--model", str(model), "--device", "cpu", *map(str, flags)])
+    sockets = open_sockets("self")
     with pytest.raises((ValueError, OSError)) as refused:
         serve(arguments)
+    assert open_sockets("self") == sockets
     return str(refused.value)
 
 

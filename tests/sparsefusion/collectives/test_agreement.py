@@ -60,9 +60,14 @@ def test_errors_do_not_keep_the_group(ranks, world, wrong):
             if wrong == "all" or rank == 1:
                 raise ValueError("x")
 
+        def fails(mine):
+            all_gather_small(mine, group)
+            raise ValueError("another rank has ended")
+
         before = sys.getrefcount(group)
         for function in (
             partial(agree, lambda mine: all_gather_small(mine, group), "cpu", asked),
+            partial(agree, fails, "cpu", asked),
             partial(agree_in_groups, asked, lambda result, group: result, {group: "ranks"}, "cpu"),
         ):
             with suppress(ValueError):  # `pytest.raises` would keep the error
