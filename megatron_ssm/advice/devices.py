@@ -5,7 +5,6 @@ the memory's bandwidth. `measured.MeasuredDevice` has the same methods and times
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +99,7 @@ DEVICES = {
     "h200": of_data_sheet("H200 SXM", 141, BF16_TFLOPS["H200"], 4800),
 }
 REQUIRED = ("memory_gb", "tflops", "bandwidth_gb_s")
+SMALLEST, LARGEST = 1e-6, 1e12  # such a number; predicted times are then finite
 OPTIONAL = ("mamba1_layer_us", "mamba2_layer_us")  # `Device.graph`, in microseconds
 
 
@@ -113,7 +113,7 @@ def read_device(path: str) -> Device:
     except OSError as error:
         names = ", ".join(DEVICES)
         raise ValueError(f"--device {path} is none of {names}, measured, and no file: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--device {path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--device {path} holds no JSON object with the fields {', '.join(REQUIRED)}")
@@ -132,13 +132,11 @@ def read_device(path: str) -> Device:
     return of_data_sheet(name, memory_gb, tflops, bandwidth_gb_s, (mamba1, mamba2))
 
 
-def _number(path: str, content: dict[str, Any], field: str, least: float | None = None) -> float:
-    """A field; ValueError if it is missing, no number, not finite, or not above 0 (with `least`: below that)."""
+def _number(path: str, content: dict[str, Any], field: str, least: float = SMALLEST) -> float:
+    """A field; ValueError if it is missing, no number, below `least` or above LARGEST."""
     if field not in content:
         raise ValueError(f"--device {path}: there is no field {field}")
     value = content[field]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or (value <= 0 if least is None else value < least):
-        rule = "above 0" if least is None else f"at least {least:g}"
-        raise ValueError(f"--device {path}: {field} {value!r} must be a finite number, {rule}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
+        raise ValueError(f"--device {path}: {field} {str(value)[:60]} must be a number from {least:g} to {LARGEST:g}")
     return float(value)

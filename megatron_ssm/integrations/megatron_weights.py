@@ -46,8 +46,8 @@ def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int =
     """Megatron's MambaModel or HybridModel of this configuration, built from `specs.stack_spec`.
 
     The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
-    TransformerConfig, such as use_cpu_initialization or params_dtype. ValueError for a model that Megatron cannot split:
-    its vocabulary must divide over the ranks.
+    TransformerConfig, such as params_dtype; use_cpu_initialization is True where there is no CUDA. ValueError for a model
+    that Megatron cannot split: its vocabulary must divide over the ranks.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -56,7 +56,8 @@ def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int =
         raise ValueError(
             f"Megatron divides the vocabulary: {config.vocab_size} % {tensor_ranks} = {rest} (pad the embeddings)"
         )
-    megatron_config = TransformerConfig(**transformer_options(config, tensor_ranks) | options)
+    on_cpu = dict(use_cpu_initialization=not torch.cuda.is_available())
+    megatron_config = TransformerConfig(**on_cpu | transformer_options(config, tensor_ranks) | options)
     spec = stack_spec(config.family, **spec_options(config))
     sizes: dict[str, Any] = dict(vocab_size=config.vocab_size, max_sequence_length=max_sequence_length)
     sizes["share_embeddings_and_output_weights"] = config.tie_embeddings

@@ -8,6 +8,7 @@ file's are passed on, without effect, so that a file changes its stage in one pl
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def _is_number(value: object) -> bool:
 
 def _count(least: int) -> Rule:
     """A number such as 5e8, which JSON reads as a float."""
-    return f"a whole number from {least} on", lambda x: _is_number(x) and x >= least and x % 1 == 0
+    return f"a whole number from {least} to 9e18", lambda x: _is_number(x) and least <= x <= 9e18 and x % 1 == 0
 
 
 SWITCH: Rule = "true or false", lambda value: isinstance(value, bool)
@@ -286,4 +287,4 @@ def _equal(value: Any, expected: Any) -> bool:
         return isinstance(value, list) and len(value) == len(expected) and all(map(_equal, value, expected))
     if isinstance(expected, bool | str):
         return type(value) is type(expected) and value == expected
-    return _is_number(value) and math.isclose(value, expected, rel_tol=1e-9)
+    return _is_number(value) and abs(value) <= sys.float_info.max and math.isclose(value, expected, rel_tol=1e-9)

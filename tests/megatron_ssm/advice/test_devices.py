@@ -32,16 +32,19 @@ def test_a_device_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (RATES | {"tflops": -3}, "tflops -3 must be a finite number, above 0"),
-        (RATES | {"tflops": True}, "tflops True must be a finite number, above 0"),
-        (RATES | {"memory_gb": "80"}, "memory_gb '80' must be a finite number, above 0"),
-        (RATES | {"memory_gb": math.inf}, "memory_gb inf must be a finite number, above 0"),
-        (RATES | {"mamba1_layer_us": -1}, "mamba1_layer_us -1 must be a finite number, at least 0"),
+        (RATES | {"tflops": -3}, "tflops -3 must be a number from 1e-06 to 1e+12"),
+        (RATES | {"tflops": True}, "tflops True must be a number from 1e-06 to 1e+12"),
+        (RATES | {"memory_gb": "80"}, "memory_gb 80 must be a number from 1e-06 to 1e+12"),
+        (RATES | {"memory_gb": math.inf}, "memory_gb inf must be a number from 1e-06 to 1e+12"),
+        (RATES | {"mamba1_layer_us": -1}, "mamba1_layer_us -1 must be a number from 0 to 1e+12"),
         (RATES | {"bandwith_gb_s": 1}, "unknown field 'bandwith_gb_s' (did you mean bandwidth_gb_s?)"),
         (RATES | {"name": 3}, "name 3 must be a string"),
         ({"memory_gb": 80, "tflops": 1}, "there is no field bandwidth_gb_s"),
         ([1], "holds no JSON object with the fields memory_gb, tflops, bandwidth_gb_s"),
+        (RATES | {"tflops": 10**400}, "must be a number from 1e-06 to 1e+12"),
+        (RATES | {"tflops": 1e-320}, "must be a number from 1e-06 to 1e+12"),
         ("{", "is not JSON: Expecting property name"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
     ],
 )
 def test_a_wrong_file_of_a_device(tmp_path, content, message):
