@@ -2,7 +2,7 @@
 
 Docstrings call "Mercury: Unlocking Multi-GPU Operator Optimization for LLMs via Remote Memory Scheduling" the paper, and
 cite its sections. The sub-packages are listed in docs/architecture.md, and each says which ones it may import.
-Importing the package loads neither torch nor any submodule; each public name is imported when it is first used.
+Importing the package loads neither torch nor its modules; each public name is imported when it is first used.
 """
 
 from commir import programs as programs

@@ -93,7 +93,7 @@ def check_flags(**flags: Any) -> None:
 
 def check_memory(memory: Any) -> None:
     """ValueError unless a limit of memory is a number of bytes, at least 0, or None."""
-    if memory is not None and (type(memory) not in (int, float) or math.isnan(memory) or memory < 0):
+    if memory is not None and (type(memory) not in (int, float) or not memory >= 0):  # or NaN
         raise ValueError(f"memory={memory!r}: it must be a number of bytes of at least 0, or None for no limit")
 
 

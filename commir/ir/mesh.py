@@ -14,6 +14,7 @@ from sparsefusion.fabric.cost_model import Fabric
 
 from .checks import check_name
 
+FASTEST = 1e30  # bytes per second
 LONGEST = 1e9  # seconds until the first byte of a message, and of a point of a tile: all predicted times are finite
 
 
@@ -203,9 +204,9 @@ def _speed(name: str, speed: Any) -> Fabric | tuple[float, float]:
             )
         return speed
     is_pair = isinstance(speed, tuple | list) and len(speed) == 2 and all(isinstance(number, Real) for number in speed)
-    if not is_pair or not (0 <= speed[0] <= LONGEST and speed[1] >= 1):
+    if not is_pair or not (0 <= speed[0] <= LONGEST and 1 <= speed[1] < FASTEST):
         raise ValueError(
             f"speed of mesh axis {name} is {speed!r:.60}; it must be (0 to {LONGEST:g} seconds, at least 1 byte per second) "
-            "in two numbers, or a Fabric"
+            f"in two numbers below {FASTEST:g}, or a Fabric"
         )
     return float(speed[0]), float(speed[1])

@@ -100,7 +100,10 @@ def _is_product(program: Program, kept: Mapping[str, set[str | None]]) -> bool:
 
 
 def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:
-    axes = tuple(dict.fromkeys(each.axis for each in chosen))
+    order = [each.axis for each in chosen]
+    if "heads" in order and set(order[order.index("heads") :]) != {"heads"}:  # another loop is inside of theirs
+        return ""
+    axes = tuple(dict.fromkeys(order))
     streamed = {each.is_streamed for each in chosen if each.axis != "heads"}  # of the axes that can travel in rings
     if axes == ("heads",):
         return "Ulysses"

@@ -39,8 +39,11 @@ class GraphPlan:
     resharding: dict[tuple[str, str], float]
 
     def explain(self) -> str:
-        """One line for each operator and for each resharded edge, and the total."""
-        lines = [f"{name}: {', '.join(option.axes)}; {option.seconds:.3g} s" for name, option in self.chosen.items()]
+        """One line for each operator, with the loop on each axis of the mesh, and for each resharded edge, and the total."""
+        lines = []
+        for name, option in self.chosen.items():
+            divided = (f"{axis} on {level}" for axis, level in zip(option.axes, self.mesh.names, strict=True))
+            lines.append(f"{name}: {'; '.join(divided)}; {option.seconds:.3g} s")
         lines += [f"{a} -> {b}: {time:.3g} s" for (a, b), time in self.resharding.items() if time]
         return "\n".join([*lines, f"in all {self.seconds:.3g} s of messages"])
 

@@ -132,7 +132,7 @@ def _reason(found: list[_Choice], training: bool) -> str:
         return "the only grid of attention2d that divides these sizes"
     first, *ties = (a != b for a, b in zip(best.order, others[0].order, strict=True))
     if first:
-        why = f"the next takes {longer(others[0].order[0], best.order[0])} this"
+        why = f"the next takes {longer(others[0].order[0], best.order[0])} this: {others[0].schedule}"
     else:
-        why = f"as fast as the next, but {TIES[ties.index(True)]}"
-    return f"the fastest of {len(found)} grids by prediction, {passes}; {why}: {others[0].schedule}"
+        why = f"as fast as the next, but {TIES[ties.index(True)]}; the next is {others[0].schedule}"
+    return f"the fastest of {len(found)} grids by prediction, {passes}; {why}"

@@ -255,7 +255,9 @@ def _reason(found: list[Plan], number: int) -> str:
         more = longer(found[number].seconds, found[0].seconds)
         return f"number {number + 1} of the search; by prediction it takes {more} the best"
     if len(found) == 1:
-        return "the only plan that fits"
+        return "the only placement that fits" + ", in the fewest chunks that do" * (
+            found[0].schedule.chunked is not None
+        )
     best, other = found[:2]
     first, *ties = (a != b for a, b in zip(_order(best), _order(other), strict=True))
     if first:

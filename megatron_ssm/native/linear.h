@@ -17,7 +17,8 @@ typedef struct {
 
 #ifdef HAS_INTRINSICS
 /* Multiplies the rows `start` to `stop` of W by all rows of x, by AVX-512. Where W is FLOAT32 or BFLOAT16 (which needs
-   AVX512_BF16) x is of the same type. INT8 and INT4 need AVX512_VNNI; x_scales are followed by 8 more floats, which are read, but do not change the result. */
+   AVX512_BF16) x is of the same type. INT8 and INT4 need AVX512_VNNI; x_scales are followed by 8 more floats, which are
+   read, but do not change the result. */
 void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
 #endif
 

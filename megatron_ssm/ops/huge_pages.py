@@ -55,8 +55,11 @@ class HugePages(TorchFunctionMode):
         )
 
     def _reserve(self, nbytes: int) -> None:
-        """Begin a new piece of so many bytes, at the beginning of a huge page."""
-        self._piece = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """Begin a new piece of so many bytes, at the beginning of a huge page. MemoryError if there is no memory for it."""
+        try:
+            self._piece = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError):
+            raise MemoryError(f"tried to allocate {nbytes} bytes") from None
         self._used = -torch.frombuffer(self._piece, dtype=torch.uint8).data_ptr() % PAGE
         self._end = self._used + nbytes
         with suppress(OSError):  # a kernel without huge pages

@@ -76,7 +76,8 @@ class Options:
     context_parallel_size: int = _option(1, "ranks that share each sequence")
     context_schedule: str = _option(
         "auto",
-        "how these compute attention (zamba, zamba2); search: a verified plan, and also of what state-space layers exchange",
+        "how these compute attention (zamba, zamba2); search: by commir's best plan, which is verified, and it also decides "
+        "whether state-space layers pass states or exchange channels",
         choices=CONTEXT_SCHEDULES,
     )
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")

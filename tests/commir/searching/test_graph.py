@@ -194,7 +194,7 @@ def test_layers_are_at_least_as_fast_as_3d_parallelism(layer, mesh, memory):
     assert found.seconds == pytest.approx(own + sum(found.resharding.values()))
     if memory is not None:
         assert all(option.memory <= memory for option in found.chosen.values())
-    assert "in all" in found.explain()
+    assert "in all" in found.explain() and " on gpu; " in found.explain()
     assert {plan.reason for plan in found.plans().values()} == {BY_GRAPH}
 
 

@@ -67,7 +67,7 @@ def test_the_only_plan_that_fits():
     program, mesh = programs.weighted_sum(4, 1), Mesh(gpu=4)
     program = replace(program, inputs=(program.inputs[0], replace(program.inputs[1], home=None)))
     (plan,) = search(program, mesh)
-    assert plan.reason == "the only plan that fits"
+    assert plan.reason == "the only placement that fits"
 
 
 def test_a_plan_that_was_read_does_not_know_its_reason():

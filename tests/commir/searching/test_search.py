@@ -148,6 +148,10 @@ def test_the_mesh_axes_of_a_known_schedule():
     assert known_as(known(schedule, "USP", "node", "gpu")) == "USP"
     other = known(schedule, "USP", "gpu", "node")
     assert placements_of(other) == {"node": Placement("heads"), "gpu": Placement("q", True)} and known_as(other) == ""
+    parts = Schedule(programs.attention(1, 8, 8, 64, 8), Mesh(node=2, gpu=2, core=2))
+    assert known_as(place(parts, node=Placement("q", True), gpu=Placement("q", True), core="heads")) == "USP"
+    assert known_as(place(parts, node=Placement("q", True), gpu="heads", core=Placement("q", True))) == ""
+    assert known_as(place(parts, node="kv", gpu="heads", core="q")) == ""
     with pytest.raises(ValueError, match="is_streamed='kv': it must be True or False"):
         Placement("q", "kv")
 

@@ -85,10 +85,13 @@ def test_what_does_not_start(tmp_path):
     assert "tokenizer.json does not exist" in refusal(tmp_path)
 
 
-def test_caches_that_do_not_fit():
-    error = refusal(checkpoint("zamba2"), "--port", 0, "--max-length", 2 * 10**9)
+@pytest.mark.parametrize("family, slots, length", [("zamba2", 16, 2 * 10**9), ("mamba2", 10**8, 4096)])
+def test_caches_that_do_not_fit(family, slots, length):
+    """Of keys and values, and of states."""
+    flags = ["--slots", slots, "--max-length", length, "--token-budget", slots + 1]
+    error = refusal(checkpoint(family), "--port", 0, *flags)
     assert error.startswith(
-        "--slots 16 --max-length 2000000000: there is no memory for the caches of so many slots of that"
+        f"--slots {slots} --max-length {length}: there is no memory for the caches of so many slots of that"
     )
     assert re.search(r"\(tried to allocate \d+ bytes\)$", error)
 

@@ -21,7 +21,7 @@ LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0, **IGNORE_EOS}
 ENDLESS = {**LONG, "max_tokens": 10**6}
 ENDLESS_LENGTH = ["--max-length", 10**6 + 5000]  # the server's flag for it
 SHORT = {"prompt": "a", "max_tokens": 3, "temperature": 0, **IGNORE_EOS}
-LOST_RANK_S = 30  # three times the longest that clients may wait for an error after a rank has died
+ERROR_S = {signal.SIGKILL: 10, signal.SIGSTOP: 30}  # the longest that clients may wait for an error
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +210,8 @@ def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank,
             os.kill(running.ranks()[rank], number)
             for future in futures:
                 future.result(LIMIT_S)
-            assert time.monotonic() - start < LOST_RANK_S
+            assert time.monotonic() - start < ERROR_S[number]
         assert running.process.wait(LIMIT_S) == 1
-        assert time.monotonic() - start < LOST_RANK_S
         log = running.log.read_text()
     assert f"rank {rank} of 2" in log, log
     if rank:
