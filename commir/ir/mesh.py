@@ -41,8 +41,9 @@ class Mesh:
 
     sizes: {axis: number of ranks along it}, outermost first. speeds: {axis: (alpha_s, bytes_per_s) or a
     `sparsefusion.Fabric`}, what a message costs along the axis: seconds before the first byte, at most LONGEST, and the rate
-    at which a rank sends, at least 1. Without any speed, all axes are equally fast. If only some axes have one, the others
-    count as links of 1e9 bytes per second without latency, which may be far from the truth: give all speeds or none.
+    at which a rank sends, at least 1 and below FASTEST. Without any speed, all axes are equally fast. If only some axes have
+    one, the others count as links of 1e9 bytes per second without latency, which may be far from the truth: give all speeds
+    or none.
     ValueError: a size below 1, a name that is no identifier, no axis, or a speed that is none, or for an axis that does not
     exist.
     """

@@ -1,6 +1,5 @@
 """The known schedules of attention and of matrix products: the loop of each mesh axis, and what travels in a ring."""
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 from commir.ir.checks import check_type
@@ -47,9 +46,9 @@ PRODUCTS: dict[str, dict[str, Placements]] = {
 def known_schedules(program: Program) -> dict[str, Placements]:
     """{name: the placement of each of its mesh axes} of the known schedules of a program; of your own operators, none."""
     check_type("known_schedules", program, Program)
-    if _is_product(program, {each.name: {each.home} - {None} for each in program.operands}):
+    if _is_product(program):
         return dict(PRODUCTS[program.name])
-    if program.tile not in ATTENTION_TILES:
+    if not _is_attention(program):
         return {}
     return {name: each for name, each in ATTENTION.items() if name != "tree" or program.operand("q").home is None}
 
@@ -83,20 +82,28 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
 
 def known_as(nest: LoopNest) -> str:
     """The name of a known schedule, also of one that divides a part over several mesh axes; empty if it has none."""
-    chosen, program = list(placements_of(nest).values()), nest.program
-    if _is_product(program, {each.name: set(nest.home(each.name).values()) for each in program.operands}):
+    program, placements = nest.program, placements_of(nest)
+    if any(nest.home(each.name).get(axis) != each.home for each in program.operands for axis in placements):
+        return ""
+    chosen = list(placements.values())
+    if _is_product(program):
         name = _name_of_product(program.name, chosen)
     else:
-        name = _name_of_attention(nest, chosen) if program.tile in ATTENTION_TILES else ""
+        name = _name_of_attention(nest, chosen) if _is_attention(program) else ""
     return name + ", in chunks" if name and nest.chunked else name
 
 
-def _is_product(program: Program, kept: Mapping[str, set[str | None]]) -> bool:
-    """Whether a program is one of PRODUCTS. kept: the axes along which each operand is kept: the product's, or none."""
-    if program.name not in PRODUCTS or program.tile != MATMUL:
-        return False
-    homes = HOMES[program.name]
-    return kept.keys() == homes.keys() and all(axes <= {homes[name]} for name, axes in kept.items())
+def _is_product(program: Program) -> bool:
+    """Whether a program is one of PRODUCTS, with operands that are kept as there."""
+    is_named = program.name in PRODUCTS and program.tile == MATMUL
+    return is_named and {each.name: each.home for each in program.operands} == HOMES[program.name]
+
+
+def _is_attention(program: Program) -> bool:
+    """Whether a program is attention whose operands are kept along the sequence; every rank may have whole queries."""
+    return program.tile in ATTENTION_TILES and all(
+        each.home == "kv" if "kv" in each.axes else each.home in ("q", None) for each in program.operands
+    )
 
 
 def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:

@@ -36,7 +36,7 @@ def test_the_layer_of_the_guide_runs(tmp_path):
     operator, layer = programs()
     first, *others = printed(operator.removesuffix(END) + layer + END, tmp_path)
     assert others == [f"{rank} True\nlayer on {rank}: True\n" for rank in (1, 2, 3)]
-    assert first.endswith("layer on 0: True\n") and re.search(r"\nup: \w+, \w+; .*\ndown: ", first)
+    assert first.endswith("layer on 0: True\n") and re.search(r"\nup: \w+ on \w+; \w+ on \w+; .*\ndown: ", first)
 
 
 def test_the_programs_of_the_guide_are_short():

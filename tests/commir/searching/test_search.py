@@ -183,6 +183,19 @@ def test_a_product_whose_operands_are_kept_elsewhere():
     moved = Schedule(product, Mesh(gpu=4)).shard("a", "inner", "gpu")
     assert known_as(ring) == known_as(place(moved, gpu=Placement("cols", True))) == "" and known_schedules(other) == {}
     assert known_as(place(Schedule(product, Mesh(gpu=4)), gpu=Placement("cols", True))) == "AsyncTP"
+    whole = place(Schedule(product, Mesh(gpu=4)).replicate("a", "gpu"), gpu="cols")
+    assert whole.lower().bytes_per_rank == 0 and known_as(whole) == ""
+
+
+def test_attention_whose_operands_are_kept_elsewhere():
+    """Along heads, as in tensor parallelism, or nowhere: nothing is sent, so it is neither Ulysses nor an all-gather."""
+    attention = programs.attention(1, 4, 4, 64, 8)
+    by_heads = Schedule(attention, Mesh(gpu=4))
+    for operand in attention.operands:
+        by_heads = by_heads.shard(operand.name, "heads", "gpu")
+    whole = Schedule(attention, Mesh(gpu=4)).replicate("k", "gpu").replicate("v", "gpu")
+    for schedule in (place(by_heads, gpu="heads"), place(whole, gpu="q")):
+        assert schedule.lower().bytes_per_rank == 0 and known_as(schedule) == ""
 
 
 def test_decoding_finds_the_tree():
