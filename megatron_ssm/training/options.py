@@ -130,9 +130,10 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, least in _MINIMUM.items():
-            if not least <= getattr(self, name) < LIMIT:  # also refuses NaN
-                limit = f" and below {LIMIT}" if getattr(self, name) >= LIMIT else ""
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least {least}{limit}")
+            value = getattr(self, name)
+            limit, rule = (LIMIT, f" and below {LIMIT}") if isinstance(value, int) else (math.inf, " and finite")
+            if not least <= value < limit:  # also refuses NaN
+                raise ValueError(f"{flag(name)} {value} must be at least {least}{rule * (value >= limit)}")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1")
@@ -246,7 +247,7 @@ class Options:
         return " ".join(f"{name}={json.dumps(value)}" for name, value in changed.items() if name != "data")
 
 
-LIMIT = 2**31  # of the numbers below
+LIMIT = 2**31  # of the whole numbers below
 _MINIMUM = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
                      "tensor_model_parallel_size", "context_parallel_size", "num_layers", "hidden_size",

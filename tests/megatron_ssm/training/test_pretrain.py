@@ -515,7 +515,7 @@ def refused(capsys, *arguments):
         *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
           for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
         ("--data text --out out --lr nan", "--lr nan must be at least 0"),
-        ("--data text --out out --lr inf", "--lr inf must be at least 0 and below 2147483648"),
+        ("--data text --out out --lr inf", "--lr inf must be at least 0 and finite"),
         (f"--data text --out out --train-iters {10**30}", f"--train-iters {10**30} must be at least 1 and below 2147483648"),
         ("--data text --out out --adam-beta2 1.0", "--adam-beta2 1.0 must be at least 0 and below 1"),
         ("--data text --out out --lr 0.1 --min-lr 0.2", "--min-lr 0.2 is above --lr 0.1"),
