@@ -128,7 +128,7 @@ def a_wrong_shape(rank, chosen, inputs):
     execute(chosen[0], {name: x[:, : 4 - (rank == 1)] for name, x in local.items()}, dist.group.WORLD)
 
 
-def no_backward_plan(rank, chosen, inputs):
+def refused_before_the_call(rank, chosen, inputs):
     differentiable(chosen[0], dist.group.WORLD, count=3)(*chosen[0].shard(inputs, rank).values())
 
 
@@ -214,7 +214,7 @@ def test_errors_are_raised_on_every_rank(ranks, world, make, message):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("make", [another_plan, a_wrong_shape, no_backward_plan])
+@pytest.mark.parametrize("make", [another_plan, a_wrong_shape, refused_before_the_call])
 def test_errors_do_not_keep_the_group(ranks, world, make):
     """Otherwise its threads might run until Python ends, and abort the process."""
 

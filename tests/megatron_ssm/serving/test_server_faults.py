@@ -22,6 +22,7 @@ ENDLESS = {**LONG, "max_tokens": 10**6}
 ENDLESS_LENGTH = ["--max-length", 10**6 + 5000]  # the server's flag for it
 SHORT = {"prompt": "a", "max_tokens": 3, "temperature": 0, **IGNORE_EOS}
 ERROR_S = {signal.SIGKILL: 10, signal.SIGSTOP: 30}  # the longest that clients may wait for an error
+END_S = 30  # and until the server has ended
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,7 @@ def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank,
                 future.result(LIMIT_S)
             assert time.monotonic() - start < ERROR_S[number]
         assert running.process.wait(LIMIT_S) == 1
+        assert time.monotonic() - start < END_S
         log = running.log.read_text()
     assert f"rank {rank} of 2" in log, log
     if rank:
