@@ -1,7 +1,6 @@
 """`python -m megatron_ssm advise`: predictions for a model on a fabric, printed by rank 0."""
 
 import json
-import math
 import os
 import zlib
 from argparse import Namespace
@@ -16,15 +15,16 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
 from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
-from sparsefusion.foundation.command_line import Failure, Printer
+from sparsefusion.foundation.command_line import Failure, Printer, check_number
 
-from .devices import DEVICES, Device, read_device
+from .devices import DEVICES, LARGEST, SMALLEST, Device, read_device
 from .divisions import Computes, Generation, Training, generation_divisions, training_divisions
 from .host_memory import own_memory
 from .measured import MeasuredDevice
 from .report import as_json, generation_text, training_text
 
 MEASURED = "measured"
+RANKS_LIMIT = 2**20  # of ranks: all their divisions are looked at in seconds
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Inputs:
 
     @classmethod
     def read(cls, arguments: Namespace) -> "_Inputs":
-        """Read them on this rank; ValueError if a file is wrong, or a number is too small.
+        """Read them on this rank; ValueError if a file is wrong, or a number is out of its range.
 
         The device is by default an H100, or this machine if the fabric was measured between CPUs.
         """
@@ -53,12 +53,15 @@ class _Inputs:
         config, fabric = Config.read(arguments.model), _read_fabric(arguments.fabric)
         on_cpu = fabric.description.get("device") == "cpu"
         name = arguments.device or (MEASURED if on_cpu else "h100")
+        measured = max((curve.ranks for curve in fabric.curves), default=1)
+        ranks = measured if arguments.ranks is None else arguments.ranks
+        check_number("--ranks", ranks, 1, RANKS_LIMIT)
         return cls(
             config,
             fabric,
             Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size),
             Generation(arguments.prompt, arguments.new_tokens, arguments.batch),
-            arguments.ranks or max((curve.ranks for curve in fabric.curves), default=1),
+            ranks,
             None if name == MEASURED else DEVICES.get(name) or read_device(name),
             "cpu" if on_cpu or not torch.cuda.is_available() else "cuda",
             arguments.memory_gb and arguments.memory_gb * 1e9,
@@ -74,9 +77,9 @@ def advise(arguments: Namespace) -> None:
     """Print the advice, as text or as one JSON object.
 
     With the device `measured`, and under torchrun, all ranks time the model's parts at the same time, as they will compute.
-    They first compare what they have read. ValueError on all ranks: a file is wrong on one of them, a number is too small,
-    or the ranks were given different ones. Failure, after the advice is printed, if neither training nor generation is
-    possible.
+    They first compare what they have read. ValueError on all ranks: a file is wrong on one of them, a number is out of its
+    range, or the ranks were given different ones. Failure, after the advice is printed, if neither training nor generation
+    is possible.
     """
     try:
         group = _join() if arguments.device in (None, MEASURED) else None
@@ -103,13 +106,11 @@ def advise(arguments: Namespace) -> None:
 
 
 def _check_numbers(arguments: Namespace) -> None:
-    """ValueError if a number is too small."""
-    for name in ("ranks", "seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if arguments.memory_gb is not None and not 0 < arguments.memory_gb < math.inf:
-        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0 and finite")
+    """ValueError if a number is too small or too large."""
+    for name in ("seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), 1)
+    if arguments.memory_gb is not None and not SMALLEST <= arguments.memory_gb <= LARGEST:
+        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be from {SMALLEST:g} to {LARGEST:g}")
 
 
 def _read_fabric(path: str) -> Fabric:

@@ -15,7 +15,7 @@ from megatron_ssm.sizing.advise import decoding_shape
 from megatron_ssm.sizing.flops import BF16_TFLOPS, forward_flops
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import Fabric
-from sparsefusion.foundation.command_line import did_you_mean
+from sparsefusion.foundation.command_line import did_you_mean, shortened
 
 from .traffic import Sums
 
@@ -138,5 +138,5 @@ def _number(path: str, content: dict[str, Any], field: str, least: float = SMALL
         raise ValueError(f"--device {path}: there is no field {field}")
     value = content[field]
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
-        raise ValueError(f"--device {path}: {field} {str(value)[:60]} must be a number from {least:g} to {LARGEST:g}")
+        raise ValueError(f"--device {path}: {field} {shortened(value)} must be a number from {least:g} to {LARGEST:g}")
     return float(value)

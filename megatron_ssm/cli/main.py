@@ -12,7 +12,15 @@ from typing import NoReturn
 from megatron_ssm.configs.config import read_for_ranks
 from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
 from sparsefusion import FORMATS
-from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties, this_rank
+from sparsefusion.foundation.command_line import (
+    LIMIT,
+    Parser,
+    check_number,
+    leave_on_interrupt,
+    run,
+    silence_third_parties,
+    this_rank,
+)
 
 
 def parser() -> Parser:
@@ -160,8 +168,7 @@ def main(argv: list[str] | None = None) -> int:
 def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Generate on this rank; or, alone with --tp N or --cp M, start N x M local ranks that do."""
     for name in ("tp", "cp"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            parser().error(f"--{name} {value} must be at least 1")
+        _check(arguments, name, 1)
     tensor = arguments.tp or 1
     if "WORLD_SIZE" not in os.environ and tensor * arguments.cp > 1:  # checked before ranks start and import torch
         code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, tensor))
@@ -180,14 +187,14 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
 def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Serve with this rank; or, alone with --tp N, start N local ranks that do."""
     least = dict(
-        tp=1, port=0, slots=1, max_length=2, token_budget=arguments.slots + 1, speculate=0, max_waiting=0, prefix_gb=0,
+        tp=1, port=0, slots=1, max_length=2, token_budget=2, speculate=0, max_waiting=0, prefix_gb=0,
         drain_timeout=1, request_timeout=1, lost_rank_timeout=0, max_body_mb=0.001,
         max_connections=1, arrival_timeout=1,
     )  # fmt: skip
     for name, bound in least.items():
-        limit, shown = (2**16, "65536") if name == "port" else (2**31, "2^31")
-        if (value := getattr(arguments, name)) is not None and not bound <= value < limit:
-            parser().error(f"--{name.replace('_', '-')} {value} must be at least {bound} and below {shown}")
+        _check(arguments, name, bound, 2**16 if name == "port" else LIMIT)
+    if arguments.token_budget <= arguments.slots:
+        parser().error(f"--token-budget {arguments.token_budget} must be above --slots {arguments.slots}")
     tensor = arguments.tp or 1
     if "WORLD_SIZE" not in os.environ and tensor > 1:  # checked before ranks start and import torch
         models = [directory for directory in (arguments.model, arguments.draft) if directory is not None]
@@ -209,6 +216,15 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         serve(arguments)
 
     return run("megatron_ssm serve", command)
+
+
+def _check(arguments: argparse.Namespace, name: str, least: float, limit: float = LIMIT) -> None:
+    """Exit with an error if this argument is given and not in this range."""
+    try:
+        if (value := getattr(arguments, name)) is not None:
+            check_number(f"--{name.replace('_', '-')}", value, least, limit)
+    except ValueError as error:
+        parser().error(str(error))
 
 
 def _convert(arguments: argparse.Namespace) -> int:

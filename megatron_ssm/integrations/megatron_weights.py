@@ -46,9 +46,11 @@ def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int =
     """Megatron's MambaModel or HybridModel of this configuration, built from `specs.stack_spec`.
 
     The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
-    TransformerConfig, such as params_dtype; use_cpu_initialization is True where there is no CUDA. ValueError for a model
-    that Megatron cannot split: its vocabulary must divide over the ranks.
+    TransformerConfig, such as params_dtype. use_cpu_initialization is by default True, and the model on the CPU, unless
+    Megatron's `model_parallel_cuda_manual_seed` has been called on a machine with CUDA, without which Megatron initializes
+    no weights on a GPU. ValueError for a model that Megatron cannot split: its vocabulary must divide over the ranks.
     """
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if config.vocab_size % tensor_ranks:
@@ -56,7 +58,7 @@ def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int =
         raise ValueError(
             f"Megatron divides the vocabulary: {config.vocab_size} % {tensor_ranks} = {rest} (pad the embeddings)"
         )
-    on_cpu = dict(use_cpu_initialization=not torch.cuda.is_available())
+    on_cpu = dict(use_cpu_initialization=not (torch.cuda.is_available() and get_cuda_rng_tracker().is_initialized()))
     megatron_config = TransformerConfig(**on_cpu | transformer_options(config, tensor_ranks) | options)
     spec = stack_spec(config.family, **spec_options(config))
     sizes: dict[str, Any] = dict(vocab_size=config.vocab_size, max_sequence_length=max_sequence_length)

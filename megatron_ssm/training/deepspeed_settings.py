@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from sparsefusion.foundation.command_line import shortened
+
 from .options import Options, flag
 
 AUTO = "auto"
@@ -25,12 +27,12 @@ def _is_number(value: object) -> bool:
 
 def _count(least: int) -> Rule:
     """A number such as 5e8, which JSON reads as a float."""
-    return f"a whole number from {least} to 9e18", lambda x: _is_number(x) and least <= x <= 9e18 and x % 1 == 0
+    return f"a whole number from {least} to 1e15", lambda x: _is_number(x) and least <= x <= 1e15 and x % 1 == 0
 
 
 SWITCH: Rule = "true or false", lambda value: isinstance(value, bool)
 OBJECT: Rule = "an object", lambda value: isinstance(value, dict)
-FACTOR: Rule = "a positive and finite number", lambda value: _is_number(value) and 0 < value < math.inf
+FACTOR: Rule = "a number from 1e-6 to 1e6", lambda value: _is_number(value) and 1e-6 <= value <= 1e6
 DATA_TYPE: Rule = "fp32, fp16 or bf16", lambda value: str(value).lower() in ("fp32", "fp16", "bf16")
 PASSED = {  # keys that DeepSpeed reads as they are
     "steps_per_print": _count(1), "gradient_predivide_factor": FACTOR, "communication_data_type": DATA_TYPE,
@@ -101,7 +103,7 @@ def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_si
     settings = _passed({key: value for key, value in given.items() if key in PASSED}, PASSED, "")
     for key, value, expected, why in _shared_values(given, options, data_ranks):
         if value != AUTO and not _equal(value, expected):
-            raise ValueError(f"{key} {json.dumps(value)} contradicts {why}")
+            raise ValueError(f"{key} {shortened(json.dumps(value))} contradicts {why}")
     zero = _zero(_section(given, "zero_optimization"), hidden_size)
     is_bf16 = _keeps_bf16_parameters(given, options)
     _check_stage(zero["stage"], is_bf16, options)
@@ -219,7 +221,7 @@ def _passed(given: dict[str, Any], rules: dict[str, Rule], where: str) -> dict[s
         if value == AUTO:
             raise ValueError(f'{where}{key} is "auto", but no option says what it is')
         if not is_valid(value):
-            raise ValueError(f"{where}{key} {json.dumps(value)} is not {what}")
+            raise ValueError(f"{where}{key} {shortened(json.dumps(value))} is not {what}")
     return given
 
 

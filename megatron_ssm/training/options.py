@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ssm.configs.hf_fields import FAMILIES
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
-from sparsefusion.foundation.command_line import Parser, did_you_mean
+from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean
 
 # Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
@@ -131,9 +131,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, least in _MINIMUM.items():
             value = getattr(self, name)
-            limit, rule = (LIMIT, f" and below {LIMIT}") if isinstance(value, int) else (math.inf, " and finite")
-            if not least <= value < limit:  # also refuses NaN
-                raise ValueError(f"{flag(name)} {value} must be at least {least}{rule * (value >= limit)}")
+            check_number(flag(name), value, least, LIMIT if isinstance(value, int) else math.inf)
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1")
@@ -247,12 +245,11 @@ class Options:
         return " ".join(f"{name}={json.dumps(value)}" for name, value in changed.items() if name != "data")
 
 
-LIMIT = 2**31  # of the whole numbers below
 _MINIMUM = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
                      "tensor_model_parallel_size", "context_parallel_size", "num_layers", "hidden_size",
                      "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval", "shared_blocks",
-                     "adapter_rank", "num_attention_heads", "keep", "profile_step_start"), 1),
+                     "adapter_rank", "num_attention_heads", "keep", "profile_step_start", "profile_step_end"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout",

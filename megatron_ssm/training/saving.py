@@ -239,17 +239,22 @@ def resume(
         run_on_rank_0(report_incomplete, f"cannot read {directory}")
     if checkpoint is None:
         return None
-    falls_back = trainer.options.resume == "auto"
-    while (error := _load(trainer, *checkpoint)) is not None:
-        if not falls_back:
-            raise error
+    while True:
         path, step = checkpoint
+        try:
+            trainer.load(path, step)
+            if has_pending(path):
+                read_pending(path, trainer)
+            return checkpoint
+        except DamagedCheckpoint as error:
+            if trainer.options.resume != "auto":
+                raise
+            damage = str(error)
         find_earlier = functools.partial(
-            newest_to_load, directory, requirements, trainer.options.train_iters, falls_back, step
+            newest_to_load, directory, requirements, trainer.options.train_iters, falls_back=True, before=step
         )
-        checkpoint = run_on_every_rank(find_earlier, str(error), ValueError)
-        report(f"{error}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
-    return checkpoint
+        checkpoint = run_on_every_rank(find_earlier, damage, ValueError)
+        report(f"{damage}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
 
 
 def claim(directory: Path, continues: bool) -> None:
@@ -260,14 +265,3 @@ def claim(directory: Path, continues: bool) -> None:
     if not continues:
         set_aside(directory)
     mark_begun(directory)
-
-
-def _load(trainer: Trainer, path: Path, step: int) -> DamagedCheckpoint | None:
-    """Load a checkpoint; returns the error if it is damaged."""
-    try:
-        trainer.load(path, step)
-        if has_pending(path):
-            read_pending(path, trainer)
-    except DamagedCheckpoint as error:
-        return error
-    return None

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import errno
 import logging
+import math
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 RANK_0_GRACE_S = 5.0  # how long the other ranks wait for rank 0 to print an error
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the numbers of errors of a full disk
+LIMIT = 2**31  # numbers of options are below this, unless they have a limit of their own
 # Errors that the user's input causes. All others are failures of the run or of the program.
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -85,6 +87,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for the known name that is most similar to `name`; '' if none is similar."""
     close = difflib.get_close_matches(name.split("=")[0], list(known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def check_number(name: str, value: float, least: float, limit: float = LIMIT) -> None:
+    """ValueError, which names the option `name` and the rule that is broken, unless least <= value < limit."""
+    if not least <= value < limit:  # also refuses NaN
+        upper = "finite" if limit == math.inf else "below 2^31" if limit == LIMIT else f"below {limit}"
+        rule = f"at least {least}" + f" and {upper}" * (value >= limit)
+        raise ValueError(f"{name} {shortened(value)} must be {rule}")
+
+
+def shortened(value: object, length: int = 60) -> str:
+    """A value as errors show it: at most `length` characters, and then "..."."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def this_rank() -> int:

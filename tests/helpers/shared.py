@@ -1,7 +1,10 @@
-"""Functions for the tests of shared memory: connect ranks, kill a rank, and check that an error is raised in time."""
+"""Functions for the tests of shared memory and of errors: connect ranks, kill a rank, and check when an error is raised and
+that it keeps nothing."""
 
+import gc
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -24,6 +27,22 @@ def die():
     """Kill this rank's process. A fork of it returns, which reports to the parent in its place."""
     if os.fork():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def references_kept(*functions):
+    """How many references to the default group are left by the functions, which must raise errors, without a collection.
+
+    Threads of a group that is referred to might run until Python ends, and abort the process.
+    """
+    gc.disable()
+    before = sys.getrefcount(dist.group.WORLD)
+    for function in functions:
+        try:  # `pytest.raises` would keep the error
+            function()
+        except Exception:
+            continue
+        raise AssertionError(f"{function} raised no error")
+    return sys.getrefcount(dist.group.WORLD) - before
 
 
 def error_of(function):

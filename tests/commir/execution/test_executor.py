@@ -1,7 +1,5 @@
 """Plans on real ranks. Oracle: the interpreter; attention2d, whose results and closed-form bytes are the same."""
 
-import gc
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +14,7 @@ from commir.execution.state import Count
 from commir.ir.program import Axis, Operand, Program, Result
 from commir.scheduling.placements import Placement, place
 from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
+from shared import references_kept
 from sparsefusion.collectives.counted import Counter
 
 
@@ -107,13 +106,17 @@ def test_grids_have_the_results_and_bytes_of_attention2d(ranks, world, rows, col
         assert len(set(nbytes)) == 1, nbytes
 
 
-def differing(rank, make):
-    """The message of the error that `make` raises on this rank."""
+def call(rank, make):
+    """Let `make` call plans of an operator with its inputs."""
     ranks = dist.get_world_size()
     case = cases(ranks)[0]
-    chosen = plans(case.program, mesh_of(ranks))
+    make(rank, plans(case.program, mesh_of(ranks)), case.inputs)
+
+
+def differing(rank, make):
+    """The message of the error that `make` raises on this rank."""
     try:
-        make(rank, chosen, case.inputs)
+        call(rank, make)
     except ValueError as error:
         return str(error)
 
@@ -216,16 +219,7 @@ def test_errors_are_raised_on_every_rank(ranks, world, make, message):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("make", [another_plan, a_wrong_shape, refused_before_the_call])
 def test_errors_do_not_keep_the_group(ranks, world, make):
-    """Otherwise its threads might run until Python ends, and abort the process."""
-
-    def references(rank):
-        gc.disable()
-        before = sys.getrefcount(dist.group.WORLD)
-        assert differing(rank, make)
-        return before, sys.getrefcount(dist.group.WORLD)
-
-    for before, after in ranks(references, world):
-        assert after == before
+    assert ranks(lambda rank: references_kept(lambda: call(rank, make)), world) == [0] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -595,8 +595,11 @@ def test_text_measured_on_this_machine(files, capsys):
     "flags, message",
     [
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
-        (["--memory-gb", "-1"], "--memory-gb -1 must be above 0 and finite"),
-        (["--memory-gb", "inf"], "--memory-gb inf must be above 0 and finite"),
+        (["--ranks", "10000000"], "--ranks 10000000 must be at least 1 and below 1048576"),
+        (["--seq-length", f"{10**400}"], f"--seq-length 1{'0' * 59}... must be at least 1 and below 2^31"),
+        (["--memory-gb", "-1"], "--memory-gb -1 must be from 1e-06 to 1e+12"),
+        (["--memory-gb", "1e300"], "--memory-gb 1e+300 must be from 1e-06 to 1e+12"),
+        (["--memory-gb", "inf"], "--memory-gb inf must be from 1e-06 to 1e+12"),
         (["--fabric", "config.json"], "is no fabric file"),
         (
             ["--fabric", "nofab.json"],
