@@ -1,4 +1,4 @@
-/* Few rows of x times a matrix by AVX-512. W is read row by row, because consecutive addresses are what memory delivers
+/* Few rows of x times a matrix of their type by AVX-512. W is read row by row, because consecutive addresses are what memory delivers
    fastest. Each dot product is one register of partial sums, so a row's numbers do not depend on what is computed beside it. */
 #include "linear.h"
 
@@ -10,23 +10,8 @@ enum {
   UNAIDED = 2   /* rows of x up to which the processor's own prefetching is fastest */
 };
 
-/* The sums of the lanes of each register. */
-INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[SUMS]) {
-  for (int i = 0; i < 8; i++)
-    v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 4; i++) {
-    __m512d even = (__m512d)v[2 * i], odd = (__m512d)v[2 * i + 1];
-    v[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(even, odd), (__m512)_mm512_unpackhi_pd(even, odd));
-  }
-  for (int count = 2; count; count /= 2)
-    for (int i = 0; i < count; i++)
-      v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
-                           _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
-  return v[0];
-}
-
 /* Partial sums of a row of W times `count` rows of x from `first` on. ahead: what is prefetched. count and weight_type are
-   compile-time constants. Here W and x are of the same type. */
+   compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_row(const Linear *a, const char *w, const char *ahead, ptrdiff_t first, __m512 *sums,
                                           int count, int weight_type) {
   ptrdiff_t bytes = bytes_of(a->in, weight_type), x_bytes = bytes_of(a->x_stride, weight_type), i = 0;
@@ -48,34 +33,11 @@ INLINE_FOR(TARGET_AVX512) void multiply_row(const Linear *a, const char *w, cons
     sums[b] = add_word(sums[b], words, (__m512)_mm512_maskz_loadu_epi16(mask, x + b * x_bytes + i), kind);
 }
 
-/* As multiply_row, for W of 8 or 4 bits, whose scales these are. */
-INLINE_FOR(TARGET_AVX512) void multiply_rounded_row(const Linear *a, const char *w, const float *scales, const char *ahead,
-                                                  ptrdiff_t first, __m512 *sums, int count, int weight_type) {
-  ptrdiff_t each = bytes_per_block(weight_type);
-  const int16_t *x = (const int16_t *)a->x + first * a->in;
-  const float *x_scales = a->x_scales + first;
-#pragma GCC unroll 8
-  for (int b = 0; b < count; b++) sums[b] = _mm512_setzero_ps();
-  for (ptrdiff_t k = 0; k < a->in / BLOCK; k++, x += BLOCK, x_scales += a->batch) {
-    __m512i low = half_block(w + k * each, 0, weight_type), high = half_block(w + k * each, 1, weight_type);
-    float both[TOGETHER];
-    __builtin_prefetch(ahead + k * each, 0, 2);
-    _mm256_storeu_ps(both, _mm256_mul_ps(_mm256_set1_ps(scales[k]), _mm256_loadu_ps(x_scales)));
-#pragma GCC unroll 8
-    for (int b = 0; b < count; b++) {
-      __m512i sum = add_products(_mm512_setzero_si512(), low, _mm512_loadu_si512(x + b * a->in), 1);
-      sum = add_products(sum, high, _mm512_loadu_si512(x + b * a->in + BLOCK / 2), 1);
-      sums[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(both[b]), sums[b]);
-    }
-  }
-}
-
 /* The rows `start` to `stop` of W times `count` rows of x from `first` on. ahead: rows of W that are prefetched, beginning with
    row `next`. */
 INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
                                            ptrdiff_t ahead, int count, int weight_type) {
-  ptrdiff_t blocks = a->in / BLOCK;
-  ptrdiff_t bytes = is_rounded(weight_type) ? blocks * bytes_per_block(weight_type) : bytes_of(a->weight_stride, weight_type);
+  ptrdiff_t bytes = bytes_of(a->weight_stride, weight_type);
   for (ptrdiff_t row = start; row < stop; row += SUMS / count) {
     __m512 sums[SUMS];
     float totals[SUMS];
@@ -86,8 +48,7 @@ INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, p
       ptrdiff_t own = row + r < stop ? row + r : stop - 1, done = own - start;
       const char *w = (const char *)a->weight + own * bytes;
       const char *prefetched = (const char *)a->weight + (done < ahead ? next + done : own) * bytes;
-      if (!is_rounded(weight_type)) multiply_row(a, w, prefetched, first, sums + r * count, count, weight_type);
-      else multiply_rounded_row(a, w, a->scales + own * blocks, prefetched, first, sums + r * count, count, weight_type);
+      multiply_row(a, w, prefetched, first, sums + r * count, count, weight_type);
     }
     _mm512_storeu_ps(totals, sums_of_lanes(sums));
     for (int r = 0; r < SUMS / count && row + r < stop; r++) {
@@ -112,14 +73,9 @@ typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrd
                                              TYPE##_5, TYPE##_6, TYPE##_7, TYPE##_8};
 FOR_EACH_COUNT(FLOAT32)
 FOR_EACH_COUNT(BFLOAT16)
-FOR_EACH_COUNT(INT8)
-FOR_EACH_COUNT(INT4)
 
 void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop) {
-  MultiplyRows *const *functions = weight_type == FLOAT32    ? for_FLOAT32
-                                   : weight_type == BFLOAT16 ? for_BFLOAT16
-                                   : weight_type == INT8     ? for_INT8
-                                                             : for_INT4;
+  MultiplyRows *const *functions = weight_type == FLOAT32 ? for_FLOAT32 : for_BFLOAT16;
   ptrdiff_t groups = (a->batch + TOGETHER - 1) / TOGETHER, ahead = (ROWS + groups - 1) / groups;
   for (; start < stop; start += ROWS)
     for (ptrdiff_t group = 0, first = 0; group < groups; group++) { /* groups of almost equal sizes; each prefetches its part */

@@ -1,4 +1,4 @@
-/* Few rows of x times a matrix: what linear.c, rounded.c and few_rows.c share. */
+/* Few rows of x times a matrix: what linear.c, rounded.c, few_rows.c and rounded_rows.c share. */
 #ifndef LINEAR_H
 #define LINEAR_H
 
@@ -8,18 +8,38 @@
 typedef struct {
   const void *weight;   /* (out, in) of the weight's type */
   const void *bias;     /* (out) of `type`, or NULL */
-  const void *x;        /* (batch, in): see linear.c, rounded.c and few_rows.c */
+  const void *x;        /* (batch, in): see linear.c, few_rows.c and rounded_rows.c */
   void *y;              /* (batch, out) of `type` */
   ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows */
   int type;
-  const float *scales, *x_scales; /* of INT8 and INT4: (out, blocks); of x in 16 bits, for few_rows.c (blocks, batch) */
+  const float *scales, *x_scales; /* of INT8 and INT4: (out, blocks); of x (batch, blocks) */
 } Linear;
 
 #ifdef HAS_INTRINSICS
-/* Multiplies the rows `start` to `stop` of W by all rows of x, by AVX-512. Where W is FLOAT32 or BFLOAT16 (which needs
-   AVX512_BF16) x is of the same type. INT8 and INT4 need AVX512_VNNI; x_scales are followed by 8 more floats, which are
-   read, but do not change the result. */
+/* The sums of the lanes of each register. */
+INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[16]) {
+  for (int i = 0; i < 8; i++)
+    v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    __m512d even = (__m512d)v[2 * i], odd = (__m512d)v[2 * i + 1];
+    v[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(even, odd), (__m512)_mm512_unpackhi_pd(even, odd));
+  }
+  for (int count = 2; count; count /= 2)
+    for (int i = 0; i < count; i++)
+      v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
+                           _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
+  return v[0];
+}
+
+/* Multiplies the rows `start` to `stop` of W by all rows of x of the same type, FLOAT32 or BFLOAT16, by AVX-512, and for the
+   latter by AVX512_BF16. */
 void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
+
+/* The same for INT8 and INT4, by AVX512_VNNI. x is of 16 bits, for INT4 as split_x writes it; its rows are x_stride bytes,
+   which is bytes_of_x_row, apart. */
+void multiply_rounded_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
+ptrdiff_t bytes_of_x_row(ptrdiff_t blocks, int weight_type);
+void split_x(const int16_t *x, char *to, ptrdiff_t batch, ptrdiff_t blocks);
 #endif
 
 #endif

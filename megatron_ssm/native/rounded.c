@@ -44,7 +44,7 @@ INLINE void multiply_plain(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int
 }
 
 #ifdef HAS_INTRINSICS
-/* As multiply_plain. With AVX512_VNNI few_rows.c is faster. */
+/* As multiply_plain. With AVX512_VNNI rounded_rows.c is faster. */
 INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch,
                                                int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK;
@@ -158,11 +158,21 @@ static void multiply_rows(const Rounded *a, MultiplyRows *const *functions, ptrd
 }
 
 #ifdef HAS_INTRINSICS
-static void few_rows(const Linear *a, int weight_type, int threads) {
-  ptrdiff_t share = (a->out + threads - 1) / threads;
+/* For x of 16 bits. Returns whether there was no memory. */
+static int rounded_rows(Linear a, int weight_type, int threads) {
+  ptrdiff_t blocks = a.in / BLOCK, share = (a.out + threads - 1) / threads;
+  char *split = NULL;
+  a.x_stride = bytes_of_x_row(blocks, weight_type);
+  if (weight_type == INT4) {
+    if (!(split = allocate(a.batch * a.x_stride))) return 1;
+    split_x(a.x, split, a.batch, blocks);
+    a.x = split;
+  }
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t start = 0; start < a->out; start += share)
-    multiply_few_rows(a, weight_type, start, start + share < a->out ? start + share : a->out);
+  for (ptrdiff_t start = 0; start < a.out; start += share)
+    multiply_rounded_rows(&a, weight_type, start, start + share < a.out ? start + share : a.out);
+  free(split);
+  return 0;
 }
 #endif
 
@@ -173,7 +183,7 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
   if (batch > MOST_FOR_BYTES && has_tile_products())
     return tile_product(values, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   ptrdiff_t blocks = in / BLOCK;
-  size_t bytes = batch * in * sizeof(int16_t) + (2 * batch * blocks + 8) * sizeof(float);
+  size_t bytes = batch * in * sizeof(int16_t) + batch * blocks * sizeof(float);
   int16_t *rounded_x = allocate(bytes);
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
@@ -187,11 +197,10 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
   }
 #ifdef HAS_INTRINSICS
   if (has_avx512_vnni()) {
-    transpose_floats(x_scales, batch, blocks, x_scales + batch * blocks, batch);
-    few_rows(&(Linear){values, bias, rounded_x, y, batch, out, in, in, in, out, type, scales, x_scales + batch * blocks},
-             weight_type, threads);
+    int failed = rounded_rows((Linear){values, bias, rounded_x, y, batch, out, in, in, in, out, type, scales, x_scales},
+                              weight_type, threads);
     free(rounded_x);
-    return 0;
+    return failed;
   }
 #endif
   Rounded a = {values, scales, bias, rounded_x, x_scales, y, batch, out, in, type};
