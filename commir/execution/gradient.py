@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from commir.ir.checks import check_type
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan
-from commir.programs.attention_programs import is_self_attention, self_attention_like
+from commir.programs.attention_programs import SAVED, is_self_attention, self_attention_like
 from commir.scheduling.placements import in_chunks, is_placed, place, placements_of
 from sparsefusion.collectives.counted import Counter
 
@@ -19,7 +19,6 @@ from .executor import compare, run
 from .state import Count, RankState, check_counts, without_autocast
 
 Tensor = torch.Tensor
-SAVED = ("q", "k", "v", "out", "lse")
 
 
 def backward_plan(plan: Plan) -> Plan:
@@ -63,8 +62,9 @@ def differentiable(
     """(q, k, v) -> out for this rank's blocks at home, by a plan of attention, with gradients.
 
     All ranks of the group call the function together, and its backward together, which sends
-    `backward_plan(plan).bytes_per_rank` bytes. ValueError as in `execute` and `backward_plan`; where there is a group, on
-    every rank, when the function is first called.
+    `backward_plan(plan).bytes_per_rank` bytes. A rank then holds `backward_plan(plan).memory` bytes, which may be more than
+    twice as many as `plan.memory`. ValueError as in `execute` and `backward_plan`; where there is a group, on every rank,
+    when the function is first called.
     """
     backward: list[Plan] = []
     refused = ""

@@ -56,6 +56,7 @@ def attention(
 
 
 ATTENTION_TILES = ("attention", "attention_backward")
+SAVED = ("q", "k", "v", "out", "lse")  # what a forward pass leaves to the backward pass
 
 
 def is_self_attention(program: Program) -> bool:

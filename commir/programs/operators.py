@@ -253,8 +253,8 @@ class _Reader:
         if not is_max and REDUCED in kinds.values() and ast.unparse(node.targets[0]) in _operands_of(value):
             self._fail(
                 node,
-                f"{output.name} is computed from its own earlier values, so that the result depends on the order of the "
-                f"reduced axis; {REDUCTIONS}, whose order does not matter, and commir.programs.selective_scan is a scan",
+                f"{output.name} is computed from its own earlier values, so that the result may depend on the order of "
+                f"the reduced axis; {REDUCTIONS}, whose order does not matter, and commir.programs.selective_scan is a scan",
             )
         self._check_axes(node, output, kinds, is_combined=is_max)
         if not is_max or not isinstance(value, ast.Call):

@@ -1,14 +1,15 @@
 """The known schedules of attention and of matrix products: the loop of each mesh axis, and what travels in a ring."""
 
+from dataclasses import replace
 from typing import TypeVar
 
 from commir.ir.checks import check_type
 from commir.ir.program import Program
-from commir.programs.attention_programs import ATTENTION_TILES
+from commir.programs.attention_programs import ATTENTION_TILES, SAVED
 from commir.programs.linear_programs import HOMES, MATMUL
 
 from .loop_nest import Illegal, LoopNest
-from .placements import Placement, place, placements_of
+from .placements import Placement, is_placed, place, placements_of
 
 Nest = TypeVar("Nest", bound=LoopNest)
 Placements = tuple[Placement, ...]
@@ -57,7 +58,7 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     """`nest`, an untransformed schedule, as the known schedule `name`: `known(Schedule(program, mesh), "USP")`.
 
     mesh_axes: which axis of the mesh has each of its parts, in the order of `known_schedules`; by default the axes of the
-    mesh, outermost first. `known_as` recognizes USP and the 3-D schedules only where heads have the innermost axis.
+    mesh, outermost first. `Plan.explain` names USP and the 3-D schedules only where heads have the innermost axis.
 
     Illegal: the program has no such schedule, it has another number of parts than the mesh has axes, the mesh has no such
     axis, one is named twice, or as in `place`.
@@ -81,16 +82,31 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
 
 
 def known_as(nest: LoopNest) -> str:
-    """The name of a known schedule, also of one that divides a part over several mesh axes; empty if it has none."""
+    """The name of a known schedule, also of one that divides a part over several mesh axes; empty if it has none.
+
+    Only what `place`, and then `in_chunks`, make has a name (`is_placed`): with blocks of other sizes, or in another order
+    of the ranks, a plan may send much more. All operands are kept as in the library's program, except lse, which a schedule
+    may leave where it is computed, and those that a backward pass takes from where the forward pass left them.
+    """
     program, placements = nest.program, placements_of(nest)
-    if any(nest.home(each.name).get(axis) != each.home for each in program.operands for axis in placements):
+    if not _is_at_home(nest, placements):
         return ""
     chosen = list(placements.values())
     if _is_product(program):
         name = _name_of_product(program.name, chosen)
     else:
         name = _name_of_attention(nest, chosen) if _is_attention(program) else ""
-    return name + ", in chunks" if name and nest.chunked else name
+    if not name or not is_placed(replace(nest, homes=())):
+        return ""
+    return name + ", in chunks" * (nest.chunked is not None)
+
+
+def _is_at_home(nest: LoopNest, placements: dict[str, Placement]) -> bool:
+    """Whether no operand but lse is moved from the program's homes, or only as `backward_plan` does for divided heads."""
+    moved = {(name, m): axis for name, m, axis in nest.homes if name != "lse" and m in placements}
+    heads = [m for m, each in placements.items() if each.axis == "heads"]
+    left = {(name, m): "heads" for name in SAVED if name != "lse" for m in heads}
+    return not moved or (nest.program.tile == "attention_backward" and moved == left)
 
 
 def _is_product(program: Program) -> bool:
@@ -100,10 +116,14 @@ def _is_product(program: Program) -> bool:
 
 
 def _is_attention(program: Program) -> bool:
-    """Whether a program is attention whose operands are kept along the sequence; every rank may have whole queries."""
-    return program.tile in ATTENTION_TILES and all(
-        each.home == "kv" if "kv" in each.axes else each.home in ("q", None) for each in program.operands
-    )
+    """Whether a program is attention whose operands, except lse, are kept as in the library's programs.
+
+    Keys and values are kept along the sequence. So are queries and outputs, or every rank has all of them, as in decoding.
+    """
+    operands = [each for each in program.operands if each.name != "lse"]
+    of_keys = {each.home for each in operands if "kv" in each.axes}
+    others = {each.home for each in operands if "kv" not in each.axes}
+    return program.tile in ATTENTION_TILES and of_keys == {"kv"} and others in ({"q"}, {None})
 
 
 def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from commir.ir.checks import check_memory
 from commir.ir.mesh import Mesh
 from commir.lowering.plan import Plan
+from commir.lowering.timeline import EQUAL_SPEED
 from commir.scheduling.loop_nest import Illegal
 
 from .elimination import minimize
@@ -39,13 +40,20 @@ class GraphPlan:
     resharding: dict[tuple[str, str], float]
 
     def explain(self) -> str:
-        """One line for each operator, with the loop on each axis of the mesh, and for each resharded edge, and the total."""
+        """One line for each operator, with the loop on each axis of the mesh, and for each resharded edge, and the total.
+
+        Each has its predicted seconds or, if the mesh has no speeds, the bytes that a rank sends.
+        """
         lines = []
         for name, option in self.chosen.items():
             divided = (f"{axis} on {level}" for axis, level in zip(option.axes, self.mesh.names, strict=True))
-            lines.append(f"{name}: {'; '.join(divided)}; {option.seconds:.3g} s")
-        lines += [f"{a} -> {b}: {time:.3g} s" for (a, b), time in self.resharding.items() if time]
-        return "\n".join([*lines, f"in all {self.seconds:.3g} s of messages"])
+            lines.append(f"{name}: {'; '.join(divided)}; {self._amount(option.seconds)}")
+        lines += [f"{a} -> {b}: {self._amount(time)}" for (a, b), time in self.resharding.items() if time]
+        return "\n".join([*lines, f"in all {self._amount(self.seconds)} of messages"])
+
+    def _amount(self, seconds: float) -> str:
+        """A time or, without speeds, what a rank sends in it: all links then count as EQUAL_SPEED, one after the other."""
+        return f"{seconds:.3g} s" if self.mesh.speeds else f"{round(seconds * EQUAL_SPEED[1]):,} bytes"
 
     def plans(self) -> dict[str, Plan]:
         """{operator: its plan}, which takes each input in the layout in which its producer leaves it.

@@ -47,13 +47,14 @@ def search(
 
     fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
     memory: the most bytes that a rank may hold (`Plan.memory`); candidates that hold more are also tried in chunks
-    (`LoopNest.chunk`). point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point of all
-    its axes, also of those that are no loops, such as head_dim; half as many under a causal mask (`Program.points`). See
-    `measure_tile`; 0: only messages are counted. overlap: how much of the shorter of a tile and the messages
-    that travel meanwhile the longer one hides: 1 all of it, 0 nothing, less than 0 if both disturb each other (see
-    `measure_overlap`). All ranks are predicted to compute equally long. Under a causal mask in contiguous order they do not:
-    the last of P ranks that share the queries computes 2 - 1/P times the mean. In zigzag order, the default, they do.
-    verified: how many of the best plans `verify` checks before they are returned, which takes longer than the search.
+    (`LoopNest.chunk`). It limits these plans only: `differentiable` also runs the plan of the backward pass, which may hold
+    more than twice as much. point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point
+    of all its axes, also of those that are no loops, such as head_dim; half as many under a causal mask (`Program.points`).
+    See `measure_tile`; 0: only messages are counted. overlap: how much of the shorter of a tile and the messages that travel
+    meanwhile the longer one hides: 1 all of it, 0 nothing, less than 0 if both disturb each other (see `measure_overlap`).
+    All ranks are predicted to compute equally long. Under a causal mask in contiguous order they do not: the last of P ranks
+    that share the queries computes 2 - 1/P times the mean. In zigzag order, the default, they do. verified: how many of
+    the best plans `verify` checks before they are returned, which takes longer than the search.
 
     ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's sizes,
     none holds so little memory, top is below 1, verified is below 0, a time is negative, overlap is above 1, an argument is

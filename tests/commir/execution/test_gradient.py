@@ -245,6 +245,16 @@ def test_the_output_is_kept_once(placement, dtype):
     assert all(x.dtype == dtype for x in torch.autograd.grad(out.sum(), leaves))
 
 
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_a_limit_of_memory_does_not_cover_the_backward_pass(kv_heads):
+    """It may hold more than twice as much, as that of a ring does."""
+    program, mesh = programs.attention(1, 8, kv_heads, 1024, 64), Mesh(gpu=2)
+    ring = place(Schedule(program, mesh), gpu=Placement("q", True)).lower()
+    found = search(program, mesh, memory=ring.memory)
+    assert all(plan.memory <= ring.memory for plan in found) and ring.schedule in [plan.schedule for plan in found]
+    assert backward_plan(ring).memory > 2 * ring.memory
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_plan_without_a_backward_on_one_rank_is_an_error_on_all(ranks, world):
     good = search(programs.attention(1, 4, 4, 8 * world, 8), Mesh(gpu=world))[0]

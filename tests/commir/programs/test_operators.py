@@ -150,6 +150,13 @@ def decaying_sum(rows=4, cols=4):
         c[rows] = 0.5 * c[rows] + a[rows, cols]
 
 
+def sum_by_assignment(rows=4, cols=4):
+    a = In[rows, cols]
+    c = Out[rows]
+    for rows, cols in grid("sr"):
+        c[rows] = c[rows] + a[rows, cols]
+
+
 def declared_by_attribute(rows=4):
     a = commir.In[rows]
     return a
@@ -276,7 +283,16 @@ def scalar_output(rows=4):
         (called_dtype, 0, "no axis can be called dtype"),
         (called_self, 0, "no axis can be called self"),
         (size_of_true, 0, "the size of axis rows must be a whole number of at least 1"),
-        (decaying_sum, 4, "c is computed from its own earlier values, so that the result depends on the order of the"),
+        (
+            decaying_sum,
+            4,
+            "c is computed from its own earlier values, so that the result may depend on the order of the",
+        ),
+        (
+            sum_by_assignment,
+            4,
+            "may depend on the order of the reduced axis; the supported reductions are [+]= and max",
+        ),
         (declared_by_attribute, 1, "name = In.axes. or name = Out.axes., with the bare names In and Out"),
         (home_of_number, 1, "the home of a is 3: it is an axis or None"),
         (

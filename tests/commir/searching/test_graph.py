@@ -198,6 +198,20 @@ def test_layers_are_at_least_as_fast_as_3d_parallelism(layer, mesh, memory):
     assert {plan.reason for plan in found.plans().values()} == {BY_GRAPH}
 
 
+@pytest.mark.parametrize("layer", [transformer_layer, zamba_layer])
+def test_without_speeds_a_graph_is_explained_in_bytes(layer):
+    """They are those of its plans. If one level has a speed, there are seconds instead, as for a plan."""
+    mesh = Mesh(node=2, gpu=2)
+    found = search_graph(layer(batch=2, seq=512), mesh)
+    lines, sent = found.explain().splitlines(), [plan.bytes_per_rank for plan in found.plans().values()]
+    assert lines[-1] == f"in all {sum(sent):,} bytes of messages" and sum(sent)
+    own = [found.chosen[node.name].plan(node, mesh, {}).bytes_per_rank for node in found.operators]
+    assert [line.rpartition("; ")[2] for line in lines[: len(own)]] == [f"{nbytes:,} bytes" for nbytes in own]
+    assert all(line.endswith(" bytes") for line in lines[len(own) : -1])
+    fast = search_graph(layer(batch=2, seq=512), mesh.with_speeds({"gpu": (0.0, 1e10)}))
+    assert "bytes" not in fast.explain() and fast.explain().endswith(" s of messages")
+
+
 def test_resharding_takes_the_time_of_the_conversions():
     """Every pair of placements of attention's q, against the messages that lowering would send."""
     mesh = Mesh(x=2, y=4, speeds={"x": (0.0, 1e9), "y": (0.0, 1e9)})

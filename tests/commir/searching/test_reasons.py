@@ -8,7 +8,7 @@ import pytest
 from commir import Mesh, Placement, Plan, Schedule, place, programs, search
 from commir.scheduling.known_schedules import known_as
 from commir.scheduling.placements import in_chunks
-from commir.searching.search import TIES, _order
+from commir.searching.search import TIES, _order, all_plans
 
 MESHES = [Mesh(gpu=4), Mesh(gpu=8), Mesh(node=2, gpu=2, speeds={"node": (1e-4, 1e8), "gpu": (1e-6, 1e11)})]
 PROGRAMS = [
@@ -68,6 +68,15 @@ def test_the_only_plan_that_fits():
     program = replace(program, inputs=(program.inputs[0], replace(program.inputs[1], home=None)))
     (plan,) = search(program, mesh)
     assert plan.reason == "the only placement that fits"
+
+
+def test_the_only_plan_that_fits_in_chunks():
+    """Of all plans, in chunks or not, one fits: the same placement in fewer chunks holds more."""
+    program, mesh, memory = programs.attention(2, 8, 2, 64, 16), Mesh(node=2, gpu=2), 49612
+    (plan,) = search(program, mesh, memory=memory)
+    assert plan.reason == "the only placement that fits, in the fewest chunks that do"
+    fitting = [each for each in all_plans(program, mesh, with_chunks=True) if each.memory <= memory]
+    assert [each.schedule for each in fitting] == [plan.schedule] and plan.schedule.chunks > 1
 
 
 def test_a_plan_that_was_read_does_not_know_its_reason():

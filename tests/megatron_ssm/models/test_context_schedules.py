@@ -63,6 +63,20 @@ def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups
     assert len({reason for _, reason in results}) == 1
 
 
+@pytest.mark.parametrize("world, groups, name", [(2, 1, "Ulysses"), (4, 1, "Ulysses"), (4, 2, "USP")])
+def test_the_reason_of_a_search_names_the_schedule(ranks, world, groups, name):
+    """Its plan leaves lse where it is computed. groups: query heads per key/value head."""
+    config = Config.read(checkpoint("zamba2"))
+    config = replace(config, shared=replace(config.shared, kv_heads=config.shared.heads // groups))
+
+    def run(rank):
+        reason = schedule_of("search", dist.group.WORLD, config, **SIZES).reason
+        return reason.splitlines()[0]
+
+    for line in ranks(run, world):
+        assert "; lse kept along heads on " in line and line.endswith(f" ({name})")
+
+
 @pytest.mark.parametrize("world", (2, 4))
 def test_a_measured_fabric_decides(ranks, world):
     """Ulysses sends the fewest bytes; behind links of high latency, both searches take a schedule with fewer messages."""
