@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError
 
-from sparsefusion.foundation.command_line import FULL, Failure
+from sparsefusion.foundation.command_line import FULL, Failure, is_lack_of_memory
 
 from .agreement import first_line
 
@@ -124,13 +124,6 @@ def is_machine_error(error: BaseException) -> bool:
     """
     is_of_gpu = isinstance(error, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
     return is_of_gpu or is_lack_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
-
-
-def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is short, of the CPU or of the GPU."""
-    texts = r"can't allocate memory|Cannot allocate memory"
-    is_of_cpu = isinstance(error, RuntimeError) and re.search(texts, str(error)) is not None
-    return is_of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 class DirectoryLock:

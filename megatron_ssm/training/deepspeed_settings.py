@@ -40,6 +40,15 @@ PASSED = {  # keys that DeepSpeed reads as they are
                      "prescale_gradients"), SWITCH),
     **dict.fromkeys(("flops_profiler", "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet"), OBJECT),
 }  # fmt: skip
+SECTIONS = {  # what DeepSpeed does not check itself in such objects
+    "flops_profiler": {
+        "enabled": SWITCH, "detailed": SWITCH,
+        "profile_step": _count(1), "top_modules": _count(1), "module_depth": _count(-1),
+        "recompute_fwd_factor": ("a number from 0 to 1e6", lambda value: _is_number(value) and 0 <= value <= 1e6),
+        "output_file": ("the name of a file", lambda value: isinstance(value, str)),
+    },
+    "timers": {"throughput": OBJECT},
+}  # fmt: skip
 SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # by --lr-decay-style
 # Without effect, as `torch_adam` of the optimizer is: the optimizer is always torch's AdamW.
 UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
@@ -222,6 +231,9 @@ def _passed(given: dict[str, Any], rules: dict[str, Rule], where: str) -> dict[s
             raise ValueError(f'{where}{key} is "auto", but no option says what it is')
         if not is_valid(value):
             raise ValueError(f"{where}{key} {shortened(json.dumps(value))} is not {what}")
+        if key in SECTIONS:
+            _refuse_unknown(value, SECTIONS[key], f"{key}.")
+            _passed(value, SECTIONS[key], f"{key}.")
     return given
 
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -99,7 +100,8 @@ def check_number(name: str, value: float, least: float, limit: float = LIMIT) ->
 
 def shortened(value: object, length: int = 60) -> str:
     """A value as errors show it: at most `length` characters, and then "..."."""
-    text = str(value)
+    # Python writes at most 4300 decimal digits of a whole number.
+    text = hex(value) if isinstance(value, int) and abs(value) >= 10**4000 else str(value)
     return text if len(text) <= length else f"{text[:length]}..."
 
 
@@ -168,9 +170,9 @@ def leave_on_interrupt() -> None:
 def run(name: str, command: Callable[[], object]) -> int:
     """Run `command()` and return the exit code of the process.
 
-    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0. 1: a `Failure`, printed in the same way, the error of
-    a full disk, printed as one line with its rank, or any other exception, printed with its traceback and its rank. 130:
-    Ctrl-C. name: how the line begins.
+    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0. 1: a `Failure`, printed in the same way; a full disk
+    or no more memory, printed as one line with the rank; or any other exception, printed with its traceback and its rank.
+    130: Ctrl-C. name: how the line begins.
     """
     try:
         command()
@@ -188,6 +190,16 @@ def run(name: str, command: Callable[[], object]) -> int:
             place = "" if error.filename is None else f" {error.filename}"
             print(f"{name}: rank {this_rank()} cannot write{place}: {error.strerror}", file=sys.stderr)
             return 1
+        if is_lack_of_memory(error):
+            first = str(error).strip().split("\n")[0]
+            print(f"{name}: rank {this_rank()} has not enough memory: {first}", file=sys.stderr)
+            return 1
         print(f"{name}: rank {this_rank()} failed", file=sys.stderr)
         traceback.print_exc()
         return 1
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short, of the CPU or of the GPU; torch says the former by a RuntimeError."""
+    is_of_cpu = isinstance(error, RuntimeError) and re.search("[Cc]an(no|')t allocate memory", str(error)) is not None
+    return is_of_cpu or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
