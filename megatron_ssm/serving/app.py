@@ -24,11 +24,14 @@ from .metrics import Metrics
 from .page import read_page
 from .service import Service
 
+PROBES = ("/health", "/ready")  # which systems ask by the server's address, and whose replies are no secret
+
 
 def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
     """The ASGI application.
 
-    Paths under /v1 need an API key, if there are keys; the others do not. hosts: those that requests may name.
+    Paths under /v1 need an API key, if there are keys; the others do not. hosts: those that requests may name, except for
+    PROBES.
     """
     html, page_headers = read_page()
 
@@ -73,7 +76,7 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
 
 
 class _Guarded:
-    """Refuses requests that name a host that is not allowed, or come from a page there, whatever their path is."""
+    """Refuses requests, except for PROBES, that name a host that is not allowed, or come from a page there."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts):
         self._app, self._hosts = app, hosts
@@ -81,7 +84,8 @@ class _Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             headers = Headers(scope=scope)
-            self._hosts.check(headers.get("host"), headers.get("origin"))
+            if scope["path"] not in PROBES:
+                self._hosts.check(headers.get("host"), headers.get("origin"))
         except ApiError as error:
             return await _json(error.body, error.status)(scope, receive, send)
         await self._app(scope, receive, send)

@@ -32,6 +32,7 @@ from megatron_ssm.parallel.heartbeat import Watch, watched
 from sparsefusion.foundation.command_line import Printer
 
 from .channel import Channel
+from .connections import allow_files
 from .driver import follow
 from .hosts import Hosts, is_loopback
 from .keys import Keys
@@ -106,7 +107,7 @@ def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options
 class _Inputs:
     """What the server reads besides the weights. fingerprint: what must be equal on all ranks, with the options of `engine`.
 
-    listener: a socket that is bound; None on the ranks beside rank 0, which have no keys either.
+    listener: a socket that listens; None on the ranks beside rank 0, which have no keys either.
     """
 
     served: Served
@@ -125,7 +126,9 @@ class _Inputs:
         draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
         is_first = rank == 0
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
-        listener = opened.enter_context(bind(arguments.host, arguments.port)) if is_first else None
+        if is_first:
+            allow_files(arguments.max_connections)
+        listener = opened.enter_context(listen(arguments.host, arguments.port)) if is_first else None
         hosts = Hosts(listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
@@ -160,7 +163,7 @@ def _draft(directory: str, ranks: int, model: Config, tokenizer: Tokenizer) -> C
 def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace, watch: Watch) -> None:
     """Answer HTTP requests, and say where."""
     listener = inputs.listener
-    assert listener is not None, "rank 0 has bound it"
+    assert listener is not None, "rank 0 has opened it"
     limits = Limits(
         arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout,
         arguments.max_connections, arguments.arrival_timeout,
@@ -180,10 +183,11 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
     )  # fmt: skip
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address (port 0: any that is free), and accepts no connections yet.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address (port 0: any that is free); clients wait until `run_server` accepts them.
 
-    ValueError if that is not possible.
+    It listens before the model is loaded, because Linux lets several sockets be bound to an address with SO_REUSEADDR as
+    long as none of them listens. ValueError if the address is wrong or taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -191,7 +195,10 @@ def bind(host: str, port: int) -> socket.socket:
             listener = closed_on_error.enter_context(socket.socket(family, kind))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen()
             closed_on_error.pop_all()
+    except UnicodeError:
+        raise ValueError(f"--host {host} is neither a host name nor an address") from None
     except OSError as error:
         raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return listener

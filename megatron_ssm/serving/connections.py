@@ -1,11 +1,14 @@
 """The connections of clients: how many there may be, and how long a request may take to arrive on one."""
 
 import asyncio
+import resource
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+ACCEPTED_AT_ONCE = 32  # connections in a round of the event loop; those beyond the limit are open for up to 4 rounds
+OTHER_FILES = 256  # besides connections within the limit: those beyond it, the model, the listener, other ranks, GPUs
 MOST_AHEAD = 2**16  # bytes of further requests that are read while one is replied to
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -28,6 +31,23 @@ class Connections:
     def protocol(self, **options: Any) -> asyncio.Protocol:
         """uvicorn's protocol of one connection."""
         return _Connection(self, **options)
+
+
+def allow_files(connections: int) -> None:
+    """Raise the limit of open files of this process, if necessary, to what so many connections need.
+
+    ValueError if the system does not permit it.
+    """
+    needed = connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (ValueError, OSError):
+        raise ValueError(
+            f"--max-connections {connections} needs {needed} open files, and the hard limit of ulimit -n is {hard}"
+        ) from None
 
 
 class _Connection(H11Protocol):

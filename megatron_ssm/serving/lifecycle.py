@@ -20,7 +20,7 @@ from megatron_ssm.parallel.heartbeat import Watch
 
 from .app import make_app
 from .channel import Channel
-from .connections import Connections
+from .connections import ACCEPTED_AT_ONCE, Connections
 from .driver import Driver
 from .hosts import Hosts
 from .keys import Keys
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 INTERRUPTED = 130  # the exit code after SIGINT
 ERRORS_S = 1.0  # for clients to receive the errors that end their requests, before their connections are closed
 DRAIN_ERRORS_S = 2  # the same after the drain time-out; uvicorn then breaks off what a client does not read
+QUEUE = 2048  # connections that the system keeps until they are accepted
 LAST_STEP_S = 60.0  # for the engine to end its last step, after all requests have ended
 
 
@@ -50,6 +51,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
                 proxy_headers=False, timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
+                backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=math.ceil(connections.seconds) + 1,  # later than `connections` closes one
             )
         )  # fmt: skip
@@ -60,6 +62,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, and say so."""
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(QUEUE)  # uvicorn has given the system's queue the length of ACCEPTED_AT_ONCE
         self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

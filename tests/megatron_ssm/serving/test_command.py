@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from programs import completed
 
 from megatron_ssm.cli import main as cli
-from megatron_ssm.serving.command import bind, serve
+from megatron_ssm.serving import command
+from megatron_ssm.serving.command import listen, serve
 from servers import ROOT, open_sockets
 from serving import checkpoint
 
@@ -75,14 +77,40 @@ def test_what_does_not_start(tmp_path):
     assert "is not a directory" in refusal(tmp_path / "missing")
     error = refusal(directory, "--port", 0, "--allowed-host", "name:80")
     assert error == "--allowed-host name:80 must be a host name or an address, without a port"
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert f"--host 127.0.0.1 --port {port}: Address already in use" in refusal(directory, "--port", port)
     assert "--host 256.1.1.1 --port 8000: " in refusal(directory, "--host", "256.1.1.1")
+    for host in ("a..b", "a" * 64):
+        assert refusal(directory, "--host", host) == f"--host {host} is neither a host name nor an address"
     for name in ("config.json", "model.safetensors"):
         shutil.copy(directory / name, tmp_path)
     assert "tokenizer.json does not exist" in refusal(tmp_path)
+
+
+def test_the_address_is_taken_before_the_model_is_loaded(monkeypatch):
+    opened = []
+
+    def load(*_, **__):
+        port = opened[0].getsockname()[1]
+        second = completed(["serve", "--model", checkpoint("mamba2"), "--device", "cpu", "--port", port])
+        line = f"megatron_ssm serve: --host 127.0.0.1 --port {port}: Address already in use"
+        assert (second.returncode, second.stdout, second.stderr.decode().splitlines()) == (2, b"", [line])
+        raise ValueError("the first one has loaded enough")
+
+    monkeypatch.setattr(command, "listen", lambda *address: opened.append(listen(*address)) or opened[0])
+    monkeypatch.setattr(command, "load", load)
+    assert refusal(checkpoint("mamba2"), "--port", 0) == "the first one has loaded enough"
+
+
+def test_another_server_listens_between_bind_and_listen(monkeypatch):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port, bind = other.getsockname()[1], socket.socket.bind
+        monkeypatch.setattr(socket.socket, "bind", lambda *arguments: (bind(*arguments), other.listen()))
+        message = f"--host 127.0.0.1 --port {port}: Address already in use"
+        assert refusal(checkpoint("mamba2"), "--port", port) == message
 
 
 @pytest.mark.parametrize("family, slots, length", [("zamba2", 16, 2 * 10**9), ("mamba2", 10**8, 4096)])
@@ -98,7 +126,7 @@ def test_caches_that_do_not_fit(family, slots, length):
 
 def test_ipv6():
     try:
-        listener = bind("::1", 0)
+        listener = listen("::1", 0)
     except ValueError:
         pytest.skip("no IPv6 here")
     assert listener.family == socket.AF_INET6

@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+import os
+import resource
+import signal
 import socket
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import uvicorn
+from programs import Fork
 
-from megatron_ssm.serving.connections import Connections
+from megatron_ssm.serving.connections import OTHER_FILES, Connections, allow_files
 from megatron_ssm.serving.lifecycle import Server
 from servers import IGNORE_EOS, LIMIT_S, server, with_template
 
@@ -208,3 +212,76 @@ def test_more_connections_than_there_may_be(tmp_path):
             client.close()
         code, log = running.end()
     assert code == 0 and "Traceback" not in log, log
+
+
+# The limit of open files
+
+
+def in_fork(run):
+    """What `run()` returns in a process of its own, as text."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(run()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as text:
+        os.waitpid(child, 0)
+        return text.read()
+
+
+def limits_for(connections, soft, hard):
+    """The limits of open files after those of a process were raised for so many connections, or the error."""
+
+    def run():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        try:
+            allow_files(connections)
+        except ValueError as error:
+            return error
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    return in_fork(run)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_needed():
+    hard = OTHER_FILES + 40
+    assert limits_for(9, 64, hard) == f"({OTHER_FILES + 9}, {hard})"
+    assert limits_for(40, 64, hard) == limits_for(40, hard, hard) == limits_for(9, hard, hard) == f"({hard}, {hard})"
+
+
+@pytest.mark.parametrize("soft", (64, OTHER_FILES + 40))
+def test_more_connections_than_files_may_be_open(soft):
+    hard = OTHER_FILES + 40
+    message = f"--max-connections 41 needs {hard + 1} open files, and the hard limit of ulimit -n is {hard}"
+    assert limits_for(41, soft, hard) == message
+
+
+def start_with_few_files(command, **options):
+    """A process whose soft limit of open files is lower than the server needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OTHER_FILES, hard))
+    try:
+        return Fork(command, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_many_connections_at_once(tmp_path):
+    """More than files may be open, while the server is stopped. It keeps --max-connections, and refuses the others."""
+    most, count = 100, 2 * OTHER_FILES
+    flags = ("--max-connections", most)
+    with (
+        server(with_template("mamba2"), tmp_path / "log", *flags, start=start_with_few_files) as running,
+        ExitStack() as opened,
+    ):
+        running.process.send_signal(signal.SIGSTOP)
+        clients = [opened.enter_context(connection(running)) for _ in range(count)]
+        running.process.send_signal(signal.SIGCONT)
+        assert all(rest(client).startswith(b"HTTP/1.1 503 ") for client in clients[most:])
+        for client in clients[:most]:
+            client.sendall(GET + b"Connection: close\r\n\r\n")
+            assert rest(client).startswith(b"HTTP/1.1 200 ")
+        assert "Traceback" not in running.log.read_text()

@@ -104,12 +104,15 @@ def test_hosts_that_cannot_be_allowed(host):
 
 
 def test_requests(tmp_path):
-    """Every path is refused, the chat page too; the tools that people use work."""
+    """Every path but those of probes is refused, the chat page too; the tools that people use work."""
     with server(with_template("mamba2"), tmp_path / "log", "--allowed-host", "model.example") as running:
         with httpx.Client(base_url=running.url, timeout=LIMIT_S) as client:
-            for path in ("/", "/health", "/metrics", "/v1/models", "/nowhere"):
+            for path in ("/", "/openapi.json", "/metrics", "/v1/models", "/nowhere"):
                 reply = client.get(path, headers={"Host": "evil.example:8000"})
                 assert reply.status_code == 403 and "names 'evil.example:8000'" in reply.json()["error"]["message"]
+            for path in ("/health", "/ready"):
+                for name in ("Host", "Origin"):
+                    assert client.get(path, headers={name: "10.0.0.7:8000"}).status_code == 200
             refused = client.post("/v1/completions", json={"prompt": "a"}, headers={"Host": "evil.example"})
             assert refused.status_code == 403
             for origin, status in (("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 200)):
