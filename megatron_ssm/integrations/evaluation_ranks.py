@@ -24,6 +24,7 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, launched_ranks, replicas, shut_down
 from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank
 
+DEFAULT_BATCH = 8
 SCORED = 256  # positions whose log-probabilities are computed at once, to limit memory
 
 
@@ -121,6 +122,37 @@ class EvaluatedModel:
         if self._others:
             self._others = []
             shut_down()
+
+
+# Arguments of an evaluator
+
+
+def batch_size_of(value: Any) -> int:
+    """The sequences in a batch, from an integer, also as a text; DEFAULT_BATCH for None, "auto" and lm-eval's "auto:N".
+
+    ValueError, which names the argument, for anything else.
+    """
+    text = str(value)
+    if value is None or text.partition(":")[0] == "auto":
+        return DEFAULT_BATCH
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"batch_size={value} must be auto or an integer of at least 1")
+    return int(text)
+
+
+def check_integer(name: str, value: Any) -> None:
+    """ValueError, which names the argument, if its value is not an integer of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value} must be an integer of at least 1")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """ValueError, which names the argument, if its value is neither None nor a bool."""
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{name}={value} must be True or False")
+
+
+# The ranks
 
 
 def _meet(store: str, rank: int, world: int, options: dict[str, Any]) -> None:

@@ -28,9 +28,8 @@ from transformers import AutoConfig, AutoTokenizer
 from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.text import stop_tokens
 
-from .evaluation_ranks import EvaluatedModel
+from .evaluation_ranks import EvaluatedModel, batch_size_of, check_integer, check_switch
 
-DEFAULT_BATCH = 8
 GENERATION_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
 
@@ -38,8 +37,9 @@ GENERATION_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty", "se
 class MegatronSsmLM(TemplateLM):
     """A checkpoint of this package's families on `tp` tensor-parallel ranks of this host, or of a launcher.
 
-    pretrained: a Hugging Face directory with a tokenizer. batch_size: sequences per call of the model; "auto" is
-    DEFAULT_BATCH. max_length: the most tokens of a sequence (None: what transformers' configuration says, else 2048).
+    pretrained: a Hugging Face directory with a tokenizer. batch_size: sequences per call of the model; "auto" is 8.
+    max_length: the most tokens of a sequence (None: what transformers' configuration says, else 2048). max_gen_toks: how
+    many tokens are generated where a task does not say it.
     add_bos_token: as in lm-eval's `hf`. device: "cpu", or "cuda" where there is a GPU. dtype: a name, or "auto": the dtype
     that config.json names, else float32. For it, reduce and weights see `megatron_ssm.load`.
 
@@ -64,15 +64,19 @@ class MegatronSsmLM(TemplateLM):
         super().__init__()
         if others:
             raise ValueError(f"model arguments that are not implemented: {', '.join(sorted(others))}")
+        pretrained = str(pretrained)  # lm-eval reads the name 5 as a number
         if not Path(pretrained).is_dir():
             raise ValueError(f"pretrained={pretrained} is not a directory")
-        if type(tp) is not int or tp < 1:
-            raise ValueError(f"tp={tp} must be an integer of at least 1")
+        check_integer("tp", tp)
+        check_integer("max_gen_toks", max_gen_toks)
+        if max_length is not None:
+            check_integer("max_length", max_length)
+        check_switch("add_bos_token", add_bos_token)
+        self.batch_size = batch_size_of(batch_size)
         options = dict(dtype=_dtype(dtype, pretrained), device=_device(device), reduce=reduce, weights=weights)
         self._evaluated = EvaluatedModel(pretrained, tp, **options)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(pretrained)
         self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
-        self.batch_size = DEFAULT_BATCH if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self.max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token
         configured = stop_tokens(pretrained, self._evaluated.model.config, None)
@@ -161,10 +165,15 @@ class MegatronSsmLM(TemplateLM):
 
     def _generation(self, index: int, context: str, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `Engine.add` for a context and lm-eval's options. index: the seed, if none is given."""
-        given: dict[str, Any] = {**normalize_gen_kwargs(options, self.max_gen_toks)}
+        check_switch("do_sample", options.get("do_sample"))
+        try:
+            given: dict[str, Any] = {**normalize_gen_kwargs(options, self.max_gen_toks)}
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"generation options {options}: {error}") from None
         until, most, is_sampled = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
         if unknown := set(given) - set(GENERATION_OPTIONS):
             raise ValueError(f"generation options that are not implemented: {', '.join(sorted(unknown))}")
+        check_integer("max_gen_toks", most)
         if most >= self.max_length:
             raise ValueError(f"max_gen_toks={most} leaves no room for a context in max_length={self.max_length}")
         given["temperature"] = given.get("temperature", 1.0) if is_sampled else 0.0
@@ -193,7 +202,7 @@ def _dtype(name: Any, directory: str) -> str:
 
 def _device(name: str | None) -> str:
     """ "cpu" or "cuda". lm-eval's command line says "cuda:0" where nobody asked for it, also where there is no GPU."""
-    kind = (name or "cpu").split(":")[0]
+    kind = str(name or "cpu").split(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={name} must be cpu or cuda")
     return kind if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,14 @@ import torch.distributed as dist
 from chosen import by_default
 
 from megatron_ssm import load
-from megatron_ssm.integrations.evaluation_ranks import continuations, log_likelihoods
+from megatron_ssm.integrations.evaluation_ranks import (
+    DEFAULT_BATCH,
+    batch_size_of,
+    check_integer,
+    check_switch,
+    continuations,
+    log_likelihoods,
+)
 from serving import FAMILIES, checkpoint, ids
 
 
@@ -56,3 +63,34 @@ def test_empty_continuations(ranks, world):
     for alone, together in ranks(run, world):
         assert alone[1:] == together[1:] == [(0.0, True)] * 2
         assert alone[0][0] == pytest.approx(together[0][0], abs=1e-9) and alone[0][0] < 0
+
+
+# Arguments
+
+
+def test_sizes_of_batches():
+    assert [batch_size_of(value) for value in (1, 64, "1", "64")] == [1, 64] * 2
+    assert {batch_size_of(value) for value in (None, "auto", "auto:4")} == {DEFAULT_BATCH}
+
+
+@pytest.mark.parametrize("value", (0, -1, "0", "-1", "abc", "", "automatic", 1.5, "1.5", True, [8]))
+def test_wrong_sizes_of_batches(value):
+    with pytest.raises(ValueError) as refused:
+        batch_size_of(value)
+    assert str(refused.value) == f"batch_size={value} must be auto or an integer of at least 1"
+
+
+@pytest.mark.parametrize("value", (0, -1, "x", "5", 5.0, True, None))
+def test_wrong_integers(value):
+    check_integer("max_length", 1)
+    with pytest.raises(ValueError) as refused:
+        check_integer("max_length", value)
+    assert str(refused.value) == f"max_length={value} must be an integer of at least 1"
+
+
+@pytest.mark.parametrize("value", ("yes", "", 0, 1))
+def test_wrong_switches(value):
+    assert [check_switch("add_bos_token", right) for right in (None, True, False)] == [None] * 3
+    with pytest.raises(ValueError) as refused:
+        check_switch("add_bos_token", value)
+    assert str(refused.value) == f"add_bos_token={value} must be True or False"

@@ -175,12 +175,25 @@ def test_what_it_refuses(tasks):
         (dict(dtype="int8"), "dtype=int8 is neither auto nor"),
         (dict(tp=0), "tp=0 must be an integer of at least 1"),
         (dict(tp="two"), "tp=two must be an integer of at least 1"),
+        (dict(batch_size=-1), "batch_size=-1 must be auto or an integer of at least 1"),
+        (dict(batch_size="abc"), "batch_size=abc must be auto or an integer of at least 1"),
+        (dict(max_length=0), "max_length=0 must be an integer of at least 1"),
+        (dict(max_length="x"), "max_length=x must be an integer of at least 1"),
+        (dict(max_gen_toks=0), "max_gen_toks=0 must be an integer of at least 1"),
+        (dict(add_bos_token="yes"), "add_bos_token=yes must be True or False"),
+        (dict(device=1), "device=1 must be cpu or cuda"),
     ):
         with pytest.raises(ValueError, match=message):
             MegatronSsmLM(directory, **arguments)
+    with pytest.raises(ValueError, match="pretrained=5 is not a directory"):
+        MegatronSsmLM(5)
     model = MegatronSsmLM(directory, max_length=30, batch_size="auto")
     for options, message in (
         (dict(num_beams=2, typical_p=0.5), "generation options that are not implemented: num_beams, typical_p"),
+        (dict(max_gen_toks="x"), r"generation options \{'max_gen_toks': 'x'\}: "),
+        (dict(temperature=None), r"generation options \{'temperature': None\}: "),
+        (dict(max_gen_toks=-1), "max_gen_toks=-1 must be an integer of at least 1"),
+        (dict(do_sample="no"), "do_sample=no must be True or False"),
         (dict(max_gen_toks=30), "max_gen_toks=30 leaves no room for a context in max_length=30"),
     ):
         with pytest.raises(ValueError, match=message):
