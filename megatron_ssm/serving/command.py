@@ -1,5 +1,6 @@
 """The command `megatron-ssm serve`, on every rank."""
 
+import errno
 import hashlib
 import logging
 import re
@@ -107,7 +108,7 @@ def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options
 class _Inputs:
     """What the server reads besides the weights. fingerprint: what must be equal on all ranks, with the options of `engine`.
 
-    listener: a socket that listens; None on the ranks beside rank 0, which have no keys either.
+    listener: a socket that is bound; None on the ranks beside rank 0, which have no keys either.
     """
 
     served: Served
@@ -128,7 +129,7 @@ class _Inputs:
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
         if is_first:
             allow_files(arguments.max_connections)
-        listener = opened.enter_context(listen(arguments.host, arguments.port)) if is_first else None
+        listener = opened.enter_context(bind(arguments.host, arguments.port)) if is_first else None
         hosts = Hosts(listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
@@ -163,7 +164,7 @@ def _draft(directory: str, ranks: int, model: Config, tokenizer: Tokenizer) -> C
 def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace, watch: Watch) -> None:
     """Answer HTTP requests, and say where."""
     listener = inputs.listener
-    assert listener is not None, "rank 0 has opened it"
+    assert listener is not None, "rank 0 has bound it"
     limits = Limits(
         arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout,
         arguments.max_connections, arguments.arrival_timeout,
@@ -183,19 +184,23 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
     )  # fmt: skip
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address (port 0: any that is free); clients wait until `run_server` accepts them.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address (port 0: any that is free), and accepts no connections yet.
 
-    It listens before the model is loaded, because Linux lets several sockets be bound to an address with SO_REUSEADDR as
-    long as none of them listens. ValueError if the address is wrong or taken.
+    No other server can be bound to the address while this one loads its model, unless connections of an earlier server
+    linger: then only SO_REUSEADDR lets one be bound, and it lets several. ValueError if the address is wrong or taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as closed_on_error:
             listener = closed_on_error.enter_context(socket.socket(family, kind))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen()
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
             closed_on_error.pop_all()
     except UnicodeError:
         raise ValueError(f"--host {host} is neither a host name nor an address") from None

@@ -60,7 +60,15 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, and say so."""
+        """Accept connections, and say so. ValueError if another server listens at the address by now."""
+        for listener in sockets or ():
+            # The connections inherit this, so that a later server can be bound while they linger.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.listen(QUEUE)
+            except OSError as error:
+                host, port, *_ = listener.getsockname()
+                raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(QUEUE)  # uvicorn has given the system's queue the length of ACCEPTED_AT_ONCE

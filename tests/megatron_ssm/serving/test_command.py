@@ -11,7 +11,7 @@ from programs import completed
 
 from megatron_ssm.cli import main as cli
 from megatron_ssm.serving import command
-from megatron_ssm.serving.command import listen, serve
+from megatron_ssm.serving.command import bind, serve
 from servers import ROOT, open_sockets
 from serving import checkpoint
 
@@ -77,7 +77,7 @@ def test_what_does_not_start(tmp_path):
     assert "is not a directory" in refusal(tmp_path / "missing")
     error = refusal(directory, "--port", 0, "--allowed-host", "name:80")
     assert error == "--allowed-host name:80 must be a host name or an address, without a port"
-    with listen("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert f"--host 127.0.0.1 --port {port}: Address already in use" in refusal(directory, "--port", port)
     assert "--host 256.1.1.1 --port 8000: " in refusal(directory, "--host", "256.1.1.1")
@@ -98,7 +98,7 @@ def test_the_address_is_taken_before_the_model_is_loaded(monkeypatch):
         assert (second.returncode, second.stdout, second.stderr.decode().splitlines()) == (2, b"", [line])
         raise ValueError("the first one has loaded enough")
 
-    monkeypatch.setattr(command, "listen", lambda *address: opened.append(listen(*address)) or opened[0])
+    monkeypatch.setattr(command, "bind", lambda *address: opened.append(bind(*address)) or opened[0])
     monkeypatch.setattr(command, "load", load)
     assert refusal(checkpoint("mamba2"), "--port", 0) == "the first one has loaded enough"
 
@@ -126,7 +126,7 @@ def test_caches_that_do_not_fit(family, slots, length):
 
 def test_ipv6():
     try:
-        listener = listen("::1", 0)
+        listener = bind("::1", 0)
     except ValueError:
         pytest.skip("no IPv6 here")
     assert listener.family == socket.AF_INET6
