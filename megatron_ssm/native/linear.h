@@ -10,7 +10,7 @@ typedef struct {
   const void *bias;     /* (out) of `type`, or NULL */
   const void *x;        /* (batch, in): see linear.c, few_rows.c and rounded_rows.c */
   void *y;              /* (batch, out) of `type` */
-  ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows */
+  ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows; x_stride in bytes for rounded_rows.c */
   int type;
   const float *scales, *x_scales; /* of INT8 and INT4: (out, blocks); of x (batch, blocks) */
 } Linear;

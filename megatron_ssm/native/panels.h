@@ -81,11 +81,11 @@ INLINE_FOR(TARGET_AVX512) __m512 add_word(__m512 sum, __m512 words, __m512 x, Wo
 /* The functions for 1 to WIDE_ROWS rows of x by AVX-512. BFLOAT16_PAIRS need AVX512_BF16, integers AVX512_VNNI. */
 enum { WIDE_ROWS = 12 };
 AddRows *const *wide_functions(Words kind);
-#endif
 
 /* y (batch, out) = x W^T + b by panels, as words of this kind; other arguments as of tile_product. */
 int multiply_by_panels(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                        ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads, Words kind);
+#endif
 
 /* Each block of x (batch, in) in 8 bits -> to (batch, in), with its scale and its sum as in Product. */
 void round_to_bytes(const void *x, int8_t *to, float *scales, int32_t *sums, ptrdiff_t batch, ptrdiff_t blocks,

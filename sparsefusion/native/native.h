@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* NO_CLONES: do without them. ONE_LEVEL: the whole library is for the level of -march, as the tests build it. */
+/* NO_CLONES, NO_INTRINSICS: do without them. ONE_LEVEL: the whole library is for the level of -march, as the tests build it. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__) && !defined(NO_CLONES) && \
     !defined(ONE_LEVEL)
 #define HAS_CLONES
@@ -19,7 +19,7 @@
 #else
 #define CLONES
 #endif
-#if defined(__x86_64__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#if defined(__x86_64__) && (__GNUC__ >= 11 || __clang_major__ >= 12) && !defined(NO_INTRINSICS)
 #define HAS_INTRINSICS /* of x86 up to AMX, in functions with these attributes */
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from native_variants import ROOT, build_ext, compiler, libraries
+from sparsefusion.native.library import sources
 
 PACKAGES = ("megatron_ssm", "sparsefusion")
 OTHER = "torch ({} was built from other C files than those beside it: install the package again)"
@@ -38,6 +39,16 @@ def kernels_of(copy, package, **environment):
     environment = {"MEGATRON_SSM_SKIP_NATIVE": "", **environment}
     command = [sys.executable, "-c", program]
     return subprocess.check_output(command, cwd=copy, env={**os.environ, **environment}, text=True).strip()
+
+
+@needs_compiler
+@pytest.mark.parametrize("package", PACKAGES)
+def test_without_intrinsics(package):
+    """As on processors other than x86's, and by old compilers. Every file compiles, and warns of nothing undeclared."""
+    files = [file for file in sources(package) if file.suffix == ".c"]
+    folders = [f"-I{ROOT / name / 'native'}" for name in PACKAGES]
+    command = [compiler(), "-std=gnu11", "-fsyntax-only", "-Werror=implicit", "-DNO_INTRINSICS", "-DSOURCES=0", *folders]
+    assert files and not subprocess.run([*command, *files], capture_output=True, text=True).stderr
 
 
 def test_without_a_compiler(copy):
