@@ -138,5 +138,6 @@ def _number(path: str, content: dict[str, Any], field: str, least: float = SMALL
         raise ValueError(f"--device {path}: there is no field {field}")
     value = content[field]
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
-        raise ValueError(f"--device {path}: {field} {shortened(value)} must be a number from {least:g} to {LARGEST:g}")
+        shown = shortened(json.dumps(value) if isinstance(value, str) else value)
+        raise ValueError(f"--device {path}: {field} {shown} must be a number from {least:g} to {LARGEST:g}")
     return float(value)

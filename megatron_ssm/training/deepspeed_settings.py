@@ -9,16 +9,24 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsefusion.foundation.command_line import shortened
 
 from .options import Options, flag
 
 AUTO = "auto"
-Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, and whether it is
+
+
+class Rule(NamedTuple):
+    """What a value must be, whether it is that, and as what DeepSpeed gets it."""
+
+    what: str
+    is_valid: Callable[[Any], bool]
+    passed: Callable[[Any], Any] = lambda value: value
 
 
 def _is_number(value: object) -> bool:
@@ -26,29 +34,40 @@ def _is_number(value: object) -> bool:
 
 
 def _count(least: int) -> Rule:
-    """A number such as 5e8, which JSON reads as a float."""
-    return f"a whole number from {least} to 1e15", lambda x: _is_number(x) and least <= x <= 1e15 and x % 1 == 0
+    """A number such as 5e8, which JSON reads as a float and DeepSpeed gets as an int."""
+    what = f"a whole number from {least} to 1e15"
+    return Rule(what, lambda x: _is_number(x) and least <= x <= 1e15 and x % 1 == 0, int)
 
 
-SWITCH: Rule = "true or false", lambda value: isinstance(value, bool)
-OBJECT: Rule = "an object", lambda value: isinstance(value, dict)
-FACTOR: Rule = "a number from 1e-6 to 1e6", lambda value: _is_number(value) and 1e-6 <= value <= 1e6
-DATA_TYPE: Rule = "fp32, fp16 or bf16", lambda value: str(value).lower() in ("fp32", "fp16", "bf16")
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
+OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+FACTOR = Rule("a number from 1e-6 to 1e6", lambda value: _is_number(value) and 1e-6 <= value <= 1e6)
+DATA_TYPE = Rule("fp32, fp16 or bf16", lambda value: str(value).lower() in ("fp32", "fp16", "bf16"))
 PASSED = {  # keys that DeepSpeed reads as they are
     "steps_per_print": _count(1), "gradient_predivide_factor": FACTOR, "communication_data_type": DATA_TYPE,
     **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc",
                      "prescale_gradients"), SWITCH),
     **dict.fromkeys(("flops_profiler", "comms_logger", "timers", "tensorboard", "wandb", "csv_monitor", "comet"), OBJECT),
 }  # fmt: skip
-SECTIONS = {  # what DeepSpeed does not check itself in such objects
+SECTIONS = {  # what such objects hold that DeepSpeed does not check itself, or refuses without the section's name
     "flops_profiler": {
         "enabled": SWITCH, "detailed": SWITCH,
-        "profile_step": _count(1), "top_modules": _count(1), "module_depth": _count(-1),
-        "recompute_fwd_factor": ("a number from 0 to 1e6", lambda value: _is_number(value) and 0 <= value <= 1e6),
-        "output_file": ("the name of a file", lambda value: isinstance(value, str)),
+        "profile_step": _count(0), "top_modules": _count(1), "module_depth": _count(-1),
+        "recompute_fwd_factor": Rule("a number from 0 to 1e6", lambda value: _is_number(value) and 0 <= value <= 1e6),
+        "output_file": Rule("the name of a file", lambda value: isinstance(value, str)),
+    },
+    "comms_logger": {
+        **dict.fromkeys(("enabled", "verbose", "prof_all", "debug"), SWITCH), "prof_ops": Rule("a list of texts", _are_texts)
     },
     "timers": {"throughput": OBJECT},
+    "timers.throughput": {"enabled": SWITCH, "synchronized": SWITCH},
 }  # fmt: skip
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # the packages that sections need
+ENABLED = ("true", "1", "1.0", "on", "t", "y", "yes")  # what DeepSpeed's pydantic reads as true, in lower case
 SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # by --lr-decay-style
 # Without effect, as `torch_adam` of the optimizer is: the optimizer is always torch's AdamW.
 UNUSED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
@@ -57,11 +76,11 @@ COMPARED = {
     "scheduler", "bf16", "fp16", "torch_autocast", "zero_optimization",
 }  # fmt: skip
 ZERO_PASSED = {
-    "stage": ("0, 1, 2 or 3", lambda value: _is_number(value) and value in range(4)),
+    "stage": Rule("0, 1, 2 or 3", lambda value: _is_number(value) and value in range(4)),
     **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "allgather_partitions", "overlap_comm",
                      "ignore_unused_parameters", "log_trace_cache_warnings"), SWITCH),
     # With it, `_hp_mapping` of a parameter is not where its optimizer state is (DeepSpeed 0.19.8, ZeRO 1 and 2).
-    "round_robin_gradients": ("false, the only value that is supported", lambda value: value is False),
+    "round_robin_gradients": Rule("false, the only value that is supported", lambda value: value is False),
     **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), _count(1)),
     **dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
                      "stage3_max_reuse_distance"), _count(0)),
@@ -77,8 +96,8 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
 
     It has no train_batch_size, because DeepSpeed would count context ranks as replicas, and no clipping, because DeepSpeed
     would count gradients several times of which several tensor-parallel ranks have a copy: the trainer clips.
-    ValueError: DeepSpeed is not installed; the file is missing, or not a JSON object; a value contradicts the options; a key
-    is not supported.
+    ValueError: DeepSpeed, or the package of a monitor, is not installed; the file is missing, or not a JSON object; a value
+    contradicts the options; a key is not supported, or given twice.
     """
     path = options.deepspeed_config
     if importlib.util.find_spec("deepspeed") is None:
@@ -90,26 +109,43 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
         raise ValueError(f"{path}: {error}") from None
 
 
+def within_depth(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """The settings with a `module_depth` of the profiler that is at most the number of levels of these named modules.
+
+    DeepSpeed prints as many levels as it says, and ends with a KeyError if there are fewer.
+    """
+    profiler = settings.get("flops_profiler", {})
+    levels = 1 + max(name.count(".") + 1 if name else 0 for name in modules)
+    depth = min(profiler.get("module_depth", -1), levels)
+    return settings | {"flops_profiler": profiler | {"module_depth": depth}}
+
+
 def _read_json(path: str) -> dict[str, Any]:
+    repeated: list[str] = []
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object without its nulls; `repeated` gets the keys that it has several times."""
+        repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return {key: value for key, value in pairs if value is not None}
+
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_hook=_without_nulls)
+        given = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=read_object)
     except OSError as error:
         raise ValueError(f"cannot read --deepspeed-config {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--deepspeed-config {path} is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict):
         raise ValueError(f"--deepspeed-config {path} is not a JSON object")
+    if repeated:
+        raise ValueError(f"{path}: an object has the key {shortened(repeated[0])} several times")
     return given
-
-
-def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if value is not None}
 
 
 def _checked(given: dict[str, Any], options: Options, data_ranks: int, hidden_size: int) -> dict[str, Any]:
     given = {key: value for key, value in given.items() if not _changes_nothing(key, value)}
     _refuse_unknown(given, PASSED.keys() | UNUSED | COMPARED, "")
     settings = _passed({key: value for key, value in given.items() if key in PASSED}, PASSED, "")
+    _check_monitors(settings)
     for key, value, expected, why in _shared_values(given, options, data_ranks):
         if value != AUTO and not _equal(value, expected):
             raise ValueError(f"{key} {shortened(json.dumps(value))} contradicts {why}")
@@ -224,17 +260,27 @@ def _zero(given: dict[str, Any], hidden_size: int) -> dict[str, Any]:
 
 
 def _passed(given: dict[str, Any], rules: dict[str, Rule], where: str) -> dict[str, Any]:
-    """The values of a section that DeepSpeed reads as they are; ValueError for one that breaks its rule."""
+    """The values of a section as DeepSpeed gets them; ValueError for one that breaks its rule."""
+    passed = {}
     for key, value in given.items():
-        what, is_valid = rules[key]
+        name, rule = where + key, rules[key]
         if value == AUTO:
-            raise ValueError(f'{where}{key} is "auto", but no option says what it is')
-        if not is_valid(value):
-            raise ValueError(f"{where}{key} {shortened(json.dumps(value))} is not {what}")
-        if key in SECTIONS:
-            _refuse_unknown(value, SECTIONS[key], f"{key}.")
-            _passed(value, SECTIONS[key], f"{key}.")
-    return given
+            raise ValueError(f'{name} is "auto", but no option says what it is')
+        if not rule.is_valid(value):
+            raise ValueError(f"{name} {shortened(json.dumps(value))} is not {rule.what}")
+        passed[key] = rule.passed(value)
+        if name in SECTIONS:
+            _refuse_unknown(value, SECTIONS[name], f"{name}.")
+            passed[key] = _passed(value, SECTIONS[name], f"{name}.")
+    return passed
+
+
+def _check_monitors(settings: dict[str, Any]) -> None:
+    """ValueError if a monitor is enabled whose package is not installed."""
+    for section, package in MONITORS.items():
+        enabled = str(settings.get(section, {}).get("enabled")).lower()
+        if enabled in ENABLED and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{section}.enabled needs the package {package}: pip install {package}")
 
 
 def _changes_nothing(key: str, value: Any) -> bool:
@@ -284,7 +330,7 @@ def _section(given: dict[str, Any], name: str, where: str = "") -> dict[str, Any
     """A section of the file; empty if it is missing."""
     section = given.get(name, {})
     if not isinstance(section, dict):
-        raise ValueError(f"{where}{name} {json.dumps(section)} is not an object")
+        raise ValueError(f"{where}{name} {shortened(json.dumps(section))} is not an object")
     return section
 
 
@@ -292,7 +338,7 @@ def _refuse_unknown(given: dict[str, Any], known: Collection[str], where: str) -
     """ValueError if a section has a key that is not supported."""
     for key in given:
         if key not in known:
-            raise ValueError(f"{where}{key} is not supported by examples/pretrain.py")
+            raise ValueError(f"{where}{shortened(key)} is not supported by examples/pretrain.py")
 
 
 def _equal(value: Any, expected: Any) -> bool:

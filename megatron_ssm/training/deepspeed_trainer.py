@@ -36,9 +36,10 @@ from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
-from sparsefusion.foundation.command_line import Failure
+from sparsefusion.foundation.command_line import Failure, shortened
 
 from .data import Tokens
+from .deepspeed_settings import within_depth
 from .options import Options
 from .trainer import (
     SequenceLoss,
@@ -78,13 +79,12 @@ class DeepSpeedTrainer(Trainer):
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
         optimizer = torch_adamw(self.model, self.options)
+        config = within_depth(self._settings, dict(loss.named_modules(remove_duplicate=False)))
         try:
-            self._engine, *_ = self._deepspeed.initialize(
-                model=loss, optimizer=optimizer, config=self._settings, mpu=self._mpu
-            )
+            self._engine, *_ = self._deepspeed.initialize(model=loss, optimizer=optimizer, config=config, mpu=self._mpu)
         except ValidationError as error:  # of a section that `read_settings` passes on as it is
             first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
+            key = shortened(".".join(map(str, first["loc"])))
             raise ValueError(f"{self.options.deepspeed_config}: {key}: {first['msg']}") from None
         self._stage = int(self._engine.zero_optimization_stage())
         for partition in self._partitions():

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ssm.configs.hf_fields import FAMILIES
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
-from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean
+from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
 
 # Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
@@ -168,7 +168,7 @@ class Options:
             raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
         self._check_engine()
         if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"--seed {self.seed} is not a 64-bit integer")
+            raise ValueError(f"--seed {shortened(self.seed)} is not a 64-bit integer")
 
     def _check_engine(self) -> None:
         """ValueError if an option does not work with the engine."""
@@ -344,4 +344,5 @@ def _converted(value: object, kind: type, where: str) -> Any:
             converted = kind(value)
             if converted == value or not isinstance(value, float):
                 return converted
-    raise ValueError(f"{where}: {value!r} is not {_KINDS[kind]}")
+    shown = shortened(value) if isinstance(value, int) else repr(value)
+    raise ValueError(f"{where}: {shown} is not {_KINDS[kind]}")

@@ -192,7 +192,7 @@ def run(name: str, command: Callable[[], object]) -> int:
             return 1
         if is_lack_of_memory(error):
             first = str(error).strip().split("\n")[0]
-            print(f"{name}: rank {this_rank()} has not enough memory: {first}", file=sys.stderr)
+            print(f"{name}: rank {this_rank()} has not enough memory{first and f': {first}'}", file=sys.stderr)
             return 1
         print(f"{name}: rank {this_rank()} failed", file=sys.stderr)
         traceback.print_exc()
@@ -202,4 +202,5 @@ def run(name: str, command: Callable[[], object]) -> int:
 def is_lack_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory is short, of the CPU or of the GPU; torch says the former by a RuntimeError."""
     is_of_cpu = isinstance(error, RuntimeError) and re.search("[Cc]an(no|')t allocate memory", str(error)) is not None
-    return is_of_cpu or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_of_system = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return is_of_cpu or is_of_system or type(error).__name__ == "OutOfMemoryError"

@@ -34,7 +34,7 @@ def test_a_device_from_a_file(tmp_path):
     [
         (RATES | {"tflops": -3}, "tflops -3 must be a number from 1e-06 to 1e+12"),
         (RATES | {"tflops": True}, "tflops True must be a number from 1e-06 to 1e+12"),
-        (RATES | {"memory_gb": "80"}, "memory_gb 80 must be a number from 1e-06 to 1e+12"),
+        (RATES | {"memory_gb": "80"}, 'memory_gb "80" must be a number from 1e-06 to 1e+12'),
         (RATES | {"memory_gb": math.inf}, "memory_gb inf must be a number from 1e-06 to 1e+12"),
         (RATES | {"mamba1_layer_us": -1}, "mamba1_layer_us -1 must be a number from 0 to 1e+12"),
         (RATES | {"bandwith_gb_s": 1}, "unknown field 'bandwith_gb_s' (did you mean bandwidth_gb_s?)"),

@@ -1,6 +1,8 @@
 """Errors of commands in one line, and the numbers of their options. Oracle: the expected lines and exit codes."""
 
+import errno
 import math
+import os
 
 import pytest
 import torch
@@ -13,6 +15,22 @@ def test_a_lack_of_memory_is_one_line(allocate, capsys):
     assert run("train", allocate) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train: rank 0 has not enough memory")
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (MemoryError(), ""),
+        (MemoryError("Unable to allocate 8 EiB\nfor an array"), ": Unable to allocate 8 EiB"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), ": [Errno 12] Cannot allocate memory"),
+    ],
+)
+def test_the_line_of_a_lack_of_memory(error, text, capsys):
+    def fail():
+        raise error
+
+    assert run("train", fail) == 1
+    assert capsys.readouterr().err == f"train: rank 0 has not enough memory{text}\n"
 
 
 def test_exit_codes(capsys):

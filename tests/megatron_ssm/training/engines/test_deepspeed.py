@@ -68,6 +68,25 @@ def test_what_deepspeed_itself_refuses(ranks, tmp_path, world):
     ranks(train, world)
 
 
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 3)])
+def test_a_profile_deeper_than_the_model(ranks, tmp_path, world, stage):
+    """Every level is printed, and counts may be floats."""
+    out = tmp_path / "profile.txt"
+    counts = {"profile_step": 0.0, "module_depth": 100.0, "top_modules": 3.0}
+    profiler = {"flops_profiler": {"enabled": True, "output_file": str(out), **counts}}
+    run = run_of(stage, folder=tmp_path, global_batch_size=world, config=profiler)
+
+    def levels(rank):
+        trainer = tiny.trainer_on(1, run)
+        names = [name for name, _ in trainer.loss.module.named_modules()]
+        tiny.curve(trainer, 2)
+        return 2 + max(name.count(".") for name in names)
+
+    found = ranks(levels, world)
+    printed = [line for line in out.read_text().splitlines() if line.startswith("depth ")]
+    assert found == [len(printed)] * world and printed == [f"depth {level}:" for level in range(found[0])]
+
+
 # Curves
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import tiny
-from megatron_ssm.training.deepspeed_settings import read_settings
+from megatron_ssm.training.deepspeed_settings import read_settings, within_depth
 from megatron_ssm.training.options import Options, parse_options
 
 RUN = dict(
@@ -216,11 +216,23 @@ def schedule(**changed):
         ({"wandb": True}, {}, "wandb true is not an object"),
         ({"flops_profiler": {"enabled": "x"}}, {}, 'flops_profiler.enabled "x" is not true or false'),
         ({"flops_profiler": {"profile_step": "a"}}, {},
-         'flops_profiler.profile_step "a" is not a whole number from 1 to 1e15'),
+         'flops_profiler.profile_step "a" is not a whole number from 0 to 1e15'),
+        ({"flops_profiler": {"profile_step": -1}}, {},
+         "flops_profiler.profile_step -1 is not a whole number from 0 to 1e15"),
         ({"flops_profiler": {"module_depth": -2}}, {},
          "flops_profiler.module_depth -2 is not a whole number from -1 to 1e15"),
         ({"flops_profiler": {"foo": 1}}, {}, "flops_profiler.foo is not supported by examples/pretrain.py"),
         ({"timers": {"throughput": 7}}, {}, "timers.throughput 7 is not an object"),
+        *[({"timers": {"throughput": {key: "yes"}}}, {}, f'timers.throughput.{key} "yes" is not true or false')
+          for key in ("enabled", "synchronized")],
+        ({"timers": {"throughput": {"foo": 1}}}, {}, "timers.throughput.foo is not supported by examples/pretrain.py"),
+        *[({"comms_logger": {key: 1}}, {}, f"comms_logger.{key} 1 is not true or false")
+          for key in ("enabled", "verbose", "prof_all", "debug")],
+        ({"comms_logger": {"prof_ops": [1, 2]}}, {}, "comms_logger.prof_ops [1, 2] is not a list of texts"),
+        ({"comms_logger": {"prof_ops": "all_reduce"}}, {}, 'comms_logger.prof_ops "all_reduce" is not a list of texts'),
+        ({"comms_logger": {"foo": 1}}, {}, "comms_logger.foo is not supported by examples/pretrain.py"),
+        ({"k" * 100: 1}, {}, f"{'k' * 60}... is not supported by examples/pretrain.py"),
+        ({"optimizer": "x" * 100}, {}, f'optimizer "{"x" * 59}... is not an object'),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}}, {},
          "zero_optimization.reduce_bucket_size -5 is not a whole number from 1 to 1e15"),
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "big"}}, {},
@@ -261,6 +273,71 @@ def test_a_missing_file():
         read_settings(run, 3, 16)
 
 
+@pytest.mark.parametrize(
+    "text, key",
+    [
+        ('{"steps_per_print": 5, "steps_per_print": 7}', "steps_per_print"),
+        ('{"zero_optimization": {"stage": null, "stage": 1}, "bf16": {}}', "stage"),
+        ('{"timers": {"throughput": {"enabled": true, "enabled": true}}}', "enabled"),
+        ('{"comms_logger": {"prof_ops": [{"a": 1, "a": 1}]}}', "a"),
+    ],
+)
+def test_a_repeated_key(tmp_path, text, key):
+    """Refused at any depth, as by DeepSpeed, and also if one of its values is null."""
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'ds.json'}: an object has the key {key} several times$"):
+        settings(tmp_path, text)
+
+
+COUNTS = {"profile_step": 0.0, "top_modules": 3.0, "module_depth": 1.0}
+
+
+def test_counts_that_are_floats(tmp_path):
+    """DeepSpeed's profiler slices lists by them."""
+    found = settings(tmp_path, {"flops_profiler": {"recompute_fwd_factor": 0.5, **COUNTS}, "steps_per_print": 1e3})
+    assert json.dumps(found["flops_profiler"]) == json.dumps(
+        {"recompute_fwd_factor": 0.5, "profile_step": 0, "top_modules": 3, "module_depth": 1}
+    )
+    assert json.dumps(found["steps_per_print"]) == "1000"
+
+
+@pytest.mark.parametrize("given, passed", [(-1, -1), (0, 0), (3, 3), (4, 3), (10**15, 3)])
+def test_a_profile_is_at_most_as_deep_as_the_model(given, passed):
+    """By hand: this model has three levels, of which the first is the model itself."""
+    profiler = {"enabled": True, "module_depth": given}
+    found = within_depth({"steps_per_print": 5, "flops_profiler": profiler}, ["", "model", "model.norm", "head"])
+    assert found == {"steps_per_print": 5, "flops_profiler": {"enabled": True, "module_depth": passed}}
+
+
+REPORTS = {
+    "timers": {"throughput": {"enabled": True, "synchronized": False}},
+    "comms_logger": {"enabled": False, "verbose": False, "prof_all": False, "debug": False, "prof_ops": ["all_reduce"]},
+}
+
+
+def test_sections_of_reports(tmp_path):
+    """Our rules know every key of DeepSpeed's."""
+    assert REPORTS.items() <= settings(tmp_path, REPORTS).items()
+    comm = pytest.importorskip("deepspeed.comm.config")
+    timers = pytest.importorskip("deepspeed.utils.config")
+    assert comm.CommsLoggerConfig.model_fields.keys() == REPORTS["comms_logger"].keys()
+    assert timers.DeepSpeedThroughputTimerConfig.model_fields.keys() == REPORTS["timers"]["throughput"].keys()
+
+
+@pytest.mark.parametrize(
+    "section, package", [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)
+def test_a_monitor_whose_package_is_missing(tmp_path, monkeypatch, section, package):
+    """An error only if the monitor is enabled."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else name)
+    line = f"{tmp_path / 'ds.json'}: {section}.enabled needs the package {package}: pip install {package}"
+    for enabled in (True, 1, "Yes"):
+        with pytest.raises(ValueError) as error:
+            settings(tmp_path, {section: {"enabled": enabled}})
+        assert str(error.value) == line
+    for given in ({}, {"enabled": False}, {"enabled": "off"}, {"enabled": None}):
+        settings(tmp_path, {section: given, "csv_monitor": {"enabled": True}})
+
+
 def test_a_missing_package(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--engine deepspeed needs the package deepspeed: pip install '.*'$"):
@@ -281,6 +358,22 @@ def test_a_missing_package(tmp_path, monkeypatch):
 def test_options_that_do_not_fit_the_engine(changes, line):
     with pytest.raises(ValueError, match=f"^{line}$"):
         replace(Options(), **changes)
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("lr: 0x1{zeros}", "F.yaml: lr: 0x1{shown}... is not a number"),
+        ("adam_beta1: 0x1{zeros}", "F.yaml: adam_beta1: 0x1{shown}... is not a number"),
+        ("seed: 0x1{zeros}\ndata: x\nout: y", "--seed 0x1{shown}... is not a 64-bit integer"),
+    ],
+)
+def test_yaml_numbers_of_which_python_writes_no_digits(tmp_path, monkeypatch, capsys, text, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "F.yaml").write_text(text.format(zeros="0" * 5000))
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--config", "F.yaml"])
+    assert capsys.readouterr().err == f"pretrain.py: {line.format(shown='0' * 57)}\n"
 
 
 def test_an_engine_that_does_not_exist(capsys):
