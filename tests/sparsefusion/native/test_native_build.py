@@ -47,7 +47,15 @@ def test_without_intrinsics(package):
     """As on processors other than x86's, and by old compilers. Every file compiles, and warns of nothing undeclared."""
     files = [file for file in sources(package) if file.suffix == ".c"]
     folders = [f"-I{ROOT / name / 'native'}" for name in PACKAGES]
-    command = [compiler(), "-std=gnu11", "-fsyntax-only", "-Werror=implicit", "-DNO_INTRINSICS", "-DSOURCES=0", *folders]
+    command = [
+        compiler(),
+        "-std=gnu11",
+        "-fsyntax-only",
+        "-Werror=implicit",
+        "-DNO_INTRINSICS",
+        "-DSOURCES=0",
+        *folders,
+    ]
     assert files and not subprocess.run([*command, *files], capture_output=True, text=True).stderr
 
 
