@@ -85,8 +85,9 @@ def known_as(nest: LoopNest) -> str:
     """The name of a known schedule, also of one that divides a part over several mesh axes; empty if it has none.
 
     Only what `place`, and then `in_chunks`, make has a name (`is_placed`): with blocks of other sizes, or in another order
-    of the ranks, a plan may send much more. All operands are kept as in the library's program, except lse, which a schedule
-    may leave where it is computed, and those that a backward pass takes from where the forward pass left them.
+    of the ranks, a plan may send much more, and so it may with operands that are kept elsewhere than in the library's
+    program. Where ranks divide heads, lse may be along heads instead, where it is computed, and for a backward pass all of
+    SAVED, where the forward pass has left them.
     """
     program, placements = nest.program, placements_of(nest)
     if not _is_at_home(nest, placements):
@@ -102,11 +103,11 @@ def known_as(nest: LoopNest) -> str:
 
 
 def _is_at_home(nest: LoopNest, placements: dict[str, Placement]) -> bool:
-    """Whether no operand but lse is moved from the program's homes, or only as `backward_plan` does for divided heads."""
-    moved = {(name, m): axis for name, m, axis in nest.homes if name != "lse" and m in placements}
-    heads = [m for m, each in placements.items() if each.axis == "heads"]
-    left = {(name, m): "heads" for name in SAVED if name != "lse" for m in heads}
-    return not moved or (nest.program.tile == "attention_backward" and moved == left)
+    """Whether no operand is moved from the program's homes, or only as `leaving_lse` and `backward_plan` do."""
+    moved = {each for each in nest.homes if each[1] in placements}
+    left = {(name, m, "heads") for name in SAVED for m, each in placements.items() if each.axis == "heads"}
+    lse = {each for each in left if each[0] == "lse"}
+    return moved in (set(), lse) or (nest.program.tile == "attention_backward" and moved == left)
 
 
 def _is_product(program: Program) -> bool:
@@ -116,13 +117,12 @@ def _is_product(program: Program) -> bool:
 
 
 def _is_attention(program: Program) -> bool:
-    """Whether a program is attention whose operands, except lse, are kept as in the library's programs.
+    """Whether a program is attention whose operands are kept as in the library's programs.
 
-    Keys and values are kept along the sequence. So are queries and outputs, or every rank has all of them, as in decoding.
+    Keys and values are kept along the sequence. So are all others, or every rank has all of them, as in decoding.
     """
-    operands = [each for each in program.operands if each.name != "lse"]
-    of_keys = {each.home for each in operands if "kv" in each.axes}
-    others = {each.home for each in operands if "kv" not in each.axes}
+    of_keys = {each.home for each in program.operands if "kv" in each.axes}
+    others = {each.home for each in program.operands if "kv" not in each.axes}
     return program.tile in ATTENTION_TILES and of_keys == {"kv"} and others in ({"q"}, {None})
 
 

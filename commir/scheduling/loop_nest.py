@@ -201,9 +201,9 @@ class LoopNest:
     def chunk(self, digit: str) -> Self:
         """Take all steps for one block of a digit after the other, so that a rank holds less at a time.
 
-        An input that the digit does not index is brought again for every block. Illegal: the digit is parallelized, shifted
-        or the innermost of its axis, an output is not indexed by its axis, or another digit is chunked already; lowering
-        refuses a digit that an operand's home divides, and a program with a scan.
+        An input that the digit does not index is brought again for every block. Illegal: the digit is parallelized, shifted,
+        of size 1 or the innermost of its axis, an output is not indexed by its axis, or another digit is chunked already;
+        lowering refuses a digit that an operand's home divides, and a program with a scan.
         """
         found, rule = self.digit(digit), f"chunk({digit})"
         self._refuse_bound(digit, "chunk another digit")
@@ -211,6 +211,8 @@ class LoopNest:
             raise Illegal(f"{rule}: {self.chunked} is chunked already, and a schedule has chunks of one digit")
         if found == self.digits_of(found.axis)[-1]:
             raise Illegal(f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit")
+        if found.size == 1:
+            raise Illegal(f"{rule}: {digit} has size 1, which is no division into chunks; tile it by 2 or more")
         if other := next((each.name for each in self.program.outputs if found.axis not in each.axes), None):
             raise Illegal(f"{rule}: {other} is not indexed by {found.axis}, so chunks would have to be combined")
         return replace(self, chunked=digit, order=tuple(name for name in self.order if name != digit))

@@ -267,8 +267,12 @@ def _reason(found: list[Plan], number: int) -> str:
 
 
 def longer(seconds: float, best: float) -> str:
-    """How much longer a time is than the best one, which may be nothing at all."""
+    """How much longer a time is than the best one, which may be nothing at all. From twice on, how many times as long."""
     if rounded(seconds) == rounded(best):
         return "as long as"
-    more = seconds - best
-    return f"{100 * more / best:.3g} % longer than" if best else f"{more:.3g} s longer than"
+    if not best:
+        return f"{seconds:.3g} s longer than"
+    times = seconds / best
+    if times < 2:
+        return f"{100 * (times - 1):.3g} % longer than"
+    return f"{times:.3g} times as long as" if times < 1000 else f"{times:,.0f} times as long as"

@@ -2,8 +2,11 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
+import commir
 from ranks import run_agent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +40,17 @@ def test_the_layer_of_the_guide_runs(tmp_path):
     first, *others = printed(operator.removesuffix(END) + layer + END, tmp_path)
     assert others == [f"{rank} True\nlayer on {rank}: True\n" for rank in (1, 2, 3)]
     assert first.endswith("layer on 0: True\n") and re.search(r"\nup: \w+ on \w+; \w+ on \w+; .*\ndown: ", first)
+
+
+def test_the_names_in_its_text_exist():
+    """A user who has imported `commir` has its public names, and no sub-packages; others are imported as the text says."""
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
+    used = {name for span in spans for name in re.findall(r"(?<!from )\bcommir\.(\w+)", span)}
+    assert {"search", "known", "GraphRunner"} <= used <= set(commir.__all__)
+    imports = [span for span in spans if span.startswith("from ")]
+    assert len(imports) == 3
+    for each in imports:
+        subprocess.run([sys.executable, "-c", each], check=True)
 
 
 def test_the_programs_of_the_guide_are_short():

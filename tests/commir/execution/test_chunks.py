@@ -130,6 +130,10 @@ def test_what_cannot_have_chunks():
     ring = place(schedule, x=RING_KV)
     with pytest.raises(Illegal, match=r"chunk\(heads\): heads is the innermost digit of heads; tile it"):
         ring.chunk("heads")
+    with pytest.raises(
+        Illegal, match=r"chunk\(heads\.o\): heads\.o has size 1, which is no division into chunks; tile"
+    ):
+        ring.tile("heads", 1).chunk("heads.o")
     with pytest.raises(Illegal, match=r"chunk\(kv\.o\): out is not indexed by kv, so chunks would have to be combined"):
         schedule.tile("kv", 2).chunk("kv.o")
     with pytest.raises(Illegal, match="attention has no loop 'dim' that could have chunks"):

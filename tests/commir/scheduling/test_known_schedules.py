@@ -1,10 +1,24 @@
 """Which schedules have the name of a known one. Oracle: the schedules that the library makes by name, and their bytes."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from commir import Mesh, Placement, Schedule, best_grid, known, known_schedules, place, programs
+from commir import (
+    In,
+    Mesh,
+    Out,
+    Placement,
+    Schedule,
+    best_grid,
+    grid,
+    known,
+    known_schedules,
+    operator,
+    place,
+    programs,
+)
 from commir.execution.gradient import backward_plan
 from commir.scheduling.known_schedules import ATTENTION, known_as
 from commir.scheduling.loop_nest import Illegal
@@ -50,7 +64,7 @@ def refusal(program, parts):
 
 @pytest.mark.parametrize("which, name", ALL_KNOWN)
 def test_what_the_library_makes_by_name_has_the_name(which, name):
-    """Also in chunks, with another kernel, and wherever lse is kept."""
+    """Also in chunks, and with another kernel."""
     program, parts = PROGRAMS[which], known_schedules(PROGRAMS[which])[name]
     for mesh in MESHES[len(parts)]:
         if refused := refusal(program, parts):
@@ -61,12 +75,44 @@ def test_what_the_library_makes_by_name_has_the_name(which, name):
         assert known_as(schedule) == name
         if program.kernels[1:]:
             assert known_as(schedule.patch("reference")) == name
-        if "lse" in [each.name for each in program.operands]:
-            first = mesh.names[0]
-            assert known_as(schedule.shard("lse", "heads", first)) == known_as(schedule.replicate("lse", first)) == name
         for axis in [each.name for each in program.axes if all(each.name in out.axes for out in program.outputs)]:
             if schedule.digits_of(axis) and schedule.digits_of(axis)[-1].size % 2 == 0:
                 assert known_as(in_chunks(schedule, axis, 2)) == f"{name}, in chunks"
+
+
+@pytest.mark.parametrize("which, name", [each for each in ALL_KNOWN if "product" not in each[0]])
+def test_where_lse_may_be_kept(which, name):
+    """As in the library's program, or where it is computed: along heads on the mesh axes that divide heads."""
+    program, parts = PROGRAMS[which], known_schedules(PROGRAMS[which])[name]
+    own = program.operand("lse").home
+    for mesh in MESHES[len(parts)]:
+        if refusal(program, parts):
+            continue
+        schedule = known(Schedule(program, mesh), name)
+        at_home = (own,) * len(parts)
+        computed = tuple("heads" if part.axis == "heads" else own for part in parts)
+        for homes in itertools.product((None, "batch", "heads", "q"), repeat=len(parts)):
+            kept = schedule
+            for m, axis in zip(mesh.names, homes, strict=True):
+                kept = kept.shard("lse", axis, m) if axis else kept.replicate("lse", m)
+            assert known_as(kept) == (name if homes in (at_home, computed) else ""), homes
+
+
+def test_a_ring_with_lse_elsewhere_sends_more():
+    ring = known(Schedule(programs.attention(32, 32, 1, 256, 8, dtype="bfloat16"), Mesh(gpu=8)), "ring")
+    kept = ring, ring.shard("lse", "batch", "gpu"), ring.replicate("lse", "gpu")
+    plans = [each.lower() for each in kept]
+    assert [plan.bytes_per_rank for plan in plans] == [229376, 344064, 1146880]
+    assert ["(ring)" in plan.explain() for plan in plans] == [True, False, False]
+
+
+def test_homes_on_a_mesh_axis_of_one_rank_are_no_others():
+    schedule = place(Schedule(FORWARD, Mesh(gpu=4, one=1)), gpu="heads", one="q")
+    assert known_as(schedule) == "Ulysses"
+    for operand in ("q", "k", "out", "lse"):
+        moved = schedule.replicate(operand, "one")
+        assert known_as(moved) == "Ulysses" and moved.lower().bytes_per_rank == schedule.lower().bytes_per_rank
+        assert known_as(schedule.replicate(operand, "gpu")) == ""
 
 
 def test_parts_may_be_divided_over_several_axes():
@@ -110,6 +156,7 @@ def test_a_backward_plan_has_the_name_of_its_forward_plan(name):
         for operand in ("q", "k", "v", "out"):
             forward = forward.shard(operand, "heads", mesh.names[-1])
         assert known_as(forward) == ""
+        assert known_as(forward.shard("lse", "heads", mesh.names[-1])) == ""
 
 
 def with_other_digits():
@@ -169,10 +216,29 @@ def test_more_loops_or_an_axis_without_a_loop_have_no_name():
 
 
 def test_programs_whose_homes_are_others():
-    """Their own lse may be anywhere, but queries and outputs are all along the sequence, or all whole."""
+    """Keys and values are along the sequence; queries, outputs and lse are all along the sequence, or all whole."""
     decoding = PROGRAMS["decoding of several queries"]
     out, lse = decoding.outputs
     scattered = replace(decoding, outputs=(replace(out, home="q"), lse))
     assert known_schedules(scattered) == {} and known_as(place(Schedule(scattered, Mesh(a=4)), a="q")) == ""
     moved = replace(decoding, outputs=(out, replace(lse, home="heads")))
-    assert known_as(known(Schedule(moved, Mesh(a=4)), "tree")) == "tree"
+    assert known_schedules(moved) == {} and known_as(place(Schedule(moved, Mesh(a=4)), a="kv")) == ""
+    q, *keys = FORWARD.inputs
+    whole = replace(FORWARD, inputs=(q, *(replace(each, home=None) for each in keys)))
+    assert known_schedules(whole) == {} and known_as(place(Schedule(whole, Mesh(a=4)), a="q")) == ""
+
+
+def test_an_operator_with_the_loops_of_attention_has_no_known_schedules():
+    @operator
+    def nearest(q=64, kv=64):
+        x = In[q]
+        y = In[kv]
+        best = Out[q]
+        for q, kv in grid("sr"):
+            best[q] = max(best[q], x[q] * y[kv])
+
+    program = nearest()
+    assert [each.home for each in program.operands] == ["q", "kv", "q"]
+    ring = place(Schedule(program, Mesh(a=4)), a=Placement("q", True))
+    assert known_schedules(program) == {} and known_as(ring) == ""
+    assert first_line(ring.lower()) == str(ring)

@@ -8,7 +8,7 @@ import pytest
 from commir import Mesh, Placement, Plan, Schedule, place, programs, search
 from commir.scheduling.known_schedules import known_as
 from commir.scheduling.placements import in_chunks
-from commir.searching.search import TIES, _order, all_plans
+from commir.searching.search import TIES, _order, all_plans, longer
 
 MESHES = [Mesh(gpu=4), Mesh(gpu=8), Mesh(node=2, gpu=2, speeds={"node": (1e-4, 1e8), "gpu": (1e-6, 1e11)})]
 PROGRAMS = [
@@ -36,15 +36,32 @@ def test_the_reason_names_what_decided(mesh, program):
     assert search(program, mesh, top=1)[0].reason == best.reason
     assert str(other.schedule) in best.reason
     if other.seconds > best.seconds * (1 + 1e-8):
-        longer = 100 * (other.seconds / best.seconds - 1)
-        assert best.reason.startswith(f"fastest by prediction; the next takes {longer:.3g} % longer than this: ")
-        assert other.reason == f"number 2 of the search; by prediction it takes {longer:.3g} % longer than the best"
+        times = other.seconds / best.seconds
+        longer = f"{times:.3g} times as long as" if times >= 2 else f"{100 * (times - 1):.3g} % longer than"
+        assert best.reason.startswith(f"fastest by prediction; the next takes {longer} this: ")
+        assert other.reason == f"number 2 of the search; by prediction it takes {longer} the best"
         return
     why = best.reason.removeprefix("as fast by prediction as the next, but ").partition("; ")[0]
     assert best.reason.endswith(f"; the next is {other.schedule}")
     assert LESS[why](best) < LESS[why](other)
     for earlier in list(LESS)[: list(LESS).index(why)]:
         assert LESS[earlier](best) == LESS[earlier](other)
+
+
+@pytest.mark.parametrize(
+    "seconds, best, words",
+    [
+        (3.0, 3.0, "as long as"),
+        (0.5, 0.0, "0.5 s longer than"),
+        (1.256, 1.0, "25.6 % longer than"),
+        (3.98, 2.0, "99 % longer than"),
+        (4.0, 2.0, "2 times as long as"),
+        (32.04, 1.0, "32 times as long as"),
+        (12345.6, 1.0, "12,346 times as long as"),
+    ],
+)
+def test_from_twice_on_a_reason_says_how_many_times_as_long(seconds, best, words):
+    assert longer(seconds, best) == words
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
