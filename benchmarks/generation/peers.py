@@ -28,7 +28,7 @@ import megatron_ssm
 from benchmarks.support.pair import launch, meet
 from benchmarks.support.shapes import SHAPES, processor, random_model
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
-from megatron_ssm.native.products import has_tile_products
+from megatron_ssm.native.products import has_integer_products, has_tile_products
 from megatron_ssm.ops.huge_pages import HugePages
 
 NEW, PROMPTS, REPETITIONS = 16, {256: 10, 1024: 2}, 10  # decoded tokens; {length of a prompt: repetitions}
@@ -191,6 +191,8 @@ def main() -> None:
     print(f"llama-cpp-python {version('llama-cpp-python')}")
     if has_tile_products():
         print_or_publish("peers", markdown(header, rows))
+    elif has_integer_products():
+        print_or_publish("peers-with-vnni", markdown(header, rows))
     else:
         print_or_publish("peers-without-amx", markdown(header, rows))
 
