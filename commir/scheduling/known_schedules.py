@@ -86,8 +86,8 @@ def known_as(nest: LoopNest) -> str:
 
     Only what `place`, and then `in_chunks`, make has a name (`is_placed`): with blocks of other sizes, or in another order
     of the ranks, a plan may send much more, and so it may with operands that are kept elsewhere than in the library's
-    program. Where ranks divide heads, lse may be along heads instead, where it is computed, and for a backward pass all of
-    SAVED, where the forward pass has left them.
+    program. On all mesh axes whose ranks divide heads, lse may be along heads instead, where it is computed, and for a
+    backward pass all of SAVED, where the forward pass has left them.
     """
     program, placements = nest.program, placements_of(nest)
     if not _is_at_home(nest, placements):

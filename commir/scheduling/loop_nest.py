@@ -212,7 +212,7 @@ class LoopNest:
         if found == self.digits_of(found.axis)[-1]:
             raise Illegal(f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit")
         if found.size == 1:
-            raise Illegal(f"{rule}: {digit} has size 1, which is no division into chunks; tile it by 2 or more")
+            raise Illegal(f"{rule}: {digit} has size 1, which makes no chunks; tile {found.axis} by 2 or more")
         if other := next((each.name for each in self.program.outputs if found.axis not in each.axes), None):
             raise Illegal(f"{rule}: {other} is not indexed by {found.axis}, so chunks would have to be combined")
         return replace(self, chunked=digit, order=tuple(name for name in self.order if name != digit))

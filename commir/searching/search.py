@@ -275,4 +275,4 @@ def longer(seconds: float, best: float) -> str:
     times = seconds / best
     if times < 2:
         return f"{100 * (times - 1):.3g} % longer than"
-    return f"{times:.3g} times as long as" if times < 1000 else f"{times:,.0f} times as long as"
+    return f"{times:.3g} times as long as" if times < 100 else f"{times:,.0f} times as long as"

@@ -131,7 +131,8 @@ def test_what_cannot_have_chunks():
     with pytest.raises(Illegal, match=r"chunk\(heads\): heads is the innermost digit of heads; tile it"):
         ring.chunk("heads")
     with pytest.raises(
-        Illegal, match=r"chunk\(heads\.o\): heads\.o has size 1, which is no division into chunks; tile"
+        Illegal,
+        match=r"chunk\(heads\.o\): heads\.o has size 1, which makes no chunks; tile heads by 2 or more",
     ):
         ring.tile("heads", 1).chunk("heads.o")
     with pytest.raises(Illegal, match=r"chunk\(kv\.o\): out is not indexed by kv, so chunks would have to be combined"):

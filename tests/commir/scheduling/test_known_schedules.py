@@ -20,6 +20,7 @@ from commir import (
     programs,
 )
 from commir.execution.gradient import backward_plan
+from commir.programs.attention_programs import SAVED
 from commir.scheduling.known_schedules import ATTENTION, known_as
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import in_chunks
@@ -96,6 +97,23 @@ def test_where_lse_may_be_kept(which, name):
             for m, axis in zip(mesh.names, homes, strict=True):
                 kept = kept.shard("lse", axis, m) if axis else kept.replicate("lse", m)
             assert known_as(kept) == (name if homes in (at_home, computed) else ""), homes
+
+
+def test_homes_along_heads_on_some_of_the_axes_that_divide_them():
+    """lse along heads on one of two such axes, or in a backward pass only some of the operands: then there is no name."""
+    forward = place(Schedule(FORWARD, Mesh(a=2, b=2)), a="heads", b="heads")
+    moved = {axes: forward for axes in ("", "a", "b", "ab")}
+    for axes in moved:
+        for m in axes:
+            moved[axes] = moved[axes].shard("lse", "heads", m)
+    assert [known_as(each) for each in moved.values()] == ["Ulysses", "", "", "Ulysses"]
+    backward = place(Schedule(PROGRAMS["backward"], Mesh(a=4)), a="heads")
+    for operands, name in ((SAVED, "Ulysses"), (["lse"], "Ulysses"), *(([each], "") for each in SAVED if each != "lse"),
+                           ([each for each in SAVED if each != "lse"], "")):  # fmt: skip
+        kept = backward
+        for each in operands:
+            kept = kept.shard(each, "heads", "a")
+        assert known_as(kept) == name, operands
 
 
 def test_a_ring_with_lse_elsewhere_sends_more():

@@ -57,6 +57,7 @@ def test_the_reason_names_what_decided(mesh, program):
         (3.98, 2.0, "99 % longer than"),
         (4.0, 2.0, "2 times as long as"),
         (32.04, 1.0, "32 times as long as"),
+        (999.6, 1.0, "1,000 times as long as"),
         (12345.6, 1.0, "12,346 times as long as"),
     ],
 )
