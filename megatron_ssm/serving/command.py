@@ -49,7 +49,8 @@ def serve(arguments: Namespace) -> None:
     """Load the model, and serve it until a signal ends the server; the ranks beside rank 0 step their engines with it.
 
     ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. ValueError, too, if
-    there is no memory for the caches of the slots on any rank. RuntimeError: a rank was lost.
+    there is no memory for the caches of the slots on any rank, and on rank 0 if another server has taken the address while
+    the model was loaded. RuntimeError: a rank was lost.
     """
     ranks = launched_ranks()
     if arguments.tp not in (None, ranks):

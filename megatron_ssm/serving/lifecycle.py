@@ -105,8 +105,8 @@ def run_server(
     """Serve until a signal comes, or the engine fails. announce: is called when connections are accepted.
 
     watch: over the ranks; if one is lost, all requests end with an error before the process does. Returns after SIGTERM.
-    KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was lost. The other
-    ranks are told to end their loops.
+    KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was lost; ValueError if
+    another server listens at the address. The other ranks are told to end their loops.
     """
 
     async def run() -> tuple[Driver, Server]:

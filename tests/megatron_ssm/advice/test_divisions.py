@@ -479,9 +479,8 @@ def test_ranks_of_one_machine_sum_in_memory(ranks, world):
     first, *others = ranks(sums_on, world, True)
     formats, is_fabric, (small, large), has_wait = first
     assert formats == ("fp32",) and not is_fabric and has_wait
-    assert (
-        0 < small <= large
-    )  # equal where a busy machine took as long for the smaller sum: the fitted line is then flat
+    # They are equal where a busy machine took as long for the smaller sum: the fitted line is then flat.
+    assert 0 < small <= large
     assert all(other == first for other in others)
     assert all(found[1] for found in ranks(sums_on, world, False))
 

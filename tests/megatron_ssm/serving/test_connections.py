@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from programs import Fork
 
+from megatron_ssm.serving.command import bind
 from megatron_ssm.serving.connections import OTHER_FILES, Connections, allow_files
 from megatron_ssm.serving.lifecycle import Server
 from servers import IGNORE_EOS, LIMIT_S, server, with_template
@@ -151,6 +152,33 @@ def test_a_reply_that_is_not_read(size, head):
         return connections.late
 
     assert asyncio.run(asyncio.wait_for(visit(), LIMIT_S)) == 0
+
+
+def test_the_port_of_a_server_that_has_ended_can_be_taken():
+    """While a connection of a client lingers there, which the server has closed first."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def visit(listener, client):
+        server = Server(app, None, Connections(9, LIMIT_S), LIMIT_S, lambda: None)
+        serving, loop = asyncio.create_task(server.serve([listener])), asyncio.get_running_loop()
+        while not server.started:
+            await asyncio.sleep(0)
+        client.setblocking(False)
+        await loop.sock_connect(client, listener.getsockname())
+        await loop.sock_sendall(client, GET + b"\r\n")
+        assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200 ")
+        server.should_exit = True
+        await serving
+
+    with socket.socket() as client:
+        with bind("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            asyncio.run(asyncio.wait_for(visit(listener, client), LIMIT_S))
+        with bind("127.0.0.1", port) as again:
+            again.listen()
 
 
 @pytest.mark.parametrize("target, host", ((b"[x", b"localhost"), (b"/x", b"["), (b"[x", b"[")))
