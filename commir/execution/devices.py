@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from commir.lowering.text import one_line
+
 
 def comparison_device(group: ProcessGroup | None) -> torch.device:
     """Where the ranks of a group compare arguments: on the CPU if they can exchange its tensors, otherwise on their GPUs.
@@ -19,15 +21,21 @@ def comparison_device(group: ProcessGroup | None) -> torch.device:
 
 
 def device_type(device: torch.device | str) -> str:
-    """The type of a device. ValueError: torch has no such device, as tensors are on."""
+    """The type of a device. ValueError: torch knows no such device, or cannot make a tensor on it on this machine."""
     try:
-        return torch.device(device).type
+        found = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device={device!r:.60}: it must be a device of torch, such as 'cpu'") from None
+    try:
+        torch.empty(0, device=found)
+    except Exception as error:  # of a kind that depends on the device
+        reason = f"{one_line(error):.90}"
+        raise ValueError(f"device='{found}': torch cannot use it on this machine ({reason})") from None
+    return found.type
 
 
 def check_devices(inputs: Mapping[str, torch.Tensor], group: ProcessGroup | None) -> None:
-    """ValueError: inputs are on different devices, or on one whose tensors the ranks of the group cannot exchange."""
+    """ValueError: inputs are on meta, on different devices, or on one whose tensors ranks of the group cannot exchange."""
     for name, x in inputs.items():
         first, device = next((name, x.device) for name, x in inputs.items())
         if x.device != device:
@@ -35,6 +43,8 @@ def check_devices(inputs: Mapping[str, torch.Tensor], group: ProcessGroup | None
         if group is not None and device.type not in _device_types(group):
             backend = dist.get_backend(group)
             raise ValueError(f"{name} is on {device}, and ranks cannot exchange its tensors by {backend}")
+        if device.type == "meta":
+            raise ValueError(f"{name} is on meta, whose tensors have no data to compute with")
 
 
 def _device_types(group: ProcessGroup) -> list[str]:

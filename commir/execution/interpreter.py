@@ -11,6 +11,7 @@ from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
 from commir.lowering.text import one_line
 
+from .devices import check_devices
 from .rank_steps import take_steps
 from .state import Count, Kernels, Messages, RankState, without_autocast
 
@@ -36,12 +37,15 @@ def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | No
     """The outputs of a plan for whole inputs: {output: whole tensor}. All ranks are simulated, in one process and dtype.
 
     Outputs have no gradient. inputs: {input: whole tensor}. counts: an empty list, which receives what each rank has sent
-    and held. ValueError: as in `Plan.check`, or counts is no list. Stuck: the plan's messages do not match. StepFailed: a
-    rank cannot take a step. The messages of a lowered plan always match, and its steps can always be taken.
+    and held. ValueError: as in `Plan.check`, inputs are on different devices or on meta, or counts is no list. Stuck: the
+    plan's messages do not match. StepFailed: a rank cannot take a step. The messages of a lowered plan always match, and its
+    steps can always be taken.
     """
     check_type("interpret", plan, Plan)
     if not isinstance(counts, list | None):
         raise ValueError(f"interpret: counts={counts!r:.60}; it must be a list, or None")
+    plan.check(inputs)
+    check_devices(inputs, None)
     with torch.no_grad():
         return plan.unshard(run_ranks(plan, plan.shard_all(inputs), counts))
 

@@ -75,9 +75,9 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
         raise Illegal(f"known: {', '.join(names)} name a mesh axis twice")
     if len(names) != len(parts):
         loops = "; ".join(map(str, parts))
-        raise Illegal(
-            f"known: {name} has {len(parts)} parts ({loops}), and {', '.join(names)} are {len(names)} mesh axes"
-        )
+        has = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
+        given = "is 1 mesh axis" if len(names) == 1 else f"are {len(names)} mesh axes"
+        raise Illegal(f"known: {name} has {has} ({loops}), and {', '.join(names)} {given}")
     return place(nest, **dict(zip(names, parts, strict=True)))
 
 

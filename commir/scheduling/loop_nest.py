@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from commir.ir.checks import check_call, check_rows, check_type
+from commir.ir.checks import check_call, check_rows, check_sizes, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -68,12 +68,13 @@ class LoopNest:
         """Split a digit into `factor` blocks: digits `outer` (of size factor) and `inner`, by default digit.o and digit.i.
 
         Illegal: the factor does not divide the size, a name is taken (by another digit or axis) or not printable, the digit
-        is parallelized or shifted, or loops were reordered before.
+        is parallelized or shifted, or loops were reordered before. ValueError: the factor is no whole number of at least 1.
         """
         found = self.digit(digit)
         outer, inner = f"{digit}.o" if outer is None else outer, f"{digit}.i" if inner is None else inner
         self._refuse_bound(digit, "tile it before that")
-        if type(factor) is not int or factor < 1 or found.size % factor:
+        check_sizes(factor=factor)
+        if found.size % factor:
             raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
         self._check_names(f"tile({digit}, {factor})", [outer, inner], [found])
         parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
@@ -104,8 +105,7 @@ class LoopNest:
         name = first.axis if name is None or len(self.digits_of(first.axis)) == 2 else name
         self._check_names(f"join({outer}, {inner})", [name], [first, second])
         merged = Digit(name, first.axis, first.size * second.size)
-        digits = (*self.digits[:index], merged, *self.digits[index + 2 :])
-        return self._with_loops(digits=digits)
+        return self._with_loops(digits=(*self.digits[:index], merged, *self.digits[index + 2 :]))
 
     def reorder(self, *loops: str) -> Self:
         """Run these digits as loops of a rank, outermost first; all other digits that are not parallelized are in the tile.
@@ -135,16 +135,13 @@ class LoopNest:
         sizes differ, the mesh axis has a digit already, the digit is parallelized or shifted, or loops were reordered
         before.
         """
-        found, size = self.digit(digit), self.mesh.size(mesh_axis)
+        found, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"parallelize({digit}, {mesh_axis})"
         self._refuse_bound(digit, "parallelize another digit")
         if found.size != size:
             advice = f"tile it by {size} first" if found.size % size == 0 else f"{size} does not divide {found.size}"
-            raise Illegal(
-                f"parallelize({digit}, {mesh_axis}): {digit} has size {found.size}, mesh axis {mesh_axis} {size}: {advice}"
-            )
-        for other, used in self.parallel:
-            if used == mesh_axis:
-                raise Illegal(f"parallelize({digit}, {mesh_axis}): mesh axis {mesh_axis} has the digit {other} already")
+            raise Illegal(f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}: {advice}")
+        if other := self.digit_on(mesh_axis):
+            raise Illegal(f"{rule}: mesh axis {mesh_axis} has the digit {other.name} already")
         bound = sorted((*self.parallel, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1]))
         return self._with_loops(parallel=tuple(bound))
 
@@ -212,7 +209,9 @@ class LoopNest:
         if found == self.digits_of(found.axis)[-1]:
             raise Illegal(f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit")
         if found.size == 1:
-            raise Illegal(f"{rule}: {digit} has size 1, which makes no chunks; tile {found.axis} by 2 or more")
+            is_one = self.program.axis(found.axis).size == 1
+            advice = f"{found.axis} has size 1, so chunk another axis" if is_one else f"tile {found.axis} by 2 or more"
+            raise Illegal(f"{rule}: {digit} has size 1, which makes no chunks; {advice}")
         if other := next((each.name for each in self.program.outputs if found.axis not in each.axes), None):
             raise Illegal(f"{rule}: {other} is not indexed by {found.axis}, so chunks would have to be combined")
         return replace(self, chunked=digit, order=tuple(name for name in self.order if name != digit))
@@ -328,8 +327,7 @@ class LoopNest:
         others = {(name, used): old for name, used, old in self.homes if (name, used) != (operand, mesh_axis)}
         if axis != self.program.operand(operand).home:
             others[operand, mesh_axis] = axis
-        homes = sorted((name, used, each) for (name, used), each in others.items())
-        return replace(self, homes=tuple(homes))
+        return replace(self, homes=tuple(sorted((*key, each) for key, each in others.items())))
 
     def default_order(self) -> tuple[str, ...]:
         """The shifted digits, in the order of the program's axes."""

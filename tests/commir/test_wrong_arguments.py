@@ -119,6 +119,11 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: commir.verify(PLAN, "seed"), "verify: seed='seed'; it must be a whole number"),
         (lambda: commir.fastest([PLAN], device="gpu"), "device='gpu': it must be a device of torch, such as 'cpu'"),
         (lambda: commir.measure_tile(PROGRAM, 2, device=None), "device=None: it must be a device of torch"),
+        *((lambda measure=measure, device=device: measure(device), f"^device='{device}': torch cannot use it on this mach")
+          for device in ("cuda:99", "xla")
+          for measure in (lambda device: commir.fastest([ALONE], device=device),
+                          lambda device: commir.measure_tile(PROGRAM, 2, device=device),
+                          lambda device: commir.measure_overlap(PROGRAM, device=device))),
         (lambda: Schedule(PROGRAM, MESH).tile("q", 2, 5), r"tile\(q, 2\): 5 is no name of a digit"),
         (lambda: Schedule(PROGRAM, MESH).reorder(["q"]), r"attention has no digit \['q'\]; it has batch, heads, q, kv"),
         (lambda: Schedule(PROGRAM, MESH).shard(["q"], "heads", "gpu"), r"attention has no operand \['q'\]; it has q, k, v,"),

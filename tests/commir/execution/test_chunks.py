@@ -135,6 +135,9 @@ def test_what_cannot_have_chunks():
         match=r"chunk\(heads\.o\): heads\.o has size 1, which makes no chunks; tile heads by 2 or more",
     ):
         ring.tile("heads", 1).chunk("heads.o")
+    one = Schedule(programs.attention(1, 4, 2, 48, 8), Mesh(x=2)).tile("batch", 1)
+    with pytest.raises(Illegal, match="has size 1, which makes no chunks; batch has size 1, so chunk another axis"):
+        one.chunk("batch.o")
     with pytest.raises(Illegal, match=r"chunk\(kv\.o\): out is not indexed by kv, so chunks would have to be combined"):
         schedule.tile("kv", 2).chunk("kv.o")
     with pytest.raises(Illegal, match="attention has no loop 'dim' that could have chunks"):

@@ -317,3 +317,11 @@ def test_dtypes_where_all_inputs_are_wide(dtypes, message):
     with pytest.raises(ValueError, match=message):
         interpret(plan, {name: torch.ones(4, dtype=getattr(torch, dtype)) for name, dtype in dtypes.items()})
     assert interpret(plan, {name: torch.ones(4).double() for name in "xy"})["c"].dtype == torch.float64
+
+
+def test_inputs_without_data():
+    plan = place(Schedule(programs.weighted_sum(4, 4), Mesh(x=1)), x="rows").lower()
+    inputs = {"a": torch.ones(4, 4, device="meta"), "b": torch.ones(4, device="meta")}
+    for compute in (execute, interpret):
+        with pytest.raises(ValueError, match="a is on meta, whose tensors have no data to compute with"):
+            compute(plan, inputs)

@@ -73,6 +73,21 @@ def test_wrong_inputs_are_named():
         interpret(plan, short)
 
 
+@pytest.mark.parametrize(
+    "on_meta, message",
+    [
+        (("k",), "k is on meta, and q on cpu; all inputs must be on one device"),
+        (("q",), "q is on meta, whose tensors have no data to compute with"),
+        (("q", "k", "v"), "q is on meta, whose tensors have no data to compute with"),
+    ],
+)
+def test_devices_of_inputs(on_meta, message):
+    case = cases(2)[0]
+    for plan in plans(case.program, mesh_of(2)):
+        with pytest.raises(ValueError, match=message):
+            interpret(plan, case.inputs | {name: case.inputs[name].to("meta") for name in on_meta})
+
+
 def test_inputs_that_require_gradients():
     case = cases(2)[0]
     inputs = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}

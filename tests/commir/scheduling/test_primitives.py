@@ -44,7 +44,10 @@ def test_tiles_and_joins():
     "transform, message",
     [
         (lambda s: s.tile("rows", 5), r"tile\(rows, 5\): 5 does not divide rows, which has size 12"),
-        (lambda s: s.tile("rows", True), r"tile\(rows, True\): True does not divide rows"),
+        (lambda s: s.tile("rows", True), "factor=True: it must be a whole number of at least 1"),
+        (lambda s: s.tile("rows", "2"), "factor='2': it must be a whole number of at least 1"),
+        (lambda s: s.tile("rows", 2.0), r"factor=2\.0: it must be a whole number of at least 1"),
+        (lambda s: s.tile("rows", 0), "factor=0: it must be a whole number of at least 1"),
         (lambda s: s.tile("rows", 2, "cols", "b"), r"tile\(rows, 2\): the name cols is taken"),
         (lambda s: s.tile("rows", 2, ""), r"tile\(rows, 2\): '' is no name of a digit: it must be a printable text"),
         (lambda s: s.tile("rows", 2, "a\nb"), r"tile\(rows, 2\): 'a\\nb' is no name of a digit"),

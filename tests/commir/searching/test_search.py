@@ -162,8 +162,10 @@ def test_schedules_that_are_not_known():
         known(Schedule(program, mesh), "tree")
     with pytest.raises(Illegal, match="known: weighted_sum has no known schedule 'ring'; it has none"):
         known(Schedule(programs.weighted_sum(8, 8), mesh), "ring")
-    with pytest.raises(Illegal, match=r"known: USP has 2 parts \(q, streamed; heads\), and gpu are 1 mesh axes"):
+    with pytest.raises(Illegal, match=r"known: USP has 2 parts \(q, streamed; heads\), and gpu is 1 mesh axis$"):
         known(Schedule(program, mesh), "USP")
+    with pytest.raises(Illegal, match=r"known: ring has 1 part \(q, streamed\), and a, b are 2 mesh axes$"):
+        known(Schedule(program, Mesh(a=2, b=2)), "ring")
     with pytest.raises(Illegal, match="known: the mesh has no axis 'node'; it has gpu"):
         known(Schedule(program, mesh), "ring", "node")
 
