@@ -14,11 +14,12 @@ from torch.distributed import ProcessGroup
 from attention2d import Attention2D
 from megatron_ssm.configs.config import Config
 from megatron_ssm.configs.layouts import field_of, hf_shapes
+from megatron_ssm.layers.mamba1 import MambaMixer
 from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.native.products import BLOCK
 from megatron_ssm.ops.huge_pages import HugePages
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, quantize
+from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, narrowed, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
 from sparsefusion import FORMATS
@@ -208,8 +209,14 @@ def _fill(
 
 
 def _move_parameters(model: Model, memory: HugePages) -> None:
-    """Move what was not rounded into `memory`, but for packed fields, which are views of one storage."""
+    """Move what was not rounded into `memory`, but for packed fields, which are views of one storage.
+
+    The small matrices of Mamba-1's mixers are moved as bfloat16.
+    """
     for module in model.modules():
+        if isinstance(module, MambaMixer):
+            for matrix in (module.x_proj, module.dt_proj):
+                matrix.data = narrowed(matrix.data)
         for parameter in () if isinstance(module, Packed) else module.parameters(recurse=False):
             if parameter.is_cpu:
                 parameter.data = memory.copy(parameter.data)

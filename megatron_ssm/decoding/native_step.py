@@ -124,13 +124,16 @@ class NativeLayer:
     ) -> "NativeLayer | None":
         """The layer of a block that `can_decode_natively`, or None if the kernels do not support its tensors."""
         mixer = block.mixer
-        tensors = _mamba2_tensors(mixer) if type(mixer) is Mamba2Mixer else _mamba_tensors(mixer)
         in_bias = None if mixer.in_proj.bias is None else mixer.in_proj.bias()
         weight, bias = mixer.conv.tensors()
         typed = dict(norm=block.norm.weight, conv=weight, conv_bias=bias, in_bias=in_bias, out_bias=mixer.out_proj.bias,
-                     history=conv, **tensors)  # fmt: skip
+                     history=conv)  # fmt: skip
         float32 = dict(A_log=mixer.A_log, D=mixer.D, dt_bias=mixer.dt_bias, state=state)
         matrices = dict(in_proj=mixer.in_proj.weight(), out_proj=mixer.out_proj.weight)
+        if type(mixer) is Mamba2Mixer:
+            typed["gated_weight"] = mixer.norm_weight
+        else:
+            matrices |= dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
         supported = _is_supported(typed, float32, matrices, len(conv) * (ahead or 1))
         return cls(block, typed, float32, matrices, workspace, ahead, prompt_rows) if supported else None
 
@@ -152,7 +155,7 @@ class NativeLayer:
         )  # fmt: skip
         self._workspace, self._dtype, self._kept = workspace, norm.weight.dtype, []
         self._row_sizes = conv.shape[1:], state.shape[1:]
-        self._stored = {weight.dtype for weight in _multiplied(typed, matrices)}
+        self._stored = {values.dtype for values in _values(matrices)}
         self.layer.next_state, self.layer.next_stride = self.layer.state, self.layer.state_stride
         if ahead is not None:
             after = self._tensor("next_state", *state.shape, dtype=torch.float32)
@@ -172,7 +175,7 @@ class NativeLayer:
     def is_fast(self, rows: int) -> bool:
         """Whether step.c has the fastest products for so many tokens, and supports them."""
         if rows < MANY:
-            return all(rows <= products.most_rows(dtype) for dtype in self._stored)
+            return all(rows <= products.most_rows(dtype, self._dtype) for dtype in self._stored)
         has_gaps = not self.layer.mamba2 and self.layer.heads > 1  # between the rows of a head in x_proj's matrix
         forms = (product_form(dtype, self._dtype, rows) for dtype in self._stored)
         return not has_gaps and all(form in IN_STEP for form in forms)
@@ -288,19 +291,9 @@ class NativeLayers:
         self._native_layers[layer].sums[name].finish(code, getattr(self._structs[layer], name))
 
 
-def _mamba_tensors(mixer: MambaMixer) -> dict[str, Tensor]:
-    """The tensors of Layer that only Mamba-1 has."""
-    return dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
-
-
 def _mamba_sizes(mixer: MambaMixer) -> dict[str, float]:
     eps = -1 if mixer.inner_norm_eps is None else mixer.inner_norm_eps
     return dict(channels=mixer.channels, heads=mixer.heads, rank=mixer.splits[0], inner_eps=eps)
-
-
-def _mamba2_tensors(mixer: Mamba2Mixer) -> dict[str, Tensor]:
-    """The tensors of Layer that only Mamba-2 has."""
-    return dict(gated_weight=mixer.norm_weight)
 
 
 def _mamba2_sizes(mixer: Mamba2Mixer) -> dict[str, float]:
@@ -308,22 +301,21 @@ def _mamba2_sizes(mixer: Mamba2Mixer) -> dict[str, float]:
                 inner_eps=mixer.eps)  # fmt: skip
 
 
-def _multiplied(typed: dict[str, Any], matrices: dict[str, Tensor | RoundedMatrix]) -> list[Tensor]:
+def _values(matrices: dict[str, Tensor | RoundedMatrix]) -> list[Tensor]:
     """The matrices of a layer; of rounded ones the integers."""
-    weights = [m if isinstance(m, Tensor) else m.values for m in matrices.values()]
-    return [*weights, *(typed[name] for name in ("x_proj", "dt_proj") if name in typed)]
+    return [m if isinstance(m, Tensor) else m.values for m in matrices.values()]
 
 
 def _is_supported(
     typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Tensor | RoundedMatrix], batch: int
 ) -> bool:
     """Whether step.c supports the dtypes and sizes of these tensors, and all of them are contiguous."""
-    multiplied = _multiplied(typed, matrices)
-    floating = [weight for weight in multiplied if weight.dtype not in products.ROUNDED]
+    dtype, multiplied = typed["norm"].dtype, _values(matrices)
     scales = [m.scales for m in matrices.values() if isinstance(m, RoundedMatrix)]
     return (
-        usable(typed["norm"], *typed.values(), *floating) and are_float32(*float32.values(), *scales)
+        usable(typed["norm"], *typed.values()) and are_float32(*float32.values(), *scales)
+        and all(values.is_cpu and products.is_multiplied_by(dtype, values.dtype) for values in multiplied)
         and typed["conv"].shape[-1] <= LONGEST_KERNEL and float32["state"].shape[-2] <= LARGEST_STATE
-        and all(products.is_faster_than_torch(batch, weight) for weight in multiplied)
+        and all(products.is_faster_than_torch(batch, values, dtype) for values in multiplied)
         and all(t is None or t.is_contiguous() for t in (*typed.values(), *float32.values(), *scales))
     )  # fmt: skip

@@ -31,7 +31,7 @@ class Sum(ctypes.Structure):
     ]
 
 
-_POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state x_proj dt_proj gated_weight".split()
+_POINTERS = "norm in_bias out_bias conv conv_bias history A_log D dt_bias state gated_weight".split()
 _WORKSPACE = "work parameters part dt squares wide_part next_state".split()
 _SIZES = """batch tokens size channels N taps history_stride state_stride next_stride rank heads groups
     group_channels""".split()
@@ -43,7 +43,7 @@ class Layer(ctypes.Structure):
     """step.c's `Layer`."""
 
     _fields_ = [
-        *((name, Matrix) for name in ("in_proj", "out_proj")),
+        *((name, Matrix) for name in ("in_proj", "out_proj", "x_proj", "dt_proj")),
         *((name, Sum) for name in ("inner", "outer")),
         *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
         *((name, SIZE) for name in _SIZES),

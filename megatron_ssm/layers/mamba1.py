@@ -120,7 +120,8 @@ class MambaMixer(nn.Module):
     def new_cache(self, batch: int) -> LayerCache:
         """An empty state of this rank's channels for `batch` sequences."""
         device, wide = self.D.device, at_least_fp32(self.D.dtype)
-        conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=self.x_proj.dtype, device=device)
+        dtype = self.conv.weight.fields[0].dtype
+        conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=dtype, device=device)
         return LayerCache(conv, torch.zeros(batch, self.state_size, self.channels, dtype=wide, device=device))
 
     def forward(self, hidden: torch.Tensor, info: BatchInfo, cache: LayerCache | None = None) -> torch.Tensor:

@@ -39,17 +39,18 @@ def call(
     def check() -> tuple:
         return check_call(model, input_ids, attention_mask, cache, keep, kind.seq, kind.is_sharded)
 
-    asked = (getattr(input_ids, "shape", None), kind.seq, keep, torch.is_grad_enabled(), lengths_of(cache))
+    lengths, longest = ([], None) if cache is None else (lengths_of(cache), cache.max_length)
+    asked = getattr(input_ids, "shape", None), kind.seq, keep, torch.is_grad_enabled(), longest, lengths
     mask, sharding = check() if kind.compared else check_on_context_ranks(model, check, asked)
     tokens = input_ids.shape[1]
     if model.ranks.sequence_parallel:
         input_ids, mask = pad_to_multiple(input_ids, mask, model.ranks.size)
     is_decoding, local, new_per_rank = kind.speculative, None, None
     if cache is not None and sharding is None and not kind.prompt and not is_decoding and input_ids.shape[1] == 1:
-        is_decoding = bool((cache.lengths[cache.rows] > 0).all())
+        is_decoding = all(length > 0 for length in lengths)
         local = model.captured_logits(input_ids, mask, cache) if is_decoding else None
     if local is None:
-        info = batch_info(model, input_ids, mask, cache, is_decoding, sharding)
+        info = batch_info(model, input_ids, mask, cache, lengths, is_decoding, sharding)
         new_per_rank = None if info.placement is None else info.placement.new_per_rank
         if model.ranks.sequence_parallel:
             local = model.compute(input_ids, info)[:, :tokens][:, -keep:]

@@ -65,9 +65,9 @@ def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
         )
 
 
-def lengths_of(cache: Cache | None) -> tuple[int | None, list[int]] | None:
-    """The max_length of a cache, and how many tokens have been read of each row that a call continues."""
-    return None if cache is None else (cache.max_length, cache.lengths[cache.rows].tolist())
+def lengths_of(cache: Cache) -> list[int]:
+    """How many tokens have been read of each row that a call continues."""
+    return cache.lengths[cache.rows].tolist()
 
 
 def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
@@ -92,12 +92,13 @@ def batch_info(
     input_ids: torch.Tensor,
     mask: torch.Tensor | None,
     cache: Cache | None,
+    lengths: list[int],
     is_decoding: bool,
     sharding: TokenSharding | None,
 ) -> BatchInfo:
-    """What the layers need to know about a call; reserves space for its keys and values."""
+    """What the layers need to know about a call; reserves space for its keys and values. lengths: see `lengths_of`."""
     batch, tokens = input_ids.shape
-    begins = cache is not None and not cache.lengths[cache.rows].any()
+    begins = cache is not None and not any(lengths)
     info = BatchInfo(mask, is_decoding, ALL if cache is None else cache.rows, None, begins, sharding)
     if not model.shared:
         return info
@@ -149,9 +150,9 @@ def check_ids(ids: torch.Tensor, vocab_size: int, name: str) -> None:
     """
     if ids.is_cuda and ids.shape[1] == 1:
         return
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        worst = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(f"{name} {int(worst)} is outside the vocabulary of {vocab_size}")
+    least, most = map(int, ids.aminmax())
+    if least < 0 or most >= vocab_size:
+        raise ValueError(f"{name} {least if least < 0 else most} is outside the vocabulary of {vocab_size}")
 
 
 def _check_mask(mask, input_ids, cache, dtype) -> torch.Tensor | None:

@@ -287,7 +287,7 @@ class Model(nn.Module):
             x = block(x, info, None if cache is None else cache.layers[index], shared, embeddings)
         if info.sharding is not None and logits_to_keep:
             x = info.sharding.gather_last(x, logits_to_keep)
-        x = x[:, -logits_to_keep:]
+        x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
         return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(self.norm_f(x))
 
     def generate(

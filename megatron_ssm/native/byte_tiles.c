@@ -76,7 +76,6 @@ TARGET_AMX static void fill_buffer(const Product *a, ptrdiff_t row, uint8_t *buf
       if (row + r < a->out && a->weight_type == INT8) columns = _mm512_loadu_si512(block);
       else if (row + r < a->out) {
         __m256i pairs = _mm256_loadu_si256((const __m256i *)block);
-        __builtin_prefetch(block + SIDE * a->blocks * bytes);
         columns = _mm512_inserti64x4(_mm512_castsi256_si512(pairs), _mm256_srli_epi16(pairs, 4), 1);
         columns = _mm512_shuffle_epi8(values, _mm512_and_si512(columns, _mm512_set1_epi8(15)));
       }
@@ -92,17 +91,17 @@ INLINE_FOR(TARGET_AMX) __m512i whole_sums(const int32_t *first, const int32_t *s
 }
 
 /* SIDE rows of W from `row` on, whose blocks are `next` bytes apart and their rows `stride`, times the ROWS rows of x from
-   `first` on. ahead: the distance in bytes of what is prefetched, or 0. A vector has the sums of two rows of W. */
+   `first` on. next_rows: W's lines to prefetch, as many as are multiplied, or NULL. A vector has the sums of two rows of W. */
 INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, ptrdiff_t next, ptrdiff_t stride,
-                                          ptrdiff_t row, ptrdiff_t first, ptrdiff_t ahead, int type) {
+                                          ptrdiff_t row, ptrdiff_t first, const char *next_rows, int type) {
   const Block *x = a->x + first / ROWS * a->blocks;
   const float *scales[SIDE];
   __m512 pairs[ROWS];
+  int lines = a->weight_type == INT8 ? 2 : 1;
   for (int r = 0; r < SIDE; r++) scales[r] = a->scales + (row + r < a->out ? row + r : row) * a->blocks;
   for (int r = 0; r < ROWS; r++) pairs[r] = _mm512_setzero_ps();
   for (ptrdiff_t k = 0; k < a->blocks; k++, w += next, x++) {
     int32_t products[TILE];
-    for (int r = 0; ahead && r < SIDE; r++) __builtin_prefetch(w + ahead + r * stride);
     _tile_zero(0);
     _tile_loadd(1, w, stride);
     _tile_loadd(2, x->bytes, TILE_BYTES);
@@ -114,6 +113,7 @@ INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, pt
       __m512 own = _mm512_mask_broadcastss_ps(_mm512_set1_ps(scales[2 * r][k]), 0xff00, _mm_load_ss(&scales[2 * r + 1][k]));
       __m512i sums = whole_sums(products + 2 * r * SIDE, products + (2 * r + 1) * SIDE);
       pairs[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(own, x_scales), pairs[r]);
+      for (int line = 0; next_rows && line < lines; line++, next_rows += TILE_BYTES) fetch_line(next_rows);
     }
   }
   __m512i rows[SIDE];
@@ -134,9 +134,9 @@ TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdif
     if (is_copy) fill_buffer(a, row, buffer);
     for (ptrdiff_t first = 0; first < a->batch; first += ROWS) {
       ptrdiff_t next = is_copy ? SIDE * BLOCK : BLOCK, stride = is_copy ? BLOCK : in;
-      ptrdiff_t ahead = is_copy || first || row + 2 * SIDE > a->out ? 0 : SIDE * in;
-      if (a->type == FLOAT32) multiply_rows(a, w, next, stride, row, first, ahead, FLOAT32);
-      else multiply_rows(a, w, next, stride, row, first, ahead, BFLOAT16);
+      const char *next_rows = first ? NULL : a->values + (row + SIDE) * a->blocks * bytes_per_block(a->weight_type);
+      if (a->type == FLOAT32) multiply_rows(a, w, next, stride, row, first, next_rows, FLOAT32);
+      else multiply_rows(a, w, next, stride, row, first, next_rows, BFLOAT16);
     }
   }
   _tile_release();

@@ -1,6 +1,6 @@
-/* Few rows of x times a matrix of their type by AVX-512. W is read row by row, because consecutive addresses are what memory
-   delivers fastest. Each dot product is one register of partial sums, so a row's numbers do not depend on what is computed
-   beside it. */
+/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. W is read row by row, because
+   consecutive addresses are what memory delivers fastest. Each dot product is one register of partial sums, so a row's numbers
+   do not depend on what is computed beside it. */
 #include "linear.h"
 
 #ifdef HAS_INTRINSICS
@@ -8,37 +8,56 @@ enum {
   TOGETHER = 8, /* rows of x that are multiplied at once */
   SUMS = 16,    /* registers that are added up at once */
   ROWS = 16,    /* rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
-  UNAIDED = 2   /* rows of x up to which the processor's own prefetching is fastest */
+  WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32, in two planes (linear.c) */
+  ALL = -1,     /* elements of a register, as a mask */
+  UNAIDED = 2   /* rows of x up to which the processor's own prefetching is fastest, on processors without AMX */
 };
 
-/* Partial sums of a row of W times `count` rows of x from `first` on. ahead: what is prefetched. count and weight_type are
-   compile-time constants. */
+INLINE int type_of_weight(int kind) { return kind == WIDENED ? BFLOAT16 : kind; }
+INLINE int type_of_x(int kind) { return kind == WIDENED ? FLOAT32 : kind; }
+
+/* The 16-bit elements with `mask`; if these are ALL, it is a plain load. */
+INLINE_FOR(TARGET_AVX512) __m512 load_masked(const char *x, __mmask32 mask) {
+  return mask == (__mmask32)ALL ? _mm512_loadu_ps(x) : (__m512)_mm512_maskz_loadu_epi16(mask, x);
+}
+
+/* sum plus the products of a register of words of W and of the words of x with `mask`; bytes: between the planes of x. */
+INLINE_FOR(TARGET_AVX512) __m512 add_words(__m512 sum, __m512 words, const char *x, ptrdiff_t bytes, __mmask32 mask, int kind) {
+  __m512 first = load_masked(x, mask);
+  if (kind != WIDENED) return add_word(sum, words, first, kind == FLOAT32 ? FLOATS : BFLOAT16_PAIRS);
+  __m512i pairs = (__m512i)words;
+  sum = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pairs, 16), first, sum);
+  pairs = _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u));
+  return _mm512_fmadd_ps((__m512)pairs, load_masked(x + bytes, mask), sum);
+}
+
+/* Partial sums of a row of W times `count` rows of x from `first` on. ahead: what is prefetched, or NULL. count and kind
+   are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_row(const Linear *a, const char *w, const char *ahead, ptrdiff_t first, __m512 *sums,
-                                          int count, int weight_type) {
-  ptrdiff_t bytes = bytes_of(a->in, weight_type), x_bytes = bytes_of(a->x_stride, weight_type), i = 0;
+                                          int count, int kind) {
+  ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), x_bytes = bytes_of(a->x_stride, type_of_x(kind)), i = 0;
   const char *x = (const char *)a->x + first * x_bytes;
-  Words kind = weight_type == FLOAT32 ? FLOATS : BFLOAT16_PAIRS;
 #pragma GCC unroll 8
   for (int b = 0; b < count; b++) sums[b] = _mm512_setzero_ps();
   for (; i + LINE <= bytes; i += LINE) {
-    if (count > UNAIDED) __builtin_prefetch(ahead + i, 0, 2);
+    if (ahead) __builtin_prefetch(ahead + i, 0, 2);
     __m512 words = _mm512_loadu_ps(w + i);
 #pragma GCC unroll 8
-    for (int b = 0; b < count; b++) sums[b] = add_word(sums[b], words, _mm512_loadu_ps(x + b * x_bytes + i), kind);
+    for (int b = 0; b < count; b++) sums[b] = add_words(sums[b], words, x + b * x_bytes + i, bytes, (__mmask32)ALL, kind);
   }
   __mmask32 mask = (1u << (bytes - i) / 2) - 1; /* of the columns that are left */
   if (!mask) return;
-  __m512 words = (__m512)_mm512_maskz_loadu_epi16(mask, w + i);
+  __m512 words = load_masked(w + i, mask);
 #pragma GCC unroll 8
-  for (int b = 0; b < count; b++)
-    sums[b] = add_word(sums[b], words, (__m512)_mm512_maskz_loadu_epi16(mask, x + b * x_bytes + i), kind);
+  for (int b = 0; b < count; b++) sums[b] = add_words(sums[b], words, x + b * x_bytes + i, bytes, mask, kind);
 }
 
 /* The rows `start` to `stop` of W times `count` rows of x from `first` on. ahead: rows of W that are prefetched, beginning with
    row `next`. */
 INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
-                                           ptrdiff_t ahead, int count, int weight_type) {
-  ptrdiff_t bytes = bytes_of(a->weight_stride, weight_type);
+                                           ptrdiff_t ahead, int count, int kind) {
+  ptrdiff_t bytes = bytes_of(a->weight_stride, type_of_weight(kind));
+  int is_aided = count > UNAIDED || has_tile_products();
   for (ptrdiff_t row = start; row < stop; row += SUMS / count) {
     __m512 sums[SUMS];
     float totals[SUMS];
@@ -49,7 +68,7 @@ INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, p
       ptrdiff_t own = row + r < stop ? row + r : stop - 1, done = own - start;
       const char *w = (const char *)a->weight + own * bytes;
       const char *prefetched = (const char *)a->weight + (done < ahead ? next + done : own) * bytes;
-      multiply_row(a, w, prefetched, first, sums + r * count, count, weight_type);
+      multiply_row(a, w, is_aided ? prefetched : NULL, first, sums + r * count, count, kind);
     }
     _mm512_storeu_ps(totals, sums_of_lanes(sums));
     for (int r = 0; r < SUMS / count && row + r < stop; r++) {
@@ -74,9 +93,10 @@ typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrd
                                              TYPE##_5, TYPE##_6, TYPE##_7, TYPE##_8};
 FOR_EACH_COUNT(FLOAT32)
 FOR_EACH_COUNT(BFLOAT16)
+FOR_EACH_COUNT(WIDENED)
 
 void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop) {
-  MultiplyRows *const *functions = weight_type == FLOAT32 ? for_FLOAT32 : for_BFLOAT16;
+  MultiplyRows *const *functions = weight_type == FLOAT32 ? for_FLOAT32 : a->type == FLOAT32 ? for_WIDENED : for_BFLOAT16;
   ptrdiff_t groups = (a->batch + TOGETHER - 1) / TOGETHER, ahead = (ROWS + groups - 1) / groups;
   for (; start < stop; start += ROWS)
     for (ptrdiff_t group = 0, first = 0; group < groups; group++) { /* groups of almost equal sizes; each prefetches its part */

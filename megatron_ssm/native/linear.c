@@ -166,10 +166,10 @@ static void multiply_rows(const Linear *a, MultiplyRows *const *functions, ptrdi
     }
 }
 
-/* Whether few_rows.c multiplies W and x of these types. (Processors with AMX read float32 as fast by the loops here.) */
+/* Whether few_rows.c multiplies W and x of these types. */
 static int is_for_few_rows(int weight_type, int type) {
 #ifdef HAS_INTRINSICS
-  return weight_type == type && (type == BFLOAT16 ? has_avx512_bf16() : level() == AVX512 && !has_tile_products());
+  return type == BFLOAT16 ? weight_type == BFLOAT16 && has_avx512_bf16() : level() == AVX512;
 #else
   return 0;
 #endif
@@ -197,16 +197,17 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
                    int threads) {
   float *unpacked = NULL;
   if (!out || !batch) return 0;
-  int by_tiles = weight_type == BFLOAT16 && in % 32 == 0 && weight_stride == in && y_stride == out && has_tile_products();
+  int has_gaps = weight_stride != in || y_stride != out;
+  int by_tiles = weight_type == BFLOAT16 && type == BFLOAT16 && in % 32 == 0 && !has_gaps && has_tile_products();
   if (by_tiles && batch > 1)
     return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   int is_few = !by_tiles && is_for_few_rows(weight_type, type);
-  if (!is_few && (weight_type != FLOAT32 || type != FLOAT32)) {
+  if (weight_type != type || (!is_few && type == BFLOAT16)) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
     unpack(x, unpacked, batch, in, x_stride, type, weight_type);
   }
   if (by_tiles) {
-    one_row(weight, NULL, bias, unpacked, NULL, y, out, in, weight_type, type, threads);
+    one_row(weight, bias, unpacked, y, out, in, threads);
     free(unpacked);
     return 0;
   }

@@ -31,13 +31,17 @@ INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[16]) {
   return v[0];
 }
 
-/* Multiplies the rows `start` to `stop` of W by all rows of x of the same type, FLOAT32 or BFLOAT16, by AVX-512, and for the
-   latter by AVX512_BF16. */
+/* Multiplies the rows `start` to `stop` of W by all rows of x, by AVX-512: both of FLOAT32; W of BFLOAT16 and x of FLOAT32, in
+   planes (linear.c); or both of BFLOAT16, by AVX512_BF16. */
 void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
 
 /* The same for INT8 and INT4, by AVX512_VNNI. x is of 16 bits, for INT4 as split_x writes it; its rows are x_stride bytes,
    which is bytes_of_x_row, apart. */
 void multiply_rounded_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
+
+/* The same for one row of x of 16 bits, on processors with AMX: bit for bit as byte_tiles. Returns whether there was no
+   memory. */
+int one_rounded_row(Linear a, int weight_type, int threads);
 ptrdiff_t bytes_of_x_row(ptrdiff_t blocks, int weight_type);
 void split_x(const int16_t *x, char *to, ptrdiff_t batch, ptrdiff_t blocks);
 #endif

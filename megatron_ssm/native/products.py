@@ -1,10 +1,11 @@
 """Products of few rows with a matrix by the C kernels, and the conditions under which they are faster than torch's.
 
-A matrix (out, in) is a tensor of x's dtype, or rounded: `values`, int8 (out, in) or two 4-bit numbers in each byte, uint8
-(out, in / 2); and `scales`, float32 (out, in / BLOCK). `ops.rounded_matrices` makes them. The general remarks of `kernels`
-hold here too.
+A matrix (out, in) is a tensor of x's dtype, or of bfloat16 if that is float32; or it is rounded: `values`, int8 (out, in) or
+two 4-bit numbers in each byte, uint8 (out, in / 2); and `scales`, float32 (out, in / BLOCK). `ops.rounded_matrices` makes
+rounded ones. The general remarks of `kernels` hold here too.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ ROUNDED = (torch.int8, torch.uint8)  # dtypes of `values`
 # Rows of x beyond which torch is faster, by the dtype of the matrix.
 ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.int8: 36, torch.uint8: 36}
 ROWS_IF_WIDE = {torch.float32: 24, torch.bfloat16: 24}  # the same where few_rows.c multiplies them
-ROWS_IF_WIDENED = 24  # the same for bfloat16, on processors without instructions for it
+ROWS_IF_WIDENED = 24  # the same for bfloat16, on processors without instructions for it, or with an x of float32
 ROWS_IF_TILES = 47  # the same for bfloat16 and rounded matrices, on processors with AMX
 FEWEST_IN_BFLOAT16 = 25  # rows of x from which `linear` by AMX rounds x and a rounded matrix to bfloat16 (rounded.c)
 
@@ -34,8 +35,18 @@ def has_few_rows_of(dtype: torch.dtype) -> bool:
     return kernels.LIBRARY.functions is not None and bool(functions().has_few_rows_of(TYPES[dtype]))
 
 
-def most_rows(dtype: torch.dtype) -> int:
-    """The rows of x up to which `linear` with a matrix of this dtype is faster than torch."""
+def is_multiplied_by(x: torch.dtype, values: torch.dtype) -> bool:
+    """Whether `linear` multiplies rows of a dtype x by a matrix of a dtype `values`."""
+    return values in (x, *ROUNDED) or values is torch.bfloat16 and x is torch.float32
+
+
+def most_rows(dtype: torch.dtype, x: torch.dtype | None = None) -> int:
+    """The rows of x up to which `linear` with a matrix of this dtype is faster than torch.
+
+    x: their dtype. None: that of the matrix, or any if it is rounded.
+    """
+    if dtype is torch.bfloat16 and x is torch.float32:
+        return ROWS_IF_WIDENED
     if dtype in (torch.bfloat16, *ROUNDED) and has_tile_products():
         return ROWS_IF_TILES
     if dtype in ROWS_IF_WIDE and has_few_rows_of(dtype):
@@ -49,11 +60,11 @@ def columns_of(values: Tensor) -> int:
     return values.shape[1] * (2 if values.dtype is torch.uint8 else 1)
 
 
-def is_faster_than_torch(rows: int, values: Tensor) -> bool:
-    """Whether `linear` of so many rows of x and a matrix is faster than torch."""
+def is_faster_than_torch(rows: int, values: Tensor, x: torch.dtype) -> bool:
+    """Whether `linear` of so many rows of a dtype x and a matrix is faster than torch."""
     dtype = values.dtype
     return (
-        rows <= most_rows(dtype)
+        rows <= most_rows(dtype, x)
         and values.is_contiguous()
         and (dtype is not torch.bfloat16 or values.shape[1] % 2 == 0)
         and not torch.is_autocast_enabled("cpu")
@@ -62,21 +73,24 @@ def is_faster_than_torch(rows: int, values: Tensor) -> bool:
 
 def should_multiply(x: Tensor, values: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `linear` supports this product and is faster than torch: few rows of x, outside autocast."""
-    typed = usable(x, bias) and values.is_cpu if values.dtype in ROUNDED else usable(x, values, bias)
-    return typed and x.shape[-1] == columns_of(values) > 0 and is_faster_than_torch(x.numel() // x.shape[-1], values)
+    if not (usable(x, bias) and values.is_cpu and is_multiplied_by(x.dtype, values.dtype)):
+        return False
+    columns = columns_of(values)
+    return x.shape[-1] == columns > 0 and is_faster_than_torch(x.numel() // columns, values, x.dtype)
 
 
 def linear(x: Tensor, values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """x (..., in) W^T + bias (out,) -> (..., out), for few rows of x; x and bias are typed.
 
-    values: a matrix without gaps, of x's dtype, with an even `in` if that is bfloat16; or rounded, with an `in` that is a
+    values: a matrix without gaps, of x's dtype or of bfloat16, which has an even `in`; or rounded, with an `in` that is a
     multiple of BLOCK, and with scales. ValueError for another one.
     """
     columns = columns_of(values)
     if not values.is_contiguous() or values.dtype is torch.bfloat16 and columns % 2:
         raise ValueError(f"the C kernel needs a matrix without gaps, and with an even number of columns if it is bfloat16; "
                          f"not {values.dtype} {tuple(values.shape)}")  # fmt: skip
-    return _multiply(functions().linear, (x.dtype, *ROUNDED), x, values, scales, bias, columns)
+    dtypes = [dtype for dtype in (x.dtype, torch.bfloat16, *ROUNDED) if is_multiplied_by(x.dtype, dtype)]
+    return _multiply(functions().linear, dtypes, x, values, scales, bias, columns)
 
 
 def has_integer_products() -> bool:
@@ -133,7 +147,7 @@ def panel_product(
     return _multiply(kernel, dtypes, x, values, scales, bias, columns_of(values))
 
 
-def _check_matrix(values: Tensor, scales: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_matrix(values: Tensor, scales: Tensor | None, dtypes: Sequence[torch.dtype]) -> None:
     """ValueError unless values is a matrix on the CPU of one of these dtypes, with scales just if it is rounded."""
     out, columns, is_rounded = len(values), columns_of(values), values.dtype in ROUNDED
     multiple = BLOCK if is_rounded else 1
@@ -145,7 +159,7 @@ def _check_matrix(values: Tensor, scales: Tensor | None, dtypes: tuple[torch.dty
 
 
 def _multiply(
-    kernel: Any, dtypes: tuple[torch.dtype, ...], x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None,
+    kernel: Any, dtypes: Sequence[torch.dtype], x: Tensor, values: Tensor, scales: Tensor | None, bias: Tensor | None,
     *x_stride: int,
 ) -> Tensor:  # fmt: skip
     """Call a C function for a product -> (..., out).

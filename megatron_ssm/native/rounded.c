@@ -188,17 +188,13 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
   if (!rounded_x) return 1;
   float *x_scales = (float *)(rounded_x + batch * in);
   round_to_16_bits(x, rounded_x, x_scales, batch, in, x_stride, type);
-  if (has_tile_products()) {
-    int failed = 0;
-    if (batch == 1) one_row(values, scales, bias, rounded_x, x_scales, y, out, in, weight_type, type, threads);
-    else failed = byte_tiles(values, scales, bias, rounded_x, x_scales, y, batch, out, in / BLOCK, weight_type, type, threads);
-    free(rounded_x);
-    return failed;
-  }
 #ifdef HAS_INTRINSICS
-  if (has_avx512_vnni()) {
-    int failed = rounded_rows((Linear){values, bias, rounded_x, y, batch, out, in, in, in, out, type, scales, x_scales},
-                              weight_type, threads);
+  if (has_tile_products() || has_avx512_vnni()) {
+    Linear a = {values, bias, rounded_x, y, batch, out, in, in, in, out, type, scales, x_scales};
+    int failed = !has_tile_products() ? rounded_rows(a, weight_type, threads)
+                 : batch == 1         ? one_rounded_row(a, weight_type, threads)
+                                      : byte_tiles(values, scales, bias, rounded_x, x_scales, y, batch, out, blocks,
+                                                   weight_type, type, threads);
     free(rounded_x);
     return failed;
   }

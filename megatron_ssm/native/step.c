@@ -31,12 +31,12 @@ typedef struct {
 /* A layer and its cache. Void pointers are to tensors of `type`, except for those that decode has in Layers. */
 typedef struct {
   Matrix in_proj, out_proj;
+  Matrix x_proj, dt_proj; /* Mamba-1's: (rank + 2 N, channels), where each head has its columns; (channels, rank) */
   Sum inner, outer;                                         /* the all-reduces of x_proj (Mamba-1) and of out_proj */
   const void *norm, *in_bias, *out_bias, *conv, *conv_bias; /* biases are NULL if there are none */
   void *history;                                            /* (batch, taps - 1, channels of the convolution) */
   const float *A_log, *D, *dt_bias;
   float *state;                 /* (batch, N, channels), or Mamba-2's (batch, heads, N, channels / heads) */
-  const void *x_proj, *dt_proj; /* Mamba-1's: (rank + 2 N, channels), where each head has its columns; (channels, rank) */
   const void *gated_weight;     /* of Mamba-2's gated norm: (channels) */
   void *work;                   /* temporaries; their sizes are in mamba_in and mamba2_step */
   void *parameters;             /* Mamba-1's dt, B and C before the all-reduce: (rows, heads, rank + 2 N) */
@@ -74,13 +74,14 @@ static int project(const Layer *l, const Matrix *m, const void *bias, const void
   return multiply(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, l->type, threads);
 }
 
-/* The product with the columns of a head in x_proj, or with its rows of dt_proj: `rows` rows of x. Of MANY there is one head,
-   so that there are no gaps in weight and y. */
-static int project_head(const Layer *l, const void *weight, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
-                        ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int threads) {
+/* The product with the columns of a head in x_proj, or with its rows of dt_proj, which begin with element `first`: `rows` rows
+   of x. Of MANY there is one head, so that there are no gaps in the matrix and y. */
+static int project_head(const Layer *l, const Matrix *m, ptrdiff_t first, const void *x, void *y, ptrdiff_t rows,
+                        ptrdiff_t out, ptrdiff_t in, ptrdiff_t stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int threads) {
+  const void *weight = at(m->values, first, m->type);
   if (rows >= MANY)
-    return multiply_many(l, l->type)(weight, NULL, NULL, x, y, rows, out, in, x_stride, l->type, l->type, threads);
-  return strided_linear(weight, NULL, x, y, rows, out, in, weight_stride, x_stride, y_stride, l->type, l->type, threads);
+    return multiply_many(l, m->type)(weight, NULL, NULL, x, y, rows, out, in, x_stride, m->type, l->type, threads);
+  return strided_linear(weight, NULL, x, y, rows, out, in, stride, x_stride, y_stride, m->type, l->type, threads);
 }
 
 /* What mamba_in and mamba_out have in `work`, (rows, size + 5 channels). xz: x before the convolution and z, (rows, 2
@@ -106,7 +107,7 @@ static int mamba_in(const Layer *l, const void *hidden, int threads) {
               l->taps, 2 * tokens * channels, 2 * channels, l->history_stride, l->type, threads);
   ptrdiff_t per_head = channels / l->heads, type = l->type;
   for (ptrdiff_t h = 0; h < l->heads; h++)
-    failed |= project_head(l, at(l->x_proj, h * per_head, type), at(w.x, h * per_head, type),
+    failed |= project_head(l, &l->x_proj, h * per_head, at(w.x, h * per_head, type),
                            at(l->parameters, h * width, type), rows, width, per_head, channels, channels,
                            l->heads * width, threads);
   return failed;
@@ -140,7 +141,7 @@ static int mamba_out(const Layer *l, void *parameters, int threads) {
       }
   int failed = 0;
   for (ptrdiff_t h = 0; h < heads; h++)
-    failed |= project_head(l, at(l->dt_proj, h * per_head * rank, l->type), at(parameters, h * width, l->type),
+    failed |= project_head(l, &l->dt_proj, h * per_head * rank, at(parameters, h * width, l->type),
                            at(w.dt, h * per_head, l->type), rows, per_head, rank, rank, heads * width, channels, threads);
   mamba_scan(l, parameters, 0, l->batch, l->tokens, at(w.xz, channels, l->type), l->next_state, l->next_stride, threads);
   return failed | project(l, &l->out_proj, NULL, w.scanned, l->part, rows, l->size, channels, threads);

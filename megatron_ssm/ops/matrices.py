@@ -54,10 +54,10 @@ def linear(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None = None
     """x (..., in) W^T + bias -> (..., out); weight: a tensor (out, in), or a RoundedMatrix.
 
     Without gradients, few rows of x are multiplied by a C kernel, which reads W once, and many in the fastest form
-    (`product_form`). With gradients it is torch's product in x's dtype.
+    (`product_form`). With gradients it is torch's product in x's dtype. A tensor has x's dtype, or it is `narrowed`.
     """
-    if isinstance(weight, RoundedMatrix):
-        return _rounded_linear(x, weight, bias)
+    if isinstance(weight, RoundedMatrix) or _is_narrowed(x, weight):
+        return _linear_by_fewer_bits(x, weight, bias)
     if torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if products.should_multiply(x, weight, bias):
@@ -67,9 +67,20 @@ def linear(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None = None
     return F.linear(x, weight, bias)
 
 
-def _rounded_linear(x: Tensor, weight: RoundedMatrix, bias: Tensor | None) -> Tensor:
-    """`linear` with a RoundedMatrix."""
-    values, scales = weight.values, weight.scales
+def _is_narrowed(x: Tensor, weight: Tensor) -> bool:
+    """Whether a float32 x meets a bfloat16 matrix of a quantized model, outside autocast, which would convert both."""
+    is_narrower = weight.dtype is torch.bfloat16 and x.dtype is torch.float32 and not weight.requires_grad
+    return is_narrower and not torch.is_autocast_enabled(x.device.type)
+
+
+def _parts(weight: Tensor | RoundedMatrix) -> tuple[Tensor, Tensor | None]:
+    """(values, scales); a tensor has no scales."""
+    return (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+
+
+def _linear_by_fewer_bits(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None) -> Tensor:
+    """`linear` with a matrix that is stored in fewer bits than x."""
+    values, scales = _parts(weight)
     if torch.is_grad_enabled():
         return _linear_in_pieces(x, weight, bias, x.dtype)
     if are_float32(scales) and products.should_multiply(x, values, bias):
@@ -79,7 +90,7 @@ def _rounded_linear(x: Tensor, weight: RoundedMatrix, bias: Tensor | None) -> Te
 
 def _linear_in_form(form: str, x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None) -> Tensor:
     """`linear` in a form, or in x's dtype if the C kernels do not support these tensors."""
-    values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    values, scales = _parts(weight)
     by_tiles, by_panels = form in (TILES, EXACT_TILES), form in (PANELS, INTEGER_PANELS)
     if by_tiles and not products.has_tile_products() or by_panels and not products.has_panel_products():
         form = _name(x.dtype)

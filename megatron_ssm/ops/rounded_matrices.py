@@ -147,6 +147,16 @@ class Int4Weight(RoundedMatrix):
 ROUNDED_FORMATS: dict[str, type[RoundedMatrix]] = {"int8": Int8Weight, "int4": Int4Weight}  # by the names in `load`
 
 
+def narrowed(matrix: Tensor) -> Tensor:
+    """A float32 matrix (out, in) on the CPU in bfloat16, if `in` is even; another one as it is.
+
+    A quantized model keeps so the small matrices whose outputs are too sensitive for 8 bits: their float32 copies would be
+    a fifth of what a model of 4 bits reads per token.
+    """
+    is_converted = matrix.is_cpu and matrix.dtype is torch.float32 and matrix.shape[1] % 2 == 0
+    return matrix.bfloat16() if is_converted else matrix
+
+
 def quantize(module: nn.Module, format: str) -> bool:
     """Replace the module's own `weight`, a matrix or a `Packed`, by a RoundedMatrix of a format of ROUNDED_FORMATS.
 

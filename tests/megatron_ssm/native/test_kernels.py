@@ -385,7 +385,8 @@ def is_close(ours, exact, tolerance):
 
 COLUMNS = (1, 2, 47, 48, 63, 64, 65, 254, 255, 256, 768, 1536, 4096)
 BLOCK_COLUMNS = tuple(columns for columns in COLUMNS if columns % products.BLOCK == 0)
-LINEAR = {"float32": COLUMNS, "bfloat16": COLUMNS} | {
+EVEN_COLUMNS = tuple(columns for columns in COLUMNS if columns % 2 == 0)
+LINEAR = {"float32": COLUMNS, "bfloat16": COLUMNS, "narrowed in float32": EVEN_COLUMNS} | {
     f"{format} in {dtype}": BLOCK_COLUMNS for format in ROUNDED_FORMATS for dtype in ("float32", "bfloat16")
 }
 
@@ -403,13 +404,15 @@ def rounded_rows(x, largest):
 def test_linear(variant, monkeypatch, kind, columns):
     """The weight is a slice of a larger tensor. An odd number of bfloat16 columns or many rows of x are left to torch.
 
-    The kernels for rounded matrices round x to 16 bits, or of many rows, with AMX, both factors to bfloat16.
+    The kernels for rounded matrices round x to 16 bits, or of many rows, with AMX, both factors to bfloat16. A narrowed
+    matrix is of bfloat16, and x is not rounded.
     """
     monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
     dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(columns)
     for out in (1, 5, 100) if format else (0, 1, 5, 100):
-        padded = F.pad(torch.randn(out, columns, generator=generator).to(dtype), (0, 0, 1, 1), value=float("nan"))
+        kept = torch.bfloat16 if "narrowed" in kind else dtype
+        padded = F.pad(torch.randn(out, columns, generator=generator).to(kept), (0, 0, 1, 1), value=float("nan"))
         stored = given = padded[1 : out + 1]
         exact_weight = stored.double()
         if format:
@@ -418,7 +421,7 @@ def test_linear(variant, monkeypatch, kind, columns):
         for batch in (*range(1, 26), 36):
             x = torch.randn(batch, 1, columns + 1, generator=generator).to(dtype)[..., 1:]
             bias = torch.randn(out, generator=generator).to(dtype) if batch % 2 else None
-            fits = batch <= products.most_rows(stored.dtype) and (stored.dtype != torch.bfloat16 or columns % 2 == 0)
+            fits = batch <= products.most_rows(stored.dtype, dtype) and (kept != torch.bfloat16 or columns % 2 == 0)
             assert products.should_multiply(x, stored, bias) == fits
             exact_x, exact_w = rounded_rows(x, 32639) if format and fits else x.double(), exact_weight
             if format and batch >= products.FEWEST_IN_BFLOAT16 and products.has_tile_products():
@@ -439,7 +442,7 @@ def test_a_row_does_not_depend_on_the_others(variant, kind):
     most = 16
     for out, columns in product((1, 7, 18, 33), (64, 192, 1088) if format else (30, 140, 254, 390, 1002)):
         weight = torch.randn(out, columns, generator=generator)
-        matrix = format.of(weight) if format else weight.to(dtype)
+        matrix = format.of(weight) if format else weight.to(torch.bfloat16 if "narrowed" in kind else dtype)
         values, scales = (matrix.values, matrix.scales) if format else (matrix, None)
         x = torch.randn(most, columns, generator=generator).to(dtype)
         alone = torch.cat([products.linear(row, values, scales) for row in x.split(1)])

@@ -18,7 +18,7 @@ from hf import save_hf
 from megatron_ssm.native import kernels, products
 from megatron_ssm.ops import matrices
 from megatron_ssm.ops.matrices import KINDS, linear, rows_at
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, Int4Weight, Int8Weight, RoundedMatrix
+from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, Int4Weight, Int8Weight, RoundedMatrix, narrowed
 
 FAMILIES = {  # wide enough that the rows of every matrix, split over two ranks, are whole blocks
     "mamba": dict(num_hidden_layers=2),
@@ -74,8 +74,12 @@ ROUNDING = {Int8Weight: rounded_to_int8, Int4Weight: rounded_to_int4}
 
 
 def round_matrices(model, rounded):
-    """Round the matrices of a float64 model that the model `rounded` holds in few bits; returns their number."""
+    """Round the matrices of a float64 model that `rounded` holds in few bits; returns how many have 8 or 4 bits."""
     count = 0
+    for name, parameter in rounded.named_parameters():
+        if parameter.dtype is torch.bfloat16:
+            exact = model.get_parameter(name)
+            exact.data.copy_(exact.data.bfloat16())
     for name, module in rounded.named_modules():
         if isinstance(getattr(module, "weight", None), RoundedMatrix):
             count += 1
@@ -216,6 +220,46 @@ def test_rounded_matrices(kind, rows):
     assert rows_at(matrix, index[:, :0]).shape == (2, 0, 192)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         torch.testing.assert_close(matrix.rows(slice(1, 4), dtype).double(), exact[1:4], rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", (1, 8, 24, 30, 60), ids=str)
+@pytest.mark.parametrize("columns", (48, 1536))
+def test_narrowed_matrices(rows, columns):
+    """Only where AMX multiplies many rows, x is rounded too. Under autocast, autocast's dtype counts."""
+    generator = torch.Generator().manual_seed(rows)
+    weight, x = narrowed(torch.randn(6, columns, generator=generator)), torch.randn(rows, columns, generator=generator)
+    exact = x.double() @ weight.double().T
+    with torch.no_grad():
+        y = linear(x, weight)
+        is_in_c = products.should_multiply(x, weight)
+        with torch.autocast("cpu"):
+            assert linear(x, weight).dtype is torch.bfloat16
+    assert is_in_c == (rows <= products.most_rows(torch.bfloat16, torch.float32) and bool(kernels.LIBRARY))
+    is_rounded = not is_in_c and matrices.product_form(torch.bfloat16, x.dtype, rows) in (
+        matrices.TILES,
+        matrices.INTEGER_PANELS,
+    )
+    assert y.dtype is torch.float32 and (y - exact).norm() <= (2**-8 if is_rounded else 1e-6) * exact.norm()
+    x.requires_grad_()
+    linear(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.float().sum(0).expand_as(x))
+
+
+@formats
+def test_which_matrices_are_narrowed(directory_of, tmp_path, format):
+    """Those of Mamba-1 in float32 with an even number of columns."""
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        mixer = megatron_ssm.load(directory_of("mamba"), dtype=dtype, weights=format).layers[0].mixer
+        kept = torch.bfloat16 if dtype is torch.float32 else dtype
+        assert mixer.x_proj.dtype is mixer.dt_proj.dtype is kept
+        assert mixer.conv.weight().dtype is mixer.new_cache(1).conv.dtype is dtype
+    save_hf(tmp_path, "mamba", hidden_size=64, time_step_rank=3)
+    odd = megatron_ssm.load(tmp_path, weights=format)
+    mixer = odd.layers[0].mixer
+    assert mixer.dt_proj.dtype is torch.float32 and mixer.x_proj.dtype is torch.bfloat16
+    assert logits_of(odd).isfinite().all()
+    other = megatron_ssm.load(directory_of("mamba2"), weights=format)
+    assert not any(parameter.dtype is torch.bfloat16 for parameter in other.parameters())
 
 
 def test_values_that_are_not_finite():
