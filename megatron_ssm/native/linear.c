@@ -199,7 +199,7 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
   if (!out || !batch) return 0;
   int has_gaps = weight_stride != in || y_stride != out;
   int by_tiles = weight_type == BFLOAT16 && type == BFLOAT16 && in % 32 == 0 && !has_gaps && has_tile_products();
-  if (by_tiles && batch > 1)
+  if (by_tiles && batch > FEWEST)
     return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   int is_few = !by_tiles && is_for_few_rows(weight_type, type);
   if (weight_type != type || (!is_few && type == BFLOAT16)) {
@@ -207,7 +207,7 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
     unpack(x, unpacked, batch, in, x_stride, type, weight_type);
   }
   if (by_tiles) {
-    one_row(weight, bias, unpacked, y, out, in, threads);
+    fewest_rows(weight, bias, unpacked, y, batch, out, in, threads);
     free(unpacked);
     return 0;
   }

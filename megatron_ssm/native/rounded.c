@@ -192,7 +192,7 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
   if (has_tile_products() || has_avx512_vnni()) {
     Linear a = {values, bias, rounded_x, y, batch, out, in, in, in, out, type, scales, x_scales};
     int failed = !has_tile_products() ? rounded_rows(a, weight_type, threads)
-                 : batch == 1         ? one_rounded_row(a, weight_type, threads)
+                 : batch <= FEWEST    ? fewest_rounded_rows(a, weight_type, threads)
                                       : byte_tiles(values, scales, bias, rounded_x, x_scales, y, batch, out, blocks,
                                                    weight_type, type, threads);
     free(rounded_x);

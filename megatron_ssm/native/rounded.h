@@ -35,9 +35,12 @@ void round_to_16_bits(const void *x, int16_t *to, float *scales, ptrdiff_t batch
 int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
 
-/* `linear` by a processor with AMX for one row of x, with weight, bias and y of BFLOAT16. x is float32, first its even columns,
-   then its odd ones; `in` is a multiple of 32. */
-void one_row(const void *weight, const void *bias, const float *x, void *y, ptrdiff_t out, ptrdiff_t in, int threads);
+enum { FEWEST = 2 };
+
+/* `linear` by a processor with AMX for up to FEWEST rows of x, with weight, bias and y of BFLOAT16. x is float32, of each row
+   first its even columns, then its odd ones; `in` is a multiple of 32. */
+void fewest_rows(const void *weight, const void *bias, const float *x, void *y, ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in,
+                 int threads);
 
 #ifdef HAS_INTRINSICS
 /* The sum of the elements. */

@@ -4,8 +4,8 @@
 
    8 bits are widened to 16. 4 bits become bytes without sign, 8 more than the numbers they stand for, because the processor
    multiplies such bytes by bytes with sign, four at once. So x is 256 times a byte plus a byte, and 8 times its sum is taken
-   off. In both, a lane of a register has columns of one block. For one row of x, processors with AMX have a function of their
-   own, which adds as byte_tiles.c does; there 8 bits become bytes without sign as well, 128 more than the numbers. */
+   off. In both, a lane of a register has columns of one block. For the fewest rows of x, processors with AMX have a function of
+   their own, which adds as byte_tiles.c does; there 8 bits become bytes without sign as well, 128 more than the numbers. */
 #include "linear.h"
 
 #ifdef HAS_INTRINSICS
@@ -186,15 +186,15 @@ INLINE_FOR(TARGET_AVX512) void load_scales(const float *const rows[SUMS], ptrdif
   transpose_16(to);
 }
 
-/* SUMS rows of W from `row` on, of which those beyond the last are the last one, times a row of x: lanes are rows of W. A
+/* SUMS rows of W from `row` on, of which those beyond the last are the last one, times the rows of x: lanes are rows of W. A
    block's sum is exact; times both scales, it is added to those of the blocks before it. */
-INLINE_FOR(TARGET_AVX512) __m512 one_row_sums(const Linear *a, ptrdiff_t row, int weight_type) {
+INLINE_FOR(TARGET_AVX512) void multiply_fewest(const Linear *a, ptrdiff_t row, __m512 *sums, int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK, each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
   ptrdiff_t parts = weight_type == INT8 ? PARTS_8 : PARTS;
   const char *w[SUMS], *x = a->x;
   const float *scales[SUMS];
   __m512i of_rows[SCALES];
-  __m512 sums = _mm512_setzero_ps();
+  for (ptrdiff_t b = 0; b < a->batch; b++) sums[b] = _mm512_setzero_ps();
   for (ptrdiff_t r = 0; r < SUMS; r++) {
     ptrdiff_t own = row + r < a->out ? row + r : a->out - 1;
     w[r] = (const char *)a->weight + own * blocks * each, scales[r] = a->scales + own * blocks;
@@ -202,47 +202,58 @@ INLINE_FOR(TARGET_AVX512) __m512 one_row_sums(const Linear *a, ptrdiff_t row, in
   const char *next = (const char *)a->weight + (row + 2 * SUMS) * blocks * each; /* rows that are read later, line by line */
   for (ptrdiff_t k = 0; k < blocks; k += step, x += parts * LINE) {
     __mmask8 mask = blocks - k < step ? 0x0f : 0xff;
-    __m512i products[SUMS], halves[2];
     if (k % SCALES == 0) load_scales(scales, k, blocks, of_rows);
+    for (ptrdiff_t b = 0; b < a->batch; b++) {
+      const char *own = x + b * a->x_stride;
+      __m512i products[SUMS], halves[2];
 #pragma GCC unroll 16
-    for (int r = 0; r < SUMS; r++) {
-      const char *line = w[r] + k * each;
-      if (weight_type == INT4) {
-        __m512i columns[2];
-        unpack_line(line, columns, mask, INT4);
-        products[r] = line_sums(columns, x, INT4);
-      } else products[r] = byte_sums(_mm512_xor_si512(_mm512_loadu_si512(line), _mm512_set1_epi8((char)OFFSET)), x);
-      fetch_line(next), next += LINE;
-    }
-    sums_of_halves(products, halves);
-    if (weight_type == INT8) halves[0] = _mm512_add_epi32(halves[0], halves[1]);
-    for (int b = 0; b < step && k + b < blocks; b++) {
-      __m512 scale = _mm512_mul_ps((__m512)of_rows[k % SCALES + b], _mm512_set1_ps(a->x_scales[k + b]));
-      sums = _mm512_fmadd_ps(_mm512_cvtepi32_ps(halves[b]), scale, sums);
+      for (int r = 0; r < SUMS; r++) {
+        const char *line = w[r] + k * each;
+        if (weight_type == INT4) {
+          __m512i columns[2];
+          unpack_line(line, columns, mask, INT4);
+          products[r] = line_sums(columns, own, INT4);
+        } else products[r] = byte_sums(_mm512_xor_si512(_mm512_loadu_si512(line), _mm512_set1_epi8((char)OFFSET)), own);
+        if (b == 0) fetch_line(next), next += LINE;
+      }
+      sums_of_halves(products, halves);
+      if (weight_type == INT8) halves[0] = _mm512_add_epi32(halves[0], halves[1]);
+      for (int i = 0; i < step && k + i < blocks; i++) {
+        __m512 scale = _mm512_mul_ps((__m512)of_rows[k % SCALES + i], _mm512_set1_ps(a->x_scales[b * blocks + k + i]));
+        sums[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(halves[i]), scale, sums[b]);
+      }
     }
   }
-  return sums;
 }
 
-TARGET_AVX512 static void multiply_one_row(const Linear *a, ptrdiff_t start, ptrdiff_t stop, int weight_type) {
+TARGET_AVX512 static void multiply_fewest_rows(const Linear *a, ptrdiff_t start, ptrdiff_t stop, int weight_type) {
   for (ptrdiff_t row = start; row < stop; row += SUMS) {
+    __m512 sums[FEWEST];
     float totals[SUMS];
-    _mm512_storeu_ps(totals, weight_type == INT8 ? one_row_sums(a, row, INT8) : one_row_sums(a, row, INT4));
-    for (ptrdiff_t r = 0; r < SUMS && row + r < stop; r++)
-      put(a->y, row + r, totals[r] + (a->bias ? get(a->bias, row + r, a->type) : 0), a->type);
+    if (weight_type == INT8) multiply_fewest(a, row, sums, INT8);
+    else multiply_fewest(a, row, sums, INT4);
+    for (ptrdiff_t b = 0; b < a->batch; b++) {
+      _mm512_storeu_ps(totals, sums[b]);
+      for (ptrdiff_t r = 0; r < SUMS && row + r < stop; r++)
+        put(a->y, b * a->out + row + r, totals[r] + (a->bias ? get(a->bias, row + r, a->type) : 0), a->type);
+    }
   }
 }
 
-int one_rounded_row(Linear a, int weight_type, int threads) {
+int fewest_rounded_rows(Linear a, int weight_type, int threads) {
   ptrdiff_t blocks = a.in / BLOCK, panels = (a.out + SUMS - 1) / SUMS, share = (panels + threads - 1) / threads * SUMS;
-  char *split = allocate(weight_type == INT8 ? blocks * PARTS_8 * LINE : bytes_of_x_row(blocks, INT4));
+  const int16_t *x = a.x;
+  a.x_stride = weight_type == INT8 ? blocks * PARTS_8 * LINE : bytes_of_x_row(blocks, INT4);
+  char *split = allocate(a.batch * a.x_stride);
   if (!split) return 1;
-  if (weight_type == INT8) split_row_8(a.x, split, blocks);
-  else split_row(a.x, split, blocks);
+  for (ptrdiff_t b = 0; b < a.batch; b++, x += a.in) {
+    if (weight_type == INT8) split_row_8(x, split + b * a.x_stride, blocks);
+    else split_row(x, split + b * a.x_stride, blocks);
+  }
   a.x = split;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < a.out; start += share)
-    multiply_one_row(&a, start, start + share < a.out ? start + share : a.out, weight_type);
+    multiply_fewest_rows(&a, start, start + share < a.out ? start + share : a.out, weight_type);
   free(split);
   return 0;
 }
