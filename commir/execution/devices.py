@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from commir.ir.checks import shown
 from commir.lowering.text import one_line
 
 
@@ -21,11 +22,13 @@ def comparison_device(group: ProcessGroup | None) -> torch.device:
 
 
 def device_type(device: torch.device | str) -> str:
-    """The type of a device. ValueError: torch knows no such device, or cannot make a tensor on it on this machine."""
+    """The type of a device. ValueError: torch does not know it, or cannot use it on this machine, or it is meta."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r:.60}: it must be a device of torch, such as 'cpu'") from None
+        raise ValueError(f"device={shown(device)}: it must be a device of torch, such as 'cpu'") from None
+    if found.type == "meta":
+        raise ValueError("device='meta': its tensors have no data to compute with")
     try:
         torch.empty(0, device=found)
     except Exception as error:  # of a kind that depends on the device
@@ -37,14 +40,14 @@ def device_type(device: torch.device | str) -> str:
 def check_devices(inputs: Mapping[str, torch.Tensor], group: ProcessGroup | None) -> None:
     """ValueError: inputs are on meta, on different devices, or on one whose tensors ranks of the group cannot exchange."""
     for name, x in inputs.items():
+        if x.device.type == "meta":
+            raise ValueError(f"{name} is on meta, whose tensors have no data to compute with")
         first, device = next((name, x.device) for name, x in inputs.items())
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, and {first} on {device}; all inputs must be on one device")
         if group is not None and device.type not in _device_types(group):
             backend = dist.get_backend(group)
             raise ValueError(f"{name} is on {device}, and ranks cannot exchange its tensors by {backend}")
-        if device.type == "meta":
-            raise ValueError(f"{name} is on meta, whose tensors have no data to compute with")
 
 
 def _device_types(group: ProcessGroup) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from commir.ir.checks import check_type
+from commir.ir.checks import check_type, shown
 from commir.lowering.plan import Plan
 from commir.lowering.text import one_line
 
@@ -43,7 +43,7 @@ def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | No
     """
     check_type("interpret", plan, Plan)
     if not isinstance(counts, list | None):
-        raise ValueError(f"interpret: counts={counts!r:.60}; it must be a list, or None")
+        raise ValueError(f"interpret: counts={shown(counts)}; it must be a list, or None")
     plan.check(inputs)
     check_devices(inputs, None)
     with torch.no_grad():

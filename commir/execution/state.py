@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from commir.ir.checks import shown
 from commir.ir.program import Operand, Program
 from commir.lowering.blocks import local_sizes
 from commir.lowering.loops import loops_of, travelling
@@ -60,7 +61,7 @@ def check_counts(count: Any, counter: Any) -> None:
     """ValueError unless each is None, or else a Count and a Counter."""
     for name, value, kind in (("count", count, Count), ("counter", counter, Counter)):
         if not isinstance(value, kind | None):
-            raise ValueError(f"{name}={value!r:.60}: it must be a {kind.__name__}, or None")
+            raise ValueError(f"{name}={shown(value)}: it must be a {kind.__name__}, or None")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from commir.ir.checks import check_type
+from commir.ir.checks import check_type, shown
 from commir.ir.program import WHOLE, Axis, Operand, Program, Result
 from commir.lowering.layouts import block_sizes
 from commir.lowering.plan import Plan
@@ -53,7 +53,7 @@ def verify(plan: Plan, seed: int = 0) -> None:
     """
     check_type("verify", plan, Plan)
     if type(seed) is not int or not 0 <= seed < 2**63:
-        raise ValueError(f"verify: seed={seed!r}; it must be a whole number of at least 0, below 2^63")
+        raise ValueError(f"verify: seed={shown(seed)}; it must be a whole number of at least 0, below 2^63")
     try:
         _check_rounding(plan)
         _check_blocks(plan)

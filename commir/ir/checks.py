@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, get_args, get_origin, get_type_hints
 
 HINTS = {
@@ -17,10 +18,25 @@ HINTS = {
 }
 
 
+def shown(value: Any) -> str:
+    """The first 60 characters of a value's repr, in one line: the repr of an array or a tensor may have several."""
+    return " ".join(line.strip() for line in repr(value).splitlines())[:60]
+
+
+def as_name(value: Any) -> str:
+    """A printable text as it is; another value as `shown`."""
+    return value if isinstance(value, str) and value.isprintable() else shown(value)
+
+
+def call_text(name: str, *arguments: Any) -> str:
+    """A call, as errors name it: tile(q, 2)."""
+    return f"{name}({', '.join(map(as_name, arguments))})"
+
+
 def check_type(caller: str, value: Any, kind: type) -> None:
     """ValueError unless an argument of `caller` is of this type, one of HINTS."""
     if not isinstance(value, kind):
-        raise ValueError(f"{caller} takes {kind.__name__} ({HINTS[kind.__name__]}), not {value!r:.60}")
+        raise ValueError(f"{caller} takes {kind.__name__} ({HINTS[kind.__name__]}), not {shown(value)}")
 
 
 def check_fields(value: object, name: str) -> None:
@@ -28,7 +44,7 @@ def check_fields(value: object, name: str) -> None:
     for key, kind, fits in _types(type(value)):  # type: ignore[arg-type]  # a class has a hash
         if not fits(getattr(value, key)):
             words = str(kind).replace("commir.ir.program.", "") if get_args(kind) else kind.__name__
-            raise ValueError(f"{name}: {key} is {getattr(value, key)!r:.60}, and no {words}")
+            raise ValueError(f"{name}: {key} is {shown(getattr(value, key))}, and no {words}")
 
 
 @lru_cache
@@ -74,33 +90,35 @@ def check_rows(name: str, value: Any) -> list[tuple[Any, ...]]:
     try:
         return [tuple(each) for each in value]
     except TypeError:
-        raise ValueError(f"{name} are given as lists in a list, not {value!r:.60}") from None
+        raise ValueError(f"{name} are given as lists in a list, not {shown(value)}") from None
 
 
-def check_sizes(**sizes: Any) -> None:
-    """ValueError unless each is a whole number of at least 1; the error names the first that is none."""
+def check_sizes(where: str = "", /, **sizes: Any) -> None:
+    """ValueError unless each is an int of at least 1; the error names the first that is none. where: how it begins."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1")
+            is_other = isinstance(size, Integral) and type(size) not in (int, bool)  # such as NumPy's int64
+            rule = f"an int of at least 1, not {type(size).__name__}" if is_other else "a whole number of at least 1"
+            raise ValueError(f"{where}{name}={shown(size)}: it must be {rule}")
 
 
 def check_flags(**flags: Any) -> None:
     """ValueError unless each is True or False; the error names the first that is not."""
     for name, flag in flags.items():
         if type(flag) is not bool:
-            raise ValueError(f"{name}={flag!r}: it must be True or False")
+            raise ValueError(f"{name}={shown(flag)}: it must be True or False")
 
 
 def check_memory(memory: Any) -> None:
     """ValueError unless a limit of memory is a number of bytes, at least 0, or None."""
     if memory is not None and (type(memory) not in (int, float) or not memory >= 0):  # or NaN
-        raise ValueError(f"memory={memory!r}: it must be a number of bytes of at least 0, or None for no limit")
+        raise ValueError(f"memory={shown(memory)}: it must be a number of bytes of at least 0, or None for no limit")
 
 
 def check_name(what: str, name: Any) -> None:
     """ValueError unless a name is an identifier. what: whose name it is, for the error."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"{name!r} is no name for {what}: it must be an identifier")
+        raise ValueError(f"{shown(name)} is no name for {what}: it must be an identifier")
 
 
 def check_options(options: Iterable[tuple[str, Any]]) -> None:
@@ -109,7 +127,7 @@ def check_options(options: Iterable[tuple[str, Any]]) -> None:
         check_name("an option", name)
         is_finite = not isinstance(value, float) or math.isfinite(value)  # as JSON, and so a plan's hash, needs it
         if not isinstance(value, bool | int | float | str | None) or not is_finite:
-            raise ValueError(f"option {name} is {value!r:.60}; it must be a finite number, a string or None")
+            raise ValueError(f"option {name} is {shown(value)}; it must be a finite number, a string or None")
     refuse_duplicates("option", (name for name, _ in options))
 
 

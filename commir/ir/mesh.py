@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsefusion.fabric.cost_model import Fabric
 
-from .checks import check_name
+from .checks import check_name, shown
 
 FASTEST = 1e30  # bytes per second
 LONGEST = 1e9  # seconds until the first byte of a message, and of a point of a tile: all predicted times are finite
@@ -33,7 +33,9 @@ class MeshAxis:
         for name in (self.name, self.level):
             check_name("a mesh axis", name)
         if type(self.size) is not int or self.size < 1:
-            raise ValueError(f"mesh axis {self.name} has size {self.size!r}; it must be a whole number of at least 1")
+            raise ValueError(
+                f"mesh axis {self.name} has size {shown(self.size)}; it must be a whole number of at least 1"
+            )
 
 
 class Mesh:
@@ -55,7 +57,7 @@ class Mesh:
         self._speeds = {} if speeds is None else _speeds_in(speeds)
         for name, speed in self._speeds.items():
             if name not in sizes:
-                raise ValueError(f"speed for mesh axis {name!r}, but the mesh has {', '.join(sizes)}")
+                raise ValueError(f"speed for mesh axis {shown(name)}, but the mesh has {', '.join(sizes)}")
             self._speeds[name] = _speed(name, speed)
 
     @staticmethod
@@ -66,7 +68,7 @@ class Mesh:
         """
         axes = tuple(axes) if isinstance(axes, Iterable) else axes
         if not isinstance(axes, tuple) or not all(isinstance(axis, MeshAxis) for axis in axes):
-            raise ValueError(f"a mesh consists of MeshAxis(name, size, level), not {axes!r:.60}")
+            raise ValueError(f"a mesh consists of MeshAxis(name, size, level), not {shown(axes)}")
         names, levels = [axis.name for axis in axes], [axis.level for axis in axes]
         if not axes or len(set(names)) < len(names):
             raise ValueError(f"a mesh needs axes with different names, not {', '.join(names) or 'none'}")
@@ -122,7 +124,7 @@ class Mesh:
         for axis in self.axes:
             if axis.name == name:
                 return axis
-        raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(self.names)}")
+        raise ValueError(f"the mesh has no axis {shown(name)}; it has {', '.join(self.names)}")
 
     def size(self, name: str) -> int:
         """The number of ranks along an axis. ValueError: there is no such axis."""
@@ -158,7 +160,7 @@ class Mesh:
         levels = {axis.level for axis in self.axes}
         for name, speed in speeds.items():
             if name not in levels:
-                raise ValueError(f"speed for level {name!r}, but the mesh has {', '.join(sorted(levels))}")
+                raise ValueError(f"speed for level {shown(name)}, but the mesh has {', '.join(sorted(levels))}")
             speeds[name] = _speed(name, speed)
         mesh = self._with(self.axes)
         mesh._speeds = {**self._speeds, **speeds}
@@ -169,7 +171,7 @@ class Mesh:
         try:
             rank = operator.index(rank)
         except TypeError:
-            raise ValueError(f"rank {rank!r} is no whole number") from None
+            raise ValueError(f"rank {shown(rank)} is no whole number") from None
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not in a mesh of {self.ranks} ranks")
         found = {}
@@ -192,7 +194,7 @@ class Mesh:
 
 def _speeds_in(speeds: Any) -> dict[str, Any]:
     if not isinstance(speeds, Mapping):
-        raise ValueError(f"speeds={speeds!r}: they are given as {{mesh axis: (seconds, bytes per second)}}")
+        raise ValueError(f"speeds={shown(speeds)}: they are given as {{mesh axis: (seconds, bytes per second)}}")
     return dict(speeds)
 
 
@@ -207,7 +209,7 @@ def _speed(name: str, speed: Any) -> Fabric | tuple[float, float]:
     is_pair = isinstance(speed, tuple | list) and len(speed) == 2 and all(isinstance(number, Real) for number in speed)
     if not is_pair or not (0 <= speed[0] <= LONGEST and 1 <= speed[1] < FASTEST):
         raise ValueError(
-            f"speed of mesh axis {name} is {speed!r:.60}; it must be (0 to {LONGEST:g} seconds, at least 1 byte per second) "
-            f"in two numbers below {FASTEST:g}, or a Fabric"
+            f"speed of mesh axis {name} is {shown(speed)}; it must be (0 to {LONGEST:g} seconds, at least 1 byte per "
+            f"second) in two numbers below {FASTEST:g}, or a Fabric"
         )
     return float(speed[0]), float(speed[1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from .checks import check_fields, check_name, check_options, refuse_duplicates
+from .checks import check_fields, check_name, check_options, refuse_duplicates, shown
 from .loop_rules import axis_error, read_text
 from .tile_rules import TILES, check_tile
 
@@ -41,11 +41,11 @@ class Axis:
         check_name("an axis", self.name)
         if type(self.size) is not int or not 1 <= self.size < MOST_ELEMENTS:
             whole = "a whole number of at least 1, below 2^63"
-            raise ValueError(f"axis {self.name} has size {self.size!r:.60}; it must be {whole}")
+            raise ValueError(f"axis {self.name} has size {shown(self.size)}; it must be {whole}")
         if self.kind not in tuple(KINDS):
-            raise ValueError(f"axis {self.name} has kind {self.kind!r}, none of {', '.join(KINDS)}")
+            raise ValueError(f"axis {self.name} has kind {shown(self.kind)}, none of {', '.join(KINDS)}")
         if self.order not in ORDERS:
-            raise ValueError(f"axis {self.name} has order {self.order!r}, none of {', '.join(ORDERS)}")
+            raise ValueError(f"axis {self.name} has order {shown(self.order)}, none of {', '.join(ORDERS)}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class Operand:
             if axis not in self.axes:
                 raise ValueError(f"operand {self.name} has groups along {axis}, by which it is not indexed")
             if type(divisor) is not int or divisor < 1:
-                raise ValueError(f"operand {self.name} has groups of {divisor!r} along {axis}; at least 1 is needed")
+                raise ValueError(
+                    f"operand {self.name} has groups of {shown(divisor)} along {axis}; at least 1 is needed"
+                )
 
     def divisor(self, axis: str) -> int:
         """How many indices of `axis` share one element of this operand."""
@@ -285,13 +287,13 @@ class Program:
     def axis(self, name: str) -> Axis:
         """The axis of this name. ValueError: there is none."""
         if not isinstance(name, str) or name not in self._axes:
-            raise ValueError(f"{self.name} has no axis {name!r}; it has {', '.join(self._axes)}")
+            raise ValueError(f"{self.name} has no axis {shown(name)}; it has {', '.join(self._axes)}")
         return self._axes[name]
 
     def operand(self, name: str) -> Operand:
         """The operand of this name. ValueError: there is none."""
         if not isinstance(name, str) or name not in self._operands:
-            raise ValueError(f"{self.name} has no operand {name!r}; it has {', '.join(self._operands)}")
+            raise ValueError(f"{self.name} has no operand {shown(name)}; it has {', '.join(self._operands)}")
         return self._operands[name]
 
     def option(self, name: str) -> Any:

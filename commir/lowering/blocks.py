@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attention2d.layout import token_order
+from commir.ir.checks import shown
 from commir.ir.program import ITEMSIZES, Operand
 
 from .layouts import Digits, Layout, Piece
@@ -23,7 +24,7 @@ Sizes = Sequence[Sequence[tuple[Piece, int]]]  # for each dimension, its local d
 def check_tensor(name: str, x: Any) -> None:
     """ValueError unless an input is a dense tensor in one of ITEMSIZES. name: what the error calls it."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} is {x!r:.60}, and no tensor")
+        raise ValueError(f"{name} is {shown(x)}, and no tensor")
     if x.layout != torch.strided:
         raise ValueError(f"{name} has the layout {x.layout}; a plan computes with dense tensors")
     if str(x.dtype).removeprefix("torch.") not in ITEMSIZES:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commir.ir.checks import check_type
+from commir.ir.checks import check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 from commir.scheduling.known_schedules import known_as
@@ -279,18 +279,20 @@ class Plan:
         or is none.
         """
         if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) for part in parts):
-            raise ValueError(f"unshard takes {{name: block}} of each rank in a list, not {parts!r:.60}")
+            raise ValueError(f"unshard takes {{name: block}} of each rank in a list, not {shown(parts)}")
         if len(parts) != self.mesh.ranks:
-            raise ValueError(f"unshard: {len(parts)} parts for a mesh of {self.mesh.ranks} ranks")
+            raise ValueError(
+                f"unshard: {len(parts)} part{'s' * (len(parts) != 1)} for a mesh of {self.mesh.ranks} ranks"
+            )
         found = {}
         for name in dict.fromkeys(name for part in parts for name in part):
             operand = self.program.operand(name)
             layout = self.digits.home(operand)
             shape = self.digits.local_shape(operand, layout)
             for rank, part in enumerate(parts):
-                x: Any = part.get(name, "missing")
+                x: Any = part.get(name)
                 is_tensor = isinstance(x, torch.Tensor)
-                given = tuple(x.shape) if is_tensor else x
+                given = tuple(x.shape) if is_tensor else shown(x) if name in part else "missing"
                 if not is_tensor or given != shape:
                     raise ValueError(
                         f"unshard: {name} of rank {rank} is {given}; its block of {name} has shape {shape}"
@@ -313,7 +315,7 @@ class Plan:
         """
         expected = {operand.name: operand for operand in self.inputs()}
         if not isinstance(inputs, Mapping):
-            raise ValueError(f"inputs are {{name: tensor}}, not {inputs!r:.60}")
+            raise ValueError(f"inputs are {{name: tensor}}, not {shown(inputs)}")
         if inputs.keys() != expected.keys():
             raise ValueError(f"{self.program.name} takes {', '.join(expected)}, not {', '.join(inputs) or 'nothing'}")
         for name, operand in expected.items():

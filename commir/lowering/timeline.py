@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from commir.ir.checks import shown
 from commir.ir.mesh import LONGEST, Mesh
 from sparsefusion.fabric.cost_model import Fabric
 
@@ -46,7 +47,7 @@ def check_tile(point_seconds: float, call_seconds: float, overlap: float) -> Non
     times = {"point_seconds": point_seconds, "call_seconds": call_seconds, "overlap": overlap}
     for name, value in times.items():
         if not isinstance(value, int | float):
-            raise ValueError(f"{name}={value!r} is no number")
+            raise ValueError(f"{name}={shown(value)} is no number")
     if not (0 <= point_seconds <= LONGEST and 0 <= call_seconds <= LONGEST):
         raise ValueError(
             f"point_seconds={point_seconds} and call_seconds={call_seconds} must be 0 or more, and at most {LONGEST:g}"

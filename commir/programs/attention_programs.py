@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from commir.ir.checks import check_flags, check_sizes
+from commir.ir.checks import check_flags, check_sizes, shown
 from commir.ir.program import REDUCED, SPATIAL, WHOLE, Axis, Operand, Program, Result
 
 
@@ -22,7 +22,7 @@ def attention(
     check_sizes(batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim)
     check_flags(causal=causal, backward=backward)
     if not isinstance(scale, int | float | None) or isinstance(scale, bool):
-        raise ValueError(f"scale={scale!r}: it must be a number, or None for 1/sqrt(head_dim)")
+        raise ValueError(f"scale={shown(scale)}: it must be a number, or None for 1/sqrt(head_dim)")
     if heads % kv_heads:
         raise ValueError(f"{heads} heads do not divide over {kv_heads} key/value heads")
     order = ("zigzag" if causal else "contiguous") if order is None else order

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from commir.ir.checks import check_type
+from commir.ir.checks import check_type, shown
 from commir.ir.program import Program
 from commir.programs.attention_programs import ATTENTION_TILES, SAVED
 from commir.programs.linear_programs import HOMES, MATMUL
@@ -67,10 +67,10 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     schedules = known_schedules(nest.program)
     if name not in tuple(schedules):
         others = "; ".join(schedules) or "none"
-        raise Illegal(f"known: {nest.program.name} has no known schedule {name!r}; it has {others}")
+        raise Illegal(f"known: {nest.program.name} has no known schedule {shown(name)}; it has {others}")
     parts, names = schedules[name], mesh_axes or nest.mesh.names
     if unknown := [each for each in names if each not in nest.mesh.names]:
-        raise Illegal(f"known: the mesh has no axis {unknown[0]!r}; it has {', '.join(nest.mesh.names)}")
+        raise Illegal(f"known: the mesh has no axis {shown(unknown[0])}; it has {', '.join(nest.mesh.names)}")
     if len(set(names)) < len(names):
         raise Illegal(f"known: {', '.join(names)} name a mesh axis twice")
     if len(names) != len(parts):

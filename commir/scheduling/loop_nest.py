@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from commir.ir.checks import check_call, check_rows, check_sizes, check_type
+from commir.ir.checks import as_name, call_text, check_call, check_rows, check_sizes, check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -70,13 +70,13 @@ class LoopNest:
         Illegal: the factor does not divide the size, a name is taken (by another digit or axis) or not printable, the digit
         is parallelized or shifted, or loops were reordered before. ValueError: the factor is no whole number of at least 1.
         """
-        found = self.digit(digit)
+        found, rule = self.digit(digit), call_text("tile", digit, factor)
         outer, inner = f"{digit}.o" if outer is None else outer, f"{digit}.i" if inner is None else inner
         self._refuse_bound(digit, "tile it before that")
-        check_sizes(factor=factor)
+        check_sizes(f"{rule}: ", factor=factor)
         if found.size % factor:
-            raise Illegal(f"tile({digit}, {factor}): {factor} does not divide {digit}, which has size {found.size}")
-        self._check_names(f"tile({digit}, {factor})", [outer, inner], [found])
+            raise Illegal(f"{rule}: {factor} does not divide {digit}, which has size {found.size}")
+        self._check_names(rule, [outer, inner], [found])
         parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
         digits = [part for each in self.digits for part in (parts if each is found else (each,))]
         return self._with_loops(digits=tuple(digits))
@@ -114,7 +114,7 @@ class LoopNest:
         the loop runs; `Plan.memory` counts this. Illegal: a shifted digit is missing, a parallelized one is named, one is
         named twice, or digits of a scanned axis change their order.
         """
-        rule = f"reorder({', '.join(map(str, loops))})"
+        rule = call_text("reorder", *loops)
         if missing := [name for name, _ in self.shifts if name not in loops]:
             raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
         for name in loops:
@@ -177,9 +177,9 @@ class LoopNest:
         Illegal: the operand is not indexed by the axis, the axis is whole in every tile, or (when the schedule is lowered)
         the mesh axis does not divide it.
         """
-        found, rule = self.program.operand(operand), f"shard({operand}, {axis}, {mesh_axis})"
+        found, rule = self.program.operand(operand), call_text("shard", operand, axis, mesh_axis)
         if axis not in found.axes:
-            raise Illegal(f"{rule}: {operand} is not indexed by {axis}")
+            raise Illegal(f"{rule}: {operand} is not indexed by {as_name(axis)}")
         if self.program.axis(axis).kind == WHOLE:
             raise Illegal(f"{rule}: {axis} is no loop; every tile needs all of it")
         return self._with_home(operand, mesh_axis, axis)
@@ -191,8 +191,8 @@ class LoopNest:
     def patch(self, kernel: str) -> Self:
         """Compute the tile by another of `Program.kernels`: "library" or "reference". Illegal: the program has no such."""
         if kernel not in self.program.kernels:
-            known = ", ".join(self.program.kernels)
-            raise Illegal(f"patch({kernel}): {self.program.name} has no kernel {kernel!r}; it has {known}")
+            known, rule = ", ".join(self.program.kernels), call_text("patch", kernel)
+            raise Illegal(f"{rule}: {self.program.name} has no kernel {shown(kernel)}; it has {known}")
         return replace(self, kernel=kernel)
 
     def chunk(self, digit: str) -> Self:
@@ -224,7 +224,7 @@ class LoopNest:
             if digit.name == name:
                 return digit
         names = ", ".join(each.name for each in self.digits)
-        raise Illegal(f"{self.program.name} has no digit {name!r}; it has {names}")
+        raise Illegal(f"{self.program.name} has no digit {shown(name)}; it has {names}")
 
     def digits_of(self, axis: str) -> list[Digit]:
         """The digits of an axis, outermost first."""
@@ -283,7 +283,7 @@ class LoopNest:
         schedule = self
         for name, *arguments in (each or ("",) for each in check_rows("primitives", primitives)):
             if name not in PRIMITIVES:
-                raise ValueError(f"{name!r} is none of the primitives {', '.join(PRIMITIVES)}")
+                raise ValueError(f"{shown(name)} is none of the primitives {', '.join(PRIMITIVES)}")
             schedule = check_call(name, getattr(schedule, name), arguments)(*arguments)
         return schedule
 
@@ -309,7 +309,7 @@ class LoopNest:
         taken |= {each.name for each in self.program.axes if each.name != replaced[0].axis}
         for name in names:
             if not isinstance(name, str) or not name or not name.isprintable():
-                raise Illegal(f"{rule}: {name!r} is no name of a digit: it must be a printable text")
+                raise Illegal(f"{rule}: {shown(name)} is no name of a digit: it must be a printable text")
             if name in taken:
                 raise Illegal(f"{rule}: the name {name} is taken")
             taken.add(name)

@@ -6,7 +6,7 @@ This is the space in which the known schedules lie (`known_schedules`), and whic
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from commir.ir.checks import check_flags, check_type
+from commir.ir.checks import check_flags, check_type, shown
 
 from .loop_nest import Illegal, LoopNest
 
@@ -40,14 +40,14 @@ def place(nest: Nest, /, **placements: str | Placement) -> Nest:
     """
     check_type("place", nest, LoopNest)
     chosen = {name: each if isinstance(each, Placement) else Placement(each) for name, each in placements.items()}
-    if missing := [name for name in nest.mesh.names if name not in chosen]:
-        raise Illegal(f"mesh axis {missing[0]} has no placement")
     for name, each in chosen.items():
         if name not in nest.mesh.names:
             raise Illegal(f"place: the mesh has no axis {name!r}; it has {', '.join(nest.mesh.names)}")
         if not nest.digits_of(each.axis):
             loops = ", ".join(dict.fromkeys(digit.axis for digit in nest.digits))
-            raise Illegal(f"place: {nest.program.name} has no loop {each.axis!r}; it has {loops}")
+            raise Illegal(f"place: {nest.program.name} has no loop {shown(each.axis)}; it has {loops}")
+    if missing := [name for name in nest.mesh.names if name not in chosen]:
+        raise Illegal(f"mesh axis {missing[0]} has no placement")
     shifted = {name: _shifted_axis(nest, name, each) for name, each in chosen.items() if each.is_streamed}
     for axis in dict.fromkeys(digit.axis for digit in nest.digits):
         nest = _tiled(nest, axis, {name for name, each in chosen.items() if axis in (each.axis, shifted.get(name))})
@@ -65,7 +65,7 @@ def in_chunks(nest: Nest, axis: str, chunks: int) -> Nest:
     Illegal: as `LoopNest.chunk`, or the axis is no loop, or its blocks do not divide.
     """
     if not (digits := nest.digits_of(axis)):
-        raise Illegal(f"{nest.program.name} has no loop {axis!r} that could have chunks")
+        raise Illegal(f"{nest.program.name} has no loop {shown(axis)} that could have chunks")
     if chunks == 1:
         return nest
     outer, inner = f"{axis}.chunk", f"{axis}.inner"

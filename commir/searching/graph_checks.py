@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from commir.ir.checks import check_type
+from commir.ir.checks import as_name, check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 
@@ -14,7 +14,7 @@ def check_graph(operators: Sequence[GraphNode], mesh: Mesh, allowed: Mapping[str
     """ValueError: two operators have one name, an edge does not fit, or `allowed` is wrong. See `search_graph`."""
     check_type("search_graph", mesh, Mesh)
     if not isinstance(operators, Sequence):
-        raise ValueError(f"search_graph takes a list of operators, not {operators!r:.60}")
+        raise ValueError(f"search_graph takes a list of operators, not {shown(operators)}")
     for each in operators:
         check_type("search_graph", each, GraphNode)
     by_name = {each.name: each for each in operators}
@@ -22,12 +22,12 @@ def check_graph(operators: Sequence[GraphNode], mesh: Mesh, allowed: Mapping[str
         names = [each.name for each in operators]
         raise ValueError(f"two operators are called {next(name for name in names if names.count(name) > 1)}")
     if not isinstance(allowed, Mapping):
-        raise ValueError(f"allowed={allowed!r:.60}: it is given as {{operator: [(loop of each mesh axis, ...), ...]}}")
+        raise ValueError(f"allowed={shown(allowed)}: it is given as {{operator: [(loop of each mesh axis, ...), ...]}}")
     for name, placements in allowed.items():
         if name not in by_name:
-            raise ValueError(f"allowed names {name}, which is no operator of the graph")
+            raise ValueError(f"allowed names {as_name(name)}, which is no operator of the graph")
         if not _are_placements(placements, len(mesh.axes)):
-            raise ValueError(f"allowed[{name!r}] is {placements!r}; it needs a loop for each axis of {mesh!r}")
+            raise ValueError(f"allowed[{name!r}] is {shown(placements)}; it needs a loop for each axis of {mesh!r}")
     for consumer in operators:
         for operand, (producer, renamed) in consumer.inputs.items():
             taken = consumer.program.operand(operand)

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from commir.execution.devices import check_devices, comparison_device
 from commir.execution.executor import run
 from commir.execution.state import Count, RankState, check_counts, without_autocast
-from commir.ir.checks import check_type
+from commir.ir.checks import check_type, shown
 from commir.lowering.blocks import check_tensor
 from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree, check_member
@@ -70,7 +70,7 @@ class GraphRunner:
             if plan.mesh.ranks != self._ranks:
                 raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
         if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
-            raise ValueError(f"blocks are {{operator: {{input: tensor}}}}, not {given!r:.60}")
+            raise ValueError(f"blocks are {{operator: {{input: tensor}}}}, not {shown(given)}")
         self._check_givers(given)
         found = [(name, key, x) for name, each in given.items() for key, x in sorted(each.items())]
         for name, key, x in found:
@@ -86,25 +86,25 @@ class GraphRunner:
         """ValueError: the operators or plans are of another type, or an operator has no plan."""
         if not isinstance(self.operators, Sequence) or not isinstance(self.plans, Mapping):
             raise ValueError(
-                f"GraphRunner takes a list of operators, and {{operator: plan}}, not {self.operators!r:.60} and "
-                f"{self.plans!r:.60}"
+                f"GraphRunner takes a list of operators, and {{operator: plan}}, not {shown(self.operators)} and "
+                f"{shown(self.plans)}"
             )
         for each in self.operators:
             check_type("GraphRunner", each, GraphNode)
             check_type(f"GraphRunner: {each.name}", self.plans.get(each.name), Plan)
         if unknown := [name for name in self.plans if name not in [each.name for each in self.operators]]:
-            raise ValueError(f"GraphRunner: there is a plan of {unknown[0]!r:.60}, which is none of the operators")
+            raise ValueError(f"GraphRunner: there is a plan of {shown(unknown[0])}, which is none of the operators")
 
     def _check_givers(self, given: Mapping[str, Mapping[str, Tensor]]) -> None:
         """ValueError: a block is of no operator, of no input of its operator, or of one that an operator before it makes."""
         if unknown := [name for name in given if name not in self.plans]:
-            raise ValueError(f"there are blocks of {unknown[0]!r:.60}, which is none of the operators")
+            raise ValueError(f"there are blocks of {shown(unknown[0])}, which is none of the operators")
         before = set[str]()
         for each in self.operators:
             inputs = [operand.name for operand in self.plans[each.name].inputs()]
             for operand in given.get(each.name, {}):
                 if operand not in inputs:
-                    raise ValueError(f"{each.name} takes {', '.join(inputs)}, not {operand!r:.60}")
+                    raise ValueError(f"{each.name} takes {', '.join(inputs)}, not {shown(operand)}")
                 if operand in each.inputs and each.inputs[operand][0] in before:
                     raise ValueError(f"{each.name}: {operand} is given, but {each.inputs[operand][0]} makes it")
             before.add(each.name)

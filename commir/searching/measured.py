@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from commir.execution.devices import comparison_device, device_type
 from commir.execution.executor import execute
-from commir.ir.checks import check_type
+from commir.ir.checks import check_type, shown
 from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import all_gather_small
@@ -39,7 +39,7 @@ def fastest(
         if not plans:
             raise ValueError("fastest: there are no plans to time")
         if type(repeated) is not int or repeated < 1:
-            raise ValueError(f"fastest: repeated={repeated!r}; a plan must run at least once")
+            raise ValueError(f"fastest: repeated={shown(repeated)}; a plan must run at least once")
         return "\n".join(
             [
                 f"repeated is {repeated}",

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from commir.ir.checks import check_fields, check_type
+from commir.ir.checks import as_name, check_fields, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import SPATIAL, WHOLE, Axis, Operand, Program, Result
 from commir.lowering.accounting import account
@@ -44,7 +44,7 @@ class GraphNode:
 
     def __post_init__(self) -> None:
         check_type("GraphNode", self.program, Program)
-        check_fields(self, f"graph node {self.name}")
+        check_fields(self, f"graph node {as_name(self.name)}")
 
     def parameters(self) -> list[Operand]:
         """The operands that no other operator makes."""

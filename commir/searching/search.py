@@ -9,7 +9,7 @@ from itertools import groupby, takewhile, tee
 from typing import Any
 
 from commir.execution.verifier import verify
-from commir.ir.checks import check_memory, check_type
+from commir.ir.checks import check_memory, check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
 from commir.lowering.layouts import check_homes
@@ -61,9 +61,9 @@ def search(
     of another type, or the fabric is neither a Fabric nor (seconds, bytes per second). Refuted: a verified plan is wrong.
     """
     if type(top) is not int or top < 1:
-        raise ValueError(f"search: top={top!r}; it must be a whole number of at least 1")
+        raise ValueError(f"search: top={shown(top)}; it must be a whole number of at least 1")
     if type(verified) is not int or verified < 0:
-        raise ValueError(f"search: verified={verified!r}; it must be a whole number of plans")
+        raise ValueError(f"search: verified={shown(verified)}; it must be a whole number of plans")
     check_memory(memory)
     check_type("search", program, Program)
     check_type("search", mesh, Mesh)

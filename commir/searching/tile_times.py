@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commir.execution.devices import comparison_device, device_type
-from commir.ir.checks import check_type
+from commir.ir.checks import check_type, shown
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
 from sparsefusion.collectives.agreement import agree, check_member
@@ -36,7 +36,7 @@ def measure_tile(
     def check() -> None:
         """ValueError: ranks is below 1."""
         if type(ranks) is not int or ranks < 1:
-            raise ValueError(f"a tile of a plan on {ranks!r} ranks: a whole number of at least 1 is needed")
+            raise ValueError(f"a tile of a plan on {shown(ranks)} ranks: a whole number of at least 1 is needed")
 
     _compare("measure_tile", program, group, device, check, f"ranks is {ranks!r}")
     tile = tile_program(program, ranks)

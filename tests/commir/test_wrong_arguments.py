@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ SCAN = commir.place(Schedule(programs.selective_scan(1, 16, 8, 2, 4), Mesh(gpu=4
 RING = commir.place(Schedule(programs.attention(1, 4, 4, 32, 8), Mesh(gpu=4)), gpu="q").lower()
 ALONE, ALONE_INPUTS = commir.place(Schedule(product(), Mesh(gpu=1)), gpu="rows").lower(), {"a": ONES, "b": ONES[0]}
 LAYER = [GraphNode("up", programs.all_gather_matmul(8, 8, 8))]
+ARRAY, MATRIX = np.zeros((20, 3)), torch.zeros(20, 3)  # the repr of each has several lines
 BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
 
 
@@ -114,6 +116,8 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: Mesh.of_axes(["gpu"]), r"a mesh consists of MeshAxis\(name, size, level\), not \('gpu',\)"),
         (lambda: PLAN.shard(dict.fromkeys("qkv", torch.zeros(1, 8, 2, 4)), "0"), "rank '0' is no whole number"),
         (lambda: PLAN.unshard(None), r"unshard takes \{name: block\} of each rank in a list, not None"),
+        (lambda: PLAN.unshard([{}]), "unshard: 1 part for a mesh of 2 ranks"),
+        (lambda: PLAN.unshard([{}] * 3), "unshard: 3 parts for a mesh of 2 ranks"),
         (lambda: PLAN.unshard([{"out": 3}, {"out": 3}]), "unshard: out of rank 0 is 3; its block of out has shape"),
         (lambda: commir.verify(PLAN, 2**64), "verify: seed=18446744073709551616; it must be a whole number of at least 0"),
         (lambda: commir.verify(PLAN, "seed"), "verify: seed='seed'; it must be a whole number"),
@@ -124,6 +128,54 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
           for measure in (lambda device: commir.fastest([ALONE], device=device),
                           lambda device: commir.measure_tile(PROGRAM, 2, device=device),
                           lambda device: commir.measure_overlap(PROGRAM, device=device))),
+        *((lambda measure=measure: measure("meta"), "^device='meta': its tensors have no data to compute with$")
+          for measure in (lambda device: commir.fastest([ALONE], device=torch.device(device)),
+                          lambda device: commir.measure_tile(programs.weighted_sum(12, 12), 2, device=device),
+                          lambda device: commir.measure_overlap(PROGRAM, device=device))),
+        (lambda: commir.interpret(ALONE, None), r"^inputs are \{name: tensor\}, not None$"),
+        (lambda: commir.interpret(ALONE, ALONE_INPUTS | {"b": 3}), "^b is 3, and no tensor$"),
+        (lambda: commir.interpret(ALONE, ALONE_INPUTS | {"b": ARRAY}), r"^b is array\(\[\[0., .*, and no tensor$"),
+        *((lambda call=call, value=value: call(value), r"(array|tensor)\(\[\[0., 0., 0.\], \[0., ")
+          for value in (ARRAY, MATRIX)
+          for call in (lambda value: commir.search(value, MESH), lambda value: commir.search(PROGRAM, value),
+                       lambda value: commir.search(PROGRAM, MESH, top=value),
+                       lambda value: commir.search(PROGRAM, MESH, verified=value),
+                       lambda value: commir.search(PROGRAM, MESH, memory=value),
+                       lambda value: commir.search(PROGRAM, MESH, fabric=value),
+                       lambda value: commir.search(PROGRAM, MESH, point_seconds=value),
+                       lambda value: commir.search_graph(value, MESH),
+                       lambda value: commir.search_graph(LAYER, MESH, allowed={"up": value}),
+                       lambda value: GraphNode(value, PROGRAM), lambda value: GraphNode("a", PROGRAM, value),
+                       lambda value: GraphRunner(LAYER, value, None)({}), lambda value: GraphRunner(value, {}, None)({}),
+                       lambda value: commir.interpret(ALONE, value), lambda value: commir.interpret(ALONE, {}, value),
+                       lambda value: commir.execute(ALONE, ALONE_INPUTS, count=value),
+                       lambda value: commir.verify(PLAN, value), lambda value: commir.measure_tile(PROGRAM, value),
+                       lambda value: commir.measure_tile(PROGRAM, 2, device=value),
+                       lambda value: commir.fastest([ALONE], None, value),
+                       lambda value: PLAN.unshard(value), lambda value: PLAN.shard(value, 0),
+                       lambda value: Mesh(g=value), lambda value: Mesh(g=2, speeds=value),
+                       lambda value: Mesh(g=2, speeds={"g": value}), lambda value: Mesh.of_axes([value]),
+                       lambda value: MESH.coordinates(value), lambda value: MESH.with_speeds(value),
+                       lambda value: PROGRAM.axis(value), lambda value: PROGRAM.operand(value),
+                       lambda value: PROGRAM.with_options(scale=value), lambda value: Axis(value, 4),
+                       lambda value: Axis("rows", value), lambda value: Operand("a", value),
+                       lambda value: programs.attention(scale=value), lambda value: programs.attention(causal=value),
+                       lambda value: programs.attention(heads=value), lambda value: programs.attention(dtype=value),
+                       lambda value: Schedule(PROGRAM, MESH).tile("q", value), lambda value: commir.place(value),
+                       lambda value: Schedule(PROGRAM, MESH).tile("q", 2, value),
+                       lambda value: Schedule(PROGRAM, MESH).shard(value, "q", "gpu"))),
+        *((call, r"tensor\(\[\[0., 0., 0.\], \[0., ")
+          for call in (lambda: commir.known(Schedule(PROGRAM, MESH), MATRIX), lambda: Schedule(PROGRAM, MESH).patch(MATRIX),
+                       lambda: commir.known(Schedule(PROGRAM, MESH), "ring", MATRIX), lambda: Axis("rows", 4, MATRIX),
+                       lambda: commir.place(Schedule(PROGRAM, MESH), gpu=MATRIX), lambda: Axis("rows", 4, "s", MATRIX),
+                       lambda: commir.scheduling.placements.in_chunks(Schedule(PROGRAM, MESH), MATRIX, 2),
+                       lambda: Schedule(PROGRAM, MESH).reorder(MATRIX), lambda: MESH.axis(MATRIX),
+                       lambda: Schedule(PROGRAM, MESH).shard("q", MATRIX, "gpu"),
+                       lambda: Schedule(PROGRAM, MESH).shard("q", "q", MATRIX),
+                       lambda: Schedule(PROGRAM, MESH).apply([(MATRIX,)]),
+                       lambda: commir.search_graph(LAYER, MESH, allowed={MATRIX: 3}),
+                       lambda: GraphRunner(LAYER, {"up": PLAN, MATRIX: 3}, None)({}),
+                       lambda: MESH.with_speeds({MATRIX: 3}), lambda: Mesh(g=2, speeds={MATRIX: 3}))),
         (lambda: Schedule(PROGRAM, MESH).tile("q", 2, 5), r"tile\(q, 2\): 5 is no name of a digit"),
         (lambda: Schedule(PROGRAM, MESH).reorder(["q"]), r"attention has no digit \['q'\]; it has batch, heads, q, kv"),
         (lambda: Schedule(PROGRAM, MESH).shard(["q"], "heads", "gpu"), r"attention has no operand \['q'\]; it has q, k, v,"),
@@ -146,8 +198,10 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
     ],
 )  # fmt: skip
 def test_arguments_of_another_type(call, message):
-    with pytest.raises(ValueError, match=message):
+    """One line, also where a device or the repr of an argument has several."""
+    with pytest.raises(ValueError, match=message) as error:
         call()
+    assert "\n" not in str(error.value)
 
 
 def test_a_limit_of_memory_of_a_graph_is_a_number():

@@ -176,13 +176,12 @@ def a_gradient_of_another_input(rank, chosen, inputs):
     execute(plan, {name: x.requires_grad_(rank == 1) for name, x in local.items()}, dist.group.WORLD)
 
 
-def another_device(rank, chosen, inputs):
-    """Meta tensors, which no backend sends."""
+def no_data(rank, chosen, inputs):
     local = chosen[0].shard(inputs, rank)
     execute(chosen[0], {name: x.to("meta") if rank == 1 else x for name, x in local.items()}, dist.group.WORLD)
 
 
-def two_devices(rank, chosen, inputs):
+def one_input_without_data(rank, chosen, inputs):
     local = chosen[0].shard(inputs, rank)
     execute(chosen[0], {**local, "v": local["v"].to("meta" if rank == 1 else "cpu")}, dist.group.WORLD)
 
@@ -203,8 +202,8 @@ def another_dtype(rank, chosen, inputs):
         (a_gradient_of_another_input, "rank 1: k needs a gradient; on rank 0: k needs no gradient"),
         (another_plan, "; on rank 0: the plan is "),
         (another_dtype, "rank 1: k is torch.float32; on rank 0: k is torch.float64"),
-        (another_device, "q is on meta, and ranks cannot exchange its tensors by gloo (rank 1)"),
-        (two_devices, "v is on meta, and q on cpu; all inputs must be on one device (rank 1)"),
+        (no_data, "q is on meta, whose tensors have no data to compute with (rank 1)"),
+        (one_input_without_data, "v is on meta, whose tensors have no data to compute with (rank 1)"),
         (a_wrong_shape, "this rank's block of q has shape"),
         (no_tensor, "q is None, and no tensor"),
         (no_inputs, "inputs are {name: tensor}, not None"),

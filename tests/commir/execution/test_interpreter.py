@@ -76,7 +76,7 @@ def test_wrong_inputs_are_named():
 @pytest.mark.parametrize(
     "on_meta, message",
     [
-        (("k",), "k is on meta, and q on cpu; all inputs must be on one device"),
+        (("k",), "k is on meta, whose tensors have no data to compute with"),
         (("q",), "q is on meta, whose tensors have no data to compute with"),
         (("q", "k", "v"), "q is on meta, whose tensors have no data to compute with"),
     ],

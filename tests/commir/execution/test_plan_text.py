@@ -127,6 +127,12 @@ def test_primitives_in_another_form_are_refused():
     assert "schedule[0] is ['tile', 'rows', 2], but a plan is written with ['tile', 'rows', 2, 'rows.o', " in found
 
 
+def test_a_tile_without_blocks_is_refused():
+    plan = Schedule(programs.weighted_sum(8, 8), Mesh(x=2)).tile("rows", 2).parallelize("rows.o", "x").lower()
+    found = refusal(plan.to_json().replace('["tile","rows",2,', '["tile","rows",0,'))
+    assert "schedule[0]: tile(rows, 0): factor=0: it must be a whole number of at least 1" in found
+
+
 def test_values_in_another_form_are_refused():
     """The fields of an axis as a list: the program is the same, the text is not."""
     found = refusal(json.dumps(changed(PLANS[0].to_json(), ("program", "axes", 0), ["batch", 1, "s", "contiguous"])))

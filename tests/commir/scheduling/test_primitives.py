@@ -3,6 +3,7 @@
 import contextlib
 import random
 
+import numpy as np
 import pytest
 import torch
 from chosen import by_default
@@ -44,10 +45,15 @@ def test_tiles_and_joins():
     "transform, message",
     [
         (lambda s: s.tile("rows", 5), r"tile\(rows, 5\): 5 does not divide rows, which has size 12"),
-        (lambda s: s.tile("rows", True), "factor=True: it must be a whole number of at least 1"),
+        (lambda s: s.tile("rows", True), r"^tile\(rows, True\): factor=True: it must be a whole number of at least 1"),
         (lambda s: s.tile("rows", "2"), "factor='2': it must be a whole number of at least 1"),
         (lambda s: s.tile("rows", 2.0), r"factor=2\.0: it must be a whole number of at least 1"),
-        (lambda s: s.tile("rows", 0), "factor=0: it must be a whole number of at least 1"),
+        (lambda s: s.tile("rows", 0), r"^tile\(rows, 0\): factor=0: it must be a whole number of at least 1$"),
+        (
+            lambda s: s.tile("rows", np.int64(2)),
+            r"^tile\(rows, np\.int64\(2\)\): factor=np\.int64\(2\): it must be an int of at least 1, not int64$",
+        ),
+        (lambda s: s.shard("a", "de\npth", "x"), r"^shard\(a, 'de\\npth', x\): a is not indexed by 'de\\npth'$"),
         (lambda s: s.tile("rows", 2, "cols", "b"), r"tile\(rows, 2\): the name cols is taken"),
         (lambda s: s.tile("rows", 2, ""), r"tile\(rows, 2\): '' is no name of a digit: it must be a printable text"),
         (lambda s: s.tile("rows", 2, "a\nb"), r"tile\(rows, 2\): 'a\\nb' is no name of a digit"),
@@ -299,6 +305,7 @@ def test_what_is_placed():
         (dict(x="q", node="kv"), "place: the mesh has no axis 'node'; it has x"),
         (dict(x="query"), "place: attention has no loop 'query'; it has batch, heads, q, kv"),
         (dict(x=Placement("dim")), "place: attention has no loop 'dim'"),
+        (dict(y="q"), "place: the mesh has no axis 'y'; it has x"),
         ({}, "mesh axis x has no placement"),
     ],
 )

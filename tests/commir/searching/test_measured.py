@@ -1,6 +1,9 @@
 """Timing the best few plans: all ranks get the same order, and every rank's search finds the same plans."""
 
+from unittest import mock
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from commir import In, Mesh, Out, fastest, grid, measure_overlap, measure_tile, operator, programs, search
@@ -48,24 +51,37 @@ def test_ranks_that_call_with_other_plans(ranks, world):
         assert message in found and "\n" not in found
 
 
+def with_a_gpu():
+    """As if torch could make tensors on a GPU of this machine: they are on the CPU."""
+    empty = torch.empty
+    return mock.patch("torch.empty", lambda *shape, device=None, **others: empty(*shape, **others))
+
+
 @pytest.mark.parametrize("world", (2, 3))
-def test_ranks_that_measure_on_other_devices(ranks, world):
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        ("cuda", "rank 1: device is cuda; on rank 0: device is cpu"),
+        ("meta", "device='meta': its tensors have no data to compute with (rank 1)"),
+    ],
+)
+def test_ranks_that_measure_on_other_devices(ranks, world, other, message):
     plans = search(programs.attention(1, 6, 6, 36, 8), Mesh(gpu=world))[:2]
 
     def run(rank):
-        device, found = "meta" if rank == 1 else "cpu", []
+        device, found = other if rank == 1 else "cpu", []
         for measure in (
             lambda: fastest(plans, dist.group.WORLD, device=device),
             lambda: measure_tile(plans[0].program, world, dist.group.WORLD, device),
             lambda: measure_overlap(plans[0].program, dist.group.WORLD, device),
         ):
-            with pytest.raises(ValueError) as error:
+            with with_a_gpu(), pytest.raises(ValueError) as error:
                 measure()
             found.append(str(error.value))
         return found
 
     for found in ranks(run, world):
-        assert found == ["rank 1: device is meta; on rank 0: device is cpu"] * 3
+        assert found == [message] * 3
 
 
 def test_one_rank_and_no_plans():
