@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, get_args, get_origin, get_type_hints
 
 HINTS = {
@@ -19,8 +19,18 @@ HINTS = {
 
 
 def shown(value: Any) -> str:
-    """The first 60 characters of a value's repr, in one line: the repr of an array or a tensor may have several."""
-    return " ".join(line.strip() for line in repr(value).splitlines())[:60]
+    """The first 60 characters of a value's repr, in one line: the repr of an array or a tensor may have several.
+
+    A number of another library, such as NumPy's int64, is said not to be Python's.
+    """
+    text = " ".join(line.strip() for line in repr(value).splitlines())[:60]
+    is_foreign = isinstance(value, Real) and not isinstance(value, int | float)
+    return f"{text} (not Python's {'int' if isinstance(value, Integral) else 'float'})" if is_foreign else text
+
+
+def is_among(name: Any, names: Iterable[str]) -> bool:
+    """Whether a value that may be no text, for example an array, is one of some names."""
+    return isinstance(name, str) and name in names
 
 
 def as_name(value: Any) -> str:
@@ -94,12 +104,10 @@ def check_rows(name: str, value: Any) -> list[tuple[Any, ...]]:
 
 
 def check_sizes(where: str = "", /, **sizes: Any) -> None:
-    """ValueError unless each is an int of at least 1; the error names the first that is none. where: how it begins."""
+    """ValueError unless each is an int of at least 1; it names the first that is none. where: the error's beginning."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            is_other = isinstance(size, Integral) and type(size) not in (int, bool)  # such as NumPy's int64
-            rule = f"an int of at least 1, not {type(size).__name__}" if is_other else "a whole number of at least 1"
-            raise ValueError(f"{where}{name}={shown(size)}: it must be {rule}")
+            raise ValueError(f"{where}{name}={shown(size)}: it must be a whole number of at least 1")
 
 
 def check_flags(**flags: Any) -> None:

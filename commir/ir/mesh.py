@@ -121,7 +121,7 @@ class Mesh:
 
     def axis(self, name: str) -> MeshAxis:
         """The axis of this name. ValueError: there is none."""
-        for axis in self.axes:
+        for axis in self.axes if isinstance(name, str) else ():
             if axis.name == name:
                 return axis
         raise ValueError(f"the mesh has no axis {shown(name)}; it has {', '.join(self.names)}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from .checks import check_fields, check_name, check_options, refuse_duplicates, shown
+from .checks import check_fields, check_name, check_options, is_among, refuse_duplicates, shown
 from .loop_rules import axis_error, read_text
 from .tile_rules import TILES, check_tile
 
@@ -42,9 +42,9 @@ class Axis:
         if type(self.size) is not int or not 1 <= self.size < MOST_ELEMENTS:
             whole = "a whole number of at least 1, below 2^63"
             raise ValueError(f"axis {self.name} has size {shown(self.size)}; it must be {whole}")
-        if self.kind not in tuple(KINDS):
+        if not is_among(self.kind, KINDS):
             raise ValueError(f"axis {self.name} has kind {shown(self.kind)}, none of {', '.join(KINDS)}")
-        if self.order not in ORDERS:
+        if not is_among(self.order, ORDERS):
             raise ValueError(f"axis {self.name} has order {shown(self.order)}, none of {', '.join(ORDERS)}")
 
 

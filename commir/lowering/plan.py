@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commir.ir.checks import check_type, shown
+from commir.ir.checks import as_name, check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program
 from commir.scheduling.known_schedules import known_as
@@ -317,7 +317,8 @@ class Plan:
         if not isinstance(inputs, Mapping):
             raise ValueError(f"inputs are {{name: tensor}}, not {shown(inputs)}")
         if inputs.keys() != expected.keys():
-            raise ValueError(f"{self.program.name} takes {', '.join(expected)}, not {', '.join(inputs) or 'nothing'}")
+            given = ", ".join(map(as_name, inputs)) or "nothing"
+            raise ValueError(f"{self.program.name} takes {', '.join(expected)}, not {given}")
         for name, operand in expected.items():
             layout = self.digits.home(operand) if is_local else {}
             shape = self.digits.local_shape(operand, layout)

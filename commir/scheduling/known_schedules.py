@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from commir.ir.checks import check_type, shown
+from commir.ir.checks import check_type, is_among, shown
 from commir.ir.program import Program
 from commir.programs.attention_programs import ATTENTION_TILES, SAVED
 from commir.programs.linear_programs import HOMES, MATMUL
@@ -65,11 +65,11 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     """
     check_type("known", nest, LoopNest)
     schedules = known_schedules(nest.program)
-    if name not in tuple(schedules):
+    if not is_among(name, schedules):
         others = "; ".join(schedules) or "none"
         raise Illegal(f"known: {nest.program.name} has no known schedule {shown(name)}; it has {others}")
     parts, names = schedules[name], mesh_axes or nest.mesh.names
-    if unknown := [each for each in names if each not in nest.mesh.names]:
+    if unknown := [each for each in names if not is_among(each, nest.mesh.names)]:
         raise Illegal(f"known: the mesh has no axis {shown(unknown[0])}; it has {', '.join(nest.mesh.names)}")
     if len(set(names)) < len(names):
         raise Illegal(f"known: {', '.join(names)} name a mesh axis twice")

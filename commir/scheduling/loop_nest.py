@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from commir.ir.checks import as_name, call_text, check_call, check_rows, check_sizes, check_type, shown
+from commir.ir.checks import as_name, call_text, check_call, check_rows, check_sizes, check_type, is_among, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -114,7 +114,7 @@ class LoopNest:
         the loop runs; `Plan.memory` counts this. Illegal: a shifted digit is missing, a parallelized one is named, one is
         named twice, or digits of a scanned axis change their order.
         """
-        rule = call_text("reorder", *loops)
+        rule, loops = call_text("reorder", *loops), tuple(self.digit(name).name for name in loops)
         if missing := [name for name, _ in self.shifts if name not in loops]:
             raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
         for name in loops:
@@ -178,7 +178,7 @@ class LoopNest:
         the mesh axis does not divide it.
         """
         found, rule = self.program.operand(operand), call_text("shard", operand, axis, mesh_axis)
-        if axis not in found.axes:
+        if not is_among(axis, found.axes):
             raise Illegal(f"{rule}: {operand} is not indexed by {as_name(axis)}")
         if self.program.axis(axis).kind == WHOLE:
             raise Illegal(f"{rule}: {axis} is no loop; every tile needs all of it")
@@ -190,7 +190,7 @@ class LoopNest:
 
     def patch(self, kernel: str) -> Self:
         """Compute the tile by another of `Program.kernels`: "library" or "reference". Illegal: the program has no such."""
-        if kernel not in self.program.kernels:
+        if not is_among(kernel, self.program.kernels):
             known, rule = ", ".join(self.program.kernels), call_text("patch", kernel)
             raise Illegal(f"{rule}: {self.program.name} has no kernel {shown(kernel)}; it has {known}")
         return replace(self, kernel=kernel)
@@ -220,7 +220,7 @@ class LoopNest:
 
     def digit(self, name: str) -> Digit:
         """The digit of this name. Illegal: there is none."""
-        for digit in self.digits:
+        for digit in self.digits if isinstance(name, str) else ():
             if digit.name == name:
                 return digit
         names = ", ".join(each.name for each in self.digits)
@@ -228,7 +228,7 @@ class LoopNest:
 
     def digits_of(self, axis: str) -> list[Digit]:
         """The digits of an axis, outermost first."""
-        return [digit for digit in self.digits if digit.axis == axis]
+        return [digit for digit in self.digits if digit.axis == axis] if isinstance(axis, str) else []
 
     def digit_on(self, mesh_axis: str) -> Digit | None:
         """The digit that is parallelized on a mesh axis."""
@@ -282,7 +282,7 @@ class LoopNest:
         """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: the name or its arguments."""
         schedule = self
         for name, *arguments in (each or ("",) for each in check_rows("primitives", primitives)):
-            if name not in PRIMITIVES:
+            if not is_among(name, PRIMITIVES):
                 raise ValueError(f"{shown(name)} is none of the primitives {', '.join(PRIMITIVES)}")
             schedule = check_call(name, getattr(schedule, name), arguments)(*arguments)
         return schedule

@@ -6,7 +6,7 @@ This is the space in which the known schedules lie (`known_schedules`), and whic
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from commir.ir.checks import check_flags, check_type, shown
+from commir.ir.checks import check_flags, check_sizes, check_type, shown
 
 from .loop_nest import Illegal, LoopNest
 
@@ -66,6 +66,7 @@ def in_chunks(nest: Nest, axis: str, chunks: int) -> Nest:
     """
     if not (digits := nest.digits_of(axis)):
         raise Illegal(f"{nest.program.name} has no loop {shown(axis)} that could have chunks")
+    check_sizes("in_chunks: ", chunks=chunks)
     if chunks == 1:
         return nest
     outer, inner = f"{axis}.chunk", f"{axis}.inner"

@@ -90,9 +90,10 @@ def search_graph(
     input does not fit what its producer makes, `allowed` names no operator or no loops, an argument is of another type, or
     no layouts fit together (or none of the MOST_TRIES fastest that each input allows by itself).
     """
-    check_graph(operators, mesh, allowed or {})
+    allowed = {} if allowed is None else allowed
+    check_graph(operators, mesh, allowed)
     check_memory(memory)
-    options = _all_options(operators, mesh, memory, allowed or {})
+    options = _all_options(operators, mesh, memory, allowed)
     relayouts, by_name = Relayouts(mesh), {each.name: each for each in operators}
     edges: dict[tuple[str, str], np.ndarray] = {}
     for consumer in operators:

@@ -39,7 +39,7 @@ def fastest(
         if not plans:
             raise ValueError("fastest: there are no plans to time")
         if type(repeated) is not int or repeated < 1:
-            raise ValueError(f"fastest: repeated={shown(repeated)}; a plan must run at least once")
+            raise ValueError(f"fastest: repeated={shown(repeated)}; it must be a whole number of at least 1")
         return "\n".join(
             [
                 f"repeated is {repeated}",

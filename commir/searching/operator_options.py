@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from commir.ir.checks import as_name, check_fields, check_type
+from commir.ir.checks import as_name, check_fields, check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import SPATIAL, WHOLE, Axis, Operand, Program, Result
 from commir.lowering.accounting import account
@@ -35,7 +35,7 @@ class GraphNode:
 
     Operands that are not among `inputs` are parameters, kept where the operator needs them. An operator that comes later in
     the graph may be a producer: its output then enters from the layer before, which has the same layouts. ValueError: a
-    field has another type.
+    field has another type, or the name is not printable.
     """
 
     name: str
@@ -45,6 +45,8 @@ class GraphNode:
     def __post_init__(self) -> None:
         check_type("GraphNode", self.program, Program)
         check_fields(self, f"graph node {as_name(self.name)}")
+        if not self.name or not self.name.isprintable():
+            raise ValueError(f"graph node {shown(self.name)}: its name must be a printable text")
 
     def parameters(self) -> list[Operand]:
         """The operands that no other operator makes."""

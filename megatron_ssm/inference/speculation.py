@@ -37,9 +37,10 @@ TIMES: dict[torch.dtype | str, tuple[float, ...]] = {
     "int8": (1.4, 1.7, 2.9, 5.6),
 }
 TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # where every rank has AMX, instead of those of TIMES
-    torch.bfloat16: (1.5, 1.6, 1.7, 2.0),
-    "int8": (1.2, 1.4, 1.8, 2.7),
-    "int4": (1.6, 1.8, 2.1, 3.1),
+    torch.float32: (1.2, 1.3, 1.6, 2.6),
+    torch.bfloat16: (1.3, 1.6, 1.8, 2.1),
+    "int8": (1.4, 1.6, 1.8, 2.8),
+    "int4": (1.5, 2.0, 2.4, 3.6),
 }
 FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one

@@ -217,10 +217,10 @@ static AddRows *const *functions_for(Words kind, int *most) {
 TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t row) {
   int most;
   AddRows *const *functions = functions_for(a->kind, &most);
-  ptrdiff_t words = a->words, part = 0, parts = (words + DEPTH - 1) / DEPTH * ((a->batch + most - 1) / most);
+  ptrdiff_t words = a->words, part = 0, parts = (words + PANEL_WORDS - 1) / PANEL_WORDS * ((a->batch + most - 1) / most);
   memset(panel->sums, 0, a->batch * PANEL * sizeof(float));
-  for (ptrdiff_t start = 0; start < words; start += DEPTH) {
-    ptrdiff_t stop = start + DEPTH < words ? start + DEPTH : words;
+  for (ptrdiff_t start = 0; start < words; start += PANEL_WORDS) {
+    ptrdiff_t stop = start + PANEL_WORDS < words ? start + PANEL_WORDS : words;
     fill(a, panel, row, start, stop);
     for (ptrdiff_t first = 0; first < a->batch; first += most) {
       ptrdiff_t count = a->batch - first < most ? a->batch - first : most;

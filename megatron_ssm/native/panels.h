@@ -9,10 +9,10 @@
 
 #ifdef HAS_INTRINSICS
 enum {
-  OFFSET = 128,  /* of 8-bit integers of W */
-  PANEL = 32,    /* rows: their words fill four registers of AVX2, or two of AVX-512 */
-  DEPTH = 192,   /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
-  X_ROWS = 256,  /* rows of x that are multiplied at a time: DEPTH words of each stay in the second-level cache */
+  OFFSET = 128,      /* of 8-bit integers of W */
+  PANEL = 32,        /* rows: their words fill four registers of AVX2, or two of AVX-512 */
+  PANEL_WORDS = 192, /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
+  X_ROWS = 256,      /* rows of x that are multiplied at a time: PANEL_WORDS words of each stay in the second-level cache */
   PAIRS = BLOCK / 2, QUADS = BLOCK / 4 /* words of a block of columns of 16 bits, and of 8 */
 };
 
@@ -39,8 +39,8 @@ typedef struct {
 
 /* Temporaries of a thread. */
 typedef struct {
-  uint32_t words[DEPTH * PANEL]; /* (DEPTH, PANEL): columns of W */
-  float scales[DEPTH / QUADS * PANEL]; /* (blocks, PANEL) */
+  uint32_t words[PANEL_WORDS * PANEL]; /* (PANEL_WORDS, PANEL): columns of W */
+  float scales[PANEL_WORDS / QUADS * PANEL]; /* (blocks, PANEL) */
   float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
   const char *ahead;             /* what is prefetched while words are multiplied, */
   ptrdiff_t step;                /* and how many bytes further with each word */

@@ -25,7 +25,8 @@ T = TypeVar("T")
 def check_member(group: dist.ProcessGroup | None) -> None:
     """ValueError if `group` is neither None nor a process group of this rank (`new_group` gives others a number)."""
     if not (group is None or isinstance(group, dist.ProcessGroup)):
-        raise ValueError(f"group {group!r} is no process group that this rank is a member of")
+        given = " ".join(repr(group).split())  # the repr of a tensor may have several lines
+        raise ValueError(f"group {given:.60} is no process group that this rank is a member of")
 
 
 def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object], whose: str = "ranks") -> int:

@@ -51,7 +51,7 @@ def test_tiles_and_joins():
         (lambda s: s.tile("rows", 0), r"^tile\(rows, 0\): factor=0: it must be a whole number of at least 1$"),
         (
             lambda s: s.tile("rows", np.int64(2)),
-            r"^tile\(rows, np\.int64\(2\)\): factor=np\.int64\(2\): it must be an int of at least 1, not int64$",
+            r"factor=np\.int64\(2\) \(not Python's int\): it must be a whole number of at least 1$",
         ),
         (lambda s: s.shard("a", "de\npth", "x"), r"^shard\(a, 'de\\npth', x\): a is not indexed by 'de\\npth'$"),
         (lambda s: s.tile("rows", 2, "cols", "b"), r"tile\(rows, 2\): the name cols is taken"),

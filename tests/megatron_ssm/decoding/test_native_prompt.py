@@ -115,7 +115,7 @@ def test_long_prompts(family, options, integers, threads, tmp_path, monkeypatch,
 
 
 def form_in_c(integers, stored, x, rows):
-    if integers and stored in (torch.bfloat16, *products.ROUNDED):
+    if integers and (stored in products.ROUNDED or stored is torch.bfloat16 and integers == matrices.INTEGER_PANELS):
         return integers
     if products.has_tile_products():
         return matrices.EXACT_TILES if stored is torch.float32 else matrices.TILES

@@ -41,6 +41,7 @@ def test_what_is_too_large_for_c_is_left_to_torch(family, changes, by_c, tmp_pat
 
 
 BOTH_HYBRID = dict(layers_block_type=["hybrid"] * 2)
+WIDE = dict(hidden_size=256, vocab_size=320)  # matrices for which there are other products of several rows than of one
 MODELS = [
     ("mamba", dict(residual_in_fp32=True, use_bias=True)),
     ("mamba", dict(residual_in_fp32=False)),
@@ -58,19 +59,30 @@ MODELS = [
 def test_native_steps_equal_blocks(ranks, tp, options, family, changes, tmp_path):
     """Oracle: the same model with hooks, which make it call its layers."""
     directory = saved(tmp_path, family, **changes)
-
-    def run(rank):
-        model = megatron_ssm.load(directory, dist.group.WORLD, **options)
-        by_steps, count = one_by_one(model, model), counted(native_step.NativeLayers)
-        again = one_by_one(model, model)
-        for layer in model.layers:
-            layer.norm.register_forward_hook(lambda *_: None)
-        return by_steps, again, one_by_one(model, model), len(count)
-
     atol = 0.02 if "dtype" in options else 1e-5
-    for by_steps, again, by_blocks, count in ranks(run, tp):
+    for by_steps, again, by_blocks, count in ranks(lambda rank: steps_and_blocks(directory, **options), tp):
         assert count == 5 * 2 and torch.equal(by_steps, again)  # tokens and layers
         torch.testing.assert_close(by_steps, by_blocks, rtol=0, atol=atol)
+
+
+def steps_and_blocks(directory, **options):
+    """The logits by step.c, twice, and by the layers; and how many tokens and layers step.c computed the second time."""
+    model = megatron_ssm.load(directory, dist.group.WORLD, **options)
+    by_steps, count = one_by_one(model, model), counted(native_step.NativeLayers)
+    again = one_by_one(model, model)
+    for layer in model.layers:
+        layer.norm.register_forward_hook(lambda *_: None)
+    return by_steps, again, one_by_one(model, model), len(count)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("weights", ("int8", "int4"))
+def test_heads_of_quantized_models(ranks, tp, weights, tmp_path):
+    """Each of Zamba's heads has its own columns of x_proj, which is of bfloat16 here, and the activations of float32."""
+    directory = saved(tmp_path, "zamba", **WIDE, **BOTH_HYBRID, n_mamba_heads=4)
+    for by_steps, again, by_blocks, count in ranks(lambda rank: steps_and_blocks(directory, weights=weights), tp):
+        assert count == 5 * 2 and torch.equal(by_steps, again)
+        assert (by_steps - by_blocks).norm() < 1e-3 * by_blocks.norm()
 
 
 CALLS = [  # rows, the tokens that they read, and how many of these are kept
@@ -117,7 +129,6 @@ def test_speculative_calls(ranks, tp, options, family, changes, tmp_path):
         torch.testing.assert_close(by_calls, singly, rtol=0, atol=atol if "zamba" in family else 0)
 
 
-WIDE = dict(hidden_size=256, vocab_size=320)  # matrices for which there are other products of several rows than of one
 WIDE_MODELS = [
     ("mamba", dict(WIDE, state_size=16)),
     ("falcon_mamba", dict(WIDE, state_size=16)),

@@ -83,6 +83,9 @@ def variant(request, library_path, monkeypatch):
     if not library:
         pytest.skip(f"no C library: {library.why}")
     monkeypatch.setattr(kernels, "LIBRARY", library)
+    matrices.product_times.cache_clear()  # what was measured with another variant
+    yield
+    matrices.product_times.cache_clear()
 
 
 def view_between_nan(tensor):
@@ -450,6 +453,19 @@ def test_a_row_does_not_depend_on_the_others(variant, kind):
             assert torch.equal(products.linear(x[:rows], values, scales), alone[:rows]), (out, columns, rows)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in LINEAR if "in bfloat16" in kind])
+@torch.no_grad()
+def test_results_too_small_for_bfloat16(variant, kind):
+    """A row of x has the same bits alone and beside others, also where results are below 2^-126."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = ROUNDED_FORMATS[kind.split()[0]].of(torch.randn(40, 64, generator=generator) * 1e-20)
+    x = (torch.randn(5, 64, generator=generator) * 1e-19).bfloat16()
+    together = products.linear(x, matrix.values, matrix.scales)
+    assert together.abs().max() < 1e-37
+    for rows in (1, 2):
+        assert torch.equal(products.linear(x[:rows], matrix.values, matrix.scales), together[:rows])
+
+
 @dtypes
 @pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
 @torch.no_grad()
@@ -694,16 +710,18 @@ def results(threads, kind):
         rounded = {kind.__name__: kind.of(weight) for kind in (Int8Weight, Int4Weight)}
         given = dict(float32=(weight,)) | {name: (each.values, each.scales) for name, each in rounded.items()}
         results = {name: products.linear(x, *w, bias=bias) for name, w in given.items()}
+        results |= {f"one row by {name}": products.linear(x[:1], *w, bias=bias) for name, w in given.items()}
         results |= {f"wide {name}": each.rows(slice(None)) for name, each in rounded.items()}
+        halves = x.bfloat16(), weight.bfloat16()
         if products.has_tile_products():
             results |= {f"{n} tiles": products.tile_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
         if products.has_panel_products():
             results |= {f"{n} panels": products.panel_product(x, *w, bias=bias) for n, w in given.items()}
-            halves = x.bfloat16(), weight.bfloat16()
             results["integer panels"] = products.panel_product(*halves, as_integers=True)
         if products.has_integer_products():
             results |= {f"{n} bytes": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
-        return results | dict(bfloat16=products.linear(x.bfloat16(), weight.bfloat16()))
+        pairs = dict(narrowed=(x, weight.bfloat16()), bfloat16=halves, one=(halves[0][:1], halves[1]))
+        return results | {f"bfloat16, {name}": products.linear(*pair) for name, pair in pairs.items()}
     if kind == "norm":
         y, z = torch.randn(2, 137, 256, generator=torch.Generator().manual_seed(0))
         weight, found = torch.linspace(-1, 1, 256), {}

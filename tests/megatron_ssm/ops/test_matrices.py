@@ -240,6 +240,9 @@ def test_narrowed_matrices(rows, columns):
         matrices.INTEGER_PANELS,
     )
     assert y.dtype is torch.float32 and (y - exact).norm() <= (2**-8 if is_rounded else 1e-6) * exact.norm()
+    with pytest.raises(RuntimeError, match="dtype"):  # a matrix that is trained has x's dtype
+        linear(x, weight.requires_grad_())
+    weight.requires_grad_(False)
     x.requires_grad_()
     linear(x, weight).sum().backward()
     torch.testing.assert_close(x.grad, weight.float().sum(0).expand_as(x))
