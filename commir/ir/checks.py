@@ -19,9 +19,9 @@ HINTS = {
 
 
 def shown(value: Any) -> str:
-    """The first 60 characters of a value's repr, in one line: the repr of an array or a tensor may have several.
+    """The first 60 characters of a value's repr in one line, as errors show it; that of an array or tensor may have several.
 
-    A number of another library, such as NumPy's int64, is said not to be Python's.
+    A number of another library, such as NumPy's int64, is followed by "(not Python's int)".
     """
     text = " ".join(line.strip() for line in repr(value).splitlines())[:60]
     is_foreign = isinstance(value, Real) and not isinstance(value, int | float)

@@ -118,7 +118,7 @@ class LoopNest:
         if missing := [name for name, _ in self.shifts if name not in loops]:
             raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
         for name in loops:
-            if self.digit(name).name in (*dict(self.parallel), self.chunked):
+            if name in (*dict(self.parallel), self.chunked):
                 how = "chunked" if name == self.chunked else "parallelized"
                 raise Illegal(f"{rule}: {name} is {how}, so it is no loop of a rank")
             if loops.count(name) > 1:
@@ -126,7 +126,7 @@ class LoopNest:
         scanned = [digit.name for digit in self.digits if digit.name in loops and self._kind(digit.name) == SCANNED]
         if [name for name in loops if self._kind(name) == SCANNED] != scanned:
             raise Illegal(f"{rule}: digits of a scanned axis keep their order, {', '.join(scanned)}")
-        return replace(self, order=tuple(loops))
+        return replace(self, order=loops)
 
     def parallelize(self, digit: str, mesh_axis: str) -> Self:
         """Compute the blocks of a digit on the ranks along a mesh axis.

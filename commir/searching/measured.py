@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from commir.execution.devices import comparison_device, device_type
 from commir.execution.executor import execute
-from commir.ir.checks import check_type, shown
+from commir.ir.checks import check_sizes, check_type
 from commir.lowering.plan import Plan
 from sparsefusion.collectives.agreement import agree, check_member
 from sparsefusion.collectives.counted import all_gather_small
@@ -38,8 +38,7 @@ def fastest(
             check_type("fastest", plan, Plan)
         if not plans:
             raise ValueError("fastest: there are no plans to time")
-        if type(repeated) is not int or repeated < 1:
-            raise ValueError(f"fastest: repeated={shown(repeated)}; it must be a whole number of at least 1")
+        check_sizes("fastest: ", repeated=repeated)
         return "\n".join(
             [
                 f"repeated is {repeated}",

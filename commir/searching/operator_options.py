@@ -35,7 +35,7 @@ class GraphNode:
 
     Operands that are not among `inputs` are parameters, kept where the operator needs them. An operator that comes later in
     the graph may be a producer: its output then enters from the layer before, which has the same layouts. ValueError: a
-    field has another type, or the name is not printable.
+    field has another type, or the name is empty or not printable.
     """
 
     name: str
