@@ -38,11 +38,6 @@ INLINE_FOR(TARGET_AMX) __m512i lower_bytes(__m512i first, __m512i second) {
   return _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(second), 1);
 }
 
-/* The high byte of each 16-bit number: 256 times it plus the number's lower byte, which counts as signed, is the number. */
-INLINE_FOR(TARGET_AMX) __m512i high_byte(__m512i number) {
-  return _mm512_srai_epi16(_mm512_add_epi16(number, _mm512_set1_epi16(128)), 8);
-}
-
 /* Block k of the rows of x from `first` on; rows beyond the last are zeros. x: (batch, in) of 16 bits. */
 TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block *to, ptrdiff_t first, ptrdiff_t k,
                                   ptrdiff_t batch, ptrdiff_t blocks, int weight_type) {

@@ -22,8 +22,7 @@ TARGET_AMX static void split_row_8(const int16_t *x, char *to, ptrdiff_t blocks)
   for (ptrdiff_t k = 0; k < blocks; k++, x += BLOCK, to += PARTS_8 * LINE) {
     for (int half = 0; half < 2; half++) {
       __m512i words = _mm512_loadu_si512(x + half * BLOCK / 2);
-      __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
-      _mm256_storeu_si256((__m256i *)to + half, _mm512_cvtepi16_epi8(high));
+      _mm256_storeu_si256((__m256i *)to + half, _mm512_cvtepi16_epi8(high_byte(words)));
       _mm256_storeu_si256((__m256i *)(to + LINE) + half, _mm512_cvtepi16_epi8(words));
     }
     _mm512_storeu_si512(to + 2 * LINE, _mm512_setzero_si512());

@@ -15,16 +15,12 @@ typedef struct {
   ptrdiff_t batch, out, in;
 } Product;
 
-/* SIDE rows of W from `row` on, each `bytes` long; those beyond the last are the last one. */
-INLINE void rows_from(const Product *a, ptrdiff_t row, ptrdiff_t bytes, const char *rows[SIDE]) {
-  for (ptrdiff_t r = 0; r < SIDE; r++) rows[r] = a->weight + (row + r < a->out ? row + r : a->out - 1) * bytes;
-}
-
-/* SIDE rows of W from `row` on times the rows of x, of which there are `count`, a compile-time constant. */
+/* SIDE rows of W from `row` on, of which those beyond the last are the last one, times the rows of x, of which there are
+   `count`, a compile-time constant: lanes are rows of W. */
 INLINE_FOR(TARGET_AMX) void multiply(const Product *a, ptrdiff_t row, __m512 *sums, int count) {
   const char *rows[SIDE], *next = a->weight + (row + SIDE) * a->in * 2; /* what is read after these rows, line by line */
   const float *even = a->x, *odd = even + a->in / 2;
-  rows_from(a, row, a->in * 2, rows);
+  for (ptrdiff_t r = 0; r < SIDE; r++) rows[r] = a->weight + (row + r < a->out ? row + r : a->out - 1) * a->in * 2;
   for (int c = 0; c < count; c++) sums[c] = _mm512_setzero_ps();
   for (ptrdiff_t k = 0; k < a->in; k += DEPTH, even += SIDE, odd += SIDE) {
     __m512i pairs[SIDE];

@@ -42,8 +42,8 @@ void multiply_rounded_rows(const Linear *a, int weight_type, ptrdiff_t start, pt
 ptrdiff_t bytes_of_x_row(ptrdiff_t blocks, int weight_type);
 void split_x(const int16_t *x, char *to, ptrdiff_t batch, ptrdiff_t blocks);
 
-/* The same for up to FEWEST rows of x of 16 bits, on processors with AMX: bit for bit as byte_tiles. Returns whether there was
-   no memory. */
+/* `linear` for INT8 and INT4 and up to FEWEST rows of x of 16 bits, on processors with AMX: bit for bit as byte_tiles. Returns
+   whether there was no memory. */
 int fewest_rounded_rows(Linear a, int weight_type, int threads);
 #endif
 

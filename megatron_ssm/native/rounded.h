@@ -90,6 +90,11 @@ INLINE_FOR(TARGET_AVX512) void transpose_16(__m512i rows[16]) {
   }
 }
 
+/* The high byte of each 16-bit number: 256 times it plus the number's lower byte, which counts as signed, is the number. */
+INLINE_FOR(TARGET_AVX512) __m512i high_byte(__m512i number) {
+  return _mm512_srai_epi16(_mm512_add_epi16(number, _mm512_set1_epi16(128)), 8);
+}
+
 /* sum plus the products of 32 columns, in pairs. has_vnni: whether the processor has AVX512_VNNI, whose instruction for it
    needs no target attribute here. */
 INLINE_FOR(TARGET_AVX512) __m512i add_products(__m512i sum, __m512i columns, __m512i x, int has_vnni) {

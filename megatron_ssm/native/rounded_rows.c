@@ -32,9 +32,8 @@ TARGET_AVX512 static void split_row(const int16_t *x, char *to, ptrdiff_t blocks
       for (int upper = 0; upper < 2; upper++) {
         __m512i chosen = _mm512_add_epi16(lower, _mm512_set1_epi16((int16_t)(16 * upper)));
         __m512i words = _mm512_permutex2var_epi16(left, chosen, right);
-        __m512i high = _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
         char *place = to + upper * LINE + b * LINE / 2;
-        _mm256_storeu_si256((__m256i *)place, _mm512_cvtepi16_epi8(high));
+        _mm256_storeu_si256((__m256i *)place, _mm512_cvtepi16_epi8(high_byte(words)));
         _mm256_storeu_si256((__m256i *)(place + 2 * LINE), _mm512_cvtepi16_epi8(words));
       }
     }
