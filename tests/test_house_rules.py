@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -305,6 +306,12 @@ def test_nothing_is_named_utils():
 
 
 # Tests
+
+
+def test_names_of_test_files_are_unique():
+    """pytest imports each test file by its name alone, and refuses a second file of that name."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert_none([name for name, count in names.items() if count > 1])
 
 
 def parametrizations(path, owner, function):
