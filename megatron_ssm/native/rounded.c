@@ -228,20 +228,10 @@ CLONES static void widen_plain(const char *values, const float *scales, void *to
 }
 
 #ifdef HAS_INTRINSICS
-INLINE_FOR(TARGET_AVX512) __m512 scaled(__m256i columns, __m512 scale) {
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(columns)), scale);
-}
-
-/* To BFLOAT16, by an instruction that rounds 32 numbers. */
 INLINE_FOR(TARGET_AVX512_BF16) void widen_each_to_bfloat16(const char *values, const float *scales, uint16_t *to,
                                                              ptrdiff_t blocks, int weight_type) {
-  for (ptrdiff_t k = 0; k < blocks; k++, values += bytes_per_block(weight_type))
-    for (int half = 0; half < 2; half++, to += 32) {
-      __m512i columns = half_block(values, half, weight_type);
-      __m512 scale = _mm512_set1_ps(scales[k]), low = scaled(_mm512_castsi512_si256(columns), scale);
-      __m512bh both = _mm512_cvtne2ps_pbh(scaled(_mm512_extracti64x4_epi64(columns, 1), scale), low);
-      memcpy(to, &both, sizeof both);
-    }
+  for (ptrdiff_t k = 0; k < blocks; k++, values += bytes_per_block(weight_type), to += BLOCK)
+    widen_block(values, scales[k], to, weight_type);
 }
 
 TARGET_AVX512_BF16 static void widen_to_bfloat16(const char *values, const float *scales, void *to, ptrdiff_t blocks,
@@ -251,7 +241,8 @@ TARGET_AVX512_BF16 static void widen_to_bfloat16(const char *values, const float
 }
 #endif
 
-void widen_blocks(const char *values, const float *scales, void *to, ptrdiff_t blocks, int weight_type, int type) {
+/* Consecutive blocks times their scales, in `type` (FLOAT32 or BFLOAT16). */
+static void widen_blocks(const char *values, const float *scales, void *to, ptrdiff_t blocks, int weight_type, int type) {
 #ifdef HAS_INTRINSICS
   if (type == BFLOAT16 && has_avx512_bf16()) {
     widen_to_bfloat16(values, scales, to, blocks, weight_type);

@@ -17,7 +17,8 @@
 enum {
   PANEL = 2 * SIDE,             /* rows of W, and rows of x, whose four products are computed at once */
   PARTS = 3,                    /* of a float32 number */
-  WIDTH = 256, SPLIT_WIDTH = 128, /* columns of a panel that are multiplied at a time: they stay in the first-level cache */
+  WIDTH = 256, SPLIT_WIDTH = 96, /* columns of W that are multiplied at a time: they stay in the first-level cache */
+  BUFFER = PANEL * PARTS * SPLIT_WIDTH, /* bfloat16 numbers for such columns of PANEL rows, of any type */
   X_BYTES = 5 << 18,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
   AMX = 1 << 22 | 1 << 24 | 1 << 25, /* in EDX of CPUID 7: bfloat16, tiles, bytes */
   XTILEDATA = 18, REQUEST = 0x1023    /* Linux: the component of the processor's state, and arch_prctl's request for it */
@@ -27,7 +28,7 @@ typedef struct {
   const char *values;    /* (out, in) of weight_type */
   const float *scales;   /* of INT8 and INT4 */
   const void *bias;      /* (out) of `type`, or NULL */
-  const uint32_t *tiles; /* those of x: (groups of SIDE rows, in / DEPTH, parts, TILE) */
+  const uint32_t *tiles; /* those of x, in the order of fill_each */
   void *y;               /* (batch, out) of `type` */
   ptrdiff_t batch, out, in;
   int type, weight_type;
@@ -43,24 +44,34 @@ INLINE_FOR(TARGET_AMX) __m512i narrowed(const void *x, int type) {
   return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + SIDE), _mm512_loadu_ps(from));
 }
 
-/* The tiles of `count` rows of x, filled up with zeros to whole panels. type and parts are compile-time constants. */
+/* DEPTH columns of SIDE rows of x from `first` on, zeros from row `count` on -> `parts` tiles, every second one. */
+INLINE_FOR(TARGET_AMX) void fill_tile(const void *x, uint32_t *tiles, ptrdiff_t first, ptrdiff_t count, ptrdiff_t x_stride,
+                                     int type, int parts) {
+  __m512i rows[PARTS][SIDE], split_row[PARTS];
+  for (int r = 0; r < SIDE; r++) {
+    const void *from = at(x, (first + r) * x_stride, type);
+    if (first + r >= count) split_row[0] = split_row[1] = split_row[2] = _mm512_setzero_si512();
+    else if (parts > 1) split(_mm512_loadu_ps(from), _mm512_loadu_ps((const float *)from + SIDE), split_row, PARTS);
+    else split_row[0] = narrowed(from, type);
+    for (int p = 0; p < parts; p++) rows[p][r] = split_row[p];
+  }
+  for (int p = 0; p < parts; p++) {
+    transpose_16(rows[p]);
+    for (int r = 0; r < SIDE; r++) _mm512_store_si512(tiles + 2 * p * TILE + r * SIDE, rows[p][r]);
+  }
+}
+
+/* The tiles of `count` rows of x, in the order of their use: `width` columns of all rows at a time (the last time the rest), of
+   these PANEL rows at a time, of these DEPTH columns, of these the parts, and of these two tiles. type and parts are
+   compile-time constants. */
 INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
                                      int type, int parts) {
-  for (ptrdiff_t first = 0; first < (count + PANEL - 1) / PANEL * PANEL; first += SIDE)
-    for (ptrdiff_t k = 0; k < in; k += DEPTH, tiles += parts * TILE) {
-      __m512i rows[PARTS][SIDE], split_row[PARTS];
-      for (int r = 0; r < SIDE; r++) {
-        const void *from = at(x, (first + r) * x_stride + k, type);
-        if (first + r >= count) split_row[0] = split_row[1] = split_row[2] = _mm512_setzero_si512();
-        else if (parts > 1) split(_mm512_loadu_ps(from), _mm512_loadu_ps((const float *)from + SIDE), split_row, PARTS);
-        else split_row[0] = narrowed(from, type);
-        for (int p = 0; p < parts; p++) rows[p][r] = split_row[p];
-      }
-      for (int p = 0; p < parts; p++) {
-        transpose_16(rows[p]);
-        for (int r = 0; r < SIDE; r++) _mm512_store_si512(tiles + p * TILE + r * SIDE, rows[p][r]);
-      }
-    }
+  ptrdiff_t width = parts > 1 ? SPLIT_WIDTH : WIDTH;
+  for (ptrdiff_t start = 0; start < in; start += width)
+    for (ptrdiff_t first = 0; first < count; first += PANEL)
+      for (ptrdiff_t k = start; k < start + width && k < in; k += DEPTH, tiles += 2 * parts * TILE)
+        for (int g = 0; g < 2; g++)
+          fill_tile(at(x, k, type), tiles + g * TILE, first + g * SIDE, count, x_stride, type, parts);
 }
 
 TARGET_AMX static void fill_tiles(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
@@ -70,62 +81,111 @@ TARGET_AMX static void fill_tiles(const void *x, uint32_t *tiles, ptrdiff_t coun
   else fill_each(x, tiles, count, in, x_stride, BFLOAT16, 1);
 }
 
-/* The tiles of sums from memory, where they are (2 groups of x, 2 of W, SIDE rows of W, SIDE rows of x); at first zeros. */
-INLINE_FOR(TARGET_AMX) void load_sums(const float *sums, int is_first) {
-  if (is_first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, SIDE * 4);
-    _tile_loadd(1, sums + TILE, SIDE * 4);
-    _tile_loadd(2, sums + 2 * TILE, SIDE * 4);
-    _tile_loadd(3, sums + 3 * TILE, SIDE * 4);
-  }
+/* The address of the elements of W from `place` on; of INT8 and INT4, a multiple of BLOCK. */
+INLINE const char *address_of(const Product *a, ptrdiff_t place) {
+  if (!is_rounded(a->weight_type)) return at(a->values, place, a->weight_type);
+  return a->values + place / BLOCK * bytes_per_block(a->weight_type);
 }
 
-/* Adds the products of PANEL rows of W, `stride` bytes apart, with one or two groups of rows of x, whose tiles are `second`
-   elements apart; depth: how many tiles deep. */
-INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, const uint32_t *x, ptrdiff_t second,
-                                           ptrdiff_t depth, int groups) {
-  for (ptrdiff_t k = 0; k < depth; k++, w += DEPTH * 2, x += TILE) {
+/* A chunk: the columns of a panel of W that are multiplied at a time. Meanwhile the next chunk is copied to a buffer, because
+   other instructions cost no time beside AMX's, and the chunk after that is prefetched. Both are done unit by unit: DEPTH
+   columns of a row, or a BLOCK. A whole panel of BFLOAT16 is not copied, but used where it is. */
+typedef struct {
+  const char *from, *ahead;        /* its first element, and that of what is prefetched while it is copied */
+  const float *scales;             /* of INT8 and INT4 */
+  uint16_t *to;                    /* (PANEL, width), or of FLOAT32 (width / DEPTH, PARTS, PANEL, DEPTH); NULL: not copied */
+  ptrdiff_t stride, blocks, width; /* bytes and blocks from row to row of W; columns */
+  ptrdiff_t rows, units;           /* rows, and units of each */
+  ptrdiff_t row, unit;             /* the unit that is copied next */
+} Chunk;
+
+/* The chunk of PANEL rows of W from `row` on, or fewer at the end, and the columns from `start` on; to: the buffer. */
+INLINE Chunk chunk_at(const Product *a, ptrdiff_t row, ptrdiff_t start, uint16_t *to, int weight_type) {
+  ptrdiff_t most = weight_type == FLOAT32 ? SPLIT_WIDTH : WIDTH, width = a->in - start < most ? a->in - start : most;
+  ptrdiff_t rows = a->out - row < PANEL ? a->out - row : PANEL, first = row * a->in + start;
+  ptrdiff_t ahead = start + width < a->in ? first + width : (row + PANEL) * a->in;
+  ptrdiff_t unit = is_rounded(weight_type) ? BLOCK : DEPTH;
+  if (weight_type == BFLOAT16 && rows == PANEL) to = NULL, ahead = first;
+  if (rows < PANEL) memset(to, 0, width * parts_of(weight_type) * PANEL * sizeof(uint16_t));
+  return (Chunk){address_of(a, first), address_of(a, ahead), is_rounded(weight_type) ? a->scales + first / BLOCK : NULL, to,
+                 address_of(a, a->in) - a->values, a->in / BLOCK, width, rows, width / unit, 0, 0};
+}
+
+/* Copies the next unit, if there is one. */
+INLINE_FOR(TARGET_AMX) void copy_unit(Chunk *c, int weight_type) {
+  if (c->row == c->rows) return;
+  ptrdiff_t bytes = is_rounded(weight_type) ? bytes_per_block(weight_type) : (ptrdiff_t)bytes_of(DEPTH, weight_type);
+  ptrdiff_t place = c->row * c->stride + c->unit * bytes;
+  const char *from = c->from + place, *ahead = c->ahead + place;
+  fetch_line(ahead);
+  if (weight_type == FLOAT32) {
+    __m512i parts[PARTS];
+    fetch_line(ahead + LINE);
+    split(_mm512_loadu_ps(from), _mm512_loadu_ps(from + LINE), parts, PARTS);
+    for (int p = 0; p < PARTS; p++) _mm512_store_si512(c->to + ((c->unit * PARTS + p) * PANEL + c->row) * DEPTH, parts[p]);
+  } else if (is_rounded(weight_type)) {
+    widen_block(from, c->scales[c->row * c->blocks + c->unit], c->to + c->row * c->width + c->unit * BLOCK, weight_type);
+  } else if (c->to) {
+    _mm512_storeu_si512(c->to + c->row * c->width + c->unit * DEPTH, _mm512_loadu_si512(from));
+  }
+  if (++c->unit == c->units) c->unit = 0, c->row++;
+}
+
+/* Brings so many lines to the first-level cache, and returns the address after them. */
+INLINE const uint32_t *fetch_to_first_level(const uint32_t *lines, int count) {
+  for (int i = 0; i < count; i++, lines += SIDE) __asm__ volatile("prefetcht0 %0" : : "m"(*lines));
+  return lines;
+}
+
+/* Adds a product of tiles: a part of SIDE rows of W with a part of SIDE rows of x. Meanwhile fetches tiles of x for the next
+   step; the parts have six products of four tiles each time, otherwise there is one. */
+#define ADD_PRODUCT(SUM, W, X)                                 \
+  do {                                                         \
+    _tile_dpbf16ps(SUM, W, X);                                 \
+    ahead = fetch_to_first_level(ahead, parts > 1 ? 4 : 8);    \
+  } while (0)
+
+/* Adds the products of SIDE rows of W, whose parts are the tiles 4 to 6, with SIDE rows of x to the tile SUM. The tile is loaded
+   just before its first product, and stored just after its last one, so that the products of the other sums hide it. */
+#define ADD_PRODUCTS(SUM, X)                                                \
+  do {                                                                      \
+    if (k == 0 && is_first) _tile_zero(SUM);                                \
+    else if (k == 0) _tile_loadd(SUM, sums + SUM * TILE, SIDE * 4);         \
+    for (ptrdiff_t u = 0; u < units; u++) copy_unit(next, weight_type);     \
+    _tile_loadd(7, X, SIDE * 4);                                            \
+    ADD_PRODUCT(SUM, 4, 7);                                                 \
+    if (parts > 1) {                                                        \
+      ADD_PRODUCT(SUM, 5, 7);                                               \
+      ADD_PRODUCT(SUM, 6, 7);                                               \
+      _tile_loadd(7, X + 2 * TILE, SIDE * 4);                               \
+      ADD_PRODUCT(SUM, 4, 7);                                               \
+      ADD_PRODUCT(SUM, 5, 7);                                               \
+      _tile_loadd(7, X + 4 * TILE, SIDE * 4);                               \
+      ADD_PRODUCT(SUM, 4, 7);                                               \
+    }                                                                       \
+    if (k == depth - 1) _tile_stored(SUM, sums + SUM * TILE, SIDE * 4);     \
+  } while (0)
+
+/* Adds the products of PANEL rows of W with one or two groups of rows of x, `depth` tiles deep, to their sums: (2 groups of x,
+   2 of W, SIDE rows of W, SIDE rows of x). is_first: the sums were zeros. Copies `units` units of the next chunk with each tile
+   of sums. Tiles of W have rows `stride` bytes apart; those of FLOAT32 are (depth, PARTS, PANEL, DEPTH). */
+INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, const uint32_t *x, float *sums, ptrdiff_t depth,
+                                           int is_first, int groups, Chunk *next, ptrdiff_t units, int weight_type) {
+  const int parts = parts_of(weight_type);
+  const uint32_t *ahead = x + 2 * parts * TILE;
+  for (ptrdiff_t k = 0; k < depth; k++, w += (parts > 1 ? PARTS * PANEL : 1) * LINE, x += 2 * parts * TILE) {
+    const char *second = w + SIDE * stride;
     _tile_loadd(4, w, stride);
-    _tile_loadd(6, x, SIDE * 4);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, w + SIDE * stride, stride);
-    _tile_dpbf16ps(1, 5, 6);
-    if (groups < 2) continue;
-    _tile_loadd(7, x + second, SIDE * 4);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 5, 7);
+    if (parts > 1) _tile_loadd(5, w + PANEL * LINE, LINE);
+    if (parts > 1) _tile_loadd(6, w + 2 * PANEL * LINE, LINE);
+    ADD_PRODUCTS(0, x);
+    if (groups > 1) ADD_PRODUCTS(2, x + TILE);
+    _tile_loadd(4, second, stride);
+    if (parts > 1) _tile_loadd(5, second + PANEL * LINE, LINE);
+    if (parts > 1) _tile_loadd(6, second + 2 * PANEL * LINE, LINE);
+    ADD_PRODUCTS(1, x);
+    if (groups > 1) ADD_PRODUCTS(3, x + TILE);
   }
-}
-
-/* The same for float32 numbers. W and x are (depth, parts, rows, DEPTH). */
-INLINE_FOR(TARGET_AMX) void multiply_parts(const uint16_t *w, const uint32_t *x, ptrdiff_t second, ptrdiff_t depth,
-                                           int groups) {
-  for (ptrdiff_t k = 0; k < depth; k++, x += PARTS * TILE)
-    for (int i = 0; i < PARTS; i++, w += PANEL * DEPTH) {
-      _tile_loadd(4, w, DEPTH * 2);
-      _tile_loadd(5, w + SIDE * DEPTH, DEPTH * 2);
-      for (int j = 0; j < PARTS - i; j++) {
-        _tile_loadd(6, x + j * TILE, SIDE * 4);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        if (groups < 2) continue;
-        _tile_loadd(7, x + second + j * TILE, SIDE * 4);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-    }
-}
-
-INLINE_FOR(TARGET_AMX) void store_sums(float *sums) {
-  _tile_stored(0, sums, SIDE * 4);
-  _tile_stored(1, sums + TILE, SIDE * 4);
-  _tile_stored(2, sums + 2 * TILE, SIDE * 4);
-  _tile_stored(3, sums + 3 * TILE, SIDE * 4);
 }
 
 /* Writes a tile of sums: the products of the rows of W from `row` on with the rows of x from `first` on. */
@@ -134,23 +194,6 @@ INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrd
   for (int r = 0; r < SIDE; r++) rows[r] = _mm512_loadu_si512(sums + r * SIDE);
   transpose_16(rows);
   write_sums((__m512 *)rows, SIDE, a->bias, a->y, row, first, a->out, a->batch, type);
-}
-
-/* The address of the elements of W from `place` on; of INT8 and INT4, a multiple of BLOCK. */
-INLINE const char *address_of(const Product *a, ptrdiff_t place) {
-  if (!is_rounded(a->weight_type)) return at(a->values, place, a->weight_type);
-  return a->values + place / BLOCK * bytes_per_block(a->weight_type);
-}
-
-/* Prefetches what is multiplied next: `width` columns from `start` on of the panel at `row`, or after its last column the first
-   columns of the next panel. A call prefetches some rows only, which depend on `first`, the rows of x that are multiplied
-   meanwhile; the calls for all rows of x prefetch all rows of the panel. */
-static void prefetch_next(const Product *a, ptrdiff_t row, ptrdiff_t first, ptrdiff_t start, ptrdiff_t width) {
-  if (start >= a->in) start = 0, row += PANEL;
-  ptrdiff_t times = (a->batch + PANEL - 1) / PANEL, share = (PANEL + times - 1) / times, from = row + first / PANEL * share;
-  ptrdiff_t stop = start + width < a->in ? start + width : a->in, next = row + PANEL < a->out ? row + PANEL : a->out;
-  for (ptrdiff_t r = from; r < from + share && r < next; r++)
-    prefetch_lines(address_of(a, r * a->in + start), address_of(a, r * a->in + stop));
 }
 
 /* Prefetches what the products of the rows of W from `row` on with the rows of x from `first` on are written to. */
@@ -162,66 +205,55 @@ INLINE void prefetch_y(const Product *a, ptrdiff_t row, ptrdiff_t first, int typ
   }
 }
 
-/* Columns `start` to `stop` of `rows` rows of W from `row` on, with zeros up to PANEL rows -> buffer (PANEL, stop - start)
-   in bfloat16, or (columns / DEPTH, PARTS, PANEL, DEPTH) for float32. */
-static void fill_buffer(const Product *a, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer) {
-  ptrdiff_t width = stop - start;
-  memset(buffer + rows * width, 0, (PANEL - rows) * width * 2);
-  for (ptrdiff_t r = 0; r < rows; r++) {
-    ptrdiff_t place = (row + r) * a->in + start;
-    const char *from = address_of(a, place);
-    uint16_t *to = buffer + r * width;
-    if (a->weight_type == BFLOAT16) memcpy(to, from, width * 2);
-    else widen_blocks(from, a->scales + place / BLOCK, to, width / BLOCK, a->weight_type, BFLOAT16);
+/* Writes the sums of PANEL rows of W from `row` on with PANEL rows of x from `first` on. */
+INLINE_FOR(TARGET_AMX) void write_tiles(const Product *a, const float *sums, ptrdiff_t row, ptrdiff_t first) {
+  for (int t = 0; t < 4; t++) {
+    ptrdiff_t r = row + t % 2 * SIDE, f = first + t / 2 * SIDE;
+    if (r >= a->out || f >= a->batch) continue;
+    if (a->type == FLOAT32) write_tile(a, sums + t * TILE, r, f, FLOAT32);
+    else write_tile(a, sums + t * TILE, r, f, BFLOAT16);
   }
 }
 
-TARGET_AMX static void fill_parts(const Product *a, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t start, ptrdiff_t stop,
-                                  uint16_t *buffer) {
-  if (rows < PANEL) memset(buffer, 0, (stop - start) * PARTS * PANEL * 2);
-  for (; start < stop; start += DEPTH, buffer += PARTS * PANEL * DEPTH)
-    for (ptrdiff_t r = 0; r < rows; r++) {
-      const float *from = (const float *)a->values + (row + r) * a->in + start;
-      __m512i parts[PARTS];
-      split(_mm512_loadu_ps(from), _mm512_loadu_ps(from + SIDE), parts, PARTS);
-      for (int p = 0; p < PARTS; p++) _mm512_store_si512(buffer + (p * PANEL + r) * DEPTH, parts[p]);
-    }
+/* Multiplies a chunk with all rows of x, whose sums are (batch / PANEL, 4 * TILE), and copies the next one. */
+INLINE_FOR(TARGET_AMX) void multiply_chunk(const Product *a, const Chunk *c, ptrdiff_t row, ptrdiff_t start, Chunk *next,
+                                           float *sums, int weight_type) {
+  ptrdiff_t panels = (a->batch + PANEL - 1) / PANEL, parts = parts_of(weight_type), depth = c->width / DEPTH;
+  ptrdiff_t times = panels * depth * 4, units = (next->rows * next->units + times - 1) / times;
+  ptrdiff_t stride = parts > 1 ? LINE : c->to ? c->width * 2 : c->stride;
+  const char *w = c->to ? (const char *)c->to : c->from;
+  for (ptrdiff_t p = 0; p < panels; p++, sums += 4 * TILE) {
+    const uint32_t *x = a->tiles + (start / DEPTH * panels + p * depth) * 2 * parts * TILE;
+    int groups = a->batch - p * PANEL > SIDE ? 2 : 1;
+    if (!start) prefetch_y(a, row, p * PANEL, a->type);
+    multiply_tiles(w, stride, x, sums, depth, !start, groups, next, units, weight_type);
+    if (start + c->width == a->in) write_tiles(a, sums, row, p * PANEL);
+  }
+  while (next->row < next->rows) copy_unit(next, weight_type); /* some rows of x have one group only */
 }
 
-/* All rows of x times PANEL rows of W from `row` on, `width` columns at a time. buffer: for the rows of W that cannot be used
-   where they are. sums: (batch / PANEL, 4 * TILE). */
-INLINE_FOR(TARGET_AMX) void multiply_panel(const Product *a, ptrdiff_t row, uint16_t *buffer, float *sums, int type) {
-  ptrdiff_t rows = a->out - row < PANEL ? a->out - row : PANEL, depth = a->in / DEPTH, parts = parts_of(a->weight_type);
-  ptrdiff_t width = parts > 1 ? SPLIT_WIDTH : WIDTH, group = depth * parts * TILE;
-  int is_copy = a->weight_type != BFLOAT16 || rows < PANEL;
-  for (ptrdiff_t start = 0; start < a->in; start += width) {
-    ptrdiff_t stop = start + width < a->in ? start + width : a->in, steps = (stop - start) / DEPTH;
-    ptrdiff_t stride = (is_copy ? stop - start : a->in) * 2;
-    const char *w = is_copy ? (const char *)buffer : a->values + row * stride + start * 2;
-    if (parts > 1) fill_parts(a, row, rows, start, stop, buffer);
-    else if (is_copy) fill_buffer(a, row, rows, start, stop, buffer);
-    for (ptrdiff_t first = 0; first < a->batch; first += PANEL) {
-      const uint32_t *x = a->tiles + first / SIDE * group + start / DEPTH * parts * TILE;
-      float *own = sums + first / PANEL * 4 * TILE;
-      int groups = a->batch - first > SIDE ? 2 : 1;
-      prefetch_next(a, row, first, stop, width);
-      if (!start) prefetch_y(a, row, first, type);
-      load_sums(own, !start);
-      if (parts > 1) multiply_parts(buffer, x, group, steps, groups);
-      else multiply_tiles(w, stride, x, group, steps, groups);
-      store_sums(own);
-      for (int t = 0; stop == a->in && t < 2 * groups; t++)
-        if (row + t % 2 * SIDE < a->out) write_tile(a, own + t * TILE, row + t % 2 * SIDE, first + t / 2 * SIDE, type);
-    }
+/* The products of the rows `row` to `end` of W. buffers: two of BUFFER elements. */
+INLINE_FOR(TARGET_AMX) void multiply_chunks(const Product *a, ptrdiff_t row, ptrdiff_t end, uint16_t *buffers, float *sums,
+                                           int weight_type) {
+  Chunk chunk = chunk_at(a, row, 0, buffers, weight_type);
+  while (chunk.row < chunk.rows) copy_unit(&chunk, weight_type);
+  for (ptrdiff_t start = 0, count = 1; row < end; count++) {
+    ptrdiff_t stop = start + chunk.width, next_start = stop < a->in ? stop : 0, next_row = next_start ? row : row + PANEL;
+    Chunk next = {0};
+    if (next_row < end) next = chunk_at(a, next_row, next_start, buffers + count % 2 * BUFFER, weight_type);
+    multiply_chunk(a, &chunk, row, start, &next, sums, weight_type);
+    chunk = next, row = next_row, start = next_start;
   }
 }
 
-TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffer,
-                                       float *sums) {
+TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffers, float *sums) {
   configure_tiles();
-  for (ptrdiff_t row = start; row < stop; row += PANEL)
-    if (a->type == FLOAT32) multiply_panel(a, row, buffer, sums, FLOAT32);
-    else multiply_panel(a, row, buffer, sums, BFLOAT16);
+  switch (a->weight_type) {
+    case FLOAT32: multiply_chunks(a, start, stop, buffers, sums, FLOAT32); break;
+    case BFLOAT16: multiply_chunks(a, start, stop, buffers, sums, BFLOAT16); break;
+    case INT8: multiply_chunks(a, start, stop, buffers, sums, INT8); break;
+    default: multiply_chunks(a, start, stop, buffers, sums, INT4);
+  }
   _tile_release();
 }
 
@@ -231,12 +263,12 @@ static int multiply(const Product *a, int threads) {
   ptrdiff_t panels = (a->out + PANEL - 1) / PANEL, share = (panels + threads - 1) / threads * PANEL;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
   for (ptrdiff_t start = 0; start < a->out; start += share) {
-    size_t buffer_bytes = PARTS * PANEL * WIDTH * sizeof(uint16_t);
-    uint16_t *buffer = allocate(buffer_bytes + (a->batch + PANEL - 1) / PANEL * 4 * TILE * sizeof(float));
-    float *sums = (float *)((char *)buffer + buffer_bytes);
-    if (buffer) multiply_panels(a, start, start + share < a->out ? start + share : a->out, buffer, sums);
+    size_t buffer_bytes = 2 * BUFFER * sizeof(uint16_t);
+    uint16_t *buffers = allocate(buffer_bytes + (a->batch + PANEL - 1) / PANEL * 4 * TILE * sizeof(float));
+    float *sums = (float *)((char *)buffers + buffer_bytes);
+    if (buffers) multiply_panels(a, start, start + share < a->out ? start + share : a->out, buffers, sums);
     else failed = 1;
-    free(buffer);
+    free(buffers);
   }
   return failed;
 }

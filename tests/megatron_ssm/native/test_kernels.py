@@ -510,7 +510,7 @@ def test_tile_product(kind, dtype):
         pytest.skip("no AMX")
     generator = torch.Generator().manual_seed(0)
     used = torch.float32 if kind is torch.float32 else torch.bfloat16
-    shapes = [(1, 1, 64), (3, 33, 128), (17, 64, 320), (33, 31, 1536), (700, 40, 1536), (0, 5, 64)]
+    shapes = [(1, 1, 64), (3, 33, 128), (17, 64, 320), (33, 31, 1536), (70, 100, 832), (700, 40, 1536), (0, 5, 64)]
     if isinstance(kind, torch.dtype):  # rows that are not whole tiles
         shapes += [(40, 33, 48), (3, 5, 7), (17, 40, 1)]
     for (batch, out, columns), has_bias in product(shapes, (True, False)):
