@@ -3,6 +3,26 @@
 #define SSD_H
 
 #include "kernels.h"
+#ifdef HAS_INTRINSICS
+#include <immintrin.h>
+#endif
+
+/* Numbers below 2^-126 count as zeros in this thread, until `end_flushing`: an operation with one takes the processor more than a
+   hundred cycles, and decays over many tokens may be so small. Returns what `end_flushing` takes. */
+INLINE unsigned begin_flushing(void) {
+#ifdef HAS_INTRINSICS
+  unsigned before = _mm_getcsr();
+  _mm_setcsr(before | _MM_FLUSH_ZERO_ON | 1 << 6); /* results, and operands */
+  return before;
+#else
+  return 0;
+#endif
+}
+INLINE void end_flushing(unsigned before) {
+#ifdef HAS_INTRINSICS
+  _mm_setcsr(before);
+#endif
+}
 
 typedef struct {
   const void *x, *B, *C;              /* (batch, seq, heads, P); (batch, seq, groups, N) twice; no gaps within a token */

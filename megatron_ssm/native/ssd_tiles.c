@@ -254,6 +254,7 @@ INLINE_FOR(TARGET_AMX) void forward_chunk(const Ssd *a, Work *w, const Shared *s
 /* Heads `first` to `last` of a group of sequence b. */
 TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff_t group, ptrdiff_t first, ptrdiff_t last) {
   configure_tiles();
+  unsigned before = begin_flushing();
   for (ptrdiff_t head = first; head < last; head++) own_state(a, b, head, 0, a->P);
   for (ptrdiff_t start = 0; start < a->seq; start += PIECE * CHUNK) {
     ptrdiff_t stop = a->seq < start + PIECE * CHUNK ? a->seq : start + PIECE * CHUNK;
@@ -263,6 +264,7 @@ TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff
       for (ptrdiff_t t = start; t < stop; t += CHUNK)
         forward_chunk(a, w, &w->shared[(t - start) / CHUNK], b, head, t, stop - t < CHUNK ? stop - t : CHUNK);
   }
+  end_flushing(before);
   _tile_release();
 }
 

@@ -221,6 +221,15 @@ def test_extreme_numbers(variant, kind, extreme):
     check(ours, exact)
 
 
+@torch.no_grad()
+def test_small_numbers_after_a_recurrence(variant):
+    """It may count numbers below 2^-126 as zeros, but torch does not do so afterwards, in no thread."""
+    for kind, dtype in product(KINDS, (torch.float32, torch.bfloat16)):
+        KINDS[kind][0](**float32_inputs(kind, channels=64, size=64, seq=40, dtype=dtype))
+    small = torch.full((2**17,), 2.0**-100) * 2.0**-40
+    assert small.view(torch.int32).all()  # as floats they would be equal to zero, if they counted as zeros
+
+
 @kinds
 def test_nan_stays_in_its_channel(variant, kind):
     inputs = float32_inputs(kind, channels=66, seq=20, batch=3)
