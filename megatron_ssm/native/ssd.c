@@ -136,7 +136,7 @@ int ssd(const void *x, const float *dt, const float *A_log, const void *B, const
         void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t heads,
         ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int may_round, int threads) {
   Ssd a = {x, B, C, dt, A_log, D, state, y, next, saved, strides, batch, seq, heads, P, groups, N, type, one_by_one, may_round};
-  if (fits_ssd_tiles(&a)) return ssd_tiles(&a, threads);
+  if (fits_ssd_tiles(&a, threads)) return ssd_tiles(&a, threads);
   int flushes = !one_by_one && seq >= TOKENS;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t task = 0; task < batch * heads; task++) {

@@ -59,7 +59,7 @@ INLINE float *own_state(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t fir
 }
 
 /* Whether ssd_tiles can compute this. */
-int fits_ssd_tiles(const Ssd *a);
+int fits_ssd_tiles(const Ssd *a, int threads);
 /* `ssd` by AMX; saves no states. */
 int ssd_tiles(const Ssd *a, int threads);
 

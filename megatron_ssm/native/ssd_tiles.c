@@ -268,22 +268,30 @@ TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff
   _tile_release();
 }
 
-/* Whether no element of x is infinite or NaN in bfloat16. */
-TARGET_AMX static int is_finite(const Ssd *a) {
+/* Whether no element of x is infinite or NaN in bfloat16, in the tokens `first` to `last` of all sequences one after the other. */
+TARGET_AMX static int are_finite(const Ssd *a, ptrdiff_t first, ptrdiff_t last) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
-  for (ptrdiff_t b = 0; b < a->batch; b++)
-    for (ptrdiff_t t = 0; t < a->seq; t++)
-      for (ptrdiff_t c = 0; c < a->heads * a->P; c += WIDTH) {
-        __m512i x = load_input(a, a->x, X, b, t, 0, 1, c);
-        if (_mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent)) return 0;
-      }
+  for (ptrdiff_t t = first; t < last; t++)
+    for (ptrdiff_t c = 0; c < a->heads * a->P; c += WIDTH) {
+      __m512i x = load_input(a, a->x, X, t / a->seq, t % a->seq, 0, 1, c);
+      if (_mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent)) return 0;
+    }
   return 1;
 }
 
-int fits_ssd_tiles(const Ssd *a) {
+static int is_finite(const Ssd *a, int threads) {
+  ptrdiff_t tokens = a->batch * a->seq, share = (tokens + threads - 1) / threads;
+  int finite = 1;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(& : finite)
+  for (ptrdiff_t first = 0; first < tokens; first += share)
+    finite &= are_finite(a, first, first + share < tokens ? first + share : tokens);
+  return finite;
+}
+
+int fits_ssd_tiles(const Ssd *a, int threads) {
   int fits = a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
   int is_allowed = a->type == BFLOAT16 || a->may_round;
-  return fits && is_allowed && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a);
+  return fits && is_allowed && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a, threads);
 }
 
 int ssd_tiles(const Ssd *a, int threads) {
@@ -303,6 +311,6 @@ int ssd_tiles(const Ssd *a, int threads) {
   return failed;
 }
 #else
-int fits_ssd_tiles(const Ssd *a) { return 0; }
+int fits_ssd_tiles(const Ssd *a, int threads) { return 0; }
 int ssd_tiles(const Ssd *a, int threads) { return 1; }
 #endif
