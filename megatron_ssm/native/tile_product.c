@@ -61,24 +61,38 @@ INLINE_FOR(TARGET_AMX) void fill_tile(const void *x, uint32_t *tiles, ptrdiff_t 
   }
 }
 
-/* The tiles of `count` rows of x, in the order of their use: `width` columns of all rows at a time (the last time the rest), of
+/* The tiles of the rows `start` to `stop` of `count` rows of x; start is a multiple of PANEL. tiles: those of all rows, filled up
+   with zeros to whole panels, in the order of their use: `width` columns of all rows at a time (the last time the rest), of
    these PANEL rows at a time, of these DEPTH columns, of these the parts, and of these two tiles. type and parts are
    compile-time constants. */
-INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
-                                     int type, int parts) {
-  ptrdiff_t width = parts > 1 ? SPLIT_WIDTH : WIDTH;
-  for (ptrdiff_t start = 0; start < in; start += width)
-    for (ptrdiff_t first = 0; first < count; first += PANEL)
-      for (ptrdiff_t k = start; k < start + width && k < in; k += DEPTH, tiles += 2 * parts * TILE)
-        for (int g = 0; g < 2; g++)
-          fill_tile(at(x, k, type), tiles + g * TILE, first + g * SIDE, count, x_stride, type, parts);
+INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t count,
+                                     ptrdiff_t in, ptrdiff_t x_stride, int type, int parts) {
+  ptrdiff_t width = parts > 1 ? SPLIT_WIDTH : WIDTH, panels = (count + PANEL - 1) / PANEL, left = in;
+  for (ptrdiff_t k = 0; k < in; k += width, left -= width) {
+    ptrdiff_t depth = (left < width ? left : width) / DEPTH;
+    for (ptrdiff_t first = start; first < stop; first += PANEL)
+      for (ptrdiff_t d = 0; d < depth; d++)
+        for (int g = 0; g < 2; g++) {
+          ptrdiff_t tile = (k / DEPTH * panels + first / PANEL * depth + d) * 2 * parts + g;
+          fill_tile(at(x, k + d * DEPTH, type), tiles + tile * TILE, first + g * SIDE, count, x_stride, type, parts);
+        }
+  }
 }
 
-TARGET_AMX static void fill_tiles(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride,
-                                  int type, int parts) {
-  if (parts > 1) fill_each(x, tiles, count, in, x_stride, FLOAT32, PARTS);
-  else if (type == FLOAT32) fill_each(x, tiles, count, in, x_stride, FLOAT32, 1);
-  else fill_each(x, tiles, count, in, x_stride, BFLOAT16, 1);
+TARGET_AMX static void fill_rows(const void *x, uint32_t *tiles, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t count,
+                                 ptrdiff_t in, ptrdiff_t x_stride, int type, int parts) {
+  if (parts > 1) fill_each(x, tiles, start, stop, count, in, x_stride, FLOAT32, PARTS);
+  else if (type == FLOAT32) fill_each(x, tiles, start, stop, count, in, x_stride, FLOAT32, 1);
+  else fill_each(x, tiles, start, stop, count, in, x_stride, BFLOAT16, 1);
+}
+
+/* The tiles of `count` rows of x, by all threads. */
+static void fill_tiles(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride, int type, int parts,
+                       int threads) {
+  ptrdiff_t panels = (count + PANEL - 1) / PANEL, share = (panels + threads - 1) / threads * PANEL;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (ptrdiff_t start = 0; start < count; start += share)
+    fill_rows(x, tiles, start, start + share < count ? start + share : count, count, in, x_stride, type, parts);
 }
 
 /* The address of the elements of W from `place` on; of INT8 and INT4, a multiple of BLOCK. */
@@ -137,11 +151,11 @@ INLINE const uint32_t *fetch_to_first_level(const uint32_t *lines, int count) {
   return lines;
 }
 
-/* Adds a product of tiles: a part of SIDE rows of W with a part of SIDE rows of x. Meanwhile fetches tiles of x for the next
-   step; the parts have six products of four tiles each time, otherwise there is one. */
-#define ADD_PRODUCT(SUM, W, X)                                 \
+/* Adds the product of tile W with tile 7 to tile SUM, and fetches lines of x meanwhile. The products of a step, 24 of parts or
+   4, fetch the 2 * parts tiles of x of the next step. */
+#define ADD_PRODUCT(SUM, W)                                    \
   do {                                                         \
-    _tile_dpbf16ps(SUM, W, X);                                 \
+    _tile_dpbf16ps(SUM, W, 7);                                 \
     ahead = fetch_to_first_level(ahead, parts > 1 ? 4 : 8);    \
   } while (0)
 
@@ -153,15 +167,15 @@ INLINE const uint32_t *fetch_to_first_level(const uint32_t *lines, int count) {
     else if (k == 0) _tile_loadd(SUM, sums + SUM * TILE, SIDE * 4);         \
     for (ptrdiff_t u = 0; u < units; u++) copy_unit(next, weight_type);     \
     _tile_loadd(7, X, SIDE * 4);                                            \
-    ADD_PRODUCT(SUM, 4, 7);                                                 \
+    ADD_PRODUCT(SUM, 4);                                                    \
     if (parts > 1) {                                                        \
-      ADD_PRODUCT(SUM, 5, 7);                                               \
-      ADD_PRODUCT(SUM, 6, 7);                                               \
+      ADD_PRODUCT(SUM, 5);                                                  \
+      ADD_PRODUCT(SUM, 6);                                                  \
       _tile_loadd(7, X + 2 * TILE, SIDE * 4);                               \
-      ADD_PRODUCT(SUM, 4, 7);                                               \
-      ADD_PRODUCT(SUM, 5, 7);                                               \
+      ADD_PRODUCT(SUM, 4);                                                  \
+      ADD_PRODUCT(SUM, 5);                                                  \
       _tile_loadd(7, X + 4 * TILE, SIDE * 4);                               \
-      ADD_PRODUCT(SUM, 4, 7);                                               \
+      ADD_PRODUCT(SUM, 4);                                                  \
     }                                                                       \
     if (k == depth - 1) _tile_stored(SUM, sums + SUM * TILE, SIDE * 4);     \
   } while (0)
@@ -173,6 +187,7 @@ INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, cons
                                            int is_first, int groups, Chunk *next, ptrdiff_t units, int weight_type) {
   const int parts = parts_of(weight_type);
   const uint32_t *ahead = x + 2 * parts * TILE;
+  __asm__ volatile("" ::: "memory"); /* what is loaded into tiles has been stored before */
   for (ptrdiff_t k = 0; k < depth; k++, w += (parts > 1 ? PARTS * PANEL : 1) * LINE, x += 2 * parts * TILE) {
     const char *second = w + SIDE * stride;
     _tile_loadd(4, w, stride);
@@ -306,7 +321,8 @@ int tile_product(const void *values, const float *scales, const void *bias, cons
   int failed = !tiles;
   for (ptrdiff_t first = 0; first < batch && !failed; first += step) {
     ptrdiff_t count = batch - first < step ? batch - first : step;
-    fill_tiles(at(x, first * x_stride, type), tiles, count, in, x_stride, type, parts_of(weight_type));
+    fill_tiles(at(x, first * x_stride, type), tiles, count, in, x_stride, type, parts_of(weight_type),
+               threads);
     Product a = {values, scales, bias, tiles, at(y, first * out, type), count, out, in, type, weight_type};
     failed = multiply(&a, threads);
   }
