@@ -211,7 +211,8 @@ def ssd(
     """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; otherwise like `selective_scan`.
 
     x: (batch, seq, heads, head_dim); dt: (batch, seq, heads); A_log, D: (heads,); B, C: (batch, seq, groups, N), N <=
-    LARGEST_STATE; state: (batch, heads, N, head_dim). save: also return the states before each CHUNK tokens.
+    LARGEST_STATE; state: (batch, heads, N, head_dim). save: also return the states before each CHUNK tokens. In calls with
+    several tokens, numbers below 2^-126 may count as zeros, unless one_by_one.
     """
     batch, seq, heads, width = x.shape
     groups, size = B.shape[2:]
