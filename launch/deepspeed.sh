@@ -24,12 +24,14 @@ pass() { # SIGNAL; to the group, or ends this script before there is one
     kill "-$1" -- "-$group" 2>/dev/null || true
 }
 for signal in TERM INT USR1; do trap "pass $signal" "$signal"; done
-set -m # gives a background job a process group of its own
-deepspeed --num_accelerators "$ranks" --master_port "$port" "$here/examples/pretrain.py" "$@" </dev/null &
+exec 3>&2 2>/dev/null # without bash's report of a job that a signal ends
+set -m                # gives a background job a process group of its own
+deepspeed --num_accelerators "$ranks" --master_port "$port" "$here/examples/pretrain.py" "$@" </dev/null 2>&3 3>&- &
 launcher=$!
 set +m
 code=0
-{ wait "$launcher" || code=$?; } 2>/dev/null # a signal ends the wait, too
+wait "$launcher" || code=$? # a signal ends the wait, too
+exec 2>&3 3>&-
 # Processes that have ended may stay as zombies (state Z), if the first process of a container does not collect them.
 while ps -A -o pgid= -o stat= | awk -v group="$launcher" '$1 == group && $2 !~ /^Z/ { runs = 1 } END { exit !runs }'; do
     sleep 0.2

@@ -289,7 +289,7 @@ static int is_finite(const Ssd *a, int threads) {
 }
 
 int fits_ssd_tiles(const Ssd *a, int threads) {
-  int fits = a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
+  int fits = a->batch && a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
   int is_allowed = a->type == BFLOAT16 || a->may_round;
   return fits && is_allowed && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a, threads);
 }

@@ -103,7 +103,7 @@ INLINE const char *address_of(const Product *a, ptrdiff_t place) {
 
 /* A chunk: the columns of a panel of W that are multiplied at a time. Meanwhile the next chunk is copied to a buffer, because
    other instructions cost no time beside AMX's, and the chunk after that is prefetched. Both are done unit by unit: DEPTH
-   columns of a row, or a BLOCK. A whole panel of BFLOAT16 is not copied, but used where it is. */
+   columns of a row, or a BLOCK. A whole panel of BFLOAT16 is not copied, but used where it is; it is prefetched instead. */
 typedef struct {
   const char *from, *ahead;        /* its first element, and that of what is prefetched while it is copied */
   const float *scales;             /* of INT8 and INT4 */
@@ -181,7 +181,7 @@ INLINE const uint32_t *fetch_to_first_level(const uint32_t *lines, int count) {
   } while (0)
 
 /* Adds the products of PANEL rows of W with one or two groups of rows of x, `depth` tiles deep, to their sums: (2 groups of x,
-   2 of W, SIDE rows of W, SIDE rows of x). is_first: the sums were zeros. Copies `units` units of the next chunk with each tile
+   2 of W, SIDE rows of W, SIDE rows of x). is_first: the sums count as zeros. Copies `units` units of the next chunk with each tile
    of sums. Tiles of W have rows `stride` bytes apart; those of FLOAT32 are (depth, PARTS, PANEL, DEPTH). */
 INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, const uint32_t *x, float *sums, ptrdiff_t depth,
                                            int is_first, int groups, Chunk *next, ptrdiff_t units, int weight_type) {
@@ -313,6 +313,7 @@ static int padded_product(const void *values, const void *bias, const void *x, v
 /* `type` is FLOAT32 for FLOAT32 matrices. */
 int tile_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
+  if (!out) return 0;
   if (in % DEPTH) return padded_product(values, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
   ptrdiff_t row_bytes = parts_of(weight_type) * in * sizeof(uint16_t), most = X_BYTES / row_bytes / PANEL * PANEL;
   ptrdiff_t passes = most ? (batch + most - 1) / most : (batch + PANEL - 1) / PANEL;
@@ -321,8 +322,7 @@ int tile_product(const void *values, const float *scales, const void *bias, cons
   int failed = !tiles;
   for (ptrdiff_t first = 0; first < batch && !failed; first += step) {
     ptrdiff_t count = batch - first < step ? batch - first : step;
-    fill_tiles(at(x, first * x_stride, type), tiles, count, in, x_stride, type, parts_of(weight_type),
-               threads);
+    fill_tiles(at(x, first * x_stride, type), tiles, count, in, x_stride, type, parts_of(weight_type), threads);
     Product a = {values, scales, bias, tiles, at(y, first * out, type), count, out, in, type, weight_type};
     failed = multiply(&a, threads);
   }

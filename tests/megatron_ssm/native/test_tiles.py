@@ -123,15 +123,16 @@ def test_rows_with_gaps(sizes):
     assert torch.equal(again, y) and torch.equal(final_again, final)
 
 
+@pytest.mark.parametrize("sequence, token", ((0, 5), (1, 15)))
 @torch.no_grad()
-def test_nan_stays_in_its_head():
+def test_nan_stays_in_its_head(threads, sequence, token):
     inputs = bfloat16_inputs(**SIZES[1])
-    inputs["x"][0, 5, 1, 3] = float("nan")
+    inputs["x"][sequence, token, 1, 3] = float("nan")
     y, final = kernels.ssd(**inputs)[:2]
-    others = [0, 2, 3]
-    assert y[0, 5:, 1, 3].isnan().all() and final[0, 1, :, 3].isnan().all() and y[0, :5].isfinite().all()
-    assert y[0, :, 1, 4:].isfinite().all()
-    assert y[:, :, others].isfinite().all() and y[1].isfinite().all() and final[:, others].isfinite().all()
+    others, own = [0, 2, 3], y[sequence]
+    assert own[token:, 1, 3].isnan().all() and final[sequence, 1, :, 3].isnan().all() and own[:token].isfinite().all()
+    assert own[:, 1, 4:].isfinite().all()
+    assert y[:, :, others].isfinite().all() and y[1 - sequence].isfinite().all() and final[:, others].isfinite().all()
 
 
 FORMATS = {"bfloat16": None, **ROUNDED_FORMATS}
