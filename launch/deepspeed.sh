@@ -24,7 +24,7 @@ pass() { # SIGNAL; to the group, or ends this script before there is one
     kill "-$1" -- "-$group" 2>/dev/null || true
 }
 for signal in TERM INT USR1; do trap "pass $signal" "$signal"; done
-exec 3>&2 2>/dev/null # without bash's report of a job that a signal ends
+exec 3>&2 2>/dev/null # bash would report it when a signal ends its job
 set -m                # gives a background job a process group of its own
 deepspeed --num_accelerators "$ranks" --master_port "$port" "$here/examples/pretrain.py" "$@" </dev/null 2>&3 3>&- &
 launcher=$!
