@@ -18,7 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
-from megatron_ssm.native.layouts import Layouts
+from megatron_ssm.native.layouts import Layouts, LayoutsOfKept
+from megatron_ssm.native.versions import Versions
 
 from .native_prompt import PIECE, NativePrompt
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
@@ -42,17 +43,19 @@ class DecodePlans(threading.local):
     def __reduce__(self) -> tuple:
         return DecodePlans, (self._block,)
 
-    def layers(self, model: Any, info: BatchInfo, cache: Cache | None, tokens: int) -> list[tuple[int, Any]]:
+    def layers(
+        self, model: Any, info: BatchInfo, cache: Cache | None, tokens: int
+    ) -> tuple[list[tuple[int, Any]], bool]:
         """[(index of its first block, callable)] for all blocks of the model: `NativeLayers`, or a block itself.
 
-        tokens: how many of each row the call reads.
+        tokens: how many of each row the call reads. The second value: whether the last callable returns the logits.
         """
         if cache is None or not _is_supported(info) or not cache.layers[0].state.is_cpu:
-            return list(enumerate(model.layers))
+            return list(enumerate(model.layers)), False
         if not info.decoding and model.ranks.group is None:
-            return self._prompt_layers(model, info, cache, tokens) or list(enumerate(model.layers))
+            return self._prompt_layers(model, info, cache, tokens) or list(enumerate(model.layers)), False
         if not info.decoding or tokens > MOST_TOKENS:  # so many are too long for the kernels, whatever the rows
-            return list(enumerate(model.layers))
+            return list(enumerate(model.layers)), False
         ahead = tokens if info.speculative else None
         plan = next((plan for plan in self._plans if plan.is_for(info.rows, ahead, cache)), None)
         if plan is None or not plan.fingerprint.is_current(cache):
@@ -60,7 +63,7 @@ class DecodePlans(threading.local):
             same = [other for other in others if (other.ahead is None) == (ahead is None)]
             self._plans = [other for other in others if other not in same[PLANS - 1 :]]
             self._plans.insert(0, plan := _Plan(model, self._block, info.rows, ahead, cache))
-        return plan.layers
+        return plan.layers, plan.gives_logits
 
     def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
         """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""
@@ -82,7 +85,8 @@ def _is_supported(info: BatchInfo) -> bool:
 class _Plan:
     """The callables for some rows of a cache, and the fingerprint of the model for which they were made.
 
-    ahead: how many tokens of each row are decoded speculatively; None: one token, for good.
+    ahead: how many tokens of each row are decoded speculatively; None: one token, for good. gives_logits: whether the last
+    callable returns the logits.
     """
 
     def __init__(self, model: Any, block: type[nn.Module], rows: slice | Tensor, ahead: int | None, cache: Cache):
@@ -93,6 +97,8 @@ class _Plan:
             for each, layer in zip(model.layers, cache.layers, strict=True)
         ]
         self.layers = _join(layers, NativeLayers)
+        last = self.layers[-1][1]
+        self.gives_logits = type(last) is NativeLayers and last.add_head(model.norm_f, model.head)
 
     def is_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> bool:
         """Whether the plan is for so many tokens of these rows of this cache."""
@@ -148,10 +154,12 @@ class ModelFingerprint:
         ]
         self._owners, self._names, self._members = zip(*named, strict=True)
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
-        self._own = list(map(vars, self._modules))
+        self._own = [module.__dict__ for module in self._modules]
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
+        self._last_norm = model.norm_f
         self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
-        self._layouts, self._old_settings = Layouts([*self._tensors, *tensors_of(cache)]), self._settings()
+        self._layouts, self._cache_layouts = LayoutsOfKept(self._tensors), Layouts(tensors_of(cache))
+        self._old_settings, self._versions = self._settings(), self._new_versions()
 
     def is_for_rows(self, rows: slice | Tensor, cache: Cache) -> bool:
         """Whether the fingerprint is that of these rows of this cache."""
@@ -161,11 +169,26 @@ class ModelFingerprint:
         """Whether nothing that was copied from the model and the cache has changed."""
         return (
             self._library is kernels.LIBRARY
-            and all(map(is_, map(dict.get, self._owners, self._names), self._members))
+            and (self._versions.are_current() or self._is_same_model())
+            and self._layouts.are_current() and self._cache_layouts.are_those_of(self._tensors_of(cache))
+        )  # fmt: skip
+
+    def _is_same_model(self) -> bool:
+        """Whether the modules have the same members, types, hooks and settings. If so, their present versions count."""
+        is_same = (
+            all(map(is_, map(dict.get, self._owners, self._names), self._members))
             and list(map(type, self._modules)) == self._kinds and self._alterations() == self._old_alterations
-            and self._layouts.are_those_of([*self._tensors, *self._tensors_of(cache)])
             and self._settings() == self._old_settings
         )  # fmt: skip
+        if is_same:
+            self._versions = self._new_versions()
+        return is_same
+
+    def _new_versions(self) -> Versions:
+        """The versions of all dictionaries that `_is_same_model` reads."""
+        hooks = [getattr(module, name) for module in self._modules for name in ("_forward_hooks", "_forward_pre_hooks")]
+        owners = {id(owner): owner for owner in self._owners}.values()  # each one once
+        return Versions([*owners, *self._own, *hooks], self._modules)
 
     def _alterations(self) -> tuple:
         """How many hooks each module has, and whether its forward was replaced (see `is_altered`)."""
@@ -175,7 +198,7 @@ class ModelFingerprint:
         return *hooks, list(map(contains, self._own, repeat("forward")))
 
     def _settings(self) -> list:
-        return [settings_of(*each) for each in self._blocks]
+        return [self._last_norm.eps, *(settings_of(*each) for each in self._blocks)]
 
 
 def _cache_tensors(cache: Cache) -> list[Tensor]:

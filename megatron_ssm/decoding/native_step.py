@@ -28,6 +28,7 @@ from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.native.library import SIZE
 
+from .native_head import NativeHead
 from .structs import IN_C, IN_PYTHON, NO_MEMORY, NO_SUM, ONE_RANK, Layer, Layers, Matrix, Sum
 
 INLINED_MODULES = (  # step.c computes what these do, so their forward is not called
@@ -111,7 +112,8 @@ class LayerSum:
 
 
 class NativeLayer:
-    """A block as step.c computes it for some tokens of each of some sequences per call. layer: step.c's `Layer`.
+    """A block as step.c computes it for some tokens of each of some sequences per call. layer: step.c's `Layer`. dtype: that
+    of the block's activations.
 
     conv, state: the sequences' rows of the layer's cache, which are updated in place. workspace: temporaries {(name, dtype,
     shape): tensor}, which consecutive layers share. A call decodes one token of each sequence; or `ahead` tokens, if that
@@ -153,7 +155,7 @@ class NativeLayer:
             sum_type=TYPES[self.sum_dtype], speculative=ahead is not None, least_dt=least_dt, most_dt=most_dt,
             **(_mamba2_sizes(mixer) if mamba2 else _mamba_sizes(mixer)),
         )  # fmt: skip
-        self._workspace, self._dtype, self._kept = workspace, norm.weight.dtype, []
+        self._workspace, self.dtype, self._kept = workspace, norm.weight.dtype, []
         self._row_sizes = conv.shape[1:], state.shape[1:]
         self._stored = {values.dtype for values in _values(matrices)}
         self.layer.next_state, self.layer.next_stride = self.layer.state, self.layer.state_stride
@@ -166,7 +168,7 @@ class NativeLayer:
 
     def holds(self, conv: Tensor, state: Tensor) -> bool:
         """Whether rows of a cache have the dtypes, the sizes and the layout of those for which this was made."""
-        like = ((self._dtype, self._row_sizes[0]), (torch.float32, self._row_sizes[1]))
+        like = ((self.dtype, self._row_sizes[0]), (torch.float32, self._row_sizes[1]))
         return all(
             t.dtype is dtype and t.shape[1:] == sizes and t.is_cpu and t.is_contiguous()
             for t, (dtype, sizes) in zip((conv, state), like, strict=True)
@@ -175,19 +177,19 @@ class NativeLayer:
     def is_fast(self, rows: int) -> bool:
         """Whether step.c has the fastest products for so many tokens, and supports them."""
         if rows < MANY:
-            return all(rows <= products.most_rows(dtype, self._dtype) for dtype in self._stored)
+            return all(rows <= products.most_rows(dtype, self.dtype) for dtype in self._stored)
         has_gaps = not self.layer.mamba2 and self.layer.heads > 1  # between the rows of a head in x_proj's matrix
-        forms = (product_form(dtype, self._dtype, rows) for dtype in self._stored)
+        forms = (product_form(dtype, self.dtype, rows) for dtype in self._stored)
         return not has_gaps and all(form in IN_STEP for form in forms)
 
     def integer_forms(self, rows: int) -> tuple[bool, bool]:
         """Whether so many tokens are multiplied fastest by bfloat16 matrices as integers, and by rounded ones in 8 bits."""
-        forms = {stored: product_form(stored, self._dtype, rows) for stored in self._stored if rows >= MANY}
+        forms = {stored: product_form(stored, self.dtype, rows) for stored in self._stored if rows >= MANY}
         return forms.get(torch.bfloat16) == INTEGER_PANELS, INTEGERS in forms.values()
 
     def _tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the workspace (dtype None: the model's); its address is written into the C struct."""
-        key = name, dtype or self._dtype, shape
+        key = name, dtype or self.dtype, shape
         if key not in self._workspace:
             self._workspace[key] = torch.empty(shape, dtype=key[1], device="cpu")
         setattr(self.layer, name, self._workspace[key].data_ptr())
@@ -197,7 +199,7 @@ class NativeLayer:
         """As `_tensor`; if the tokens are speculative, a tensor of this layer's own, which `keep_tokens` reads."""
         if not self.layer.speculative:
             return self._tensor(name, *shape, dtype=dtype)
-        self._kept.append(torch.empty(shape, dtype=dtype or self._dtype, device="cpu"))
+        self._kept.append(torch.empty(shape, dtype=dtype or self.dtype, device="cpu"))
         setattr(self.layer, name, self._kept[-1].data_ptr())
         return self._kept[-1]
 
@@ -222,7 +224,7 @@ class NativeLayer:
         part, squares = self._tensor("part", batch, tokens, size), None
         if mixer.fused_norm:
             squares = self._tensor("squares", batch, tokens, 1, dtype=torch.float32)
-            if self._dtype is not torch.float32:
+            if self.dtype is not torch.float32:
                 part = self._tensor("wide_part", batch, tokens, size, dtype=torch.float32)
         return dict(outer=LayerSum(mixer.out_proj.ranks, part, squares))
 
@@ -240,9 +242,21 @@ class NativeLayers:
         self._address = ctypes.addressof(self._progress)
         sums_in_c = [each.sum_in_c for layer in layers for each in layer.sums.values() if each.sum_in_c is not None]
         self._memories, self._counter = {each.memory for each in sums_in_c}, sums_in_c[0].counter if sums_in_c else None
+        self._head: NativeHead | None = None
         self._sent = Counter()
         for each in sums_in_c:
             self._sent.add("all_reduce", each.nbytes, each.sent)
+
+    def add_head(self, norm: nn.Module, head: nn.Module) -> bool:
+        """Compute the logits too, if C can: then True, and a call returns `head.logits(norm(x))` instead of x.
+
+        norm, head: those of the model that come after these layers.
+        """
+        last = self._native_layers[-1]
+        self._head = NativeHead.of(norm, head, last.dtype, last.layer.batch * last.layer.tokens)
+        if self._head is not None:
+            self._progress.head = self._head.address
+        return self._head is not None
 
     def __len__(self) -> int:
         return len(self._native_layers)
@@ -251,9 +265,13 @@ class NativeLayers:
         self, x: Tensor, info: BatchInfo, cache: LayerCache | None = None, shared: Any = None,
         embeddings: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x (batch, seq, hidden) -> the same shape, as `Block` does. The all-reduces that C does are counted at the end."""
+        """x (batch, seq, hidden) -> the same shape, as `Block` does, or logits: see `add_head`.
+
+        The all-reduces that C does are counted at the end.
+        """
         x, given = self.inputs(x, info, cache, shared, embeddings)
         total = torch.empty_like(x)
+        logits = None if self._head is None else self._head.new_logits(*x.shape[:2])
         for memory in self._memories:
             memory.check()
         self._compute(x, given, total)
@@ -261,7 +279,7 @@ class NativeLayers:
             self._counter.include(self._sent)
         if info.speculative and cache is not None:
             cache.pending = self  # the first layer's stands for all
-        return total
+        return total if logits is None else logits
 
     def inputs(
         self, x: Tensor, info: BatchInfo, cache: LayerCache | None, shared: Any, embeddings: Tensor | None
@@ -310,12 +328,9 @@ def _is_supported(
     typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Tensor | RoundedMatrix], batch: int
 ) -> bool:
     """Whether step.c supports the dtypes and sizes of these tensors, and all of them are contiguous."""
-    dtype, multiplied = typed["norm"].dtype, _values(matrices)
-    scales = [m.scales for m in matrices.values() if isinstance(m, RoundedMatrix)]
     return (
-        usable(typed["norm"], *typed.values()) and are_float32(*float32.values(), *scales)
-        and all(values.is_cpu and products.is_multiplied_by(dtype, values.dtype) for values in multiplied)
+        usable(typed["norm"], *typed.values()) and are_float32(*float32.values())
+        and all(Matrix.supports(weight, typed["norm"].dtype, batch) for weight in matrices.values())
         and typed["conv"].shape[-1] <= LONGEST_KERNEL and float32["state"].shape[-2] <= LARGEST_STATE
-        and all(products.is_faster_than_torch(batch, values, dtype) for values in multiplied)
-        and all(t is None or t.is_contiguous() for t in (*typed.values(), *float32.values(), *scales))
+        and all(t is None or t.is_contiguous() for t in (*typed.values(), *float32.values()))
     )  # fmt: skip

@@ -2,8 +2,11 @@
 
 import ctypes
 
+import torch
 from torch import Tensor
 
+from megatron_ssm.native import products
+from megatron_ssm.native.arguments import are_float32
 from megatron_ssm.native.kernels import TYPES
 from megatron_ssm.ops.rounded_matrices import RoundedMatrix
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
@@ -20,6 +23,16 @@ class Matrix(ctypes.Structure):
         if isinstance(weight, Tensor):
             return cls(weight.data_ptr(), None, TYPES[weight.dtype])
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
+
+    @staticmethod
+    def supports(weight: Tensor | RoundedMatrix, dtype: torch.dtype, rows: int) -> bool:
+        """Whether step.c multiplies so many rows of `dtype` by a matrix without a copy, and faster than torch."""
+        values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+        return (
+            values.is_cpu and products.is_multiplied_by(dtype, values.dtype)
+            and products.is_faster_than_torch(rows, values, dtype)
+            and are_float32(scales) and (scales is None or scales.is_contiguous())
+        )  # fmt: skip
 
 
 class Sum(ctypes.Structure):
@@ -52,10 +65,21 @@ class Layer(ctypes.Structure):
     ]
 
 
+class Head(ctypes.Structure):
+    """step.c's `Head`: the final norm and the language-model head."""
+
+    _fields_ = [
+        ("matrix", Matrix),
+        *((name, POINTER) for name in ("norm", "normed", "logits", "wide")),
+        ("width", SIZE),
+        ("eps", FLOAT),
+    ]
+
+
 class Layers(ctypes.Structure):
     """step.c's `Layers`: consecutive layers."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("layers", "x", "given", "total")),
+        *((name, POINTER) for name in ("layers", "head", "x", "given", "total")),
         *((name, SIZE) for name in ("count", "layer", "begun")),
     ]

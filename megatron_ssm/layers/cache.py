@@ -183,7 +183,11 @@ class Cache:
         new_per_rank: (ranks, batch), how many keys and values each context rank has got.
         """
         # The sum of a mask in 16 bits would be rounded to 8 or 11 bits.
-        self.lengths[self.rows] += tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
+        added = tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
+        if isinstance(self.rows, slice):
+            self.lengths[self.rows].add_(added)  # `+=` would copy the sums once more
+        else:
+            self.lengths[self.rows] += added
         if self.kv_lengths is not None and new_per_rank is not None:
             self.kv_lengths[:, self.rows] += new_per_rank
 

@@ -55,7 +55,8 @@ def call(
         if model.ranks.sequence_parallel:
             local = model.compute(input_ids, info)[:, :tokens][:, -keep:]
         else:
-            local = model.compute(input_ids, replace(info, speculative=kind.speculative), cache, keep)
+            info = replace(info, speculative=True) if kind.speculative else info
+            local = model.compute(input_ids, info, cache, keep)
     if cache is not None and not kind.speculative:
         cache.advance(input_ids.shape[1] if sharding is None else sharding.length, mask, new_per_rank)
     return local

@@ -16,6 +16,8 @@ from .context import check_length
 if TYPE_CHECKING:
     from .model import Model
 
+FEW = 64  # ids whose least and most Python finds sooner than torch
+
 
 def check_call(
     model: "Model",
@@ -150,7 +152,11 @@ def check_ids(ids: torch.Tensor, vocab_size: int, name: str) -> None:
     """
     if ids.is_cuda and ids.shape[1] == 1:
         return
-    least, most = map(int, ids.aminmax())
+    if ids.numel() <= FEW:
+        numbers = ids.flatten().tolist()
+        least, most = min(numbers), max(numbers)
+    else:
+        least, most = map(int, ids.aminmax())
     if least < 0 or most >= vocab_size:
         raise ValueError(f"{name} {least if least < 0 else most} is outside the vocabulary of {vocab_size}")
 

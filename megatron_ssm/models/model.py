@@ -164,6 +164,11 @@ class Model(nn.Module):
         return self.ranks.counter
 
     @property
+    def head(self) -> VocabularyParallel:
+        """The language-model head; if it is tied, the embeddings."""
+        return self.embeddings if self.config.tie_embeddings else self.lm_head
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
         return self.norm_f.weight.dtype
@@ -253,11 +258,8 @@ class Model(nn.Module):
         the same call. Otherwise context ranks compare it first, by a message.
         """
         schedule, context = self.schedule, self.context_ranks
-        if (
-            schedule is None
-            or context is None
-            or not can_be_sharded(input_ids, context.blocks, self.config.conv_kernel - 1)
-        ):
+        history = self.config.conv_kernel - 1
+        if schedule is None or context is None or not can_be_sharded(input_ids, context.blocks, history):
             return call(self, input_ids, attention_mask, cache, CallKind(1, None, prompt, compared=compared))[:, -1]
         local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
         kind = CallKind(1, seq, prompt, is_sharded=True, compared=compared)
@@ -282,13 +284,16 @@ class Model(nn.Module):
         x = self.embeddings.embed(input_ids)
         embeddings = x if self.shared else None  # without shared blocks they would only occupy memory
         invocations = iter(range(len(self.config.hybrid_layers)))
-        for index, block in self._decode_plans.layers(self, info, cache, input_ids.shape[1]):
+        layers, give_logits = self._decode_plans.layers(self, info, cache, input_ids.shape[1])
+        for index, block in layers:
             shared = None if block.use is None else self.shared[next(invocations) % len(self.shared)]
             x = block(x, info, None if cache is None else cache.layers[index], shared, embeddings)
+        if give_logits:
+            return x
         if info.sharding is not None and logits_to_keep:
             x = info.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
-        return (self.embeddings if self.config.tie_embeddings else self.lm_head).logits(self.norm_f(x))
+        return self.head.logits(self.norm_f(x))
 
     def generate(
         self,

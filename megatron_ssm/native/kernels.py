@@ -56,6 +56,7 @@ SIGNATURES = {
     "decode": [POINTER, INT],
     "keep_tokens": [POINTER, POINTER, INT],
     "compare_layouts": [POINTER] * 2 + [SIZE, POINTER, SIZE, INT],
+    "have_words": [POINTER] * 2 + [SIZE],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 

@@ -1,5 +1,6 @@
-/* Addresses, sizes, strides and dtypes of torch's tensors, to compare them later. torch describes a tensor by a function of
-   DLPack's exchange interface, so that neither its headers nor Python's are needed. Callers hold Python's global lock. */
+/* Addresses, sizes, strides and dtypes of torch's tensors, and words of Python's objects, to compare them later. torch describes
+   a tensor by a function of DLPack's exchange interface, so that neither its headers nor Python's are needed. Callers hold
+   Python's global lock. */
 #include <stddef.h>
 #include <stdint.h>
 
@@ -38,4 +39,11 @@ ptrdiff_t compare_layouts(Describe *describe, void *const *tensors, ptrdiff_t co
     }
   }
   return to - layouts;
+}
+
+/* Whether there are these words at these addresses. There is no early end, so that the processor reads many of them at once. */
+int have_words(const uint64_t *const *addresses, const uint64_t *words, ptrdiff_t count) {
+  uint64_t difference = 0;
+  for (ptrdiff_t i = 0; i < count; i++) difference |= *addresses[i] ^ words[i];
+  return !difference;
 }

@@ -31,10 +31,30 @@ class Layouts:
         return self._compared(tensors) == len(self._numbers) if self._compare else _in_python(tensors) == self._numbers
 
     def _compared(self, tensors: Sequence[Tensor], write: bool = False) -> int:
+        return self._compared_at(_addresses_of(tensors), write)
+
+    def _compared_at(self, objects: Any, write: bool = False) -> int:
         """What compare_layouts returns: how many numbers describe the tensors, or 0 if they differ from before."""
-        count = len(tensors)
-        objects = (ctypes.c_void_p * count)(*map(id, tensors))
-        return self._compare(_describe(), objects, count, self._numbers, len(self._numbers), write)
+        return self._compare(_describe(), objects, len(objects), self._numbers, len(self._numbers), write)
+
+
+class LayoutsOfKept(Layouts):
+    """The layouts of tensors that stay alive as long as this does, so that their addresses are collected only once."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__(tensors)
+        self._tensors, self._objects = tensors, _addresses_of(tensors)
+
+    def are_current(self) -> bool:
+        """Whether the tensors still have these layouts."""
+        if self._compare is None:
+            return self.are_those_of(self._tensors)
+        return self._compared_at(self._objects) == len(self._numbers)
+
+
+def _addresses_of(tensors: Sequence[Tensor]) -> Any:
+    """The addresses of the Python objects, as a C array."""
+    return (ctypes.c_void_p * len(tensors))(*map(id, tensors))
 
 
 def _in_python(tensors: Sequence[Tensor]) -> list:

@@ -272,9 +272,21 @@ static void add_residual(const Layer *l, const void *x, void *total, int threads
   }
 }
 
+/* The final norm and the language-model head. Void pointers are to tensors of the last layer's `type`. */
+typedef struct {
+  Matrix matrix; /* (width, size) */
+  const void *norm;
+  void *normed; /* a temporary: (rows, size) */
+  void *logits; /* (rows, width) */
+  float *wide;  /* the logits as float32; NULL if they are */
+  ptrdiff_t width;
+  float eps;
+} Head;
+
 /* Consecutive layers and how far they are. x, given and total are (rows, size) of sum_type. */
 typedef struct {
   const Layer *layers;
+  const Head *head;  /* what comes after the last layer; NULL: nothing */
   const void *x;     /* what the first layer adds to */
   const void *given; /* what the first layer reads */
   void *total;       /* the result */
@@ -283,6 +295,23 @@ typedef struct {
 
 static int all_reduce(const Sum *sum) {
   return sum->done_by == IN_PYTHON ? NO_SUM : sum->done_by == IN_C ? sum->call(sum->channel, sum->parts, sum->count, 0) : 0;
+}
+
+CLONES static void widen_logits(const void *logits, float *wide, ptrdiff_t start, ptrdiff_t stop) {
+#pragma omp simd
+  for (ptrdiff_t i = start; i < stop; i++) wide[i] = get(logits, i, BFLOAT16);
+}
+
+static int compute_logits(const Head *h, const Layer *last, const void *total, int threads) {
+  ptrdiff_t rows = last->batch * last->tokens, count = rows * h->width, share = (count + threads - 1) / threads;
+  rms_norm(total, h->norm, h->normed, rows, last->size, h->eps, last->sum_type, last->type, threads);
+  if (project(last, &h->matrix, NULL, h->normed, h->logits, rows, h->width, last->size, threads)) return NO_MEMORY;
+  if (h->wide) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (ptrdiff_t start = 0; start < count; start += share)
+      widen_logits(h->logits, h->wide, start, start + share < count ? start + share : count);
+  }
+  return 0;
 }
 
 /* Goes on to the end, and returns 0; or to an all-reduce that Python must finish, and returns its code. Afterwards Python
@@ -306,7 +335,7 @@ int decode(Layers *s, int threads) {
     }
     add_residual(l, x, s->total, threads);
   }
-  return 0;
+  return s->head ? compute_logits(s->head, &s->layers[s->count - 1], s->total, threads) : 0;
 }
 
 /* After a speculative `decode`: advances the caches of all layers by the first counts[b] >= 1 tokens of sequence b. */

@@ -16,9 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import megatron_ssm
 from megatron_ssm.decoding import native_step
+from megatron_ssm.decoding.decode_plan import ModelFingerprint
 from megatron_ssm.layers.mamba1 import Convolution
 from megatron_ssm.models.model import Block
 from megatron_ssm.native import kernels
+from megatron_ssm.native.versions import Versions, have_versions
 from serving import IDS, counted, hooked, hooked_anew, one_by_one, saved
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
@@ -86,6 +88,21 @@ def of_another_kind(model):
     model.layers[0].__class__ = Doubled
 
 
+def with_another_final_norm(model):
+    """The final norm has another eps."""
+    model.norm_f.eps = 0.5
+
+
+def with_a_hook_on_the_final_norm(model):
+    """What the head reads is changed by a hook."""
+    model.norm_f.register_forward_hook(lambda _, __, y: 2 * y)
+
+
+def with_another_head(model):
+    """The matrix of the head, which is also that of the embeddings, is replaced."""
+    model.embeddings.weight = torch.nn.Parameter(model.embeddings.weight * 1.5)
+
+
 COMMON_CHANGES = (
     moved,
     moved_together,
@@ -97,6 +114,9 @@ COMMON_CHANGES = (
     edited,
     stretched,
     with_other_eps,
+    with_another_final_norm,
+    with_a_hook_on_the_final_norm,
+    with_another_head,
 )
 CHANGES = [
     *product(("mamba", "mamba2"), (*COMMON_CHANGES, of_another_kind)),
@@ -105,9 +125,18 @@ CHANGES = [
 ]
 
 
+@pytest.fixture(params=("versions", "members"))
+def compared(request, monkeypatch):
+    """What tells whether a model has changed: the versions of its dictionaries, or as in Python 3.13 all their members."""
+    if request.param == "members":
+        monkeypatch.setattr(Versions, "are_current", lambda self: False)
+    elif not have_versions():
+        pytest.skip("the dictionaries of this Python have no versions")
+
+
 @pytest.mark.parametrize("family, change", CHANGES)
 @torch.no_grad()
-def test_a_model_may_change_between_two_tokens(family, change, tmp_path):
+def test_a_model_may_change_between_two_tokens(family, change, compared, tmp_path):
     """Oracle: a copy of the model and its cache, which has decoded nothing."""
     model = megatron_ssm.load(saved(tmp_path, family))
     cache = model.new_cache(2)
@@ -120,6 +149,19 @@ def test_a_model_may_change_between_two_tokens(family, change, tmp_path):
     logits = model(IDS[:, :1], cache=cache)
     torch.testing.assert_close(logits, copied(IDS[:, :1], cache=copied_cache), rtol=0, atol=0)
     assert (logits - before).abs().max() > 1e-3
+
+
+@pytest.mark.skipif(not have_versions(), reason="the dictionaries of this Python have no versions")
+@torch.no_grad()
+def test_members_are_compared_only_after_a_change(tmp_path, monkeypatch):
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    comparisons, compare = [], ModelFingerprint._is_same_model
+    monkeypatch.setattr(ModelFingerprint, "_is_same_model", lambda self: (comparisons.append(1), compare(self))[1])
+    expected = one_by_one(model, model)
+    assert not comparisons
+    for count, change in ((0, lambda: None), (2, model.train), (4, model.eval)):  # of tokens' and of prompts' plans
+        change()
+        assert torch.equal(one_by_one(model, model), expected) and len(comparisons) <= count
 
 
 @torch.no_grad()
