@@ -111,6 +111,11 @@ class DecodingGraphs:
     def __reduce__(self) -> tuple:
         return DecodingGraphs, (self._block,)
 
+    @staticmethod
+    def are_for(ids: Any) -> bool:
+        """Whether there may be graphs for these ids: they are on a GPU."""
+        return torch.is_tensor(ids) and ids.device.type == DEVICE
+
     def logits(self, model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor | None:
         """`model.compute` of a decoding step by graphs: ids (batch, 1) -> new logits (batch, 1, width).
 

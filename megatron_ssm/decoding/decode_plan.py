@@ -23,6 +23,7 @@ from megatron_ssm.native.versions import Versions
 
 from .native_prompt import PIECE, NativePrompt
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
+from .native_token import NativeToken
 
 MOST_TOKENS = 16  # of a row
 PLANS = 4  # per model and thread: those for the sets of rows that were used last; as many for speculative tokens
@@ -65,6 +66,16 @@ class DecodePlans(threading.local):
             self._plans.insert(0, plan := _Plan(model, self._block, info.rows, ahead, cache))
         return plan.layers, plan.gives_logits
 
+    def token_logits(self, model: Any, ids: Tensor, cache: Cache) -> Tensor | None:
+        """The logits of one token of each row of the cache, which it advances, if there is a plan for all in one call of C.
+
+        None, before anything is done, if there is none. See `NativeToken`.
+        """
+        plan = next((plan for plan in self._plans if plan.is_for(cache.rows, None, cache)), None)
+        if plan is None or plan.token is None or not _may_use_kernels() or not plan.fingerprint.is_current(cache):
+            return None
+        return plan.token.logits(ids, cache.lengths)
+
     def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
         """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""
         if self._prompts is None or not self._prompts.fingerprint.is_current():
@@ -74,9 +85,13 @@ class DecodePlans(threading.local):
 
 def _is_supported(info: BatchInfo) -> bool:
     """Whether this call is for consecutive rows of a cache, without padding, gradients, and global hooks."""
+    return info.mask is None and info.sharding is None and isinstance(info.rows, slice) and _may_use_kernels()
+
+
+def _may_use_kernels() -> bool:
+    """Whether C may compute layers: there is a library, and nobody wants gradients, another dtype, or to see each module."""
     return (
-        info.mask is None and info.sharding is None and isinstance(info.rows, slice)
-        and kernels.LIBRARY.functions is not None
+        kernels.LIBRARY.functions is not None
         and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
         and not _has_any_global_hook()
     )  # fmt: skip
@@ -86,7 +101,7 @@ class _Plan:
     """The callables for some rows of a cache, and the fingerprint of the model for which they were made.
 
     ahead: how many tokens of each row are decoded speculatively; None: one token, for good. gives_logits: whether the last
-    callable returns the logits.
+    callable returns the logits. token: None if C cannot compute all of a token in one call.
     """
 
     def __init__(self, model: Any, block: type[nn.Module], rows: slice | Tensor, ahead: int | None, cache: Cache):
@@ -99,6 +114,7 @@ class _Plan:
         self.layers = _join(layers, NativeLayers)
         last = self.layers[-1][1]
         self.gives_logits = type(last) is NativeLayers and last.add_head(model.norm_f, model.head)
+        self.token = NativeToken.of(model, self.layers, cache) if ahead is None else None
 
     def is_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> bool:
         """Whether the plan is for so many tokens of these rows of this cache."""
@@ -156,7 +172,7 @@ class ModelFingerprint:
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._own = [module.__dict__ for module in self._modules]
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
-        self._last_norm = model.norm_f
+        self._last_norm, self._embeddings = model.norm_f, model.embeddings
         self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
         self._layouts, self._cache_layouts = LayoutsOfKept(self._tensors), Layouts(tensors_of(cache))
         self._old_settings, self._versions = self._settings(), self._new_versions()
@@ -198,7 +214,7 @@ class ModelFingerprint:
         return *hooks, list(map(contains, self._own, repeat("forward")))
 
     def _settings(self) -> list:
-        return [self._last_norm.eps, *(settings_of(*each) for each in self._blocks)]
+        return [self._last_norm.eps, self._embeddings.ranks, *(settings_of(*each) for each in self._blocks)]
 
 
 def _cache_tensors(cache: Cache) -> list[Tensor]:

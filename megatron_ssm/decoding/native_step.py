@@ -24,12 +24,11 @@ from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, us
 from megatron_ssm.ops.matrices import IN_STEP, INTEGER_PANELS, INTEGERS, MANY, product_form
 from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_altered
-from megatron_ssm.parallel.ranks import Ranks
-from sparsefusion.collectives.counted import Counter
 from sparsefusion.native.library import SIZE
 
 from .native_head import NativeHead
-from .structs import IN_C, IN_PYTHON, NO_MEMORY, NO_SUM, ONE_RANK, Layer, Layers, Matrix, Sum
+from .native_sums import LayerSum, SentInC
+from .structs import NO_MEMORY, Layer, Layers, Matrix
 
 INLINED_MODULES = (  # step.c computes what these do, so their forward is not called
     MambaMixer,
@@ -67,48 +66,6 @@ def settings_of(block: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
         own.get("eps"), own.get("dt_limit"), own.get("group_channels"),
         getattr(getattr(mixer, "out_proj", None), "ranks", None),
     )  # fmt: skip
-
-
-class LayerSum:
-    """An all-reduce over `ranks` of a step's `part`, and exactly of `squares` with it (None: there are none).
-
-    is_exact: in at least fp32, instead of the model's format. struct: step.c's `Sum`. in_place: the all-reduce that C does
-    in shared memory, or None.
-    """
-
-    def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
-        self._ranks, self._part, self._squares, self._is_exact = ranks, part, squares, is_exact
-        tensors, is_alone = [part] if squares is None else [part, squares], ranks.group is None
-        self.sum_in_c = None if is_alone else ranks.sum_in_c(tensors, "fp32" if is_exact else None)
-        done_by = ONE_RANK if is_alone else IN_PYTHON if self.sum_in_c is None else IN_C
-        self.struct = Sum(total=address(part), squares=address(squares), done_by=done_by)
-        if c := self.sum_in_c:
-            struct = self.struct
-            struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
-
-    def finish(self, code: int, struct: Sum) -> None:
-        """Finish an all-reduce for which C returned `code`.
-
-        NO_SUM: do it in Python, and write the address of the sum into C's struct. Another code is one of the shared
-        memory: wait for the other ranks, or raise an error.
-        """
-        if code != NO_SUM:
-            assert self.sum_in_c is not None  # only it returns other codes
-            return self.sum_in_c.memory.wait(code)
-        ranks, part, squares = self._ranks, self._part, self._squares
-        assert ranks.group is not None  # one rank has no all-reduce
-        if callable(ranks.format) and not self._is_exact:
-            part = part.clone()  # the user's function may keep it
-        if self._is_exact:
-            whole = ranks.all_reduce_exact(part, ranks.group)
-        elif squares is None:
-            whole = ranks.all_reduce_in_format(part, ranks.group)
-        else:
-            whole, squares = ranks.reduce_beside(part, squares, ranks.group)
-        # The user's function may return another shape, device or layout.
-        whole = whole.to(part.device, part.dtype).expand_as(part).contiguous()
-        self._kept = whole, squares  # alive until the next call
-        struct.total, struct.squares = whole.data_ptr(), address(squares)
 
 
 class NativeLayer:
@@ -230,22 +187,18 @@ class NativeLayer:
 
 
 class NativeLayers:
-    """Consecutive `NativeLayer`s of one sum_dtype, which are called like one block.
+    """Consecutive `NativeLayer`s of one sum_dtype, which are called like one block. address: of step.c's `Layers`.
 
-    Only the first one may invoke a shared attention block, which runs in Python before them.
+    Only the first one may invoke a shared attention block, which runs in Python before them. head: see `add_head`.
     """
 
     def __init__(self, layers: list[NativeLayer]):
-        self._native_layers, self.use, self._dtype = layers, layers[0].use, layers[0].sum_dtype
+        self._native_layers, self.use, self.dtype = layers, layers[0].use, layers[0].sum_dtype
         self._structs = (Layer * len(layers))(*(layer.layer for layer in layers))
         self._progress = Layers(layers=ctypes.addressof(self._structs), count=len(layers))
-        self._address = ctypes.addressof(self._progress)
-        sums_in_c = [each.sum_in_c for layer in layers for each in layer.sums.values() if each.sum_in_c is not None]
-        self._memories, self._counter = {each.memory for each in sums_in_c}, sums_in_c[0].counter if sums_in_c else None
-        self._head: NativeHead | None = None
-        self._sent = Counter()
-        for each in sums_in_c:
-            self._sent.add("all_reduce", each.nbytes, each.sent)
+        self.address = ctypes.addressof(self._progress)
+        self.head: NativeHead | None = None
+        self.sent = SentInC([each for layer in layers for each in layer.sums.values()])
 
     def add_head(self, norm: nn.Module, head: nn.Module) -> bool:
         """Compute the logits too, if C can: then True, and a call returns `head.logits(norm(x))` instead of x.
@@ -253,13 +206,18 @@ class NativeLayers:
         norm, head: those of the model that come after these layers.
         """
         last = self._native_layers[-1]
-        self._head = NativeHead.of(norm, head, last.dtype, last.layer.batch * last.layer.tokens)
-        if self._head is not None:
-            self._progress.head = self._head.address
-        return self._head is not None
+        self.head = NativeHead.of(norm, head, last.dtype, last.layer.batch * last.layer.tokens)
+        if self.head is not None:
+            self._progress.head = self.head.address
+        return self.head is not None
 
     def __len__(self) -> int:
         return len(self._native_layers)
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self._native_layers[0].layer.batch
 
     def __call__(
         self, x: Tensor, info: BatchInfo, cache: LayerCache | None = None, shared: Any = None,
@@ -271,12 +229,10 @@ class NativeLayers:
         """
         x, given = self.inputs(x, info, cache, shared, embeddings)
         total = torch.empty_like(x)
-        logits = None if self._head is None else self._head.new_logits(*x.shape[:2])
-        for memory in self._memories:
-            memory.check()
+        logits = None if self.head is None else self.head.new_logits(*x.shape[:2])
+        self.sent.check()
         self._compute(x, given, total)
-        if self._counter is not None:
-            self._counter.include(self._sent)
+        self.sent.count()
         if info.speculative and cache is not None:
             cache.pending = self  # the first layer's stands for all
         return total if logits is None else logits
@@ -285,25 +241,29 @@ class NativeLayers:
         self, x: Tensor, info: BatchInfo, cache: LayerCache | None, shared: Any, embeddings: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What the first layer adds to, and what it reads; both without gaps, in the dtype of the residual stream."""
-        x = x.to(self._dtype).contiguous()
+        x = x.to(self.dtype).contiguous()
         if self.use is None:
             return x, x
-        return x, (x + shared(x, embeddings, self.use, info, cache)).to(self._dtype).contiguous()
+        return x, (x + shared(x, embeddings, self.use, info, cache)).to(self.dtype).contiguous()
 
     def _compute(self, x: Tensor, given: Tensor, total: Tensor) -> None:
         """Write the last layer's result into total; the three have one shape, and no gaps."""
-        c, threads = self._progress, torch.get_num_threads()
+        self.begin(x, given, total)
+        while code := kernels.functions().decode(self.address, torch.get_num_threads()):
+            self.finish(code)
+
+    def begin(self, x: Tensor, given: Tensor, total: Tensor) -> None:
+        """Let C's next call of `decode` begin with the first layer, and with these tensors: see `_compute`."""
+        c = self._progress
         c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
-        while code := kernels.functions().decode(self._address, threads):
-            self._finish(code)
 
     def advance_cache(self, cache: LayerCache, kept: KeptTokens, rows: Rows) -> None:
         """Advance the caches of all these layers by the tokens that are kept; see `PendingTokens`."""
         counts = (SIZE * len(kept.counts))(*kept.counts)
-        kernels.functions().keep_tokens(self._address, ctypes.addressof(counts), torch.get_num_threads())
+        kernels.functions().keep_tokens(self.address, ctypes.addressof(counts), torch.get_num_threads())
 
-    def _finish(self, code: int) -> None:
-        """Finish the all-reduce at which C returned."""
+    def finish(self, code: int) -> None:
+        """Finish the all-reduce at which C returned this code. MemoryError if it had no memory."""
         kernels.raise_if_failed(code == NO_MEMORY)
         name, layer = ("inner", "outer")[self._progress.begun - 1], self._progress.layer
         self._native_layers[layer].sums[name].finish(code, getattr(self._structs[layer], name))

@@ -49,6 +49,7 @@ _WORKSPACE = "work parameters part dt squares wide_part next_state".split()
 _SIZES = """batch tokens size channels N taps history_stride state_stride next_stride rank heads groups
     group_channels""".split()
 NO_SUM, NO_MEMORY = -1, -2  # results of step.c's `decode`
+UNUSUAL = -3  # another one, of token.c's `decode_token`
 ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
 
 
@@ -82,4 +83,16 @@ class Layers(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("layers", "head", "x", "given", "total")),
         *((name, SIZE) for name in ("count", "layer", "begun")),
+    ]
+
+
+class Token(ctypes.Structure):
+    """token.c's `Token`: a token of each sequence."""
+
+    _fields_ = [
+        ("embeddings", Matrix),
+        ("sum", Sum),
+        *((name, POINTER) for name in ("ids", "lengths", "part", "x", "layers")),
+        *((name, SIZE) for name in ("batch", "size", "vocabulary", "first", "rows", "begun")),
+        *((name, INT) for name in ("type", "sum_type")),
     ]

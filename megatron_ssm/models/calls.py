@@ -29,12 +29,21 @@ class CallKind:
     speculative: bool = False
     compared: bool = False
 
+    @property
+    def is_special(self) -> bool:
+        """Whether it is another call than one that decodes tokens that every rank has."""
+        return self.prompt or self.is_sharded or self.speculative
+
 
 def call(
     model: "Model", input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
 ) -> torch.Tensor:
     """This rank's slice of the logits, (batch, kept, ceil(vocab/ranks)); updates the cache. See `Model.local_logits`."""
     keep = kind.logits_to_keep
+    if cache is not None and attention_mask is None and keep >= 0 and kind.seq is None and not kind.is_special:
+        local = model.native_logits(input_ids, cache)
+        if local is not None:
+            return local
 
     def check() -> tuple:
         return check_call(model, input_ids, attention_mask, cache, keep, kind.seq, kind.is_sharded)

@@ -273,6 +273,10 @@ class Model(nn.Module):
         """
         return call(self, input_ids, None, cache, CallKind(speculative=True))
 
+    def native_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor | None:
+        """The logits of a decoded token by one call of C, which also advances the cache; None if there is no such call."""
+        return None if self._graphs.are_for(input_ids) else self._decode_plans.token_logits(self, input_ids, cache)
+
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
         """The logits of a decoding step by a CUDA graph, or None if this step has none."""
         return self._graphs.logits(self, input_ids, mask, cache)
@@ -339,10 +343,7 @@ class Model(nn.Module):
         return mean_cross_entropy(self, input_ids, labels, ignore_index, seq)
 
     def check_inputs(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: Cache | None = None
     ) -> torch.Tensor | None:
         """Raise ValueError for invalid input, on every rank before anything is sent; returns the mask as (batch, seq, 1)."""
         return check_inputs(input_ids, attention_mask, cache, self.config.vocab_size, self.dtype)

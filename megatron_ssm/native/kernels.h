@@ -44,6 +44,8 @@ int ssd(const void *x, const float *dt, const float *A_log, const void *B, const
         ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int may_round, int threads);
 int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type,
              int threads);
+int widen(const void *values, const float *scales, void *to, ptrdiff_t out, ptrdiff_t in, int weight_type, int type,
+          int threads);
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,
                ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type, int threads);
 

@@ -253,14 +253,14 @@ static void widen_blocks(const char *values, const float *scales, void *to, ptrd
 }
 
 /* W times its scales, in `type` (FLOAT32 or BFLOAT16): to (out, in). */
-int widen(const char *values, const float *scales, void *to, ptrdiff_t out, ptrdiff_t in, int weight_type, int type,
+int widen(const void *values, const float *scales, void *to, ptrdiff_t out, ptrdiff_t in, int weight_type, int type,
           int threads) {
   if (!out) return 0;
   ptrdiff_t row = in / BLOCK, share = (out + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < out; start += share) {
     ptrdiff_t first = start * row, blocks = (start + share < out ? share : out - start) * row;
-    widen_blocks(values + first * bytes_per_block(weight_type), scales + first, at(to, first * BLOCK, type), blocks,
+    widen_blocks((const char *)values + first * bytes_per_block(weight_type), scales + first, at(to, first * BLOCK, type), blocks,
                  weight_type, type);
   }
   return 0;

@@ -3,30 +3,11 @@
    are not done in shared memory. decoding/structs.py has the same structs. */
 #include <math.h>
 
-#include "kernels.h"
+#include "step.h"
 
-enum { NO_SUM = -1, NO_MEMORY = -2 };  /* results of `decode`, besides 0 and the codes of an all-reduce in shared memory */
-enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
 /* Rows from which all products are done by tile_product, panel_product or integer_product: `decode` gets so many only where one
    of them is possible, and the fastest. As in ops/matrices.py. */
 enum { MANY = 48 };
-
-/* A matrix (out, in), as `linear` takes it. */
-typedef struct {
-  const void *values;
-  const float *scales; /* of INT8 and INT4, otherwise NULL */
-  ptrdiff_t type;
-} Matrix;
-
-/* An all-reduce. If it is done IN_C, then by `call`, which returns 0, or a code that Python must handle. */
-typedef struct {
-  int (*call)(void *channel, const void *parts, int count, int op);
-  void *channel;
-  const void *parts;
-  void *total;    /* where the sum is afterwards */
-  float *squares; /* where the sum of the squares is, which are sent along; NULL: there are none */
-  int count, done_by;
-} Sum;
 
 /* A layer and its cache. Void pointers are to tensors of `type`, except for those that decode has in Layers. */
 typedef struct {
@@ -284,18 +265,14 @@ typedef struct {
 } Head;
 
 /* Consecutive layers and how far they are. x, given and total are (rows, size) of sum_type. */
-typedef struct {
+struct Layers {
   const Layer *layers;
   const Head *head;  /* what comes after the last layer; NULL: nothing */
   const void *x;     /* what the first layer adds to */
   const void *given; /* what the first layer reads */
   void *total;       /* the result */
   ptrdiff_t count, layer, begun; /* layers; the current one; how many of its all-reduces were begun */
-} Layers;
-
-static int all_reduce(const Sum *sum) {
-  return sum->done_by == IN_PYTHON ? NO_SUM : sum->done_by == IN_C ? sum->call(sum->channel, sum->parts, sum->count, 0) : 0;
-}
+};
 
 CLONES static void widen_logits(const void *logits, float *wide, ptrdiff_t start, ptrdiff_t stop) {
 #pragma omp simd

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from hf import hf_model, save_hf
 from megatron_ssm import load
+from megatron_ssm.decoding.native_step import NativeLayers
+from megatron_ssm.decoding.native_token import NativeToken
 from megatron_ssm.inference.text import write_byte_tokenizer
 
 IDS = torch.arange(18).view(2, 9) % 61
@@ -138,9 +140,20 @@ def one_by_one(model, cached, first=4):
 
 
 def counted(kind, patch=setattr):
-    """A list to which each later call of an object of the class `kind` adds one entry for each of its blocks."""
-    count, original_call = [], kind.__call__
+    """A list to which each later call of an object of the class `kind` adds one entry for each of its blocks.
+
+    If that is NativeLayers, so does each token that a NativeToken computes by their code in C.
+    """
+    count, original_call, original_logits = [], kind.__call__, NativeToken.logits
     patch(kind, "__call__", lambda *args: (count.extend([1] * len(args[0])), original_call(*args))[1])
+
+    def logits(self, *given):
+        result = original_logits(self, *given)
+        count.extend([1] * len(self.layers) if result is not None else [])
+        return result
+
+    if kind is NativeLayers:
+        patch(NativeToken, "logits", logits)
     return count
 
 

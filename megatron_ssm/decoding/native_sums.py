@@ -1,0 +1,74 @@
+"""The all-reduces of native/step.c and native/token.c. C does those that go through shared memory, and Python the others."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_ssm.native.arguments import address
+from megatron_ssm.parallel.ranks import Ranks
+from sparsefusion.collectives.counted import Counter
+
+from .structs import IN_C, IN_PYTHON, NO_SUM, ONE_RANK, Sum
+
+
+class LayerSum:
+    """An all-reduce over `ranks` of a step's `part`, and exactly of `squares` with it (None: there are none).
+
+    is_exact: in at least fp32, instead of the model's format. struct: step.c's `Sum`. in_place: the all-reduce that C does
+    in shared memory, or None.
+    """
+
+    def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
+        self._ranks, self._part, self._squares, self._is_exact = ranks, part, squares, is_exact
+        tensors, is_alone = [part] if squares is None else [part, squares], ranks.group is None
+        self.sum_in_c = None if is_alone else ranks.sum_in_c(tensors, "fp32" if is_exact else None)
+        done_by = ONE_RANK if is_alone else IN_PYTHON if self.sum_in_c is None else IN_C
+        self.struct = Sum(total=address(part), squares=address(squares), done_by=done_by)
+        if c := self.sum_in_c:
+            struct = self.struct
+            struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
+
+    def finish(self, code: int, struct: Sum) -> None:
+        """Finish an all-reduce for which C returned `code`.
+
+        NO_SUM: do it in Python, and write the address of the sum into C's struct. Another code is one of the shared
+        memory: wait for the other ranks, or raise an error.
+        """
+        if code != NO_SUM:
+            assert self.sum_in_c is not None  # only it returns other codes
+            return self.sum_in_c.memory.wait(code)
+        ranks, part, squares = self._ranks, self._part, self._squares
+        assert ranks.group is not None  # one rank has no all-reduce
+        if callable(ranks.format) and not self._is_exact:
+            part = part.clone()  # the user's function may keep it
+        if self._is_exact:
+            whole = ranks.all_reduce_exact(part, ranks.group)
+        elif squares is None:
+            whole = ranks.all_reduce_in_format(part, ranks.group)
+        else:
+            whole, squares = ranks.reduce_beside(part, squares, ranks.group)
+        # The user's function may return another shape, device or layout.
+        whole = whole.to(part.device, part.dtype).expand_as(part).contiguous()
+        self._kept = whole, squares  # alive until the next call
+        struct.total, struct.squares = whole.data_ptr(), address(squares)
+
+
+class SentInC:
+    """What the all-reduces in C of one call send."""
+
+    def __init__(self, sums: Sequence[LayerSum]):
+        in_c = [each.sum_in_c for each in sums if each.sum_in_c is not None]
+        self._memories, self._counter = {each.memory for each in in_c}, in_c[0].counter if in_c else None
+        self._sent = Counter()
+        for each in in_c:
+            self._sent.add("all_reduce", each.nbytes, each.sent)
+
+    def check(self) -> None:
+        """Before the call: raise an error if another rank has failed."""
+        for memory in self._memories:
+            memory.check()
+
+    def count(self) -> None:
+        """After the call: add what was sent to the counter."""
+        if self._counter is not None:
+            self._counter.include(self._sent)

@@ -1,0 +1,86 @@
+"""A token of each sequence from its id to its logits in one call of C (native/token.c).
+
+It does what `models.calls.call` does for such a token. Each operation of torch beside it takes many times as long as in a
+tight loop, because the weights have evicted torch's and Python's own data and code from the CPU's caches.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ssm.layers.cache import Cache
+from megatron_ssm.native import kernels
+from megatron_ssm.native.kernels import TYPES
+from megatron_ssm.parallel.layers import VocabularyParallel
+
+from .native_head import NativeHead
+from .native_step import NativeLayers
+from .native_sums import LayerSum, SentInC
+from .structs import UNUSUAL, Matrix, Token
+
+
+class NativeToken:
+    """The embedding, all layers and this rank's logits of one token of each of some rows of a cache.
+
+    layers: those of the decode plan.
+    """
+
+    @classmethod
+    def of(cls, model: Any, layers: list[tuple[int, Any]], cache: Cache) -> "NativeToken | None":
+        """layers: those of a decode plan. None if these are not all in one `NativeLayers`, or for context ranks."""
+        native, dtype = layers[0][1], model.norm_f.weight.dtype
+        if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.use is not None:
+            return None
+        is_supported = (
+            type(model.embeddings) is VocabularyParallel and model.embeddings.weight.dtype is dtype
+            and Matrix.supports(model.embeddings.weight, dtype, 1)
+            and isinstance(cache.rows, slice) and model.context_ranks is None and not model.ranks.sequence_parallel
+        )  # fmt: skip
+        return cls(model, native, native.head, cache) if is_supported else None
+
+    def __init__(self, model: Any, layers: NativeLayers, head: NativeHead, cache: Cache):
+        embeddings, dtype, rows = model.embeddings, model.norm_f.weight.dtype, cache.rows
+        self.layers, self._head, self._start = layers, head, isinstance(rows, slice) and rows.start or 0
+        count, size = embeddings.weight.shape
+        self._part = torch.empty(layers.batch, 1, size, dtype=dtype, device="cpu")
+        self._x, self._total = torch.empty(2, layers.batch, 1, size, dtype=layers.dtype, device="cpu")
+        self._sum = LayerSum(embeddings.ranks, self._part, is_exact=True)
+        self._sent = SentInC([self._sum])
+        self._struct = Token(
+            embeddings=Matrix.of(embeddings.weight), sum=self._sum.struct, part=self._part.data_ptr(),
+            x=self._x.data_ptr(), layers=layers.address, batch=layers.batch, size=size,
+            vocabulary=model.config.vocab_size, first=embeddings.start, rows=count,
+            type=TYPES[dtype], sum_type=TYPES[layers.dtype],
+        )  # fmt: skip
+
+    def logits(self, ids: Tensor, lengths: Tensor) -> Tensor | None:
+        """This rank's logits (batch, 1, width) in float32; advances the caches, and the lengths (rows,) of the cache.
+
+        None, before anything is done, for what `call` must look at: ids that are not (batch, 1) int64 of the vocabulary, and
+        sequences that begin. Sends what the model sends.
+        """
+        batch = self.layers.batch
+        if not (
+            type(ids) is Tensor and ids.is_cpu and ids.dtype is torch.int64 and ids.shape == (batch, 1)
+            and lengths.dtype is torch.int64 and lengths.is_contiguous()
+            and len(lengths) >= self._start + batch
+        ):  # fmt: skip
+            return None
+        struct, logits, ids = self._struct, self._head.new_logits(batch, 1), ids.contiguous()
+        struct.ids, struct.lengths = ids.data_ptr(), lengths.data_ptr() + self._start * lengths.element_size()
+        self.layers.begin(self._x, self._x, self._total)
+        struct.begun = 0
+        for sent in (self._sent, self.layers.sent):
+            sent.check()
+        while code := kernels.functions().decode_token(ctypes.addressof(struct), torch.get_num_threads()):
+            if code == UNUSUAL:
+                return None
+            if struct.begun == 1:
+                self._sum.finish(code, struct.sum)
+            else:
+                self.layers.finish(code)
+        for sent in (self._sent, self.layers.sent):
+            sent.count()
+        return logits
