@@ -71,8 +71,10 @@ class DecodePlans(threading.local):
 
         None, before anything is done, if there is none. See `NativeToken`.
         """
+        if not isinstance(cache.rows, slice) or not _may_use_kernels():
+            return None
         plan = next((plan for plan in self._plans if plan.is_for(cache.rows, None, cache)), None)
-        if plan is None or plan.token is None or not _may_use_kernels() or not plan.fingerprint.is_current(cache):
+        if plan is None or plan.token is None or not plan.fingerprint.is_current(cache):
             return None
         return plan.token.logits(ids, cache.lengths)
 

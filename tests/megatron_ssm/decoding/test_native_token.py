@@ -187,6 +187,9 @@ def test_rows_of_a_cache(tmp_path, tokens):
     assert tokens == [True] * 4 and cache.lengths.tolist() == [0, 9, 9, 0]
     alone = model(IDS[1:, :1], cache=cache.select([2]))
     assert alone.isfinite().all() and cache.lengths.tolist() == [0, 9, 10, 0]
+    tokens.clear()
+    model(IDS[:, :1], cache=cache.select([2, 1]))  # not in their order in memory
+    assert not tokens and cache.lengths.tolist() == [0, 10, 11, 0]
 
 
 @torch.no_grad()
