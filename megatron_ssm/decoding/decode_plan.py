@@ -23,7 +23,7 @@ from megatron_ssm.native.versions import Versions
 
 from .native_prompt import PIECE, NativePrompt
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
-from .native_token import NativeToken
+from .native_tokens import NativeTokens
 
 MOST_TOKENS = 16  # of a row
 PLANS = 4  # per model and thread: those for the sets of rows that were used last; as many for speculative tokens
@@ -66,17 +66,18 @@ class DecodePlans(threading.local):
             self._plans.insert(0, plan := _Plan(model, self._block, info.rows, ahead, cache))
         return plan.layers, plan.gives_logits
 
-    def token_logits(self, model: Any, ids: Tensor, cache: Cache) -> Tensor | None:
-        """The logits of one token of each row of the cache, which it advances, if there is a plan for all in one call of C.
+    def logits(self, ids: Tensor, cache: Cache, speculative: bool) -> Tensor | None:
+        """The logits of tokens that are decoded, if there is a plan for all in one call of C. See `NativeTokens.logits`.
 
-        None, before anything is done, if there is none. See `NativeToken`.
+        One token of each row advances the cache, speculative ones do not. None, before anything is done, if there is none.
         """
-        if not isinstance(cache.rows, slice) or not _may_use_kernels():
+        if not (torch.is_tensor(ids) and ids.ndim == 2 and isinstance(cache.rows, slice) and _may_use_kernels()):
             return None
-        plan = next((plan for plan in self._plans if plan.is_for(cache.rows, None, cache)), None)
-        if plan is None or plan.token is None or not plan.fingerprint.is_current(cache):
+        ahead = ids.shape[-1] if speculative else None
+        plan = next((plan for plan in self._plans if plan.is_for(cache.rows, ahead, cache)), None)
+        if plan is None or plan.tokens is None or not plan.fingerprint.is_current(cache):
             return None
-        return plan.token.logits(ids, cache.lengths)
+        return plan.tokens.logits(ids, cache)
 
     def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
         """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""
@@ -103,7 +104,7 @@ class _Plan:
     """The callables for some rows of a cache, and the fingerprint of the model for which they were made.
 
     ahead: how many tokens of each row are decoded speculatively; None: one token, for good. gives_logits: whether the last
-    callable returns the logits. token: None if C cannot compute all of a token in one call.
+    callable returns the logits. tokens: None if C cannot compute all of them in one call.
     """
 
     def __init__(self, model: Any, block: type[nn.Module], rows: slice | Tensor, ahead: int | None, cache: Cache):
@@ -116,7 +117,7 @@ class _Plan:
         self.layers = _join(layers, NativeLayers)
         last = self.layers[-1][1]
         self.gives_logits = type(last) is NativeLayers and last.add_head(model.norm_f, model.head)
-        self.token = NativeToken.of(model, self.layers, cache) if ahead is None else None
+        self.tokens = NativeTokens.of(model, self.layers, cache)
 
     def is_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> bool:
         """Whether the plan is for so many tokens of these rows of this cache."""

@@ -219,6 +219,16 @@ class NativeLayers:
         """The number of sequences."""
         return self._native_layers[0].layer.batch
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of each sequence."""
+        return self._native_layers[0].layer.tokens
+
+    @property
+    def speculative(self) -> bool:
+        """Whether the tokens may be taken back."""
+        return bool(self._native_layers[0].layer.speculative)
+
     def __call__(
         self, x: Tensor, info: BatchInfo, cache: LayerCache | None = None, shared: Any = None,
         embeddings: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""The all-reduces of native/step.c and native/token.c. C does those that go through shared memory, and Python the others."""
+"""The all-reduces of native/step.c and native/tokens.c. C does those that go through shared memory, Python the others."""
 
 from collections.abc import Sequence
 

@@ -49,7 +49,7 @@ _WORKSPACE = "work parameters part dt squares wide_part next_state".split()
 _SIZES = """batch tokens size channels N taps history_stride state_stride next_stride rank heads groups
     group_channels""".split()
 NO_SUM, NO_MEMORY = -1, -2  # results of step.c's `decode`
-UNUSUAL = -3  # another one, of token.c's `decode_token`
+UNUSUAL = -3  # another one, of tokens.c's `decode_tokens`
 ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
 
 
@@ -86,13 +86,13 @@ class Layers(ctypes.Structure):
     ]
 
 
-class Token(ctypes.Structure):
-    """token.c's `Token`: a token of each sequence."""
+class Tokens(ctypes.Structure):
+    """tokens.c's `Tokens`: tokens of each sequence."""
 
     _fields_ = [
         ("embeddings", Matrix),
         ("sum", Sum),
         *((name, POINTER) for name in ("ids", "lengths", "part", "x", "layers")),
-        *((name, SIZE) for name in ("batch", "size", "vocabulary", "first", "rows", "begun")),
-        *((name, INT) for name in ("type", "sum_type")),
+        *((name, SIZE) for name in ("batch", "tokens", "size", "vocabulary", "first", "rows", "begun")),
+        *((name, INT) for name in ("type", "sum_type", "speculative")),
     ]

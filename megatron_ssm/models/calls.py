@@ -32,7 +32,7 @@ class CallKind:
     @property
     def is_special(self) -> bool:
         """Whether it is another call than one that decodes tokens that every rank has."""
-        return self.prompt or self.is_sharded or self.speculative
+        return self.prompt or self.is_sharded
 
 
 def call(
@@ -41,7 +41,7 @@ def call(
     """This rank's slice of the logits, (batch, kept, ceil(vocab/ranks)); updates the cache. See `Model.local_logits`."""
     keep = kind.logits_to_keep
     if cache is not None and attention_mask is None and keep >= 0 and kind.seq is None and not kind.is_special:
-        local = model.native_logits(input_ids, cache)
+        local = model.native_logits(input_ids, cache, kind.speculative)
         if local is not None:
             return local
 

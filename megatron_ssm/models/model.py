@@ -273,9 +273,9 @@ class Model(nn.Module):
         """
         return call(self, input_ids, None, cache, CallKind(speculative=True))
 
-    def native_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor | None:
-        """The logits of a decoded token by one call of C, which also advances the cache; None if there is no such call."""
-        return None if self._graphs.are_for(input_ids) else self._decode_plans.token_logits(self, input_ids, cache)
+    def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
+        """The logits of decoded tokens by one call of C, which also advances the cache; None if there is no such call."""
+        return None if self._graphs.are_for(input_ids) else self._decode_plans.logits(input_ids, cache, speculative)
 
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
         """The logits of a decoding step by a CUDA graph, or None if this step has none."""

@@ -54,7 +54,7 @@ SIGNATURES = {
     "has_products_of": [INT],
     "has_few_rows_of": [INT],
     "decode": [POINTER, INT],
-    "decode_token": [POINTER, INT],
+    "decode_tokens": [POINTER, INT],
     "keep_tokens": [POINTER, POINTER, INT],
     "compare_layouts": [POINTER] * 2 + [SIZE, POINTER, SIZE, INT],
     "have_words": [POINTER] * 2 + [SIZE],

@@ -1,11 +1,11 @@
-/* What step.c and token.c share. decoding/structs.py has the same structs. */
+/* What step.c and tokens.c share. decoding/structs.py has the same structs. */
 #ifndef STEP_H
 #define STEP_H
 
 #include "rounded.h"
 
 enum { NO_SUM = -1, NO_MEMORY = -2 };  /* results of `decode`, besides 0 and the codes of an all-reduce in shared memory */
-enum { UNUSUAL = -3 };                 /* another one of `decode_token` */
+enum { UNUSUAL = -3 };                 /* another one of `decode_tokens` */
 enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
 
 /* A matrix (out, in), as `linear` takes it. */

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf import hf_model, save_hf
 from megatron_ssm import load
 from megatron_ssm.decoding.native_step import NativeLayers
-from megatron_ssm.decoding.native_token import NativeToken
+from megatron_ssm.decoding.native_tokens import NativeTokens
 from megatron_ssm.inference.text import write_byte_tokenizer
 
 IDS = torch.arange(18).view(2, 9) % 61
@@ -142,9 +142,9 @@ def one_by_one(model, cached, first=4):
 def counted(kind, patch=setattr):
     """A list to which each later call of an object of the class `kind` adds one entry for each of its blocks.
 
-    If that is NativeLayers, so does each token that a NativeToken computes by their code in C.
+    If that is NativeLayers, so does each token that a NativeTokens computes by their code in C.
     """
-    count, original_call, original_logits = [], kind.__call__, NativeToken.logits
+    count, original_call, original_logits = [], kind.__call__, NativeTokens.logits
     patch(kind, "__call__", lambda *args: (count.extend([1] * len(args[0])), original_call(*args))[1])
 
     def logits(self, *given):
@@ -153,7 +153,7 @@ def counted(kind, patch=setattr):
         return result
 
     if kind is NativeLayers:
-        patch(NativeToken, "logits", logits)
+        patch(NativeTokens, "logits", logits)
     return count
 
 

@@ -1,6 +1,6 @@
-"""A token of each sequence from its id to its logits in one call of C (native/token.c).
+"""Tokens of each sequence from their ids to their logits in one call of C (native/tokens.c).
 
-It does what `models.calls.call` does for such a token. Each operation of torch beside it takes many times as long as in a
+It does what `models.calls.call` does for such tokens. Each operation of torch beside it takes many times as long as in a
 tight loop, because the weights have evicted torch's and Python's own data and code from the CPU's caches.
 """
 
@@ -18,17 +18,17 @@ from megatron_ssm.parallel.layers import VocabularyParallel
 from .native_head import NativeHead
 from .native_step import NativeLayers
 from .native_sums import LayerSum, SentInC
-from .structs import UNUSUAL, Matrix, Token
+from .structs import UNUSUAL, Matrix, Tokens
 
 
-class NativeToken:
-    """The embedding, all layers and this rank's logits of one token of each of some rows of a cache.
+class NativeTokens:
+    """The embeddings, all layers and this rank's logits of tokens of each of some rows of a cache.
 
-    layers: those of the decode plan.
+    layers: those of the decode plan, which says how many tokens.
     """
 
     @classmethod
-    def of(cls, model: Any, layers: list[tuple[int, Any]], cache: Cache) -> "NativeToken | None":
+    def of(cls, model: Any, layers: list[tuple[int, Any]], cache: Cache) -> "NativeTokens | None":
         """layers: those of a decode plan. None if these are not all in one `NativeLayers`, or for context ranks."""
         native, dtype = layers[0][1], model.norm_f.weight.dtype
         if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.use is not None:
@@ -44,37 +44,38 @@ class NativeToken:
         embeddings, dtype, rows = model.embeddings, model.norm_f.weight.dtype, cache.rows
         self.layers, self._head, self._start = layers, head, isinstance(rows, slice) and rows.start or 0
         count, size = embeddings.weight.shape
-        self._part = torch.empty(layers.batch, 1, size, dtype=dtype, device="cpu")
-        self._x, self._total = torch.empty(2, layers.batch, 1, size, dtype=layers.dtype, device="cpu")
+        self._shape = layers.batch, layers.tokens
+        self._part = torch.empty(*self._shape, size, dtype=dtype, device="cpu")
+        self._x, self._total = torch.empty(2, *self._shape, size, dtype=layers.dtype, device="cpu")
         self._sum = LayerSum(embeddings.ranks, self._part, is_exact=True)
         self._sent = SentInC([self._sum])
-        self._struct = Token(
+        self._struct = Tokens(
             embeddings=Matrix.of(embeddings.weight), sum=self._sum.struct, part=self._part.data_ptr(),
-            x=self._x.data_ptr(), layers=layers.address, batch=layers.batch, size=size,
+            x=self._x.data_ptr(), layers=layers.address, batch=layers.batch, tokens=layers.tokens, size=size,
             vocabulary=model.config.vocab_size, first=embeddings.start, rows=count,
-            type=TYPES[dtype], sum_type=TYPES[layers.dtype],
+            type=TYPES[dtype], sum_type=TYPES[layers.dtype], speculative=layers.speculative,
         )  # fmt: skip
 
-    def logits(self, ids: Tensor, lengths: Tensor) -> Tensor | None:
-        """This rank's logits (batch, 1, width) in float32; advances the caches, and the lengths (rows,) of the cache.
+    def logits(self, ids: Tensor, cache: Cache) -> Tensor | None:
+        """This rank's logits (batch, tokens, width) in float32; advances the cache, unless the tokens are speculative.
 
-        None, before anything is done, for what `call` must look at: ids that are not (batch, 1) int64 of the vocabulary, and
-        sequences that begin. Sends what the model sends.
+        None, before anything is done, for what `call` must look at: ids that are not (batch, tokens) int64 of the
+        vocabulary, and sequences that begin. Sends what the model sends.
         """
-        batch = self.layers.batch
+        lengths = cache.lengths
         if not (
-            type(ids) is Tensor and ids.is_cpu and ids.dtype is torch.int64 and ids.shape == (batch, 1)
+            type(ids) is Tensor and ids.is_cpu and ids.dtype is torch.int64 and ids.shape == self._shape
             and lengths.dtype is torch.int64 and lengths.is_contiguous()
-            and len(lengths) >= self._start + batch
+            and len(lengths) >= self._start + self.layers.batch
         ):  # fmt: skip
             return None
-        struct, logits, ids = self._struct, self._head.new_logits(batch, 1), ids.contiguous()
+        struct, logits, ids = self._struct, self._head.new_logits(*self._shape), ids.contiguous()
         struct.ids, struct.lengths = ids.data_ptr(), lengths.data_ptr() + self._start * lengths.element_size()
         self.layers.begin(self._x, self._x, self._total)
         struct.begun = 0
         for sent in (self._sent, self.layers.sent):
             sent.check()
-        while code := kernels.functions().decode_token(ctypes.addressof(struct), torch.get_num_threads()):
+        while code := kernels.functions().decode_tokens(ctypes.addressof(struct), torch.get_num_threads()):
             if code == UNUSUAL:
                 return None
             if struct.begun == 1:
@@ -83,4 +84,6 @@ class NativeToken:
                 self.layers.finish(code)
         for sent in (self._sent, self.layers.sent):
             sent.count()
+        if self.layers.speculative:
+            cache.layers[0].pending = self.layers  # the first layer's stands for all
         return logits

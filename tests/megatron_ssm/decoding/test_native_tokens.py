@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ssm
-from megatron_ssm.decoding.native_token import NativeToken
+from megatron_ssm.decoding.native_tokens import NativeTokens
 from megatron_ssm.native import kernels
 from serving import IDS, one_by_one, saved
 
@@ -35,32 +35,35 @@ def add_up(tensor, group):
 @pytest.fixture
 def tokens(monkeypatch):
     """For each call of C whether it computed the token."""
-    computed, logits = [], NativeToken.logits
+    computed, logits = [], NativeTokens.logits
 
     def counted(self, *given):
         result = logits(self, *given)
         computed.append(result is not None)
         return result
 
-    monkeypatch.setattr(NativeToken, "logits", counted)
+    monkeypatch.setattr(NativeTokens, "logits", counted)
     return computed
 
 
 @pytest.fixture
 def without_c(monkeypatch):
     """A function after which tokens are computed step by step."""
-    return lambda: monkeypatch.setattr(NativeToken, "of", lambda *given: None)
+    return lambda: monkeypatch.setattr(NativeTokens, "of", lambda *given: None)
 
 
 @torch.no_grad()
 def logits_and_cache(model, batch=2):
-    """Logits of a prompt and then of one token at a time; and the tensors of the cache after them."""
+    """Logits of a prompt, of one token at a time, and this rank's of speculative ones; and all of the cache after them."""
     cache = model.new_cache(batch)
     parts = [model(IDS[:1, :4].expand(batch, -1), cache=cache)]
     for t in range(4, 9):
         step = IDS[:, t : t + 1].repeat(batch, 1)[:batch]
         parts.append(model(step, cache=cache))
-    return [torch.cat(parts, dim=1), cache.lengths, *(tensor for layer in cache.layers for tensor in layer.tensors())]
+    for _ in range(2):
+        parts.append(model.speculative_logits(IDS[:1, :3].repeat(batch, 1), cache))
+        cache.accept([2] * batch)
+    return [*parts, cache.lengths, *(tensor for layer in cache.layers for tensor in layer.tensors())]
 
 
 @pytest.mark.parametrize("threads", (1, 2))
@@ -71,26 +74,26 @@ def test_a_call_of_c_has_the_bits_of_the_steps(family, changes, options, batch, 
     torch.set_num_threads(threads)
     try:
         by_c = logits_and_cache(megatron_ssm.load(directory, **options), batch)
-        assert tokens == [True] * 4  # the first token makes the plan
+        assert tokens == [True] * 5  # the first call of each kind makes the plan
         without_c()
         by_steps = logits_and_cache(megatron_ssm.load(directory, **options), batch)
     finally:
         torch.set_num_threads(before)
-    assert len(tokens) == 4 and all(map(torch.equal, by_c, by_steps))
+    assert len(tokens) == 5 and all(map(torch.equal, by_c, by_steps))
 
 
 def logits_of_ranks(directory, options):
     """`logits_and_cache` by C and step by step, what each way sent, and for each call of C whether it computed the token."""
-    computed, results, logits, of = [], [], NativeToken.logits, NativeToken.of
+    computed, results, logits, of = [], [], NativeTokens.logits, NativeTokens.of
 
     def counted(self, *given):
         result = logits(self, *given)
         computed.append(result is not None)
         return result
 
-    NativeToken.logits = counted
+    NativeTokens.logits = counted
     for by_c in (True, False):
-        NativeToken.of = of if by_c else lambda *given: None
+        NativeTokens.of = of if by_c else lambda *given: None
         model = megatron_ssm.load(directory, dist.group.WORLD, **options)
         results.append((logits_and_cache(model), model.counter))
     return *results, computed
@@ -109,7 +112,7 @@ def test_ranks(ranks, tp, options, family, changes, tmp_path):
     for (by_c, sent), (by_steps, sent_by_steps), computed in ranks(
         lambda rank: logits_of_ranks(directory, options), tp
     ):
-        assert computed == [True] * 4 and all(map(torch.equal, by_c, by_steps)) and sent == sent_by_steps
+        assert computed == [True] * 5 and all(map(torch.equal, by_c, by_steps)) and sent == sent_by_steps
 
 
 @pytest.mark.parametrize("tp", (2, 4))
@@ -117,7 +120,7 @@ def test_some_ranks_may_go_step_by_step(ranks, tp, tmp_path):
     """The last rank's slice of the vocabulary is padded, so it computes its logits from Python; all send the same."""
     directory = saved(tmp_path, "mamba2", vocab_size=61, n_groups=1)
     results = ranks(lambda rank: logits_of_ranks(directory, BF16), tp)
-    assert [computed for *_, computed in results] == [[True] * 4] * (tp - 1) + [[]]
+    assert [computed for *_, computed in results] == [[True] * 5] * (tp - 1) + [[]]
     for (by_c, sent), (by_steps, sent_by_steps), _ in results:
         assert all(map(torch.equal, by_c, by_steps)) and sent == sent_by_steps
 
@@ -209,4 +212,4 @@ class Failing:
         self._functions = functions
 
     def __getattr__(self, name):
-        return (lambda *given: -2) if name == "decode_token" else getattr(self._functions, name)
+        return (lambda *given: -2) if name == "decode_tokens" else getattr(self._functions, name)
