@@ -20,12 +20,22 @@ from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.layouts import Layouts, LayoutsOfKept
 from megatron_ssm.native.versions import Versions
+from megatron_ssm.parallel.layers import Packed
 
 from .native_prompt import PIECE, NativePrompt
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
 from .native_tokens import NativeTokens
 
 MOST_TOKENS = 16  # of a row
+SETTINGS_OF_ENDS = (
+    "eps",
+    "ranks",
+    "start",
+    "stop",
+    "width",
+    "embed",
+    "logits",
+)  # of the embeddings, final norm and head
 PLANS = 4  # per model and thread: those for the sets of rows that were used last; as many for speculative tokens
 
 
@@ -116,7 +126,7 @@ class _Plan:
         ]
         self.layers = _join(layers, NativeLayers)
         last = self.layers[-1][1]
-        self.gives_logits = type(last) is NativeLayers and last.add_head(model.norm_f, model.head)
+        self.gives_logits = type(last) is NativeLayers and last.add_head(model.norm_f, model.logits_layer)
         self.tokens = NativeTokens.of(model, self.layers, cache)
 
     def is_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> bool:
@@ -171,11 +181,19 @@ class ModelFingerprint:
             for owner in (module._modules, module._parameters, module._buffers)
             for name, member in owner.items()
         ]
+        # Tensors that are plain attributes count, too. Packed keeps one, which its parameters are parts of.
+        named += [
+            (module.__dict__, name, member)
+            for module in self._modules
+            if type(module) is not Packed
+            for name, member in module.__dict__.items()
+            if isinstance(member, Tensor)
+        ]
         self._owners, self._names, self._members = zip(*named, strict=True)
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._own = [module.__dict__ for module in self._modules]
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
-        self._last_norm, self._embeddings = model.norm_f, model.embeddings
+        self._ends: list[Any] = [model.embeddings, model.norm_f, model.logits_layer]
         self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
         self._layouts, self._cache_layouts = LayoutsOfKept(self._tensors), Layouts(tensors_of(cache))
         self._old_settings, self._versions = self._settings(), self._new_versions()
@@ -187,7 +205,7 @@ class ModelFingerprint:
     def is_current(self, cache: Cache | None = None) -> bool:
         """Whether nothing that was copied from the model and the cache has changed."""
         return (
-            self._library is kernels.LIBRARY
+            self._library is kernels.LIBRARY and all(map(is_, map(attrgetter("__dict__"), self._modules), self._own))
             and (self._versions.are_current() or self._is_same_model())
             and self._layouts.are_current() and self._cache_layouts.are_those_of(self._tensors_of(cache))
         )  # fmt: skip
@@ -217,7 +235,8 @@ class ModelFingerprint:
         return *hooks, list(map(contains, self._own, repeat("forward")))
 
     def _settings(self) -> list:
-        return [self._last_norm.eps, self._embeddings.ranks, *(settings_of(*each) for each in self._blocks)]
+        of_ends = [vars(module).get(name) for module in self._ends for name in SETTINGS_OF_ENDS]
+        return [*of_ends, *(settings_of(*each) for each in self._blocks)]
 
 
 def _cache_tensors(cache: Cache) -> list[Tensor]:

@@ -22,7 +22,12 @@ class NativeHead:
     @classmethod
     def of(cls, norm: Any, head: Any, dtype: torch.dtype, rows: int) -> "NativeHead | None":
         """None if C does not compute what these modules do, after layers of `dtype`. Some of the ranks may have None."""
-        if type(norm) is not RMSNorm or type(head) is not VocabularyParallel or is_altered(norm) or is_altered(head):
+        if (
+            type(norm) is not RMSNorm
+            or type(head) is not VocabularyParallel
+            or is_altered(norm)
+            or "logits" in vars(head)
+        ):
             return None
         weight, matrix = norm.weight, head.weight
         is_supported = (

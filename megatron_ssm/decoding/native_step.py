@@ -220,6 +220,11 @@ class NativeLayers:
         return self._native_layers[0].layer.batch
 
     @property
+    def size(self) -> int:
+        """The size of the residual stream."""
+        return self._native_layers[0].layer.size
+
+    @property
     def tokens(self) -> int:
         """The number of tokens of each sequence."""
         return self._native_layers[0].layer.tokens

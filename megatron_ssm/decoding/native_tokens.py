@@ -24,25 +24,34 @@ from .structs import UNUSUAL, Matrix, Tokens
 class NativeTokens:
     """The embeddings, all layers and this rank's logits of tokens of each of some rows of a cache.
 
-    layers: those of the decode plan, which says how many tokens.
+    layers: a `NativeLayers` for so many tokens of these rows.
     """
 
     @classmethod
     def of(cls, model: Any, layers: list[tuple[int, Any]], cache: Cache) -> "NativeTokens | None":
-        """layers: those of a decode plan. None if these are not all in one `NativeLayers`, or for context ranks."""
-        native, dtype = layers[0][1], model.norm_f.weight.dtype
+        """layers: those of a decode plan. None if C cannot compute all in one call, and for context ranks."""
+        native, embeddings, dtype = layers[0][1], model.embeddings, model.norm_f.weight.dtype
         if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.use is not None:
             return None
+        if (
+            type(embeddings) is not VocabularyParallel
+            or "embed" in vars(embeddings)
+            or not isinstance(cache.rows, slice)
+        ):
+            return None
+        rows = range(*cache.rows.indices(len(cache.lengths)))
         is_supported = (
-            type(model.embeddings) is VocabularyParallel and model.embeddings.weight.dtype is dtype
-            and Matrix.supports(model.embeddings.weight, dtype, 1)
-            and isinstance(cache.rows, slice) and model.context_ranks is None and not model.ranks.sequence_parallel
+            embeddings.weight.dtype is dtype and Matrix.supports(embeddings.weight, dtype, 1)
+            and embeddings.weight.shape == (embeddings.stop - embeddings.start, native.size)
+            and len(rows) == native.batch and rows.step == 1
+            and model.context_ranks is None and not model.ranks.sequence_parallel
         )  # fmt: skip
-        return cls(model, native, native.head, cache) if is_supported else None
+        return cls(model, native, native.head, rows.start, len(cache.lengths)) if is_supported else None
 
-    def __init__(self, model: Any, layers: NativeLayers, head: NativeHead, cache: Cache):
-        embeddings, dtype, rows = model.embeddings, model.norm_f.weight.dtype, cache.rows
-        self.layers, self._head, self._start = layers, head, isinstance(rows, slice) and rows.start or 0
+    def __init__(self, model: Any, layers: NativeLayers, head: NativeHead, start: int, rows: int):
+        """start: the first of the sequences' rows of the cache. rows: of the whole cache."""
+        embeddings, dtype = model.embeddings, model.norm_f.weight.dtype
+        self.layers, self._head, self._start, self._rows = layers, head, start, rows
         count, size = embeddings.weight.shape
         self._shape = layers.batch, layers.tokens
         self._part = torch.empty(*self._shape, size, dtype=dtype, device="cpu")
@@ -65,8 +74,7 @@ class NativeTokens:
         lengths = cache.lengths
         if not (
             type(ids) is Tensor and ids.is_cpu and ids.dtype is torch.int64 and ids.shape == self._shape
-            and lengths.dtype is torch.int64 and lengths.is_contiguous()
-            and len(lengths) >= self._start + self.layers.batch
+            and lengths.dtype is torch.int64 and lengths.is_contiguous() and len(lengths) == self._rows
         ):  # fmt: skip
             return None
         struct, logits, ids = self._struct, self._head.new_logits(*self._shape), ids.contiguous()

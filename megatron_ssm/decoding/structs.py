@@ -1,4 +1,4 @@
-"""The structs of native/step.c, which tell it where a model's tensors are."""
+"""The structs of native/step.h, step.c and tokens.c, which tell C where a model's tensors are."""
 
 import ctypes
 

@@ -164,7 +164,7 @@ class Model(nn.Module):
         return self.ranks.counter
 
     @property
-    def head(self) -> VocabularyParallel:
+    def logits_layer(self) -> VocabularyParallel:
         """The language-model head; if it is tied, the embeddings."""
         return self.embeddings if self.config.tie_embeddings else self.lm_head
 
@@ -274,7 +274,7 @@ class Model(nn.Module):
         return call(self, input_ids, None, cache, CallKind(speculative=True))
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
-        """The logits of decoded tokens by one call of C, which also advances the cache; None if there is no such call."""
+        """The logits of decoded tokens by one call of C, which advances the cache as `call` does; None: nothing was done."""
         return None if self._graphs.are_for(input_ids) else self._decode_plans.logits(input_ids, cache, speculative)
 
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
@@ -297,7 +297,7 @@ class Model(nn.Module):
         if info.sharding is not None and logits_to_keep:
             x = info.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
-        return self.head.logits(self.norm_f(x))
+        return self.logits_layer.logits(self.norm_f(x))
 
     def generate(
         self,

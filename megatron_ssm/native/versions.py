@@ -1,8 +1,8 @@
 """Whether dictionaries still have the same items, and objects the same types: compared in C at every decoded token.
 
-Until Python 3.12, CPython gives a dictionary a new version number at every change, which no other one has or had (PEP 509;
-torch.compile's guards used it too). Where the items of hundreds of dictionaries are in memory, but not in the processor's
-caches, reading only these numbers takes a tenth of the time of comparing the items.
+Up to and including Python 3.12, CPython gives a dictionary a new version number at every change, which no other one has or
+had (PEP 509; torch.compile's guards used it too). Where the items of hundreds of dictionaries are in memory, but not in the
+processor's caches, reading only these numbers takes a tenth of the time of comparing the items.
 """
 
 import ctypes

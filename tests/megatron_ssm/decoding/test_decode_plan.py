@@ -157,11 +157,72 @@ def test_members_are_compared_only_after_a_change(tmp_path, monkeypatch):
     model = megatron_ssm.load(saved(tmp_path, "mamba2"))
     comparisons, compare = [], ModelFingerprint._is_same_model
     monkeypatch.setattr(ModelFingerprint, "_is_same_model", lambda self: (comparisons.append(1), compare(self))[1])
-    expected = one_by_one(model, model)
-    assert not comparisons
-    for count, change in ((0, lambda: None), (2, model.train), (4, model.eval)):  # of tokens' and of prompts' plans
-        change()
-        assert torch.equal(one_by_one(model, model), expected) and len(comparisons) <= count
+    cache = model.new_cache(2)
+    for tokens, change, count in (
+        (IDS[:, :4], None, 0), (IDS[:, 4:5], None, 0), (IDS[:, 5:6], None, 0),
+        (IDS[:, 6:7], model.eval, 1), (IDS[:, 7:8], None, 1), (IDS[:, 8:9], model.train, 2), (IDS[:, :1], None, 2),
+    ):  # fmt: skip
+        if change is not None:
+            change()  # changes attributes of all modules, but nothing that counts
+        model(tokens, cache=cache)
+        assert len(comparisons) == count
+
+
+def with_own_dictionary(model):
+    """A module has another dictionary of attributes."""
+    model.norm_f.__dict__ = {**model.norm_f.__dict__, "eps": 0.5}
+
+
+def with_a_plain_tensor(module):
+    """The weight of a module is a tensor, but no parameter."""
+    weight = module.weight.detach()
+    del module.weight
+    module.weight = weight
+
+
+CHANGES_OF_ENDS = {
+    "dictionary": with_own_dictionary,
+    "plain tensor": lambda model: setattr(model.norm_f, "weight", model.norm_f.weight * 2),
+    "ranks": lambda model: setattr(model.embeddings, "ranks", None),
+    "start": lambda model: setattr(model.embeddings, "start", 1),
+    "width": lambda model: setattr(model.lm_head, "width", 7),
+    "embed": lambda model: setattr(model.embeddings, "embed", lambda ids: None),
+    "logits": lambda model: setattr(model.lm_head, "logits", lambda x: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_ENDS)
+def test_changes_before_and_after_the_layers_are_noticed(change, compared, tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba2", tie_word_embeddings=False))
+    with_a_plain_tensor(model.norm_f)
+    fingerprint = ModelFingerprint(model, Block)
+    assert fingerprint.is_current() and fingerprint.is_current()
+    CHANGES_OF_ENDS[change](model)
+    assert not fingerprint.is_current()
+
+
+class OtherNorm(torch.nn.Module):
+    """A norm without the attributes of ours."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.epsilon = norm.weight, norm.eps
+
+    def forward(self, x):
+        return 2 * self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+
+@torch.no_grad()
+def test_replaced_ends_are_called(tmp_path):
+    """Oracle: the whole sequence at once."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba2", tie_word_embeddings=False))
+    embed, logits = model.embeddings.embed, model.lm_head.logits
+    model.embeddings.embed = lambda ids: 3 * embed(ids)
+    torch.testing.assert_close(one_by_one(model, model), model(IDS), rtol=0, atol=5e-5)
+    model.lm_head.logits = lambda x: 2 * logits(x)
+    torch.testing.assert_close(one_by_one(model, model), model(IDS), rtol=0, atol=5e-5)
+    model.norm_f = OtherNorm(model.norm_f)
+    torch.testing.assert_close(one_by_one(model, model), model(IDS), rtol=0, atol=5e-5)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
 
 import megatron_ssm
 from megatron_ssm.decoding.native_tokens import NativeTokens
@@ -193,6 +194,88 @@ def test_rows_of_a_cache(tmp_path, tokens):
     tokens.clear()
     model(IDS[:, :1], cache=cache.select([2, 1]))  # not in their order in memory
     assert not tokens and cache.lengths.tolist() == [0, 10, 11, 0]
+
+
+@torch.no_grad()
+def test_rows_that_count_from_the_end(tmp_path, tokens):
+    """The lengths are a part of a larger tensor, whose other numbers stay as they are."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    cache, expected = model.new_cache(3), one_by_one(model, model)
+    tokens.clear()
+    around = torch.zeros(5, dtype=torch.int64)
+    cache.lengths, cache.rows = around[1:4], slice(-1, None)
+    for ids in IDS[:1].split([4, 1, 1, 1, 1, 1], dim=1):
+        logits = model(ids, cache=cache)
+    torch.testing.assert_close(logits, expected[:1, 8:], rtol=0, atol=5e-5)
+    assert tokens == [True] * 4 and around.tolist() == [0, 0, 0, 9, 0]
+
+
+@torch.no_grad()
+def test_unusual_caches_and_calls(tmp_path, tokens):
+    """Lengths of other kinds go step by step; so do calls with gradients, autocast or hooks of all modules."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    right = IDS[:, 5:6]
+    expected = model(right, cache=decoded(model))
+    assert tokens.pop()
+    for lengths in (torch.tensor([5, 5], dtype=torch.int32), torch.tensor([5, 0, 5, 0])[::2]):
+        cache = decoded(model)
+        cache.lengths = lengths
+        assert torch.equal(model(right, cache=cache), expected) and not tokens.pop()
+        assert cache.lengths.tolist() == [6, 6]
+    cache = decoded(model)
+    cache.lengths = torch.tensor([5, 5, 5])
+    with pytest.raises(ValueError, match="a cache for 3 sequences was given 2"):
+        model(right, cache=cache)
+    assert not tokens.pop()
+    with pytest.raises(ValueError, match="logits_to_keep=-1"):
+        model(right, cache=decoded(model), logits_to_keep=-1)
+    cache = decoded(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(right, cache=cache)
+    cache = decoded(model)
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        torch.testing.assert_close(model(right, cache=cache), expected, rtol=0, atol=5e-5)
+    finally:
+        handle.remove()
+    with torch.enable_grad():
+        assert model(right, cache=decoded(model)).requires_grad
+    assert not tokens
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+def test_closed_models_say_so(ranks, tp, tmp_path):
+    directory = saved(tmp_path, "mamba", vocab_size=320)
+
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD)
+        with torch.no_grad():
+            cache = decoded(model)
+            model(IDS[:, 5:6], cache=cache)
+            model.close()
+            with pytest.raises(RuntimeError, match="the shared memory of rank"):
+                model(IDS[:, 6:7], cache=cache)
+        return cache.lengths.tolist()
+
+    assert ranks(run, tp) == [[6, 6]] * tp
+
+
+@torch.no_grad()
+def test_weights_that_c_cannot_read(tmp_path, tokens):
+    """A final norm with gaps, embeddings of another dtype, and too few of them."""
+    for change in ("gaps", "dtype", "rows"):
+        model = megatron_ssm.load(saved(tmp_path, "mamba", tie_word_embeddings=False))
+        if change == "gaps":
+            model.norm_f.weight.data = torch.stack([model.norm_f.weight] * 2, dim=1)[:, 0]
+        elif change == "dtype":
+            model.embeddings.weight = torch.nn.Parameter(model.embeddings.weight.bfloat16())
+        else:
+            model.embeddings.weight = torch.nn.Parameter(model.embeddings.weight[:20].clone())
+        logits = one_by_one(model, model)
+        torch.testing.assert_close(logits, model(IDS), rtol=0, atol=5e-5)
+        assert not tokens
+    with pytest.raises(IndexError):
+        model(torch.tensor([[20], [1]]), cache=decoded(model))
 
 
 @torch.no_grad()

@@ -183,7 +183,7 @@ def test_sums_while_decoding(ranks, tp, name, format, directory_of):
         assert counted == counted_there
         subgroups = name == "zamba-2-heads" and tp > 2
         # Once there is a plan, from the second token on, C also adds up the embeddings, if it then computes the logits.
-        computes_logits = not model.shared and len(model.head.weight) == model.head.width
+        computes_logits = not model.shared and len(model.logits_layer.weight) == model.logits_layer.width
         embedded = 5 * computes_logits
         assert by_python_there - by_python == 6 * len(model.layers) * (in_c - subgroups) + embedded
         assert counted[0]["all_reduce"] - by_python == 6 * len(model.layers) * in_c + embedded
