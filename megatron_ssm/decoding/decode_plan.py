@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.layouts import Layouts, LayoutsOfKept
-from megatron_ssm.native.versions import Versions
+from megatron_ssm.native.versions import Versions, have_versions
 from megatron_ssm.parallel.layers import Packed
 
 from .native_prompt import PIECE, NativePrompt
@@ -217,7 +217,7 @@ class ModelFingerprint:
             and list(map(type, self._modules)) == self._kinds and self._alterations() == self._old_alterations
             and self._settings() == self._old_settings
         )  # fmt: skip
-        if is_same:
+        if is_same and have_versions():
             self._versions = self._new_versions()
         return is_same
 
