@@ -20,7 +20,7 @@ from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.layouts import Layouts, LayoutsOfKept
 from megatron_ssm.native.versions import Versions, have_versions
-from megatron_ssm.parallel.layers import Packed
+from megatron_ssm.ops.rounded_matrices import RoundedMatrix
 
 from .native_prompt import PIECE, NativePrompt
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
@@ -69,14 +69,14 @@ class DecodePlans(threading.local):
             return list(enumerate(model.layers)), False
         ahead = tokens if info.speculative else None
         plan = next((plan for plan in self._plans if plan.is_for(info.rows, ahead, cache)), None)
-        if plan is None or not plan.fingerprint.is_current(cache):
+        if plan is None or not plan.is_current(model, cache):
             others = [other for other in self._plans if other is not plan]
             same = [other for other in others if (other.ahead is None) == (ahead is None)]
             self._plans = [other for other in others if other not in same[PLANS - 1 :]]
             self._plans.insert(0, plan := _Plan(model, self._block, info.rows, ahead, cache))
         return plan.layers, plan.gives_logits
 
-    def logits(self, ids: Tensor, cache: Cache, speculative: bool) -> Tensor | None:
+    def logits(self, model: Any, ids: Tensor, cache: Cache, speculative: bool) -> Tensor | None:
         """The logits of tokens that are decoded, if there is a plan for all in one call of C. See `NativeTokens.logits`.
 
         One token of each row advances the cache, speculative ones do not. None, before anything is done, if there is none.
@@ -85,7 +85,7 @@ class DecodePlans(threading.local):
             return None
         ahead = ids.shape[-1] if speculative else None
         plan = next((plan for plan in self._plans if plan.is_for(cache.rows, ahead, cache)), None)
-        if plan is None or plan.tokens is None or not plan.fingerprint.is_current(cache):
+        if plan is None or plan.tokens is None or not plan.is_current(model, cache):
             return None
         return plan.tokens.logits(ids, cache)
 
@@ -118,7 +118,8 @@ class _Plan:
     """
 
     def __init__(self, model: Any, block: type[nn.Module], rows: slice | Tensor, ahead: int | None, cache: Cache):
-        self.fingerprint, self.ahead = ModelFingerprint(model, block, rows, cache, _cache_tensors), ahead
+        self._fingerprint, self.ahead = ModelFingerprint(model, block, rows, cache, _cache_tensors), ahead
+        self._config = model.config
         workspace: dict = {}
         layers = [
             _native_layer(each, block, layer, rows, workspace, ahead)
@@ -131,7 +132,11 @@ class _Plan:
 
     def is_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> bool:
         """Whether the plan is for so many tokens of these rows of this cache."""
-        return self.ahead == ahead and self.fingerprint.is_for_rows(rows, cache)
+        return self.ahead == ahead and self._fingerprint.is_for_rows(rows, cache)
+
+    def is_current(self, model: Any, cache: Cache) -> bool:
+        """Whether nothing has changed for which the plan was made."""
+        return self._config is model.config and self._fingerprint.is_current(cache)
 
 
 class _PromptPlan:
@@ -181,18 +186,11 @@ class ModelFingerprint:
             for owner in (module._modules, module._parameters, module._buffers)
             for name, member in owner.items()
         ]
-        # Tensors that are plain attributes count, too. Packed keeps one, which its parameters are parts of.
-        named += [
-            (module.__dict__, name, member)
-            for module in self._modules
-            if type(module) is not Packed
-            for name, member in module.__dict__.items()
-            if isinstance(member, Tensor)
-        ]
         self._owners, self._names, self._members = zip(*named, strict=True)
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._own = [module.__dict__ for module in self._modules]
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
+        self._rounded = [module for module in self._modules if isinstance(module, RoundedMatrix)]
         self._ends: list[Any] = [model.embeddings, model.norm_f, model.logits_layer]
         self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
         self._layouts, self._cache_layouts = LayoutsOfKept(self._tensors), Layouts(tensors_of(cache))
@@ -236,7 +234,7 @@ class ModelFingerprint:
 
     def _settings(self) -> list:
         of_ends = [vars(module).get(name) for module in self._ends for name in SETTINGS_OF_ENDS]
-        return [*of_ends, *(settings_of(*each) for each in self._blocks)]
+        return [*of_ends, *(each.dtype for each in self._rounded), *(settings_of(*each) for each in self._blocks)]
 
 
 def _cache_tensors(cache: Cache) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ssm.native.arguments import address
 from megatron_ssm.native.kernels import usable
-from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel, is_altered
+from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel, has_plain_tensors, is_altered
 
 from .structs import Head, Matrix
 
@@ -20,8 +20,8 @@ class NativeHead:
     """norm and head as step.c computes them: `head.logits(norm(x))`, for `rows` tokens x. address: of step.c's `Head`."""
 
     @classmethod
-    def of(cls, norm: Any, head: Any, dtype: torch.dtype, rows: int) -> "NativeHead | None":
-        """None if C does not compute what these modules do, after layers of `dtype`. Some of the ranks may have None."""
+    def of(cls, norm: Any, head: Any, dtype: torch.dtype, size: int, rows: int) -> "NativeHead | None":
+        """None if C does not compute what these modules do, after layers of `dtype` and `size`. It may on other ranks."""
         if (
             type(norm) is not RMSNorm
             or type(head) is not VocabularyParallel
@@ -29,10 +29,12 @@ class NativeHead:
             or "logits" in vars(head)
         ):
             return None
+        if has_plain_tensors(norm) or has_plain_tensors(head):
+            return None
         weight, matrix = norm.weight, head.weight
         is_supported = (
             weight.dtype is matrix.dtype is dtype and usable(weight) and weight.is_contiguous()
-            and matrix.shape == (head.width, len(weight))  # without padding of the vocabulary
+            and weight.shape == (size,) and matrix.shape == (head.width, size)  # without padding of the vocabulary
             and Matrix.supports(matrix, dtype, rows)
         )  # fmt: skip
         return cls(norm, head, rows) if is_supported else None

@@ -23,7 +23,14 @@ from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
 from megatron_ssm.ops.matrices import IN_STEP, INTEGER_PANELS, INTEGERS, MANY, product_form
 from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, RMSNorm, RowParallelLinear, is_altered
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    Packed,
+    RMSNorm,
+    RowParallelLinear,
+    has_plain_tensors,
+    is_altered,
+)
 from sparsefusion.native.library import SIZE
 
 from .native_head import NativeHead
@@ -52,6 +59,12 @@ def can_decode_natively(block: Any) -> bool:
     if not all(type(module) in INLINED_MODULES for module in inside) or any(map(is_altered, (block, *inside))):
         return False
     if not all(module.is_packed for module in inside if type(module) is Packed):
+        return False
+    if any(
+        has_plain_tensors(module) for module in inside if type(module) is not Packed
+    ):  # these could be replaced unnoticed
+        return False
+    if not all("weight" in module._modules for module in inside if type(module) is ColumnParallelLinear):
         return False
     if type(mixer) is MambaMixer:
         return mixer.channels // mixer.heads % 2 == 0 or mixer.heads == 1  # the kernel reads bfloat16 elements in pairs
@@ -206,7 +219,7 @@ class NativeLayers:
         norm, head: those of the model that come after these layers.
         """
         last = self._native_layers[-1]
-        self.head = NativeHead.of(norm, head, last.dtype, last.layer.batch * last.layer.tokens)
+        self.head = NativeHead.of(norm, head, last.dtype, last.layer.size, last.layer.batch * last.layer.tokens)
         if self.head is not None:
             self._progress.head = self.head.address
         return self.head is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_ssm.layers.cache import Cache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.kernels import TYPES
-from megatron_ssm.parallel.layers import VocabularyParallel
+from megatron_ssm.parallel.layers import VocabularyParallel, has_plain_tensors
 
 from .native_head import NativeHead
 from .native_step import NativeLayers
@@ -33,11 +33,9 @@ class NativeTokens:
         native, embeddings, dtype = layers[0][1], model.embeddings, model.norm_f.weight.dtype
         if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.use is not None:
             return None
-        if (
-            type(embeddings) is not VocabularyParallel
-            or "embed" in vars(embeddings)
-            or not isinstance(cache.rows, slice)
-        ):
+        if type(embeddings) is not VocabularyParallel or "embed" in vars(embeddings) or has_plain_tensors(embeddings):
+            return None
+        if not isinstance(cache.rows, slice):
             return None
         rows = range(*cache.rows.indices(len(cache.lengths)))
         is_supported = (
@@ -74,7 +72,7 @@ class NativeTokens:
         lengths = cache.lengths
         if not (
             type(ids) is Tensor and ids.is_cpu and ids.dtype is torch.int64 and ids.shape == self._shape
-            and lengths.dtype is torch.int64 and lengths.is_contiguous() and len(lengths) == self._rows
+            and lengths.is_cpu and lengths.dtype is torch.int64 and lengths.is_contiguous() and len(lengths) == self._rows
         ):  # fmt: skip
             return None
         struct, logits, ids = self._struct, self._head.new_logits(*self._shape), ids.contiguous()

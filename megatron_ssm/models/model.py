@@ -275,7 +275,8 @@ class Model(nn.Module):
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
         """The logits of decoded tokens by one call of C, which advances the cache as `call` does; None: nothing was done."""
-        return None if self._graphs.are_for(input_ids) else self._decode_plans.logits(input_ids, cache, speculative)
+        is_plain = getattr(self.compute, "__func__", None) is Model.compute and not self._graphs.are_for(input_ids)
+        return self._decode_plans.logits(self, input_ids, cache, speculative) if is_plain else None
 
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
         """The logits of a decoding step by a CUDA graph, or None if this step has none."""

@@ -216,6 +216,11 @@ def is_altered(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
+def has_plain_tensors(module: nn.Module) -> bool:
+    """Whether tensors are attributes of a module that are neither parameters nor buffers."""
+    return any(isinstance(value, torch.Tensor) for value in vars(module).values())
+
+
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling a module does exactly what the class `kind` defines, so that no hook can have kept its output."""
     return type(module) is kind and not is_altered(module) and not _has_any_global_hook()

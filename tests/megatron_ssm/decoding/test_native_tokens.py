@@ -217,7 +217,7 @@ def test_unusual_caches_and_calls(tmp_path, tokens):
     right = IDS[:, 5:6]
     expected = model(right, cache=decoded(model))
     assert tokens.pop()
-    for lengths in (torch.tensor([5, 5], dtype=torch.int32), torch.tensor([5, 0, 5, 0])[::2]):
+    for lengths in (torch.tensor([5, 5], dtype=torch.int32), torch.tensor([5, 9, 5, 9])[::2]):
         cache = decoded(model)
         cache.lengths = lengths
         assert torch.equal(model(right, cache=cache), expected) and not tokens.pop()
