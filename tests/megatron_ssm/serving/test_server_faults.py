@@ -122,7 +122,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, 
         running.client() as client,
         half_a_request(running) as half,
     ):
-        body = {**LONG, "max_tokens": 400, "return_token_ids": True}
+        body = {**LONG, "max_tokens": 3000, "return_token_ids": True}
         _, lines = begin(client, **body)
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(running.post, "/v1/completions", SHORT)
@@ -136,7 +136,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, 
             running.post("/v1/completions", SHORT)
         assert running.log.read_text().count("\n") == 1  # the line that names the kernels
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
-    assert tokens == expected(directory, "a", 400)[1:]
+    assert tokens == expected(directory, "a", 3000)[1:]
 
 
 @pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
