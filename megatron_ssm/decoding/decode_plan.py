@@ -27,15 +27,8 @@ from .native_step import NativeLayer, NativeLayers, can_decode_natively, setting
 from .native_tokens import NativeTokens
 
 MOST_TOKENS = 16  # of a row
-SETTINGS_OF_ENDS = (
-    "eps",
-    "ranks",
-    "start",
-    "stop",
-    "width",
-    "embed",
-    "logits",
-)  # of the embeddings, final norm and head
+# Attributes of the embeddings, of the final norm and of the head that a plan depends on.
+SETTINGS_OF_ENDS = "eps ranks start stop width embed logits".split()
 PLANS = 4  # per model and thread: those for the sets of rows that were used last; as many for speculative tokens
 
 
@@ -68,7 +61,7 @@ class DecodePlans(threading.local):
         if not info.decoding or tokens > MOST_TOKENS:  # so many are too long for the kernels, whatever the rows
             return list(enumerate(model.layers)), False
         ahead = tokens if info.speculative else None
-        plan = next((plan for plan in self._plans if plan.is_for(info.rows, ahead, cache)), None)
+        plan = self._plan_for(info.rows, ahead, cache)
         if plan is None or not plan.is_current(model, cache):
             others = [other for other in self._plans if other is not plan]
             same = [other for other in others if (other.ahead is None) == (ahead is None)]
@@ -77,17 +70,22 @@ class DecodePlans(threading.local):
         return plan.layers, plan.gives_logits
 
     def logits(self, model: Any, ids: Tensor, cache: Cache, speculative: bool) -> Tensor | None:
-        """The logits of tokens that are decoded, if there is a plan for all in one call of C. See `NativeTokens.logits`.
+        """This rank's logits of decoded tokens ids (batch, tokens), by one call of C: see `NativeTokens.logits`.
 
-        One token of each row advances the cache, speculative ones do not. None, before anything is done, if there is none.
+        One token of each row advances the cache, speculative ones do not. None, with nothing done: there is no such call for
+        these rows and so many tokens.
         """
         if not (torch.is_tensor(ids) and ids.ndim == 2 and isinstance(cache.rows, slice) and _may_use_kernels()):
             return None
         ahead = ids.shape[-1] if speculative else None
-        plan = next((plan for plan in self._plans if plan.is_for(cache.rows, ahead, cache)), None)
+        plan = self._plan_for(cache.rows, ahead, cache)
         if plan is None or plan.tokens is None or not plan.is_current(model, cache):
             return None
         return plan.tokens.logits(ids, cache)
+
+    def _plan_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> "_Plan | None":
+        """The plan for so many tokens of these rows of this cache, which may be outdated; None if there is none."""
+        return next((plan for plan in self._plans if plan.is_for(rows, ahead, cache)), None)
 
     def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
         """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""

@@ -7,6 +7,7 @@ own, in float32. A function that overwrites a state returns that tensor. A shape
 a ValueError, before any memory is read: unlike torch, the kernels do not broadcast.
 """
 
+import ctypes
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _ACTIVATIONS = (torch.float32, torch.bfloat16)
 LONGEST_KERNEL, LARGEST_STATE = 8, 256  # taps of a convolution; N of a recurrence
 CHUNK, PART = 16, 16  # of ssd's backward pass: tokens between two saved states, channels at a time (ssd.c)
 
-SIGNATURES = {
+SIGNATURES: dict[str, list[Any]] = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
     "causal_conv_backward": [POINTER] * 10 + [SIZE] * 7 + [INT],
     "selective_scan": [POINTER] * 13 + [SIZE] * 6 + [INT] * 2,
@@ -67,6 +68,12 @@ def functions() -> Any:
     if LIBRARY.functions is None:
         raise RuntimeError(f"the C kernels of megatron_ssm cannot be used: {LIBRARY.why}")
     return LIBRARY.functions
+
+
+def with_global_lock(name: str, result: Any) -> Any:
+    """A C function of SIGNATURES that keeps Python's global lock, because it reads Python's objects. result: its type."""
+    address = ctypes.cast(getattr(functions(), name), POINTER).value or 0
+    return ctypes.PYFUNCTYPE(result, *SIGNATURES[name])(address)
 
 
 def usable(first: Tensor, *others: Tensor | None) -> bool:

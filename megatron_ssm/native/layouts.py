@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .kernels import LIBRARY
+from . import kernels
 
 FIELDS = 4  # numbers of a tensor before its sizes and strides (layouts.c)
 DESCRIBES = 5  # the place of dltensor_from_py_object_no_sync in DLPack's exchange interface, in pointers
@@ -76,9 +76,6 @@ def _describe() -> int | None:
 
 
 def _compare_in_c() -> Any:
-    """compare_layouts of layouts.c, as a function that keeps Python's global lock; None if it cannot be used."""
-    if LIBRARY.functions is None or _describe() is None:
-        return None
-    address = ctypes.cast(LIBRARY.functions.compare_layouts, ctypes.c_void_p).value or 0
-    size, pointer = ctypes.c_ssize_t, ctypes.c_void_p
-    return ctypes.PYFUNCTYPE(size, pointer, pointer, size, pointer, size, ctypes.c_int)(address)
+    """compare_layouts of layouts.c; None if it cannot be used."""
+    is_usable = kernels.LIBRARY.functions is not None and _describe() is not None
+    return kernels.with_global_lock("compare_layouts", ctypes.c_ssize_t) if is_usable else None

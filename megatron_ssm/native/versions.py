@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from .kernels import LIBRARY
+from . import kernels
 
 WORD = ctypes.sizeof(ctypes.c_uint64)
 TYPE = object.__basicsize__ - WORD  # where an object has the address of its type
@@ -51,8 +51,6 @@ def have_versions() -> bool:
 
 
 def _compare_in_c() -> Any:
-    """have_words of layouts.c, as a function that keeps Python's global lock; None if it cannot be used."""
-    if LIBRARY.functions is None or not have_versions():
-        return None
-    address = ctypes.cast(LIBRARY.functions.have_words, ctypes.c_void_p).value or 0
-    return ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t)(address)
+    """have_words of layouts.c; None if it cannot be used."""
+    is_usable = kernels.LIBRARY.functions is not None and have_versions()
+    return kernels.with_global_lock("have_words", ctypes.c_int) if is_usable else None
