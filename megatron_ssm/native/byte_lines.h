@@ -1,5 +1,5 @@
-/* Lines of W of 8 or 4 bits, and their products with few rows of x by AVX512_VNNI: what rounded_rows.c and fewest_rounded_rows.c
-   share. A line has 64 columns of 8 bits, or 128 of 4 bits. */
+/* Lines of W of 8 or 4 bits, and their products with few rows of x by AVX512_VNNI: what byte_panels.c, rounded_rows.c and
+   fewest_rounded_rows.c share. A line has 64 columns of 8 bits, or 128 of 4 bits. */
 #ifndef BYTE_LINES_H
 #define BYTE_LINES_H
 
@@ -9,15 +9,40 @@
 enum {
   SUMS = 16,   /* registers that are added up at once */
   SCALES = 16, /* blocks whose scales are in a register */
-  PARTS = 5,   /* registers of x that a line of 4 bits meets, as split_x writes it */
+  PARTS = 5,   /* registers of x that a line of 4 bits meets, as split_row writes it */
   OFFSET_4 = 8 /* of 4-bit integers of W */
 };
 
 INLINE ptrdiff_t blocks_per_line(int weight_type) { return weight_type == INT8 ? 1 : 2; }
 
+/* Prefetches a line of W without AMX. Rows of 4 bits are so short that the first-level cache has space for them. */
+INLINE void fetch(const char *line, int weight_type) {
+  if (weight_type == INT8) fetch_line(line);
+  else __asm__ volatile("prefetcht0 %0" : : "m"(*line));
+}
+
 INLINE_FOR(TARGET_AVX512) __m512i add_bytes(__m512i sum, __m512i words, __m512i x) {
   return (__m512i)add_word((__m512)sum, (__m512)words, (__m512)x, BYTE_QUADS);
 }
+
+/* Bytes without sign: 8 bits, or the lower or the upper 4 bits of each byte, which are OFFSET or OFFSET_4 more then. */
+INLINE_FOR(TARGET_AVX512) __m512i without_sign(__m512i bytes) {
+  return _mm512_xor_si512(bytes, _mm512_set1_epi8((char)OFFSET));
+}
+INLINE_FOR(TARGET_AVX512) __m512i lower_bits(__m512i bytes) { /* (bytes & 15) ^ OFFSET_4 */
+  return _mm512_ternarylogic_epi32(bytes, _mm512_set1_epi8(15), _mm512_set1_epi8(OFFSET_4), 0x6a);
+}
+INLINE_FOR(TARGET_AVX512) __m512i upper_bits(__m512i bytes) { return lower_bits(_mm512_srli_epi16(bytes, 4)); }
+
+/* Those of a block's columns, of 16 bits in two registers, that the lower 4 bits of an INT4 block's bytes meet, in their order: from
+   `first` on they alternate with those that are half a block further. The upper bits meet those 16 columns further. */
+INLINE_FOR(TARGET_AVX512) __m512i columns_from(int first, __m512i left, __m512i right) {
+  int16_t columns[BLOCK / 2];
+  for (int i = 0; i < BLOCK / 2; i++) columns[i] = (int16_t)(first + i / 2 + i % 2 * (BLOCK / 2));
+  return _mm512_permutex2var_epi16(left, _mm512_loadu_si512(columns), right);
+}
+INLINE_FOR(TARGET_AVX512) __m512i lower_columns(__m512i left, __m512i right) { return columns_from(0, left, right); }
+INLINE_FOR(TARGET_AVX512) __m512i upper_columns(__m512i left, __m512i right) { return columns_from(BLOCK / 4, left, right); }
 
 /* A line of W as two registers; of 4 bits, the first has the columns of the lower bits. mask: of its words of 64 bits. */
 INLINE_FOR(TARGET_AVX512) void unpack_line(const char *w, __m512i to[2], __mmask8 mask, int weight_type) {
@@ -25,9 +50,8 @@ INLINE_FOR(TARGET_AVX512) void unpack_line(const char *w, __m512i to[2], __mmask
     to[0] = half_block(w, 0, INT8), to[1] = half_block(w, 1, INT8);
     return;
   }
-  __m512i words = _mm512_maskz_loadu_epi64(mask, w), lower = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(OFFSET_4);
-  to[0] = _mm512_ternarylogic_epi32(words, lower, offset, 0x6a); /* (words & lower) ^ offset */
-  to[1] = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4), lower, offset, 0x6a);
+  __m512i bytes = _mm512_maskz_loadu_epi64(mask, w);
+  to[0] = lower_bits(bytes), to[1] = upper_bits(bytes);
 }
 
 /* The sums of the products of a line of W and of x in each lane. */
@@ -38,6 +62,18 @@ INLINE_FOR(TARGET_AVX512) __m512i line_sums(const __m512i w[2], const char *x, i
   __m512i low = add_bytes(_mm512_loadu_si512(x + 4 * LINE), w[0], _mm512_loadu_si512(x + 2 * LINE));
   low = add_bytes(low, w[1], _mm512_loadu_si512(x + 3 * LINE));
   return _mm512_add_epi32(low, _mm512_slli_epi32(high, 8));
+}
+
+/* The sums of the lanes of SUMS registers, apart for the lower and the upper half of the lanes: a lane for each register. */
+INLINE_FOR(TARGET_AVX512) void sums_of_halves(__m512i v[SUMS], __m512i to[2]) {
+  for (int i = 0; i < 8; i++)
+    v[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; i++)
+    v[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi64(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 2; i++)
+    v[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x88),
+                            _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xdd));
+  to[0] = _mm512_shuffle_i32x4(v[0], v[1], 0x88), to[1] = _mm512_shuffle_i32x4(v[0], v[1], 0xdd);
 }
 #endif
 

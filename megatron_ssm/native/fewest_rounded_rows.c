@@ -31,18 +31,6 @@ TARGET_AMX static void split_row_8(const int16_t *x, char *to, ptrdiff_t blocks)
   }
 }
 
-/* The sums of the lanes of 16 registers, apart for the lower and the upper half of the lanes: of 16 lanes each. */
-INLINE_FOR(TARGET_AMX) void sums_of_halves(__m512i v[SUMS], __m512i to[2]) {
-  for (int i = 0; i < 8; i++)
-    v[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 4; i++)
-    v[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi64(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 2; i++)
-    v[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x88),
-                            _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xdd));
-  to[0] = _mm512_shuffle_i32x4(v[0], v[1], 0x88), to[1] = _mm512_shuffle_i32x4(v[0], v[1], 0xdd);
-}
-
 /* The scales of SUMS rows of W, of SCALES blocks from k on: (blocks, rows). */
 INLINE_FOR(TARGET_AMX) void load_scales(const float *const rows[SUMS], ptrdiff_t k, ptrdiff_t blocks, __m512i to[SCALES]) {
   __mmask16 mask = blocks - k < SCALES ? (__mmask16)((1u << (blocks - k)) - 1) : 0xffff;
@@ -77,7 +65,7 @@ INLINE_FOR(TARGET_AMX) void multiply_fewest(const Linear *a, ptrdiff_t row, __m5
           __m512i columns[2];
           unpack_line(line, columns, mask, INT4);
           products[r] = line_sums(columns, own, INT4);
-        } else products[r] = byte_sums(_mm512_xor_si512(_mm512_loadu_si512(line), _mm512_set1_epi8((char)OFFSET)), own);
+        } else products[r] = byte_sums(without_sign(_mm512_loadu_si512(line)), own);
         if (b == 0) fetch_line(next), next += LINE;
       }
       sums_of_halves(products, halves);
@@ -103,12 +91,12 @@ TARGET_AMX static void multiply_rows(const Linear *a, ptrdiff_t start, ptrdiff_t
 int fewest_rounded_rows(Linear a, int weight_type, int threads) {
   ptrdiff_t blocks = a.in / BLOCK, panels = (a.out + SUMS - 1) / SUMS, share = (panels + threads - 1) / threads * SUMS;
   const int16_t *x = a.x;
-  a.x_stride = weight_type == INT8 ? blocks * PARTS_8 * LINE : bytes_of_x_row(blocks, INT4);
+  a.x_stride = weight_type == INT8 ? blocks * PARTS_8 * LINE : bytes_of_split_row(blocks);
   char *split = allocate(a.batch * a.x_stride);
   if (!split) return 1;
   for (ptrdiff_t b = 0; b < a.batch; b++, x += a.in) {
     if (weight_type == INT8) split_row_8(x, split + b * a.x_stride, blocks);
-    else split_x(x, split + b * a.x_stride, 1, blocks);
+    else split_row(x, split + b * a.x_stride, blocks);
   }
   a.x = split;
 #pragma omp parallel for num_threads(threads) if (threads > 1)

@@ -35,16 +35,17 @@ INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[16]) {
    planes (linear.c); or both of BFLOAT16, by AVX512_BF16. */
 void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
 
-/* The same for INT8 and INT4, by AVX512_VNNI. x is of 16 bits, for INT4 as split_x writes it; its rows are x_stride bytes,
-   which is bytes_of_x_row, apart. */
-void multiply_rounded_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop);
+/* `linear` for INT8 and INT4 and up to FEWEST rows of x of 16 bits, by AVX512_VNNI: bit for bit as byte_panels. Returns whether there
+   was no memory. */
+int rounded_rows(Linear a, int weight_type, int threads);
 
-ptrdiff_t bytes_of_x_row(ptrdiff_t blocks, int weight_type);
-void split_x(const int16_t *x, char *to, ptrdiff_t batch, ptrdiff_t blocks);
-
-/* `linear` for INT8 and INT4 and up to FEWEST rows of x of 16 bits, on processors with AMX: bit for bit as byte_tiles. Returns
-   whether there was no memory. */
+/* The same on processors with AMX: bit for bit as byte_tiles. */
 int fewest_rounded_rows(Linear a, int weight_type, int threads);
+
+/* What the lines of 4 bits meet in a row of x, of 16 bits: for each two blocks the higher bytes for the lower and the upper 4 bits of W, the
+   lower bytes for both, and what is taken off. Beyond the last block there are zeros. */
+void split_row(const int16_t *x, char *to, ptrdiff_t blocks);
+ptrdiff_t bytes_of_split_row(ptrdiff_t blocks);
 #endif
 
 #endif

@@ -157,25 +157,6 @@ static void multiply_rows(const Rounded *a, MultiplyRows *const *functions, ptrd
     }
 }
 
-#ifdef HAS_INTRINSICS
-/* For x of 16 bits. Returns whether there was no memory. */
-static int rounded_rows(Linear a, int weight_type, int threads) {
-  ptrdiff_t blocks = a.in / BLOCK, share = (a.out + threads - 1) / threads;
-  char *split = NULL;
-  a.x_stride = bytes_of_x_row(blocks, weight_type);
-  if (weight_type == INT4) {
-    if (!(split = allocate(a.batch * a.x_stride))) return 1;
-    split_x(a.x, split, a.batch, blocks);
-    a.x = split;
-  }
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t start = 0; start < a.out; start += share)
-    multiply_rounded_rows(&a, weight_type, start, start + share < a.out ? start + share : a.out);
-  free(split);
-  return 0;
-}
-#endif
-
 /* `linear` with a W of INT8 or INT4; `in` is a multiple of BLOCK. */
 int rounded_linear(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
                    ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
@@ -191,10 +172,10 @@ int rounded_linear(const void *values, const float *scales, const void *bias, co
 #ifdef HAS_INTRINSICS
   if (has_tile_products() || has_avx512_vnni()) {
     Linear a = {values, bias, rounded_x, y, batch, out, in, in, in, out, type, scales, x_scales};
-    int failed = !has_tile_products() ? rounded_rows(a, weight_type, threads)
-                 : batch <= FEWEST    ? fewest_rounded_rows(a, weight_type, threads)
-                                      : byte_tiles(values, scales, bias, rounded_x, x_scales, y, batch, out, blocks,
-                                                   weight_type, type, threads);
+    int failed, has_tiles = has_tile_products();
+    if (batch <= FEWEST) failed = (has_tiles ? fewest_rounded_rows : rounded_rows)(a, weight_type, threads);
+    else failed = (has_tiles ? byte_tiles : byte_panels)(values, scales, bias, rounded_x, x_scales, y, batch, out, blocks,
+                                                         weight_type, type, threads);
     free(rounded_x);
     return failed;
   }

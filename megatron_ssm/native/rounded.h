@@ -32,6 +32,10 @@ void round_to_16_bits(const void *x, int16_t *to, float *scales, ptrdiff_t batch
 int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
 
+/* The same by AVX512_VNNI. */
+int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
+
 enum { FEWEST = 2 };
 
 /* `linear` by a processor with AMX for up to FEWEST rows of x, with weight, bias and y of BFLOAT16. x is float32, of each row

@@ -1,138 +1,151 @@
-/* Few rows of x times a W of 8 or 4 bits, by AVX512_VNNI. W is read line by line: 64 columns of 8 bits, or 128 of 4 bits. x is
-   rounded to 16 bits (rounded.c), and so the products of a line are sums of integers, which are exact. Each dot product is one
-   register of partial sums, so a row's numbers do not depend on what is computed beside it.
+/* 1 to FEWEST rows of x times a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX. See rounded.c.
+
+   W is read line by line, by few rows at once, because memory delivers consecutive addresses fastest. The products of a line and
+   a row of x are a register of integers. SUMS such registers, of LINES lines of some rows of W, are added up together: the sums
+   of blocks are exact. Times both scales, they are added up from block to block: a row's numbers do not depend on what is computed
+   beside it, and are those of byte_panels.c.
 
    8 bits are widened to 16. 4 bits become bytes without sign, 8 more than the numbers they stand for, because the processor
    multiplies such bytes by bytes with sign, four at once. So x is 256 times a byte plus a byte, and 8 times its sum is taken
-   off. In both, a lane of a register has columns of one block. */
+   off. */
 #include "byte_lines.h"
 
 #ifdef HAS_INTRINSICS
 enum {
-  TOGETHER = 8,   /* rows of x that are multiplied at once */
-  ROWS = 16,      /* rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
-  AT_ONCE = 4     /* rows of W that meet a row of x at once, which saves loads of x */
+  LINES = 4,           /* lines of a row that are added up at once */
+  QUAD = SUMS / LINES, /* products of a row of W and a row of x that are computed at once */
+  AHEAD = 8            /* rows of W of 8 bits by which it is prefetched; half as many of 4 bits */
 };
 
-ptrdiff_t bytes_of_x_row(ptrdiff_t blocks, int weight_type) {
-  return weight_type == INT8 ? blocks * BLOCK * (ptrdiff_t)sizeof(int16_t) : (blocks + 1) / 2 * PARTS * LINE;
-}
+ptrdiff_t bytes_of_split_row(ptrdiff_t blocks) { return (blocks + 1) / 2 * PARTS * LINE; }
 
-/* What the lines of 4 bits meet in a row of x, of 16 bits: the higher bytes for the lower and the upper 4 bits of W, the lower
-   bytes for both, and what is taken off. Beyond the last block there are zeros. */
-TARGET_AVX512 static void split_row(const int16_t *x, char *to, ptrdiff_t blocks) {
-  int16_t columns[BLOCK / 2]; /* of a block, that meet the lower 4 bits of W; the upper ones meet those 16 columns further */
-  for (int i = 0; i < BLOCK / 2; i++) columns[i] = (int16_t)(i / 2 + i % 2 * 32);
-  __m512i lower = _mm512_loadu_si512(columns), zero = _mm512_setzero_si512();
+TARGET_AVX512 void split_row(const int16_t *x, char *to, ptrdiff_t blocks) {
   for (ptrdiff_t k = 0; k < blocks; k += 2, to += PARTS * LINE) {
     __m512i offsets[2] = {_mm512_set1_epi8(OFFSET_4), _mm512_set1_epi8(OFFSET_4)};
     memset(to, 0, PARTS * LINE);
     for (int b = 0; b < 2 && k + b < blocks; b++) {
       __m512i left = _mm512_loadu_si512(x + (k + b) * BLOCK), right = _mm512_loadu_si512(x + (k + b) * BLOCK + BLOCK / 2);
       for (int upper = 0; upper < 2; upper++) {
-        __m512i chosen = _mm512_add_epi16(lower, _mm512_set1_epi16((int16_t)(16 * upper)));
-        __m512i words = _mm512_permutex2var_epi16(left, chosen, right);
+        __m512i words = upper ? upper_columns(left, right) : lower_columns(left, right);
         char *place = to + upper * LINE + b * LINE / 2;
         _mm256_storeu_si256((__m256i *)place, _mm512_cvtepi16_epi8(high_byte(words)));
         _mm256_storeu_si256((__m256i *)(place + 2 * LINE), _mm512_cvtepi16_epi8(words));
       }
     }
-    _mm512_storeu_si512(to + 4 * LINE, _mm512_sub_epi32(zero, line_sums(offsets, to, INT4)));
+    _mm512_storeu_si512(to + 4 * LINE, _mm512_sub_epi32(_mm512_setzero_si512(), line_sums(offsets, to, INT4)));
   }
 }
 
-void split_x(const int16_t *x, char *to, ptrdiff_t batch, ptrdiff_t blocks) {
-  for (ptrdiff_t b = 0; b < batch; b++, x += blocks * BLOCK, to += bytes_of_x_row(blocks, INT4)) split_row(x, to, blocks);
-}
-
-/* Partial sums of `rows` rows of W from `row` on, of which `last` is the last, times `count` rows of x from `first` on. rows,
-   count and weight_type are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, ptrdiff_t row, ptrdiff_t last, ptrdiff_t first, __m512 *sums,
-                                              int rows, int count, int weight_type) {
-  ptrdiff_t blocks = a->in / BLOCK, each = bytes_per_block(weight_type), bytes = blocks * each;
-  ptrdiff_t x_bytes = a->x_stride, step = blocks_per_line(weight_type);
-  const char *w[AT_ONCE], *x = (const char *)a->x + first * x_bytes;
-  const float *scales[AT_ONCE], *x_scales = a->x_scales + first * blocks;
+/* The scales of four rows, of up to SCALES of the `left` blocks from rows[q] on. Those of block k are four floats from scales_of(to, k) on. */
+INLINE_FOR(TARGET_AVX512) void load_scales(const float *const rows[QUAD], ptrdiff_t left, float to[4][SCALES]) {
+  __mmask16 mask = left < SCALES ? (__mmask16)((1u << left) - 1) : 0xffff;
+  __m512 row[QUAD];
 #pragma GCC unroll 4
-  for (int r = 0; r < rows; r++) {
-    ptrdiff_t own = row + r < last ? row + r : last;
-    w[r] = (const char *)a->weight + own * bytes, scales[r] = a->scales + own * blocks;
+  for (int q = 0; q < QUAD; q++) row[q] = _mm512_maskz_loadu_ps(mask, rows[q]);
+  for (int high = 0; high < 2; high++) {
+    __m512d one = (__m512d)(high ? _mm512_unpackhi_ps(row[0], row[1]) : _mm512_unpacklo_ps(row[0], row[1]));
+    __m512d two = (__m512d)(high ? _mm512_unpackhi_ps(row[2], row[3]) : _mm512_unpacklo_ps(row[2], row[3]));
+    _mm512_storeu_ps(to[2 * high], (__m512)_mm512_unpacklo_pd(one, two));
+    _mm512_storeu_ps(to[2 * high + 1], (__m512)_mm512_unpackhi_pd(one, two));
   }
-#pragma GCC unroll 8
-  for (int s = 0; s < rows * count; s++) sums[s] = _mm512_setzero_ps();
-  for (ptrdiff_t start = 0; start < blocks; start += SCALES) {
-    ptrdiff_t stop = start + SCALES < blocks ? start + SCALES : blocks;
-    __mmask16 mask = (__mmask16)((1u << (stop - start)) - 1);
-    __m512i lanes = _mm512_setzero_si512(); /* where each lane's block has its scale */
-    if (weight_type == INT4) lanes = _mm512_inserti64x4(lanes, _mm256_set1_epi32(1), 1);
-    __m512 both[TOGETHER];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-      for (int b = 0; b < count; b++)
-        both[r * count + b] = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, scales[r] + start),
-                                            _mm512_maskz_loadu_ps(mask, x_scales + b * blocks + start));
-    for (ptrdiff_t k = start; k < stop; k += step, x += weight_type == INT8 ? 2 * LINE : PARTS * LINE) {
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; r++) {
-        __m512i line[2];
-        unpack_line(w[r] + k * each, line, blocks - k > 1 ? 0xff : 0x0f, weight_type);
-        __builtin_prefetch(w[r] + k * each + ROWS * bytes, 0, 2);
-#pragma GCC unroll 8
-        for (int b = 0; b < count; b++) {
-          __m512 scale = _mm512_permutexvar_ps(lanes, both[r * count + b]);
-          __m512 products = _mm512_cvtepi32_ps(line_sums(line, x + b * x_bytes, weight_type));
-          sums[r * count + b] = _mm512_fmadd_ps(products, scale, sums[r * count + b]);
-        }
+}
+INLINE const float *scales_of(const float scales[4][SCALES], ptrdiff_t block) { return scales[block % 4] + block % SCALES / 4 * 4; }
+
+/* The sums of the products of up to LINES lines of QUAD / count rows of W, each at w[r], and of `count` rows of x. The `half`-th block of
+   line j has four sums, from sums[half][4 j] on: the q-th one is that of row q / count of W and row q % count of x. Moves w and
+   `ahead`, what is prefetched, on. */
+INLINE_FOR(TARGET_AVX512) void add_lines(const char *w[QUAD], const char *x, ptrdiff_t x_stride, const char **ahead, ptrdiff_t left,
+                                         float sums[2][SUMS], int count, int weight_type) {
+  ptrdiff_t step = blocks_per_line(weight_type), each = bytes_per_block(weight_type);
+  __m512i products[SUMS], halves[2];
+#pragma GCC unroll 4
+  for (int j = 0; j < LINES; j++, x += weight_type == INT8 ? 2 * LINE : PARTS * LINE)
+#pragma GCC unroll 4
+    for (int r = 0; r < QUAD / count; r++) {
+      __m512i line[2], *own = products + QUAD * j + r * count;
+      int is_line = left > j * step;
+      if (is_line) {
+        unpack_line(w[r], line, left - j * step > 1 ? 0xff : 0x0f, weight_type);
+        fetch(*ahead, weight_type);
+        w[r] += step * each, *ahead += step * each;
       }
-      lanes = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)step));
-    }
-  }
-}
-
-/* The rows `start` to `stop` of W times `count` rows of x from `first` on. */
-INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, int count,
-                                             int weight_type) {
-  const int rows = SUMS / count, at_once = count == 1 ? AT_ONCE : count == 2 ? AT_ONCE / 2 : 1;
-  for (ptrdiff_t row = start; row < stop; row += rows) {
-    __m512 sums[SUMS];
-    float totals[SUMS];
-#pragma GCC unroll 16
-    for (int s = rows * count; s < SUMS; s++) sums[s] = _mm512_setzero_ps();
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r += at_once)
-      multiply_lines(a, row + r, stop - 1, first, sums + r * count, at_once, count, weight_type);
-    _mm512_storeu_ps(totals, sums_of_lanes(sums));
-    for (int r = 0; r < rows && row + r < stop; r++) {
-      float bias = a->bias ? get(a->bias, row + r, a->type) : 0;
+#pragma GCC unroll 2
       for (int b = 0; b < count; b++)
-        put(a->y, (first + b) * a->y_stride + row + r, totals[r * count + b] + bias, a->type);
+        own[b] = is_line ? line_sums(line, x + b * x_stride, weight_type) : _mm512_setzero_si512();
+    }
+  sums_of_halves(products, halves);
+  if (weight_type == INT8) halves[0] = _mm512_add_epi32(halves[0], halves[1]);
+  for (int half = 0; half < step; half++) _mm512_storeu_ps(sums[half], _mm512_cvtepi32_ps(halves[half]));
+}
+
+/* The products of QUAD / count rows of W from `row` on, of which those beyond the last are the last one, and `count` rows of x. x_scales:
+   (blocks, QUAD). count and weight_type are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) __m128 multiply_quad(const Linear *a, ptrdiff_t row, ptrdiff_t last, int count, int weight_type) {
+  ptrdiff_t blocks = a->in / BLOCK, each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
+  ptrdiff_t x_line = weight_type == INT8 ? 2 * LINE : PARTS * LINE;
+  const char *w[QUAD], *x = a->x, *ahead = (const char *)a->weight + (row + AHEAD * each / BLOCK) * blocks * each;
+  const float *scales[QUAD];
+  float of_w[4][SCALES];
+  __m128 sums = _mm_setzero_ps();
+#pragma GCC unroll 4
+  for (int q = 0; q < QUAD; q++) {
+    ptrdiff_t own = row + q / count < last ? row + q / count : last;
+    w[q / count] = (const char *)a->weight + own * blocks * each, scales[q] = a->scales + own * blocks;
+  }
+  for (ptrdiff_t k = 0; k < blocks; k += LINES * step, x += LINES * x_line) {
+    float products[2][SUMS];
+    if (k % SCALES == 0) {
+      load_scales(scales, blocks - k, of_w);
+#pragma GCC unroll 4
+      for (int q = 0; q < QUAD; q++) scales[q] += SCALES;
+    }
+    add_lines(w, x, a->x_stride, &ahead, blocks - k, products, count, weight_type);
+#pragma GCC unroll 8
+    for (int i = 0; i < LINES * step && k + i < blocks; i++) {
+      __m128 scale = _mm_mul_ps(_mm_loadu_ps(scales_of(of_w, k + i)), _mm_loadu_ps(a->x_scales + (k + i) * QUAD));
+      sums = _mm_fmadd_ps(_mm_loadu_ps(products[i % step] + i / step * QUAD), scale, sums);
+    }
+  }
+  return sums;
+}
+
+/* The rows `start` to `stop` of W. count and weight_type are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t start, ptrdiff_t stop, int count, int weight_type) {
+  for (ptrdiff_t row = start; row < stop; row += QUAD / count) {
+    float sums[QUAD];
+    _mm_storeu_ps(sums, multiply_quad(a, row, stop - 1, count, weight_type));
+    for (int q = 0; q < QUAD && row + q / count < stop; q++) {
+      float bias = a->bias ? get(a->bias, row + q / count, a->type) : 0;
+      put(a->y, q % count * a->y_stride + row + q / count, sums[q] + bias, a->type);
     }
   }
 }
 
-typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
-#define MULTIPLY_ROWS(TYPE, COUNT)                                                                                  \
-  TARGET_AVX512 static void TYPE##_##COUNT(const Linear *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
-    const Linear a = *given;                                                                                        \
-    multiply_rows(&a, first, start, stop, COUNT, TYPE);                                                             \
-  }
-#define FOR_EACH_COUNT(TYPE)                                                                  \
-  MULTIPLY_ROWS(TYPE, 1) MULTIPLY_ROWS(TYPE, 2) MULTIPLY_ROWS(TYPE, 3) MULTIPLY_ROWS(TYPE, 4) \
-  MULTIPLY_ROWS(TYPE, 5) MULTIPLY_ROWS(TYPE, 6) MULTIPLY_ROWS(TYPE, 7) MULTIPLY_ROWS(TYPE, 8) \
-  static MultiplyRows *const for_##TYPE[] = {TYPE##_1, TYPE##_2, TYPE##_3, TYPE##_4,          \
-                                             TYPE##_5, TYPE##_6, TYPE##_7, TYPE##_8};
-FOR_EACH_COUNT(INT8)
-FOR_EACH_COUNT(INT4)
+TARGET_AVX512 static void multiply_share(const Linear *given, int weight_type, ptrdiff_t start, ptrdiff_t stop) {
+  const Linear a = *given;
+  if (weight_type == INT8 && a.batch == 1) multiply_rows(&a, start, stop, 1, INT8);
+  else if (weight_type == INT8) multiply_rows(&a, start, stop, 2, INT8);
+  else if (a.batch == 1) multiply_rows(&a, start, stop, 1, INT4);
+  else multiply_rows(&a, start, stop, 2, INT4);
+}
 
-void multiply_rounded_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop) {
-  MultiplyRows *const *functions = weight_type == INT8 ? for_INT8 : for_INT4;
-  ptrdiff_t groups = (a->batch + TOGETHER - 1) / TOGETHER;
-  for (; start < stop; start += ROWS)
-    for (ptrdiff_t group = 0, first = 0; group < groups; group++) { /* groups of almost equal sizes */
-      ptrdiff_t after = (group + 1) * a->batch / groups;
-      functions[after - first - 1](a, first, start, start + ROWS < stop ? start + ROWS : stop);
-      first = after;
-    }
+int rounded_rows(Linear a, int weight_type, int threads) {
+  ptrdiff_t blocks = a.in / BLOCK, share = (a.out + threads - 1) / threads;
+  ptrdiff_t split_bytes = weight_type == INT4 ? bytes_of_split_row(blocks) : 0;
+  char *split = allocate(a.batch * split_bytes + blocks * QUAD * sizeof(float));
+  if (!split) return 1;
+  float *x_scales = (float *)(split + a.batch * split_bytes);
+  for (ptrdiff_t k = 0; k < blocks; k++)
+    for (ptrdiff_t q = 0; q < QUAD; q++) x_scales[k * QUAD + q] = a.x_scales[q % a.batch * blocks + k];
+  a.x_scales = x_scales, a.x_stride = a.in * (ptrdiff_t)sizeof(int16_t);
+  if (weight_type == INT4) {
+    for (ptrdiff_t b = 0; b < a.batch; b++) split_row((const int16_t *)a.x + b * a.in, split + b * split_bytes, blocks);
+    a.x = split, a.x_stride = split_bytes;
+  }
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (ptrdiff_t start = 0; start < a.out; start += share)
+    multiply_share(&a, weight_type, start, start + share < a.out ? start + share : a.out);
+  free(split);
+  return 0;
 }
 #endif

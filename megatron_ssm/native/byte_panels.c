@@ -1,0 +1,180 @@
+/* y = x W^T + b for some rows of x and a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX. See rounded.c.
+
+   A panel is SIDE rows of W, whose words of four bytes are transposed: lanes are rows of W, and a word of x meets all of them. W's
+   numbers become bytes without sign, because the processor multiplies such bytes by bytes with sign; those of 8 bits are 128
+   more then, and those of 4 bits 8 more. That times the sum of x is taken off. x is rounded to 16 bits (rounded.c), which are 256
+   times a byte plus a byte. So the sums of a block are exact integers. Times both scales, they are added up from block to block:
+   a row's numbers do not depend on what is computed beside it, and are those of rounded_rows.c. */
+#include "byte_lines.h"
+
+#ifdef HAS_INTRINSICS
+enum {
+  SIDE = 16,         /* rows of W in a panel */
+  WORDS = BLOCK / 4, /* of a block */
+  MOST = 64          /* rows of x whose sums stay in the cache */
+};
+
+typedef struct {
+  uint32_t high[WORDS], low[WORDS]; /* four bytes each, in the order of W's */
+} Block; /* a block of a row of x */
+
+typedef struct {
+  const char *values;     /* (out, in) of weight_type */
+  const float *scales;    /* (out, blocks) */
+  const void *bias;       /* (out) of `type`, or NULL */
+  const Block *x;         /* (batch, blocks) */
+  const float *x_scales;  /* (batch, blocks) */
+  const int32_t *taken;   /* (batch, blocks): minus the sum of x times what W's numbers are more */
+  void *y;                /* (batch, out) of `type` */
+  ptrdiff_t batch, out, blocks;
+  int type, weight_type;
+} BytePanels;
+
+/* The lower bytes of two registers. */
+INLINE_FOR(TARGET_AVX512) __m512i lower_bytes(__m512i first, __m512i second) {
+  __m512i low = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
+  return _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(second), 1);
+}
+
+/* Splits a row of x into bytes. */
+TARGET_AVX512 static void split_bytes(const int16_t *x, Block *to, int32_t *taken, ptrdiff_t blocks, int weight_type) {
+  const __m512i ones = _mm512_set1_epi16(1);
+  for (ptrdiff_t k = 0; k < blocks; k++, x += BLOCK, to++) {
+    __m512i left = _mm512_loadu_si512(x), right = _mm512_loadu_si512(x + BLOCK / 2);
+    __m512i sums = _mm512_add_epi32(_mm512_madd_epi16(left, ones), _mm512_madd_epi16(right, ones));
+    taken[k] = -(weight_type == INT8 ? OFFSET : OFFSET_4) * _mm512_reduce_add_epi32(sums);
+    if (weight_type == INT4) {
+      __m512i lower = lower_columns(left, right);
+      right = upper_columns(left, right), left = lower;
+    }
+    _mm512_storeu_si512(to->high, lower_bytes(high_byte(left), high_byte(right)));
+    _mm512_storeu_si512(to->low, lower_bytes(left, right));
+  }
+}
+
+/* Adds the products of a block of SIDE rows of W with one of each of `count` rows of x, from `row` on, to their sums, and prefetches
+   WORDS times from `ahead` on. count and weight_type are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) void add_block(const BytePanels *a, const __m512i w[WORDS], ptrdiff_t row, ptrdiff_t k, __m512 scales,
+                                         __m512 *sums, const char *ahead, ptrdiff_t step, int count, int weight_type) {
+  __m512i high[2], low[2];
+  const Block *x = a->x + row * a->blocks + k;
+  const float *x_scales = a->x_scales + row * a->blocks + k;
+#pragma GCC unroll 2
+  for (int b = 0; b < count; b++)
+    high[b] = _mm512_setzero_si512(), low[b] = _mm512_set1_epi32(a->taken[(row + b) * a->blocks + k]);
+#pragma GCC unroll 16
+  for (int i = 0; i < WORDS; i++) {
+    fetch(ahead + i * step, weight_type);
+#pragma GCC unroll 2
+    for (int b = 0; b < count; b++) {
+      high[b] = add_bytes(high[b], w[i], _mm512_set1_epi32((int)x[b * a->blocks].high[i]));
+      low[b] = add_bytes(low[b], w[i], _mm512_set1_epi32((int)x[b * a->blocks].low[i]));
+    }
+  }
+#pragma GCC unroll 2
+  for (int b = 0; b < count; b++) {
+    __m512i products = _mm512_add_epi32(low[b], _mm512_slli_epi32(high[b], 8));
+    __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(x_scales[b * a->blocks]));
+    sums[row + b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sums[row + b]);
+  }
+}
+
+/* The same for all rows of x, of which two at a time share the loads of W. `bytes` from `ahead` on are prefetched. */
+INLINE_FOR(TARGET_AVX512) void add_blocks(const BytePanels *a, const __m512i w[WORDS], ptrdiff_t k, __m512 scales, __m512 *sums,
+                                          const char *ahead, ptrdiff_t bytes, int weight_type) {
+  ptrdiff_t step = bytes / ((a->batch + 1) / 2 * WORDS), row = 0;
+  for (; row + 2 <= a->batch; row += 2, ahead += WORDS * step)
+    add_block(a, w, row, k, scales, sums, ahead, step, 2, weight_type);
+  if (row < a->batch) add_block(a, w, row, k, scales, sums, ahead, step, 1, weight_type);
+}
+
+/* The scales of SCALES blocks from k on: (blocks, rows of W). */
+INLINE_FOR(TARGET_AVX512) void load_scales(const BytePanels *a, const ptrdiff_t rows[SIDE], ptrdiff_t k, __m512i to[SCALES]) {
+  __mmask16 mask = a->blocks - k < SCALES ? (__mmask16)((1u << (a->blocks - k)) - 1) : 0xffff;
+  for (int r = 0; r < SIDE; r++) to[r] = _mm512_maskz_loadu_epi32(mask, a->scales + rows[r] * a->blocks + k);
+  transpose_16(to);
+}
+
+/* The words of the `half`-th block of transposed lines; those of 8 bits have only one. */
+INLINE_FOR(TARGET_AVX512) void unpack_words(const __m512i lines[SIDE], __m512i to[WORDS], int half, int weight_type) {
+#pragma GCC unroll 8
+  for (int i = 0; i < WORDS / 2; i++)
+    if (weight_type == INT8) {
+      to[i] = without_sign(lines[i]), to[WORDS / 2 + i] = without_sign(lines[WORDS / 2 + i]);
+    } else {
+      __m512i line = lines[half * WORDS / 2 + i];
+      to[i] = lower_bits(line), to[WORDS / 2 + i] = upper_bits(line);
+    }
+}
+
+/* SIDE rows of W from `row` on, of which those beyond the last are the last one. weight_type is a compile-time constant. */
+INLINE_FOR(TARGET_AVX512) void multiply_panel(const BytePanels *a, ptrdiff_t row, __m512 *sums, int weight_type) {
+  ptrdiff_t each = bytes_per_block(weight_type), step = blocks_per_line(weight_type), rows[SIDE];
+  const char *ahead = a->values + (row + SIDE) * a->blocks * each; /* the next panel, in the order of its addresses */
+  __m512i scales[SCALES];
+  for (ptrdiff_t b = 0; b < a->batch; b++) sums[b] = _mm512_setzero_ps();
+  for (ptrdiff_t r = 0; r < SIDE; r++) rows[r] = row + r < a->out ? row + r : a->out - 1;
+  for (ptrdiff_t k = 0; k < a->blocks; k += step) {
+    __m512i lines[SIDE], words[WORDS];
+    if (k % SCALES == 0) load_scales(a, rows, k, scales);
+    for (int r = 0; r < SIDE; r++)
+      lines[r] = _mm512_maskz_loadu_epi64(a->blocks - k < step ? 0x0f : 0xff, a->values + (rows[r] * a->blocks + k) * each);
+    transpose_16(lines);
+#pragma GCC unroll 2
+    for (int half = 0; half < step && k + half < a->blocks; half++, ahead += SIDE * each) {
+      unpack_words(lines, words, half, weight_type);
+      add_blocks(a, words, k + half, (__m512)scales[(k + half) % SCALES], sums, ahead, SIDE * each, weight_type);
+    }
+  }
+}
+
+/* y for the SIDE rows of W from `row` on. type is a compile-time constant. */
+INLINE_FOR(TARGET_AVX512) void write_sums(const BytePanels *a, ptrdiff_t row, const __m512 *sums, int type) {
+  ptrdiff_t count = a->out - row < SIDE ? a->out - row : SIDE;
+  float bias[SIDE] = {0};
+  for (ptrdiff_t i = 0; a->bias && i < count; i++) bias[i] = get(a->bias, row + i, type);
+  for (ptrdiff_t b = 0; b < a->batch; b++) {
+    const float *values = (const float *)(sums + b);
+    void *y = at(a->y, b * a->out + row, type);
+    if (count == SIDE)
+#pragma omp simd
+      for (int i = 0; i < SIDE; i++) put(y, i, values[i] + bias[i], type);
+    else
+      for (ptrdiff_t i = 0; i < count; i++) put(y, i, values[i] + bias[i], type);
+  }
+}
+
+TARGET_AVX512 static void multiply_panels(const BytePanels *a, ptrdiff_t start, ptrdiff_t stop) {
+  __m512 sums[MOST];
+  for (ptrdiff_t row = start; row < stop; row += SIDE) {
+    if (a->weight_type == INT8) multiply_panel(a, row, sums, INT8);
+    else multiply_panel(a, row, sums, INT4);
+    if (a->type == FLOAT32) write_sums(a, row, sums, FLOAT32);
+    else write_sums(a, row, sums, BFLOAT16);
+  }
+}
+
+int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
+  ptrdiff_t panels = (out + SIDE - 1) / SIDE, share = (panels + threads - 1) / threads * SIDE;
+  Block *split = allocate(MOST * blocks * (sizeof(Block) + sizeof(int32_t)));
+  int32_t *taken = (int32_t *)(split + MOST * blocks);
+  for (ptrdiff_t first = 0; split && first < batch; first += MOST) {
+    ptrdiff_t place = first * blocks, count = batch - first < MOST ? batch - first : MOST;
+    for (ptrdiff_t b = 0; b < count; b++)
+      split_bytes(x + (place + b * blocks) * BLOCK, split + b * blocks, taken + b * blocks, blocks, weight_type);
+    BytePanels a = {values, scales, bias, split, x_scales + place, taken, at(y, first * out, type), count, out, blocks, type,
+                    weight_type};
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (ptrdiff_t start = 0; start < out; start += share)
+      multiply_panels(&a, start, start + share < out ? start + share : out);
+  }
+  free(split);
+  return !split;
+}
+#else
+int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
+  return 1;
+}
+#endif
