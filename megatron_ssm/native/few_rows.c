@@ -10,7 +10,9 @@ enum {
   ROWS = 16,    /* rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
   WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32, in two planes (linear.c) */
   ALL = -1,     /* elements of a register, as a mask */
-  UNAIDED = 2   /* rows of x up to which the processor's own prefetching is fastest, on processors without AMX */
+  UNAIDED = 2,  /* rows of x up to which the processor's own prefetching is fastest, on processors without AMX, */
+  LONG = 6144,  /* unless the rows of W have so many bytes; */
+  AT_ONCE = 4   /* then so many of them at once are fastest */
 };
 
 INLINE int type_of_weight(int kind) { return kind == WIDENED ? BFLOAT16 : kind; }
@@ -31,44 +33,58 @@ INLINE_FOR(TARGET_AVX512) __m512 add_words(__m512 sum, __m512 words, const char 
   return _mm512_fmadd_ps((__m512)pairs, load_masked(x + bytes, mask), sum);
 }
 
-/* Partial sums of a row of W times `count` rows of x from `first` on. ahead: what is prefetched, or NULL. count and kind
-   are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void multiply_row(const Linear *a, const char *w, const char *ahead, ptrdiff_t first, __m512 *sums,
-                                          int count, int kind) {
+/* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on: sums (rows, count). ahead: what is prefetched, a row
+   for each of w, or NULL. rows, count and kind are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const w[], const char *const ahead[], ptrdiff_t first,
+                                            __m512 *sums, int rows, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), x_bytes = bytes_of(a->x_stride, type_of_x(kind)), i = 0;
   const char *x = (const char *)a->x + first * x_bytes;
-#pragma GCC unroll 8
-  for (int b = 0; b < count; b++) sums[b] = _mm512_setzero_ps();
+#pragma GCC unroll 16
+  for (int s = 0; s < rows * count; s++) sums[s] = _mm512_setzero_ps();
   for (; i + LINE <= bytes; i += LINE) {
-    if (ahead) __builtin_prefetch(ahead + i, 0, 2);
-    __m512 words = _mm512_loadu_ps(w + i);
+    __m512 words[SUMS];
 #pragma GCC unroll 8
-    for (int b = 0; b < count; b++) sums[b] = add_words(sums[b], words, x + b * x_bytes + i, bytes, (__mmask32)ALL, kind);
+    for (int r = 0; r < rows; r++) {
+      if (ahead) __builtin_prefetch(ahead[r] + i, 0, 2);
+      words[r] = _mm512_loadu_ps(w[r] + i);
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < count; b++)
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++)
+        sums[r * count + b] = add_words(sums[r * count + b], words[r], x + b * x_bytes + i, bytes, (__mmask32)ALL, kind);
   }
   __mmask32 mask = (1u << (bytes - i) / 2) - 1; /* of the columns that are left */
   if (!mask) return;
-  __m512 words = load_masked(w + i, mask);
 #pragma GCC unroll 8
-  for (int b = 0; b < count; b++) sums[b] = add_words(sums[b], words, x + b * x_bytes + i, bytes, mask, kind);
+  for (int r = 0; r < rows; r++) {
+    __m512 words = load_masked(w[r] + i, mask);
+#pragma GCC unroll 8
+    for (int b = 0; b < count; b++)
+      sums[r * count + b] = add_words(sums[r * count + b], words, x + b * x_bytes + i, bytes, mask, kind);
+  }
 }
 
-/* The rows `start` to `stop` of W times `count` rows of x from `first` on. ahead: rows of W that are prefetched, beginning with
-   row `next`. */
-INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
-                                           ptrdiff_t ahead, int count, int kind) {
+/* The rows `start` to `stop` of W times `count` rows of x from `first` on, `at_once` rows of W at a time. ahead: rows of W that are
+   prefetched, beginning with row `next`. at_once, count and kind are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
+                                           ptrdiff_t ahead, int is_aided, int at_once, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->weight_stride, type_of_weight(kind));
-  int is_aided = count > UNAIDED || has_tile_products();
   for (ptrdiff_t row = start; row < stop; row += SUMS / count) {
     __m512 sums[SUMS];
     float totals[SUMS];
 #pragma GCC unroll 16
     for (int s = SUMS / count * count; s < SUMS; s++) sums[s] = _mm512_setzero_ps();
 #pragma GCC unroll 16
-    for (int r = 0; r < SUMS / count; r++) {
-      ptrdiff_t own = row + r < stop ? row + r : stop - 1, done = own - start;
-      const char *w = (const char *)a->weight + own * bytes;
-      const char *prefetched = (const char *)a->weight + (done < ahead ? next + done : own) * bytes;
-      multiply_row(a, w, is_aided ? prefetched : NULL, first, sums + r * count, count, kind);
+    for (int r = 0; r < SUMS / count; r += at_once) {
+      const char *w[SUMS], *prefetched[SUMS];
+#pragma GCC unroll 8
+      for (int i = 0; i < at_once; i++) {
+        ptrdiff_t own = row + r + i < stop ? row + r + i : stop - 1, done = own - start;
+        w[i] = (const char *)a->weight + own * bytes;
+        prefetched[i] = (const char *)a->weight + (done < ahead ? next + done : own) * bytes;
+      }
+      multiply_lines(a, w, is_aided ? prefetched : NULL, first, sums + r * count, at_once, count, kind);
     }
     _mm512_storeu_ps(totals, sums_of_lanes(sums));
     for (int r = 0; r < SUMS / count && row + r < stop; r++) {
@@ -77,6 +93,15 @@ INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, p
         put(a->y, (first + b) * a->y_stride + row + r, totals[r * count + b] + bias, a->type);
     }
   }
+}
+
+/* Few rows of x meet one row of W after the other, more of them several at once, which saves loads of x. */
+INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
+                                           ptrdiff_t ahead, int count, int kind) {
+  int has_tiles = has_tile_products(), is_long = !has_tiles && bytes_of(a->in, type_of_weight(kind)) >= LONG;
+  if (count > UNAIDED) multiply_each(a, first, start, stop, next, ahead, 1, SUMS / count, count, kind);
+  else if (is_long) multiply_each(a, first, start, stop, next, ahead, 1, AT_ONCE, count, kind);
+  else multiply_each(a, first, start, stop, next, ahead, has_tiles, 1, count, kind);
 }
 
 typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next, ptrdiff_t ahead);
