@@ -40,6 +40,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.layers.cache import BatchInfo, Cache
 from megatron_ssm.layers.shared_attention import Positions, SharedBlock, attend_with_cache
+from megatron_ssm.parallel.layers import has_plain_tensors
 from sparsefusion.collectives import counted as collectives
 
 from .decode_plan import PLANS, ModelFingerprint
@@ -277,12 +278,14 @@ def _settings(model: Any) -> list:
     """What a step depends on besides tensors, and `ModelFingerprint` does not compare."""
     settings = [(block.core, block.activation, block.rope_theta, block.head_dim) for block in model.shared]
     norms = [norm.eps for block in model.shared for norm in (block.norm, block.mlp_norm)]
-    return [settings, norms, model.norm_f.eps, model.ranks, model.training]
+    return [settings, norms, model.norm_f.eps, model.ranks, model.training, model.config]
 
 
 def _is_capturable(model: Any) -> bool:
     """Whether a step runs only the library's own modules, and ranks sum on the GPU."""
     inside = [module for module in model.modules() if module is not model]
+    if any(map(has_plain_tensors, inside)):
+        return False
     if any(is_altered(module) or not type(module).__module__.startswith(LIBRARY_MODULES) for module in inside):
         return False
     if any(block.core is not attend_with_cache for block in inside if type(block) is SharedBlock):

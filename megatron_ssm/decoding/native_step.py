@@ -60,9 +60,7 @@ def can_decode_natively(block: Any) -> bool:
         return False
     if not all(module.is_packed for module in inside if type(module) is Packed):
         return False
-    if any(
-        has_plain_tensors(module) for module in inside if type(module) is not Packed
-    ):  # these could be replaced unnoticed
+    if any(map(has_plain_tensors, inside)):
         return False
     if not all("weight" in module._modules for module in inside if type(module) is ColumnParallelLinear):
         return False
@@ -78,6 +76,7 @@ def settings_of(block: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
         norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
         own.get("eps"), own.get("dt_limit"), own.get("group_channels"),
         getattr(getattr(mixer, "out_proj", None), "ranks", None),
+        *(getattr(getattr(mixer, name, None), "bias", None) is None for name in ("in_proj", "conv", "out_proj")),
     )  # fmt: skip
 
 

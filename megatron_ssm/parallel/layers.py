@@ -217,8 +217,11 @@ def is_altered(module: nn.Module) -> bool:
 
 
 def has_plain_tensors(module: nn.Module) -> bool:
-    """Whether tensors are attributes of a module that are neither parameters nor buffers."""
-    return any(isinstance(value, torch.Tensor) for value in vars(module).values())
+    """Whether tensors are attributes of a module that are neither parameters nor buffers, so that nobody notices new ones.
+
+    The storage of `Packed` does not count: its parameters are views of it.
+    """
+    return type(module) is not Packed and any(isinstance(value, torch.Tensor) for value in vars(module).values())
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -5,6 +5,7 @@ the operations only once, leaves all tensors unchanged during the capture, and r
 """
 
 import copy
+import dataclasses
 import gc
 import logging
 import threading
@@ -308,6 +309,12 @@ def with_another_last_eps(model):
     model.norm_f.eps = 0.5
 
 
+def untied(model):
+    model.lm_head = copy.deepcopy(model.embeddings)
+    model.lm_head.weight.data.mul_(3)
+    model.config = dataclasses.replace(model.config, tie_embeddings=False)
+
+
 def with_another_core(model):
     for block in model.shared:
         block.core = lambda *given, **named: 1 + attend_with_cache(*given, **named)
@@ -319,7 +326,7 @@ def edited(model):
 
 
 GRAPHS_STAY_VALID = (edited,)
-GRAPHS_ARE_RECAPTURED = (moved, replaced, with_other_eps, with_another_last_eps)
+GRAPHS_ARE_RECAPTURED = (moved, replaced, with_other_eps, with_another_last_eps, untied)
 NO_GRAPHS = (hooked, hooked_anew, called_otherwise, of_another_kind, with_another_core)
 
 
@@ -771,4 +778,13 @@ def test_a_custom_reduce_is_not_captured():
     model = loaded("mamba2")
     assert cuda_graphs._is_capturable(model)
     object.__setattr__(model.ranks, "format", lambda tensor, group: dist.all_reduce(tensor, group=group))
+    assert not cuda_graphs._is_capturable(model)
+
+
+def test_a_model_with_plain_tensors_is_not_captured():
+    """The graph would read the old tensor after a caller has replaced it."""
+    model = loaded("mamba2")
+    weight = model.norm_f.weight.detach()
+    del model.norm_f.weight
+    model.norm_f.weight = weight
     assert not cuda_graphs._is_capturable(model)

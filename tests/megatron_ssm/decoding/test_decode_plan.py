@@ -74,6 +74,12 @@ def stretched(model):
     mixer.D.data = mixer.D.data[:1].expand_as(mixer.D)
 
 
+def with_a_bias(model):
+    """A layer gets a bias."""
+    out_proj = model.layers[1].mixer.out_proj
+    out_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(out_proj.weight)))
+
+
 def with_other_eps(model):
     """A setting that is not a tensor changes."""
     model.layers[1].norm.eps = 0.5
@@ -114,6 +120,7 @@ COMMON_CHANGES = (
     rounded,
     edited,
     stretched,
+    with_a_bias,
     with_other_eps,
     with_another_final_norm,
     with_a_hook_on_the_final_norm,
@@ -227,6 +234,12 @@ def of_a_function(model):
     projection.weight = lambda: 1.5 * whole()
 
 
+def with_a_plain_bias(model):
+    """A layer gets a bias that is a tensor, but no parameter."""
+    out_proj = model.layers[1].mixer.out_proj
+    out_proj.bias = torch.linspace(-1, 1, len(out_proj.weight))
+
+
 def untied(model):
     """The head has a matrix of its own."""
     model.lm_head = copy.deepcopy(model.embeddings)
@@ -243,6 +256,8 @@ REPLACED = {
     "plain embeddings": lambda model: plain(model.embeddings),
     "plain layer": lambda model: plain(model.layers[0].norm),
     "function": of_a_function,
+    "bias": with_a_bias,
+    "plain bias": with_a_plain_bias,
     "untied": untied,
     "sparse": lambda model: setattr(model.layers[0], "note", torch.eye(4).to_sparse()),
 }
