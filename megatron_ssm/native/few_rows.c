@@ -1,6 +1,6 @@
-/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. W is read row by row, because
-   consecutive addresses are what memory delivers fastest. Each dot product is one register of partial sums, so a row's numbers
-   do not depend on what is computed beside it. */
+/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. W is read row by row,
+   or few rows at once, because consecutive addresses are what memory delivers fastest. Each dot product is one register of partial
+   sums, so a row's numbers do not depend on what is computed beside it. */
 #include "linear.h"
 
 #ifdef HAS_INTRINSICS

@@ -259,7 +259,7 @@ typedef struct {
   const void *norm;
   void *normed; /* a temporary: (rows, size) */
   void *logits; /* (rows, width) */
-  float *wide;  /* the logits as float32; NULL if they are */
+  float *wide;  /* the logits as float32; NULL if `logits` are */
   ptrdiff_t width;
   float eps;
 } Head;
