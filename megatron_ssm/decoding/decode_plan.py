@@ -188,6 +188,9 @@ class ModelFingerprint:
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._own = [module.__dict__ for module in self._modules]
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
+        self._absent = [  # attributes that are None, such as a bias
+            (own, name) for own in self._own for name, value in own.items() if value is None and name[0] != "_"
+        ]
         self._rounded = [module for module in self._modules if isinstance(module, RoundedMatrix)]
         self._ends: list[Any] = [model.embeddings, model.norm_f, model.logits_layer]
         self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
@@ -210,6 +213,7 @@ class ModelFingerprint:
         """Whether the modules have the same members, types, hooks and settings. If so, their present versions count."""
         is_same = (
             all(map(is_, map(dict.get, self._owners, self._names), self._members))
+            and all(own.get(name, self) is None for own, name in self._absent)
             and list(map(type, self._modules)) == self._kinds and self._alterations() == self._old_alterations
             and self._settings() == self._old_settings
         )  # fmt: skip

@@ -76,7 +76,6 @@ def settings_of(block: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
         norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
         own.get("eps"), own.get("dt_limit"), own.get("group_channels"),
         getattr(getattr(mixer, "out_proj", None), "ranks", None),
-        *(getattr(getattr(mixer, name, None), "bias", None) is None for name in ("in_proj", "conv", "out_proj")),
     )  # fmt: skip
 
 

@@ -34,16 +34,6 @@ INLINE_FOR(TARGET_AVX512) __m512i lower_bits(__m512i bytes) { /* (bytes & 15) ^ 
 }
 INLINE_FOR(TARGET_AVX512) __m512i upper_bits(__m512i bytes) { return lower_bits(_mm512_srli_epi16(bytes, 4)); }
 
-/* Those of a block's columns, of 16 bits in two registers, that the lower 4 bits of an INT4 block's bytes meet, in their order: from
-   `first` on they alternate with those that are half a block further. The upper bits meet those 16 columns further. */
-INLINE_FOR(TARGET_AVX512) __m512i columns_from(int first, __m512i left, __m512i right) {
-  int16_t columns[BLOCK / 2];
-  for (int i = 0; i < BLOCK / 2; i++) columns[i] = (int16_t)(first + i / 2 + i % 2 * (BLOCK / 2));
-  return _mm512_permutex2var_epi16(left, _mm512_loadu_si512(columns), right);
-}
-INLINE_FOR(TARGET_AVX512) __m512i lower_columns(__m512i left, __m512i right) { return columns_from(0, left, right); }
-INLINE_FOR(TARGET_AVX512) __m512i upper_columns(__m512i left, __m512i right) { return columns_from(BLOCK / 4, left, right); }
-
 /* A line of W as two registers; of 4 bits, the first has the columns of the lower bits. mask: of its words of 64 bits. */
 INLINE_FOR(TARGET_AVX512) void unpack_line(const char *w, __m512i to[2], __mmask8 mask, int weight_type) {
   if (weight_type == INT8) {

@@ -24,17 +24,11 @@ typedef struct {
   const void *bias;       /* (out) of `type`, or NULL */
   const Block *x;         /* (batch, blocks) */
   const float *x_scales;  /* (batch, blocks) */
-  const int32_t *taken;   /* (batch, blocks): minus the sum of x times what W's numbers are more */
+  const int32_t *taken;   /* (batch, blocks): minus OFFSET, or OFFSET_4, times the sum of a block of x */
   void *y;                /* (batch, out) of `type` */
   ptrdiff_t batch, out, blocks;
   int type, weight_type;
 } BytePanels;
-
-/* The lower bytes of two registers. */
-INLINE_FOR(TARGET_AVX512) __m512i lower_bytes(__m512i first, __m512i second) {
-  __m512i low = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
-  return _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(second), 1);
-}
 
 /* Splits a row of x into bytes. */
 TARGET_AVX512 static void split_bytes(const int16_t *x, Block *to, int32_t *taken, ptrdiff_t blocks, int weight_type) {
@@ -53,7 +47,7 @@ TARGET_AVX512 static void split_bytes(const int16_t *x, Block *to, int32_t *take
 }
 
 /* Adds the products of a block of SIDE rows of W with one of each of `count` rows of x, from `row` on, to their sums, and prefetches
-   WORDS times from `ahead` on. count and weight_type are compile-time constants. */
+   WORDS places that are `step` bytes apart, from `ahead` on. count and weight_type are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void add_block(const BytePanels *a, const __m512i w[WORDS], ptrdiff_t row, ptrdiff_t k, __m512 scales,
                                          __m512 *sums, const char *ahead, ptrdiff_t step, int count, int weight_type) {
   __m512i high[2], low[2];
@@ -121,7 +115,8 @@ INLINE_FOR(TARGET_AVX512) void multiply_panel(const BytePanels *a, ptrdiff_t row
       lines[r] = _mm512_maskz_loadu_epi64(a->blocks - k < step ? 0x0f : 0xff, a->values + (rows[r] * a->blocks + k) * each);
     transpose_16(lines);
 #pragma GCC unroll 2
-    for (int half = 0; half < step && k + half < a->blocks; half++, ahead += SIDE * each) {
+    for (int half = 0; half < step; half++, ahead += SIDE * each) {
+      if (k + half == a->blocks) break;
       unpack_words(lines, words, half, weight_type);
       add_blocks(a, words, k + half, (__m512)scales[(k + half) % SCALES], sums, ahead, SIDE * each, weight_type);
     }
@@ -157,9 +152,11 @@ TARGET_AVX512 static void multiply_panels(const BytePanels *a, ptrdiff_t start, 
 int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
                 ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
   ptrdiff_t panels = (out + SIDE - 1) / SIDE, share = (panels + threads - 1) / threads * SIDE;
-  Block *split = allocate(MOST * blocks * (sizeof(Block) + sizeof(int32_t)));
-  int32_t *taken = (int32_t *)(split + MOST * blocks);
-  for (ptrdiff_t first = 0; split && first < batch; first += MOST) {
+  ptrdiff_t most = batch < MOST ? batch : MOST;
+  Block *split = allocate(most * blocks * (sizeof(Block) + sizeof(int32_t)));
+  if (!split) return 1;
+  int32_t *taken = (int32_t *)(split + most * blocks);
+  for (ptrdiff_t first = 0; first < batch; first += MOST) {
     ptrdiff_t place = first * blocks, count = batch - first < MOST ? batch - first : MOST;
     for (ptrdiff_t b = 0; b < count; b++)
       split_bytes(x + (place + b * blocks) * BLOCK, split + b * blocks, taken + b * blocks, blocks, weight_type);
@@ -170,7 +167,7 @@ int byte_panels(const void *values, const float *scales, const void *bias, const
       multiply_panels(&a, start, start + share < out ? start + share : out);
   }
   free(split);
-  return !split;
+  return 0;
 }
 #else
 int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,

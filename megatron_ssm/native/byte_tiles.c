@@ -24,20 +24,6 @@ typedef struct {
   int type, weight_type;
 } Product;
 
-/* The columns of an INT4 block in the order of fill_buffer: first those in the lower 4 bits of its bytes (first: 0), then those
-   in the upper ones (first: HALF / 2). In each half, columns from `first` on alternate with those that are HALF further. */
-INLINE_FOR(TARGET_AMX) __m512i order_of(int first) {
-  int16_t columns[HALF];
-  for (int i = 0; i < HALF; i++) columns[i] = first + i / 2 + i % 2 * HALF;
-  return _mm512_loadu_si512(columns);
-}
-
-/* The lower bytes of two vectors. */
-INLINE_FOR(TARGET_AMX) __m512i lower_bytes(__m512i first, __m512i second) {
-  __m512i low = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
-  return _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(second), 1);
-}
-
 /* Block k of the rows of x from `first` on; rows beyond the last are zeros. x: (batch, in) of 16 bits. */
 TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block *to, ptrdiff_t first, ptrdiff_t k,
                                   ptrdiff_t batch, ptrdiff_t blocks, int weight_type) {
@@ -49,9 +35,8 @@ TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block
     if (first + r >= batch) continue;
     __m512i left = _mm512_loadu_si512(x + place * BLOCK), right = _mm512_loadu_si512(x + place * BLOCK + HALF);
     if (weight_type == INT4) {
-      __m512i ordered = _mm512_permutex2var_epi16(left, order_of(0), right);
-      right = _mm512_permutex2var_epi16(left, order_of(HALF / 2), right);
-      left = ordered;
+      __m512i lower = lower_columns(left, right);
+      right = upper_columns(left, right), left = lower;
     }
     bytes[r] = lower_bytes(high_byte(left), high_byte(right)), bytes[ROWS + r] = lower_bytes(left, right);
     to->scales[r] = x_scales[place];

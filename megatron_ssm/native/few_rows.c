@@ -1,6 +1,7 @@
-/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. W is read row by row,
-   or few rows at once, because consecutive addresses are what memory delivers fastest. Each dot product is one register of partial
-   sums, so a row's numbers do not depend on what is computed beside it. */
+/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. One or two rows of x meet W row
+   by row, because memory delivers consecutive addresses fastest; but long rows of W are read faster several at once, if they are
+   prefetched. More rows of x always meet several rows of W at once, which share the loads of x. Each dot product is one register
+   of partial sums, so a row's numbers do not depend on what is computed beside it. */
 #include "linear.h"
 
 #ifdef HAS_INTRINSICS
@@ -8,67 +9,101 @@ enum {
   TOGETHER = 8, /* rows of x that are multiplied at once */
   SUMS = 16,    /* registers that are added up at once */
   ROWS = 16,    /* rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
-  WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32, in two planes (linear.c) */
+  WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32 */
   ALL = -1,     /* elements of a register, as a mask */
   UNAIDED = 2,  /* rows of x up to which the processor's own prefetching is fastest, on processors without AMX, */
   LONG = 6144,  /* unless the rows of W have so many bytes; */
-  AT_ONCE = 4   /* then so many of them at once are fastest */
+  AT_ONCE = 4,  /* then so many of them at once are fastest */
+  SMALL = 24576 /* bytes of x that stay in the first-level cache: it is loaded once for several rows of W. What comes from the
+                   second-level cache is multiplied faster if each instruction loads it again */
 };
 
 INLINE int type_of_weight(int kind) { return kind == WIDENED ? BFLOAT16 : kind; }
-INLINE int type_of_x(int kind) { return kind == WIDENED ? FLOAT32 : kind; }
 
-/* The 16-bit elements with `mask`; if these are ALL, it is a plain load. */
-INLINE_FOR(TARGET_AVX512) __m512 load_masked(const char *x, __mmask32 mask) {
-  return mask == (__mmask32)ALL ? _mm512_loadu_ps(x) : (__m512)_mm512_maskz_loadu_epi16(mask, x);
+/* Bytes of a row of x that meet a line of W. */
+INLINE ptrdiff_t bytes_of_x(int kind) { return kind == WIDENED ? 2 * LINE : LINE; }
+
+/* What a line of W meets in a row of x, of which `count` columns are left: those columns, and zeros; of WIDENED, first the even
+   columns, then the odd ones. */
+INLINE void pack_line(const void *x, char *to, ptrdiff_t count, int kind) {
+  enum { WORDS = LINE / 4 };
+  ptrdiff_t columns = kind == FLOAT32 ? WORDS : 2 * WORDS, own = count < columns ? count : columns;
+  if (own < columns) memset(to, 0, bytes_of_x(kind));
+  if (kind != WIDENED) memcpy(to, x, bytes_of(own, kind));
+  else
+    for (int i = 0; i < own; i++) ((float *)to)[i % 2 * WORDS + i / 2] = ((const float *)x)[i];
 }
 
-/* sum plus the products of a register of words of W and of the words of x with `mask`; bytes: between the planes of x. */
-INLINE_FOR(TARGET_AVX512) __m512 add_words(__m512 sum, __m512 words, const char *x, ptrdiff_t bytes, __mmask32 mask, int kind) {
-  __m512 first = load_masked(x, mask);
+/* The rows of x are multiplied in groups of almost equal sizes: how many there are, and the first row of one. */
+INLINE ptrdiff_t groups_of(const Linear *a) { return (a->batch + TOGETHER - 1) / TOGETHER; }
+INLINE ptrdiff_t first_of(const Linear *a, ptrdiff_t group) { return group * a->batch / groups_of(a); }
+
+/* x (batch, in) -> to; of each group (lines of W, rows of x, bytes_of_x): what is multiplied together lies side by side. */
+static void pack(const Linear *a, char *to, int kind) {
+  ptrdiff_t columns = LINE / (ptrdiff_t)bytes_of(1, type_of_weight(kind));
+  for (ptrdiff_t group = 0; group < groups_of(a); group++)
+    for (ptrdiff_t i = 0; i < a->in; i += columns)
+      for (ptrdiff_t b = first_of(a, group); b < first_of(a, group + 1); b++, to += bytes_of_x(kind)) {
+        const void *x = at(a->x, b * a->x_stride + i, a->type);
+        if (kind == FLOAT32) pack_line(x, to, a->in - i, FLOAT32);
+        else if (kind == BFLOAT16) pack_line(x, to, a->in - i, BFLOAT16);
+        else pack_line(x, to, a->in - i, WIDENED);
+      }
+}
+
+/* The 16-bit elements with `mask`; if these are ALL, it is a plain load. */
+INLINE_FOR(TARGET_AVX512) __m512 load_masked(const char *w, __mmask32 mask) {
+  return mask == (__mmask32)ALL ? _mm512_loadu_ps(w) : (__m512)_mm512_maskz_loadu_epi16(mask, w);
+}
+
+/* sum plus the products of a line of W, words, and what it meets of a row of x: `first`, and after it what is at x. */
+INLINE_FOR(TARGET_AVX512) __m512 add_words(__m512 sum, __m512 words, __m512 first, const char *x, int kind) {
   if (kind != WIDENED) return add_word(sum, words, first, kind == FLOAT32 ? FLOATS : BFLOAT16_PAIRS);
   __m512i pairs = (__m512i)words;
   sum = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(pairs, 16), first, sum);
   pairs = _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u));
-  return _mm512_fmadd_ps((__m512)pairs, load_masked(x + bytes, mask), sum);
+  return _mm512_fmadd_ps((__m512)pairs, _mm512_load_ps(x + LINE), sum);
 }
 
-/* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on: sums (rows, count). ahead: what is prefetched, a row
-   for each of w, or NULL. rows, count and kind are compile-time constants. */
+/* Adds the products of a line of each of `rows` rows of W, or of its elements with `mask`, and of `count` rows of x to their sums.
+   is_small: see SMALL. */
+INLINE_FOR(TARGET_AVX512) void add_line(const char *const w[], ptrdiff_t i, const char *x, __m512 *sums, __mmask32 mask, int is_small,
+                                      int rows, int count, int kind) {
+  __m512 words[SUMS];
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++) words[r] = load_masked(w[r] + i, mask);
+#pragma GCC unroll 8
+  for (int b = 0; b < count; b++, x += bytes_of_x(kind)) {
+    __m512 first = _mm512_load_ps(x);
+    if (is_small) __asm__("" : "+v"(first)); /* keeps it in a register */
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) sums[r * count + b] = add_words(sums[r * count + b], words[r], first, x, kind);
+  }
+}
+
+/* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on: to (rows, count). ahead: what is prefetched, a row
+   for each of w, or NULL. is_small, rows, count and kind are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const w[], const char *const ahead[], ptrdiff_t first,
-                                            __m512 *sums, int rows, int count, int kind) {
-  ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), x_bytes = bytes_of(a->x_stride, type_of_x(kind)), i = 0;
-  const char *x = (const char *)a->x + first * x_bytes;
+                                            __m512 *to, int is_small, int rows, int count, int kind) {
+  ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), step = count * bytes_of_x(kind), i = 0;
+  const char *x = (const char *)a->x + first * ((bytes + LINE - 1) / LINE) * bytes_of_x(kind);
+  __m512 sums[SUMS]; /* not `to`, so that they stay in registers */
 #pragma GCC unroll 16
   for (int s = 0; s < rows * count; s++) sums[s] = _mm512_setzero_ps();
-  for (; i + LINE <= bytes; i += LINE) {
-    __m512 words[SUMS];
+  for (; i + LINE <= bytes; i += LINE, x += step) {
 #pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-      if (ahead) __builtin_prefetch(ahead[r] + i, 0, 2);
-      words[r] = _mm512_loadu_ps(w[r] + i);
-    }
-#pragma GCC unroll 8
-    for (int b = 0; b < count; b++)
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; r++)
-        sums[r * count + b] = add_words(sums[r * count + b], words[r], x + b * x_bytes + i, bytes, (__mmask32)ALL, kind);
+    for (int r = 0; ahead && r < rows; r++) __builtin_prefetch(ahead[r] + i, 0, 2);
+    add_line(w, i, x, sums, (__mmask32)ALL, is_small, rows, count, kind);
   }
-  __mmask32 mask = (1u << (bytes - i) / 2) - 1; /* of the columns that are left */
-  if (!mask) return;
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; r++) {
-    __m512 words = load_masked(w[r] + i, mask);
-#pragma GCC unroll 8
-    for (int b = 0; b < count; b++)
-      sums[r * count + b] = add_words(sums[r * count + b], words, x + b * x_bytes + i, bytes, mask, kind);
-  }
+  if (i < bytes) add_line(w, i, x, sums, (1u << (bytes - i) / 2) - 1, is_small, rows, count, kind);
+#pragma GCC unroll 16
+  for (int s = 0; s < rows * count; s++) to[s] = sums[s];
 }
 
 /* The rows `start` to `stop` of W times `count` rows of x from `first` on, `at_once` rows of W at a time. ahead: rows of W that are
-   prefetched, beginning with row `next`. at_once, count and kind are compile-time constants. */
+   prefetched, beginning with row `next`. is_small, at_once, count and kind are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
-                                           ptrdiff_t ahead, int is_aided, int at_once, int count, int kind) {
+                                           ptrdiff_t ahead, int is_aided, int is_small, int at_once, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->weight_stride, type_of_weight(kind));
   for (ptrdiff_t row = start; row < stop; row += SUMS / count) {
     __m512 sums[SUMS];
@@ -84,7 +119,7 @@ INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, p
         w[i] = (const char *)a->weight + own * bytes;
         prefetched[i] = (const char *)a->weight + (done < ahead ? next + done : own) * bytes;
       }
-      multiply_lines(a, w, is_aided ? prefetched : NULL, first, sums + r * count, at_once, count, kind);
+      multiply_lines(a, w, is_aided ? prefetched : NULL, first, sums + r * count, is_small, at_once, count, kind);
     }
     _mm512_storeu_ps(totals, sums_of_lanes(sums));
     for (int r = 0; r < SUMS / count && row + r < stop; r++) {
@@ -95,13 +130,15 @@ INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, p
   }
 }
 
-/* Few rows of x meet one row of W after the other, more of them several at once, which saves loads of x. */
+/* Chooses how many rows of W are multiplied at once, and whether the rows after them are prefetched. */
 INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
                                            ptrdiff_t ahead, int count, int kind) {
   int has_tiles = has_tile_products(), is_long = !has_tiles && bytes_of(a->in, type_of_weight(kind)) >= LONG;
-  if (count > UNAIDED) multiply_each(a, first, start, stop, next, ahead, 1, SUMS / count, count, kind);
-  else if (is_long) multiply_each(a, first, start, stop, next, ahead, 1, AT_ONCE, count, kind);
-  else multiply_each(a, first, start, stop, next, ahead, has_tiles, 1, count, kind);
+  if (count > UNAIDED && bytes_of(count * a->in, a->type) <= SMALL)
+    multiply_each(a, first, start, stop, next, ahead, 1, 1, SUMS / count, count, kind);
+  else if (count > UNAIDED) multiply_each(a, first, start, stop, next, ahead, 1, 0, SUMS / count, count, kind);
+  else if (is_long) multiply_each(a, first, start, stop, next, ahead, 1, 0, AT_ONCE, count, kind);
+  else multiply_each(a, first, start, stop, next, ahead, has_tiles, 0, 1, count, kind);
 }
 
 typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next, ptrdiff_t ahead);
@@ -120,14 +157,28 @@ FOR_EACH_COUNT(FLOAT32)
 FOR_EACH_COUNT(BFLOAT16)
 FOR_EACH_COUNT(WIDENED)
 
-void multiply_few_rows(const Linear *a, int weight_type, ptrdiff_t start, ptrdiff_t stop) {
-  MultiplyRows *const *functions = weight_type == FLOAT32 ? for_FLOAT32 : a->type == FLOAT32 ? for_WIDENED : for_BFLOAT16;
-  ptrdiff_t groups = (a->batch + TOGETHER - 1) / TOGETHER, ahead = (ROWS + groups - 1) / groups;
+/* Multiplies the rows `start` to `stop` of W by all rows of x. Each group prefetches its part. */
+static void multiply_share(const Linear *a, MultiplyRows *const *functions, ptrdiff_t start, ptrdiff_t stop) {
+  ptrdiff_t groups = groups_of(a), ahead = (ROWS + groups - 1) / groups;
   for (; start < stop; start += ROWS)
-    for (ptrdiff_t group = 0, first = 0; group < groups; group++) { /* groups of almost equal sizes; each prefetches its part */
-      ptrdiff_t end = start + ROWS < stop ? start + ROWS : stop, after = (group + 1) * a->batch / groups;
-      functions[after - first - 1](a, first, start, end, start + ROWS + group * ahead, ahead);
-      first = after;
+    for (ptrdiff_t group = 0; group < groups; group++) {
+      ptrdiff_t end = start + ROWS < stop ? start + ROWS : stop, first = first_of(a, group), count = first_of(a, group + 1) - first;
+      functions[count - 1](a, first, start, end, start + ROWS + group * ahead, ahead);
     }
+}
+
+int few_rows(Linear a, int weight_type, int threads) {
+  int kind = weight_type == FLOAT32 || a.type == BFLOAT16 ? weight_type : WIDENED;
+  MultiplyRows *const *functions = kind == FLOAT32 ? for_FLOAT32 : kind == WIDENED ? for_WIDENED : for_BFLOAT16;
+  ptrdiff_t lines = (bytes_of(a.in, weight_type) + LINE - 1) / LINE, share = (a.out + threads - 1) / threads;
+  char *packed = allocate(lines * a.batch * bytes_of_x(kind));
+  if (!packed) return 1;
+  pack(&a, packed, kind);
+  a.x = packed;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (ptrdiff_t start = 0; start < a.out; start += share)
+    multiply_share(&a, functions, start, start + share < a.out ? start + share : a.out);
+  free(packed);
+  return 0;
 }
 #endif

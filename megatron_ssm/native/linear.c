@@ -201,8 +201,11 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
   int by_tiles = weight_type == BFLOAT16 && type == BFLOAT16 && in % 32 == 0 && !has_gaps && has_tile_products();
   if (by_tiles && batch > FEWEST)
     return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
-  int is_few = !by_tiles && is_for_few_rows(weight_type, type);
-  if (weight_type != type || (!is_few && type == BFLOAT16)) {
+  Linear a = {weight, bias, x, y, batch, out, in, weight_stride, x_stride, y_stride, type};
+#ifdef HAS_INTRINSICS
+  if (!by_tiles && is_for_few_rows(weight_type, type)) return few_rows(a, weight_type, threads);
+#endif
+  if (weight_type != type || type == BFLOAT16) {
     if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
     unpack(x, unpacked, batch, in, x_stride, type, weight_type);
   }
@@ -211,18 +214,13 @@ int strided_linear(const void *weight, const void *bias, const void *x, void *y,
     free(unpacked);
     return 0;
   }
-  Linear a = {weight, bias, unpacked ? unpacked : x, y, batch, out, in, weight_stride, unpacked ? in : x_stride,
-              y_stride, type};
+  if (unpacked) a.x = unpacked, a.x_stride = in;
   MultiplyRows *const *functions = functions_for(weight_type, in);
   ptrdiff_t share = (out + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < out; start += share) {
     ptrdiff_t stop = start + share < out ? start + share : out;
-#ifdef HAS_INTRINSICS
-    if (is_few) multiply_few_rows(&a, weight_type, start, stop);
-    else
-#endif
-      multiply_rows(&a, functions, start, stop);
+    multiply_rows(&a, functions, start, stop);
   }
   free(unpacked);
   return 0;

@@ -44,7 +44,7 @@ INLINE void multiply_plain(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int
 }
 
 #ifdef HAS_INTRINSICS
-/* As multiply_plain. With AVX512_VNNI rounded_rows.c is faster. */
+/* As multiply_plain. With AVX512_VNNI rounded_rows.c and byte_panels.c are faster. */
 INLINE_FOR(TARGET_AVX512) void multiply_avx512(const Rounded *a, ptrdiff_t row, ptrdiff_t first, int batch,
                                                int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK;

@@ -110,6 +110,22 @@ INLINE_FOR(TARGET_AVX512) __m512i high_byte(__m512i number) {
   return _mm512_srai_epi16(_mm512_add_epi16(number, _mm512_set1_epi16(128)), 8);
 }
 
+/* The lower bytes of 16-bit numbers in two registers. */
+INLINE_FOR(TARGET_AVX512) __m512i lower_bytes(__m512i first, __m512i second) {
+  __m512i low = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
+  return _mm512_inserti64x4(low, _mm512_cvtepi16_epi8(second), 1);
+}
+
+/* Of a block of x, of 16 bits in two registers, the columns that the lower 4 bits of an INT4 block's bytes meet, in their order:
+   those from `first` on alternate with those that are half a block further. The upper bits meet those 16 columns further. */
+INLINE_FOR(TARGET_AVX512) __m512i columns_from(int first, __m512i left, __m512i right) {
+  int16_t columns[BLOCK / 2];
+  for (int i = 0; i < BLOCK / 2; i++) columns[i] = (int16_t)(first + i / 2 + i % 2 * (BLOCK / 2));
+  return _mm512_permutex2var_epi16(left, _mm512_loadu_si512(columns), right);
+}
+INLINE_FOR(TARGET_AVX512) __m512i lower_columns(__m512i left, __m512i right) { return columns_from(0, left, right); }
+INLINE_FOR(TARGET_AVX512) __m512i upper_columns(__m512i left, __m512i right) { return columns_from(BLOCK / 4, left, right); }
+
 /* sum plus the products of 32 columns, in pairs. has_vnni: whether the processor has AVX512_VNNI, whose instruction for it
    needs no target attribute here. */
 INLINE_FOR(TARGET_AVX512) __m512i add_products(__m512i sum, __m512i columns, __m512i x, int has_vnni) {

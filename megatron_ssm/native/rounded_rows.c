@@ -36,7 +36,8 @@ TARGET_AVX512 void split_row(const int16_t *x, char *to, ptrdiff_t blocks) {
   }
 }
 
-/* The scales of four rows, of up to SCALES of the `left` blocks from rows[q] on. Those of block k are four floats from scales_of(to, k) on. */
+/* The scales of four rows, of up to SCALES of the `left` blocks from rows[q] on. Those of block k are four floats, from
+   scales_of(to, k) on. */
 INLINE_FOR(TARGET_AVX512) void load_scales(const float *const rows[QUAD], ptrdiff_t left, float to[4][SCALES]) {
   __mmask16 mask = left < SCALES ? (__mmask16)((1u << left) - 1) : 0xffff;
   __m512 row[QUAD];
@@ -51,9 +52,9 @@ INLINE_FOR(TARGET_AVX512) void load_scales(const float *const rows[QUAD], ptrdif
 }
 INLINE const float *scales_of(const float scales[4][SCALES], ptrdiff_t block) { return scales[block % 4] + block % SCALES / 4 * 4; }
 
-/* The sums of the products of up to LINES lines of QUAD / count rows of W, each at w[r], and of `count` rows of x. The `half`-th block of
-   line j has four sums, from sums[half][4 j] on: the q-th one is that of row q / count of W and row q % count of x. Moves w and
-   `ahead`, what is prefetched, on. */
+/* The sums of the products of up to LINES lines of QUAD / count rows of W, each at w[r], and of `count` rows of x. The `half`-th
+   block of line j has four sums, from sums[half][4 j] on: the q-th one is that of row q / count of W and row q % count of x.
+   Moves w and `ahead`, what is prefetched, on. */
 INLINE_FOR(TARGET_AVX512) void add_lines(const char *w[QUAD], const char *x, ptrdiff_t x_stride, const char **ahead, ptrdiff_t left,
                                          float sums[2][SUMS], int count, int weight_type) {
   ptrdiff_t step = blocks_per_line(weight_type), each = bytes_per_block(weight_type);
@@ -78,8 +79,8 @@ INLINE_FOR(TARGET_AVX512) void add_lines(const char *w[QUAD], const char *x, ptr
   for (int half = 0; half < step; half++) _mm512_storeu_ps(sums[half], _mm512_cvtepi32_ps(halves[half]));
 }
 
-/* The products of QUAD / count rows of W from `row` on, of which those beyond the last are the last one, and `count` rows of x. x_scales:
-   (blocks, QUAD). count and weight_type are compile-time constants. */
+/* The products of QUAD / count rows of W from `row` on, of which those beyond the last are the last one, and `count` rows of x.
+   a->x_scales: (blocks, QUAD). count and weight_type are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) __m128 multiply_quad(const Linear *a, ptrdiff_t row, ptrdiff_t last, int count, int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK, each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
   ptrdiff_t x_line = weight_type == INT8 ? 2 * LINE : PARTS * LINE;
@@ -101,7 +102,8 @@ INLINE_FOR(TARGET_AVX512) __m128 multiply_quad(const Linear *a, ptrdiff_t row, p
     }
     add_lines(w, x, a->x_stride, &ahead, blocks - k, products, count, weight_type);
 #pragma GCC unroll 8
-    for (int i = 0; i < LINES * step && k + i < blocks; i++) {
+    for (int i = 0; i < LINES * step; i++) {
+      if (k + i == blocks) break;
       __m128 scale = _mm_mul_ps(_mm_loadu_ps(scales_of(of_w, k + i)), _mm_loadu_ps(a->x_scales + (k + i) * QUAD));
       sums = _mm_fmadd_ps(_mm_loadu_ps(products[i % step] + i / step * QUAD), scale, sums);
     }

@@ -28,7 +28,7 @@ from megatron_ssm.configs.config import Config
 from megatron_ssm.decoding import cuda_graphs
 from megatron_ssm.layers.cache import LayerCache
 from megatron_ssm.layers.shared_attention import Positions, attend_with_cache
-from megatron_ssm.models.model import Model
+from megatron_ssm.models.model import Block, Model
 from megatron_ssm.parallel import groups
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
@@ -315,6 +315,11 @@ def untied(model):
     model.config = dataclasses.replace(model.config, tie_embeddings=False)
 
 
+def with_a_plain_bias(model):
+    out_proj = model.shared[0].o_proj
+    out_proj.bias = torch.linspace(-1, 1, len(out_proj.weight), dtype=out_proj.weight.dtype)
+
+
 def with_another_core(model):
     for block in model.shared:
         block.core = lambda *given, **named: 1 + attend_with_cache(*given, **named)
@@ -327,7 +332,7 @@ def edited(model):
 
 GRAPHS_STAY_VALID = (edited,)
 GRAPHS_ARE_RECAPTURED = (moved, replaced, with_other_eps, with_another_last_eps, untied)
-NO_GRAPHS = (hooked, hooked_anew, called_otherwise, of_another_kind, with_another_core)
+NO_GRAPHS = (hooked, hooked_anew, called_otherwise, of_another_kind, with_another_core, with_a_plain_bias)
 
 
 @pytest.mark.parametrize("change", (*GRAPHS_STAY_VALID, *GRAPHS_ARE_RECAPTURED, *NO_GRAPHS))
@@ -779,6 +784,16 @@ def test_a_custom_reduce_is_not_captured():
     assert cuda_graphs._is_capturable(model)
     object.__setattr__(model.ranks, "format", lambda tensor, group: dist.all_reduce(tensor, group=group))
     assert not cuda_graphs._is_capturable(model)
+
+
+@pytest.mark.parametrize("kind", (torch.nn.Parameter, torch.Tensor.clone))
+def test_a_bias_of_a_shared_block_is_noticed(kind):
+    """As a parameter, and as a tensor that is none."""
+    model = loaded("zamba2")
+    fingerprint = cuda_graphs.ModelFingerprint(model, Block)
+    assert fingerprint.is_current()
+    model.shared[0].o_proj.bias = kind(torch.zeros(len(model.shared[0].o_proj.weight)))
+    assert not fingerprint.is_current() and not fingerprint.is_current()
 
 
 def test_a_model_with_plain_tensors_is_not_captured():
