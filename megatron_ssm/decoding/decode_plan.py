@@ -189,7 +189,10 @@ class ModelFingerprint:
         self._own = [module.__dict__ for module in self._modules]
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
         self._absent = [  # attributes that are None, such as a bias
-            (own, name) for own in self._own for name, value in own.items() if value is None and name[0] != "_"
+            (own, name)
+            for own in self._own
+            for name, value in own.items()
+            if value is None and not name.startswith("_")
         ]
         self._rounded = [module for module in self._modules if isinstance(module, RoundedMatrix)]
         self._ends: list[Any] = [model.embeddings, model.norm_f, model.logits_layer]
@@ -210,7 +213,10 @@ class ModelFingerprint:
         )  # fmt: skip
 
     def _is_same_model(self) -> bool:
-        """Whether the modules have the same members, types, hooks and settings. If so, their present versions count."""
+        """Whether the modules have the same members, types, hooks and settings, and what was None still is.
+
+        If so, their present versions count.
+        """
         is_same = (
             all(map(is_, map(dict.get, self._owners, self._names), self._members))
             and all(own.get(name, self) is None for own, name in self._absent)

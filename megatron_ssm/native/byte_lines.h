@@ -15,7 +15,8 @@ enum {
 
 INLINE ptrdiff_t blocks_per_line(int weight_type) { return weight_type == INT8 ? 1 : 2; }
 
-/* Prefetches a line of W without AMX. Rows of 4 bits are so short that the first-level cache has space for them. */
+/* Prefetches a line of W, on processors without AMX: to the second-level cache, or to the first one, which has space for the
+   short rows of 4 bits. */
 INLINE void fetch(const char *line, int weight_type) {
   if (weight_type == INT8) fetch_line(line);
   else __asm__ volatile("prefetcht0 %0" : : "m"(*line));
@@ -52,6 +53,13 @@ INLINE_FOR(TARGET_AVX512) __m512i line_sums(const __m512i w[2], const char *x, i
   __m512i low = add_bytes(_mm512_loadu_si512(x + 4 * LINE), w[0], _mm512_loadu_si512(x + 2 * LINE));
   low = add_bytes(low, w[1], _mm512_loadu_si512(x + 3 * LINE));
   return _mm512_add_epi32(low, _mm512_slli_epi32(high, 8));
+}
+
+/* The scales of 16 rows of W, of SCALES of their `blocks` blocks from k on: (SCALES, rows). Beyond the last block there are zeros. */
+INLINE_FOR(TARGET_AVX512) void transpose_scales(const float *const rows[16], ptrdiff_t k, ptrdiff_t blocks, __m512i to[SCALES]) {
+  __mmask16 mask = blocks - k < SCALES ? (__mmask16)((1u << (blocks - k)) - 1) : 0xffff;
+  for (int r = 0; r < 16; r++) to[r] = _mm512_maskz_loadu_epi32(mask, rows[r] + k);
+  transpose_16(to);
 }
 
 /* The sums of the lanes of SUMS registers, apart for the lower and the upper half of the lanes: a lane for each register. */

@@ -24,19 +24,19 @@ typedef struct {
   const void *bias;       /* (out) of `type`, or NULL */
   const Block *x;         /* (batch, blocks) */
   const float *x_scales;  /* (batch, blocks) */
-  const int32_t *taken;   /* (batch, blocks): minus OFFSET, or OFFSET_4, times the sum of a block of x */
+  const int32_t *corrections;   /* (batch, blocks): minus OFFSET, or OFFSET_4, times the sum of a block of x */
   void *y;                /* (batch, out) of `type` */
   ptrdiff_t batch, out, blocks;
   int type, weight_type;
 } BytePanels;
 
 /* Splits a row of x into bytes. */
-TARGET_AVX512 static void split_bytes(const int16_t *x, Block *to, int32_t *taken, ptrdiff_t blocks, int weight_type) {
+TARGET_AVX512 static void split_bytes(const int16_t *x, Block *to, int32_t *corrections, ptrdiff_t blocks, int weight_type) {
   const __m512i ones = _mm512_set1_epi16(1);
   for (ptrdiff_t k = 0; k < blocks; k++, x += BLOCK, to++) {
     __m512i left = _mm512_loadu_si512(x), right = _mm512_loadu_si512(x + BLOCK / 2);
     __m512i sums = _mm512_add_epi32(_mm512_madd_epi16(left, ones), _mm512_madd_epi16(right, ones));
-    taken[k] = -(weight_type == INT8 ? OFFSET : OFFSET_4) * _mm512_reduce_add_epi32(sums);
+    corrections[k] = -(weight_type == INT8 ? OFFSET : OFFSET_4) * _mm512_reduce_add_epi32(sums);
     if (weight_type == INT4) {
       __m512i lower = lower_columns(left, right);
       right = upper_columns(left, right), left = lower;
@@ -55,7 +55,7 @@ INLINE_FOR(TARGET_AVX512) void add_block(const BytePanels *a, const __m512i w[WO
   const float *x_scales = a->x_scales + row * a->blocks + k;
 #pragma GCC unroll 2
   for (int b = 0; b < count; b++)
-    high[b] = _mm512_setzero_si512(), low[b] = _mm512_set1_epi32(a->taken[(row + b) * a->blocks + k]);
+    high[b] = _mm512_setzero_si512(), low[b] = _mm512_set1_epi32(a->corrections[(row + b) * a->blocks + k]);
 #pragma GCC unroll 16
   for (int i = 0; i < WORDS; i++) {
     fetch(ahead + i * step, weight_type);
@@ -82,13 +82,6 @@ INLINE_FOR(TARGET_AVX512) void add_blocks(const BytePanels *a, const __m512i w[W
   if (row < a->batch) add_block(a, w, row, k, scales, sums, ahead, step, 1, weight_type);
 }
 
-/* The scales of SCALES blocks from k on: (blocks, rows of W). */
-INLINE_FOR(TARGET_AVX512) void load_scales(const BytePanels *a, const ptrdiff_t rows[SIDE], ptrdiff_t k, __m512i to[SCALES]) {
-  __mmask16 mask = a->blocks - k < SCALES ? (__mmask16)((1u << (a->blocks - k)) - 1) : 0xffff;
-  for (int r = 0; r < SIDE; r++) to[r] = _mm512_maskz_loadu_epi32(mask, a->scales + rows[r] * a->blocks + k);
-  transpose_16(to);
-}
-
 /* The words of the `half`-th block of transposed lines; those of 8 bits have only one. */
 INLINE_FOR(TARGET_AVX512) void unpack_words(const __m512i lines[SIDE], __m512i to[WORDS], int half, int weight_type) {
 #pragma GCC unroll 8
@@ -103,39 +96,28 @@ INLINE_FOR(TARGET_AVX512) void unpack_words(const __m512i lines[SIDE], __m512i t
 
 /* SIDE rows of W from `row` on, of which those beyond the last are the last one. weight_type is a compile-time constant. */
 INLINE_FOR(TARGET_AVX512) void multiply_panel(const BytePanels *a, ptrdiff_t row, __m512 *sums, int weight_type) {
-  ptrdiff_t each = bytes_per_block(weight_type), step = blocks_per_line(weight_type), rows[SIDE];
+  ptrdiff_t each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
+  const char *rows[SIDE];
+  const float *scales[SIDE];
   const char *ahead = a->values + (row + SIDE) * a->blocks * each; /* the next panel, in the order of its addresses */
-  __m512i scales[SCALES];
+  __m512i of_rows[SCALES];
   for (ptrdiff_t b = 0; b < a->batch; b++) sums[b] = _mm512_setzero_ps();
-  for (ptrdiff_t r = 0; r < SIDE; r++) rows[r] = row + r < a->out ? row + r : a->out - 1;
+  for (ptrdiff_t r = 0; r < SIDE; r++) {
+    ptrdiff_t place = (row + r < a->out ? row + r : a->out - 1) * a->blocks;
+    rows[r] = a->values + place * each, scales[r] = a->scales + place;
+  }
   for (ptrdiff_t k = 0; k < a->blocks; k += step) {
     __m512i lines[SIDE], words[WORDS];
-    if (k % SCALES == 0) load_scales(a, rows, k, scales);
+    if (k % SCALES == 0) transpose_scales(scales, k, a->blocks, of_rows);
     for (int r = 0; r < SIDE; r++)
-      lines[r] = _mm512_maskz_loadu_epi64(a->blocks - k < step ? 0x0f : 0xff, a->values + (rows[r] * a->blocks + k) * each);
+      lines[r] = _mm512_maskz_loadu_epi64(a->blocks - k < step ? 0x0f : 0xff, rows[r] + k * each);
     transpose_16(lines);
 #pragma GCC unroll 2
     for (int half = 0; half < step; half++, ahead += SIDE * each) {
       if (k + half == a->blocks) break;
       unpack_words(lines, words, half, weight_type);
-      add_blocks(a, words, k + half, (__m512)scales[(k + half) % SCALES], sums, ahead, SIDE * each, weight_type);
+      add_blocks(a, words, k + half, (__m512)of_rows[(k + half) % SCALES], sums, ahead, SIDE * each, weight_type);
     }
-  }
-}
-
-/* y for the SIDE rows of W from `row` on. type is a compile-time constant. */
-INLINE_FOR(TARGET_AVX512) void write_sums(const BytePanels *a, ptrdiff_t row, const __m512 *sums, int type) {
-  ptrdiff_t count = a->out - row < SIDE ? a->out - row : SIDE;
-  float bias[SIDE] = {0};
-  for (ptrdiff_t i = 0; a->bias && i < count; i++) bias[i] = get(a->bias, row + i, type);
-  for (ptrdiff_t b = 0; b < a->batch; b++) {
-    const float *values = (const float *)(sums + b);
-    void *y = at(a->y, b * a->out + row, type);
-    if (count == SIDE)
-#pragma omp simd
-      for (int i = 0; i < SIDE; i++) put(y, i, values[i] + bias[i], type);
-    else
-      for (ptrdiff_t i = 0; i < count; i++) put(y, i, values[i] + bias[i], type);
   }
 }
 
@@ -144,8 +126,8 @@ TARGET_AVX512 static void multiply_panels(const BytePanels *a, ptrdiff_t start, 
   for (ptrdiff_t row = start; row < stop; row += SIDE) {
     if (a->weight_type == INT8) multiply_panel(a, row, sums, INT8);
     else multiply_panel(a, row, sums, INT4);
-    if (a->type == FLOAT32) write_sums(a, row, sums, FLOAT32);
-    else write_sums(a, row, sums, BFLOAT16);
+    if (a->type == FLOAT32) write_panel((float *)sums, SIDE, a->bias, a->y, row, a->out, a->batch, FLOAT32);
+    else write_panel((float *)sums, SIDE, a->bias, a->y, row, a->out, a->batch, BFLOAT16);
   }
 }
 
@@ -155,12 +137,12 @@ int byte_panels(const void *values, const float *scales, const void *bias, const
   ptrdiff_t most = batch < MOST ? batch : MOST;
   Block *split = allocate(most * blocks * (sizeof(Block) + sizeof(int32_t)));
   if (!split) return 1;
-  int32_t *taken = (int32_t *)(split + most * blocks);
+  int32_t *corrections = (int32_t *)(split + most * blocks);
   for (ptrdiff_t first = 0; first < batch; first += MOST) {
     ptrdiff_t place = first * blocks, count = batch - first < MOST ? batch - first : MOST;
     for (ptrdiff_t b = 0; b < count; b++)
-      split_bytes(x + (place + b * blocks) * BLOCK, split + b * blocks, taken + b * blocks, blocks, weight_type);
-    BytePanels a = {values, scales, bias, split, x_scales + place, taken, at(y, first * out, type), count, out, blocks, type,
+      split_bytes(x + (place + b * blocks) * BLOCK, split + b * blocks, corrections + b * blocks, blocks, weight_type);
+    BytePanels a = {values, scales, bias, split, x_scales + place, corrections, at(y, first * out, type), count, out, blocks, type,
                     weight_type};
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (ptrdiff_t start = 0; start < out; start += share)

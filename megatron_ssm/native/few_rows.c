@@ -41,14 +41,16 @@ INLINE ptrdiff_t first_of(const Linear *a, ptrdiff_t group) { return group * a->
 /* x (batch, in) -> to; of each group (lines of W, rows of x, bytes_of_x): what is multiplied together lies side by side. */
 static void pack(const Linear *a, char *to, int kind) {
   ptrdiff_t columns = LINE / (ptrdiff_t)bytes_of(1, type_of_weight(kind));
-  for (ptrdiff_t group = 0; group < groups_of(a); group++)
+  for (ptrdiff_t group = 0; group < groups_of(a); group++) {
+    ptrdiff_t first = first_of(a, group), after = first_of(a, group + 1);
     for (ptrdiff_t i = 0; i < a->in; i += columns)
-      for (ptrdiff_t b = first_of(a, group); b < first_of(a, group + 1); b++, to += bytes_of_x(kind)) {
+      for (ptrdiff_t b = first; b < after; b++, to += bytes_of_x(kind)) {
         const void *x = at(a->x, b * a->x_stride + i, a->type);
         if (kind == FLOAT32) pack_line(x, to, a->in - i, FLOAT32);
         else if (kind == BFLOAT16) pack_line(x, to, a->in - i, BFLOAT16);
         else pack_line(x, to, a->in - i, WIDENED);
       }
+  }
 }
 
 /* The 16-bit elements with `mask`; if these are ALL, it is a plain load. */
@@ -100,8 +102,23 @@ INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const
   for (int s = 0; s < rows * count; s++) to[s] = sums[s];
 }
 
-/* The rows `start` to `stop` of W times `count` rows of x from `first` on, `at_once` rows of W at a time. ahead: rows of W that are
-   prefetched, beginning with row `next`. is_small, at_once, count and kind are compile-time constants. */
+/* The sums of the lanes of each register. */
+INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[SUMS]) {
+  for (int i = 0; i < 8; i++)
+    v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    __m512d even = (__m512d)v[2 * i], odd = (__m512d)v[2 * i + 1];
+    v[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(even, odd), (__m512)_mm512_unpackhi_pd(even, odd));
+  }
+  for (int count = 2; count; count /= 2)
+    for (int i = 0; i < count; i++)
+      v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
+                           _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
+  return v[0];
+}
+
+/* The rows `start` to `stop` of W times `count` rows of x from `first` on, `at_once` rows of W at a time. ahead: how many
+   rows of W are prefetched, from row `next` on, if is_aided. is_small, at_once, count and kind are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
                                            ptrdiff_t ahead, int is_aided, int is_small, int at_once, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->weight_stride, type_of_weight(kind));
@@ -162,7 +179,8 @@ static void multiply_share(const Linear *a, MultiplyRows *const *functions, ptrd
   ptrdiff_t groups = groups_of(a), ahead = (ROWS + groups - 1) / groups;
   for (; start < stop; start += ROWS)
     for (ptrdiff_t group = 0; group < groups; group++) {
-      ptrdiff_t end = start + ROWS < stop ? start + ROWS : stop, first = first_of(a, group), count = first_of(a, group + 1) - first;
+      ptrdiff_t end = start + ROWS < stop ? start + ROWS : stop;
+      ptrdiff_t first = first_of(a, group), count = first_of(a, group + 1) - first;
       functions[count - 1](a, first, start, end, start + ROWS + group * ahead, ahead);
     }
 }

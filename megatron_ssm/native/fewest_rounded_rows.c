@@ -31,13 +31,6 @@ TARGET_AMX static void split_row_8(const int16_t *x, char *to, ptrdiff_t blocks)
   }
 }
 
-/* The scales of SUMS rows of W, of SCALES blocks from k on: (blocks, rows). */
-INLINE_FOR(TARGET_AMX) void load_scales(const float *const rows[SUMS], ptrdiff_t k, ptrdiff_t blocks, __m512i to[SCALES]) {
-  __mmask16 mask = blocks - k < SCALES ? (__mmask16)((1u << (blocks - k)) - 1) : 0xffff;
-  for (int r = 0; r < SUMS; r++) to[r] = _mm512_maskz_loadu_epi32(mask, rows[r] + k);
-  transpose_16(to);
-}
-
 /* SUMS rows of W from `row` on, of which those beyond the last are the last one, times the rows of x: lanes are rows of W. A
    block's sum is exact; times both scales, it is added to those of the blocks before it. */
 INLINE_FOR(TARGET_AMX) void multiply_fewest(const Linear *a, ptrdiff_t row, __m512 *sums, int weight_type) {
@@ -54,7 +47,7 @@ INLINE_FOR(TARGET_AMX) void multiply_fewest(const Linear *a, ptrdiff_t row, __m5
   const char *next = (const char *)a->weight + (row + 2 * SUMS) * blocks * each; /* rows that are read later, line by line */
   for (ptrdiff_t k = 0; k < blocks; k += step, x += parts * LINE) {
     __mmask8 mask = blocks - k < step ? 0x0f : 0xff;
-    if (k % SCALES == 0) load_scales(scales, k, blocks, of_rows);
+    if (k % SCALES == 0) transpose_scales(scales, k, blocks, of_rows);
     for (ptrdiff_t b = 0; b < a->batch; b++) {
       const char *own = x + b * a->x_stride;
       __m512i products[SUMS], halves[2];

@@ -8,7 +8,7 @@
 typedef struct {
   const void *weight;   /* (out, in) of the weight's type */
   const void *bias;     /* (out) of `type`, or NULL */
-  const void *x;        /* (batch, in): see linear.c and rounded_rows.c */
+  const void *x;        /* (batch, in); later as linear.c, few_rows.c and rounded_rows.c rearrange it */
   void *y;              /* (batch, out) of `type` */
   ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows; x_stride in bytes for rounded_rows.c */
   int type;
@@ -16,21 +16,6 @@ typedef struct {
 } Linear;
 
 #ifdef HAS_INTRINSICS
-/* The sums of the lanes of each register. */
-INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[16]) {
-  for (int i = 0; i < 8; i++)
-    v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 4; i++) {
-    __m512d even = (__m512d)v[2 * i], odd = (__m512d)v[2 * i + 1];
-    v[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(even, odd), (__m512)_mm512_unpackhi_pd(even, odd));
-  }
-  for (int count = 2; count; count /= 2)
-    for (int i = 0; i < count; i++)
-      v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0x88),
-                           _mm512_shuffle_f32x4(v[2 * i], v[2 * i + 1], 0xdd));
-  return v[0];
-}
-
 /* `linear` by AVX-512: both of FLOAT32; W of BFLOAT16 and x of FLOAT32; or both of BFLOAT16, by AVX512_BF16. Returns whether
    there was no memory. */
 int few_rows(Linear a, int weight_type, int threads);

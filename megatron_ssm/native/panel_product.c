@@ -179,22 +179,6 @@ ADD_ROWS(integers_, 1, 1) ADD_ROWS(integers_, 2, 1) ADD_ROWS(integers_, 3, 1) AD
 static AddRows *const floats[FLOAT_ROWS] = {floats_1, floats_2, floats_3, floats_4, floats_5, floats_6};
 static AddRows *const integers[INTEGER_ROWS] = {integers_1, integers_2, integers_3, integers_4};
 
-/* Writes the sums plus the bias: the products of all rows of x with the rows of W from `row` on. type is a compile-time
-   constant. */
-INLINE_FOR(TARGET_AVX2) void write_sums(const Product *a, const float *sums, ptrdiff_t row, int type) {
-  ptrdiff_t count = a->out - row < PANEL ? a->out - row : PANEL;
-  float bias[PANEL] = {0};
-  for (ptrdiff_t i = 0; a->bias && i < count; i++) bias[i] = get(a->bias, row + i, type);
-  for (ptrdiff_t r = 0; r < a->batch; r++, sums += PANEL) {
-    void *y = at(a->y, r * a->out + row, type);
-    if (count == PANEL)
-#pragma omp simd
-      for (int i = 0; i < PANEL; i++) put(y, i, sums[i] + bias[i], type);
-    else
-      for (ptrdiff_t i = 0; i < count; i++) put(y, i, sums[i] + bias[i], type);
-  }
-}
-
 /* Determines what is prefetched while `words` words are multiplied: of the PANEL rows from `row` on, the part-th of `parts` in the
    order of the addresses. After the last row there is nothing. */
 static void set_ahead(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t part, ptrdiff_t parts, ptrdiff_t words) {
@@ -231,8 +215,8 @@ TARGET_AVX2 static void multiply_panel(const Product *a, Panel *panel, ptrdiff_t
       functions[count - 1](a, panel, first, start, stop);
     }
   }
-  if (a->type == FLOAT32) write_sums(a, panel->sums, row, FLOAT32);
-  else write_sums(a, panel->sums, row, BFLOAT16);
+  if (a->type == FLOAT32) write_panel(panel->sums, PANEL, a->bias, a->y, row, a->out, a->batch, FLOAT32);
+  else write_panel(panel->sums, PANEL, a->bias, a->y, row, a->out, a->batch, BFLOAT16);
 }
 
 /* Each thread takes the next panel that is left. */

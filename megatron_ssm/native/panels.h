@@ -64,6 +64,23 @@ INLINE void fill_scales(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t
       *scales++ = row + r < a->out ? a->scales[(row + r) * a->blocks + k / each] : 0;
 }
 
+/* Writes to y (batch, out) the sums (batch, side) of the rows of x and `side` rows of W, at most PANEL, from `row` on, plus the bias,
+   NULL or (out). y and bias are of `type`. side and type are compile-time constants. */
+INLINE void write_panel(const float *sums, int side, const void *bias, void *y, ptrdiff_t row, ptrdiff_t out, ptrdiff_t batch,
+                        int type) {
+  ptrdiff_t count = out - row < side ? out - row : side;
+  float biases[PANEL] = {0};
+  for (ptrdiff_t i = 0; bias && i < count; i++) biases[i] = get(bias, row + i, type);
+  for (ptrdiff_t b = 0; b < batch; b++, sums += side) {
+    void *to = at(y, b * out + row, type);
+    if (count == side)
+#pragma omp simd
+      for (int i = 0; i < side; i++) put(to, i, sums[i] + biases[i], type);
+    else
+      for (ptrdiff_t i = 0; i < count; i++) put(to, i, sums[i] + biases[i], type);
+  }
+}
+
 /* Adds the products of words `start` to `stop` of some rows of x from `first` on to their sums. There is one function for each
    number of rows. */
 typedef void AddRows(const Product *, Panel *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);

@@ -217,7 +217,7 @@ def is_altered(module: nn.Module) -> bool:
 
 
 def has_plain_tensors(module: nn.Module) -> bool:
-    """Whether tensors are attributes of a module that are neither parameters nor buffers, so that nobody notices new ones.
+    """Whether tensors are attributes of a module that are neither parameters nor buffers. Their replacement is not noticed.
 
     The storage of `Packed` does not count: its parameters are views of it.
     """
