@@ -11,6 +11,8 @@
 enum {
   SIDE = 16,         /* rows of W in a panel */
   WORDS = BLOCK / 4, /* of a block */
+  PART = 16,         /* bytes of each row of W that are transposed at a time */
+  FETCHES = 8,       /* places that are prefetched while one or two rows of x are multiplied: one for every other word of W */
   MOST = 64          /* rows of x whose sums stay in the cache */
 };
 
@@ -46,8 +48,15 @@ TARGET_AVX512 static void split_bytes(const int16_t *x, Block *to, int32_t *corr
   }
 }
 
-/* Adds the products of a block of SIDE rows of W with one of each of `count` rows of x, from `row` on, to their sums, and prefetches
-   WORDS places that are `step` bytes apart, from `ahead` on. count and weight_type are compile-time constants. */
+/* sum plus the products of words of W and a word of x. The instruction itself broadcasts it. Another instruction would take one
+   more of the processor's registers, of which there are too few for the next panel to be transposed at the same time. */
+INLINE_FOR(TARGET_AVX512) __m512i add_broadcast(__m512i sum, __m512i words, const uint32_t *x) {
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(words), "m"(*x));
+  return sum;
+}
+
+/* Adds the products of a block of SIDE rows of W with one of each of `count` rows of x, from `row` on, to their sums, and
+   prefetches FETCHES places that are `step` bytes apart, from `ahead` on. count and weight_type are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void add_block(const BytePanels *a, const __m512i w[WORDS], ptrdiff_t row, ptrdiff_t k, __m512 scales,
                                          __m512 *sums, const char *ahead, ptrdiff_t step, int count, int weight_type) {
   __m512i high[2], low[2];
@@ -58,11 +67,11 @@ INLINE_FOR(TARGET_AVX512) void add_block(const BytePanels *a, const __m512i w[WO
     high[b] = _mm512_setzero_si512(), low[b] = _mm512_set1_epi32(a->corrections[(row + b) * a->blocks + k]);
 #pragma GCC unroll 16
   for (int i = 0; i < WORDS; i++) {
-    fetch(ahead + i * step, weight_type);
+    if (i % 2 == 0) fetch(ahead + i / 2 * step, weight_type);
 #pragma GCC unroll 2
     for (int b = 0; b < count; b++) {
-      high[b] = add_bytes(high[b], w[i], _mm512_set1_epi32((int)x[b * a->blocks].high[i]));
-      low[b] = add_bytes(low[b], w[i], _mm512_set1_epi32((int)x[b * a->blocks].low[i]));
+      high[b] = add_broadcast(high[b], w[i], x[b * a->blocks].high + i);
+      low[b] = add_broadcast(low[b], w[i], x[b * a->blocks].low + i);
     }
   }
 #pragma GCC unroll 2
@@ -73,13 +82,53 @@ INLINE_FOR(TARGET_AVX512) void add_block(const BytePanels *a, const __m512i w[WO
   }
 }
 
-/* The same for all rows of x, of which two at a time share the loads of W. `bytes` from `ahead` on are prefetched. */
-INLINE_FOR(TARGET_AVX512) void add_blocks(const BytePanels *a, const __m512i w[WORDS], ptrdiff_t k, __m512 scales, __m512 *sums,
-                                          const char *ahead, ptrdiff_t bytes, int weight_type) {
-  ptrdiff_t step = bytes / ((a->batch + 1) / 2 * WORDS), row = 0;
-  for (; row + 2 <= a->batch; row += 2, ahead += WORDS * step)
-    add_block(a, w, row, k, scales, sums, ahead, step, 2, weight_type);
-  if (row < a->batch) add_block(a, w, row, k, scales, sums, ahead, step, 1, weight_type);
+/* Transposes PART bytes at `place` of each of SIDE rows of W: word i of each row -> to[i]. First, the i-th 128 bits of a register
+   are those of row r + 4 i; then, words are transposed in each 128 bits. */
+INLINE_FOR(TARGET_AVX512) void transpose_part(const char *const rows[SIDE], ptrdiff_t place, __m512i to[PART / 4]) {
+  __m512i four[4], pairs[4];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++) {
+    four[r] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[r] + place)));
+#pragma GCC unroll 4
+    for (int i = 1; i < 4; i++) {
+      __m128i part = _mm_loadu_si128((const __m128i *)(rows[r + 4 * i] + place));
+      four[r] = _mm512_mask_broadcast_i32x4(four[r], (__mmask16)(0xf << 4 * i), part);
+    }
+  }
+  for (int i = 0; i < 4; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(four[i], four[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(four[i], four[i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    to[2 * i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    to[2 * i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+  }
+}
+
+/* SIDE rows of W that are being transposed. */
+typedef struct {
+  const char *rows[SIDE];
+  ptrdiff_t place, bytes; /* of each row, how many bytes are transposed, and how many there are */
+  __m512i lines[2][SIDE]; /* two transposed lines: word i of all rows */
+} Transposed;
+
+INLINE_FOR(TARGET_AVX512) void transpose_next(Transposed *w) {
+  if (w->place >= w->bytes) return;
+  transpose_part(w->rows, w->place, &w->lines[w->place / LINE % 2][w->place % LINE / 4]);
+  w->place += PART;
+}
+
+/* Block k of SIDE rows of W times all rows of x, of which two at a time share the loads of W. Between these, W is transposed up to
+   byte `stop` of its rows; the processor does both at the same time. SIDE blocks of bytes are prefetched, from `ahead` on. */
+INLINE_FOR(TARGET_AVX512) void add_blocks(const BytePanels *a, Transposed *w, ptrdiff_t stop, const __m512i words[WORDS],
+                                          ptrdiff_t k, __m512 scales, __m512 *sums, const char *ahead, int weight_type) {
+  ptrdiff_t step = SIDE * bytes_per_block(weight_type) / ((a->batch + 1) / 2 * FETCHES), row = 0;
+  for (; row + 2 <= a->batch; row += 2, ahead += FETCHES * step) {
+    add_block(a, words, row, k, scales, sums, ahead, step, 2, weight_type);
+    if (w->place < stop) transpose_next(w);
+  }
+  if (row < a->batch) add_block(a, words, row, k, scales, sums, ahead, step, 1, weight_type);
+  while (w->place < stop) transpose_next(w);
 }
 
 /* The words of the `half`-th block of transposed lines; those of 8 bits have only one. */
@@ -97,27 +146,23 @@ INLINE_FOR(TARGET_AVX512) void unpack_words(const __m512i lines[SIDE], __m512i t
 /* SIDE rows of W from `row` on, of which those beyond the last are the last one. weight_type is a compile-time constant. */
 INLINE_FOR(TARGET_AVX512) void multiply_panel(const BytePanels *a, ptrdiff_t row, __m512 *sums, int weight_type) {
   ptrdiff_t each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
-  const char *rows[SIDE];
+  Transposed w;
   const float *scales[SIDE];
   const char *ahead = a->values + (row + SIDE) * a->blocks * each; /* the next panel, in the order of its addresses */
   __m512i of_rows[SCALES];
+  w.place = 0, w.bytes = a->blocks * each;
   for (ptrdiff_t b = 0; b < a->batch; b++) sums[b] = _mm512_setzero_ps();
   for (ptrdiff_t r = 0; r < SIDE; r++) {
     ptrdiff_t place = (row + r < a->out ? row + r : a->out - 1) * a->blocks;
-    rows[r] = a->values + place * each, scales[r] = a->scales + place;
+    w.rows[r] = a->values + place * each, scales[r] = a->scales + place;
   }
-  for (ptrdiff_t k = 0; k < a->blocks; k += step) {
-    __m512i lines[SIDE], words[WORDS];
+  for (ptrdiff_t p = 0; p < each; p += PART) transpose_next(&w);
+  for (ptrdiff_t k = 0; k < a->blocks; k++, ahead += SIDE * each) {
+    __m512i words[WORDS];
     if (k % SCALES == 0) transpose_scales(scales, k, a->blocks, of_rows);
-    for (int r = 0; r < SIDE; r++)
-      lines[r] = _mm512_maskz_loadu_epi64(a->blocks - k < step ? 0x0f : 0xff, rows[r] + k * each);
-    transpose_16(lines);
-#pragma GCC unroll 2
-    for (int half = 0; half < step; half++, ahead += SIDE * each) {
-      if (k + half == a->blocks) break;
-      unpack_words(lines, words, half, weight_type);
-      add_blocks(a, words, k + half, (__m512)of_rows[(k + half) % SCALES], sums, ahead, SIDE * each, weight_type);
-    }
+    unpack_words(w.lines[k / step % 2], words, k % step, weight_type);
+    ptrdiff_t next = (k + 2) * each;
+    add_blocks(a, &w, next < w.bytes ? next : w.bytes, words, k, (__m512)of_rows[k % SCALES], sums, ahead, weight_type);
   }
 }
 

@@ -1,7 +1,7 @@
-/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. One or two rows of x meet W row
-   by row, because memory delivers consecutive addresses fastest; but long rows of W are read faster several at once, if they are
-   prefetched. More rows of x always meet several rows of W at once, which share the loads of x. Each dot product is one register
-   of partial sums, so a row's numbers do not depend on what is computed beside it. */
+/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. One row of x meets W row by row,
+   because memory delivers consecutive addresses fastest; but long rows of W are read faster several at once, if they are
+   prefetched. More rows of x meet several rows of W at once, which share the loads of x. Each dot product is one register of
+   partial sums, so a row's numbers do not depend on what is computed beside it. */
 #include "linear.h"
 
 #ifdef HAS_INTRINSICS
@@ -11,9 +11,9 @@ enum {
   ROWS = 16,    /* rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
   WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32 */
   ALL = -1,     /* elements of a register, as a mask */
-  UNAIDED = 2,  /* rows of x up to which the processor's own prefetching is fastest, on processors without AMX, */
-  LONG = 6144,  /* unless the rows of W have so many bytes; */
-  AT_ONCE = 4,  /* then so many of them at once are fastest */
+  PAIR = 2,     /* rows of x up to which, on processors without AMX, */
+  LONG = 6144,  /* rows of W that have so many bytes */
+  AT_ONCE = 4,  /* are read fastest if so many meet x at once */
   SMALL = 24576 /* bytes of x that stay in the first-level cache: it is loaded once for several rows of W. What comes from the
                    second-level cache is multiplied faster if each instruction loads it again */
 };
@@ -83,8 +83,8 @@ INLINE_FOR(TARGET_AVX512) void add_line(const char *const w[], ptrdiff_t i, cons
   }
 }
 
-/* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on: to (rows, count). ahead: what is prefetched, a row
-   for each of w, or NULL. is_small, rows, count and kind are compile-time constants. */
+/* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on: to (count, SUMS / count), of which `rows` columns.
+   ahead: what is prefetched, a row for each of w, or NULL. is_small, rows, count and kind are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const w[], const char *const ahead[], ptrdiff_t first,
                                             __m512 *to, int is_small, int rows, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), step = count * bytes_of_x(kind), i = 0;
@@ -99,7 +99,7 @@ INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const
   }
   if (i < bytes) add_line(w, i, x, sums, (1u << (bytes - i) / 2) - 1, is_small, rows, count, kind);
 #pragma GCC unroll 16
-  for (int s = 0; s < rows * count; s++) to[s] = sums[s];
+  for (int s = 0; s < rows * count; s++) to[s % count * (SUMS / count) + s / count] = sums[s];
 }
 
 /* The sums of the lanes of each register. */
@@ -117,6 +117,27 @@ INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[SUMS]) {
   return v[0];
 }
 
+/* Writes sums (count, SUMS / count), of rows of x from `first` on and rows of W from `row` on, plus the bias. Those of BFLOAT16 are
+   rounded together. count and type are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) void write_sums(const Linear *a, __m512 sums, ptrdiff_t first, ptrdiff_t row, ptrdiff_t stop, int count,
+                                          int type) {
+  ptrdiff_t rows = SUMS / count, left = stop - row < rows ? stop - row : rows;
+  float totals[SUMS];
+  uint16_t rounded[SUMS];
+  _mm512_storeu_ps(totals, sums);
+  for (ptrdiff_t r = 0; a->bias && r < left; r++)
+    for (int b = 0; b < count; b++) totals[b * rows + r] += get(a->bias, row + r, type);
+#pragma omp simd
+  for (int s = 0; s < (type == BFLOAT16 ? SUMS : 0); s++) put(rounded, s, totals[s], BFLOAT16);
+  for (int b = 0; b < count; b++) {
+    void *to = at(a->y, (first + b) * a->y_stride + row, type);
+    if (type == FLOAT32)
+      for (ptrdiff_t r = 0; r < left; r++) put(to, r, totals[b * rows + r], FLOAT32);
+    else if (left == rows) memcpy(to, rounded + b * rows, bytes_of(SUMS / count, BFLOAT16)); /* of constant size: fast */
+    else memcpy(to, rounded + b * rows, bytes_of(left, BFLOAT16));
+  }
+}
+
 /* The rows `start` to `stop` of W times `count` rows of x from `first` on, `at_once` rows of W at a time. ahead: how many
    rows of W are prefetched, from row `next` on, if is_aided. is_small, at_once, count and kind are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
@@ -124,7 +145,6 @@ INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, p
   ptrdiff_t bytes = bytes_of(a->weight_stride, type_of_weight(kind));
   for (ptrdiff_t row = start; row < stop; row += SUMS / count) {
     __m512 sums[SUMS];
-    float totals[SUMS];
 #pragma GCC unroll 16
     for (int s = SUMS / count * count; s < SUMS; s++) sums[s] = _mm512_setzero_ps();
 #pragma GCC unroll 16
@@ -136,26 +156,22 @@ INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, p
         w[i] = (const char *)a->weight + own * bytes;
         prefetched[i] = (const char *)a->weight + (done < ahead ? next + done : own) * bytes;
       }
-      multiply_lines(a, w, is_aided ? prefetched : NULL, first, sums + r * count, is_small, at_once, count, kind);
+      multiply_lines(a, w, is_aided ? prefetched : NULL, first, sums + r, is_small, at_once, count, kind);
     }
-    _mm512_storeu_ps(totals, sums_of_lanes(sums));
-    for (int r = 0; r < SUMS / count && row + r < stop; r++) {
-      float bias = a->bias ? get(a->bias, row + r, a->type) : 0;
-      for (int b = 0; b < count; b++)
-        put(a->y, (first + b) * a->y_stride + row + r, totals[r * count + b] + bias, a->type);
-    }
+    write_sums(a, sums_of_lanes(sums), first, row, stop, count, kind == BFLOAT16 ? BFLOAT16 : FLOAT32);
   }
 }
 
 /* Chooses how many rows of W are multiplied at once, and whether the rows after them are prefetched. */
 INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
                                            ptrdiff_t ahead, int count, int kind) {
-  int has_tiles = has_tile_products(), is_long = !has_tiles && bytes_of(a->in, type_of_weight(kind)) >= LONG;
-  if (count > UNAIDED && bytes_of(count * a->in, a->type) <= SMALL)
+  if (count > PAIR && bytes_of(count * a->in, a->type) <= SMALL)
     multiply_each(a, first, start, stop, next, ahead, 1, 1, SUMS / count, count, kind);
-  else if (count > UNAIDED) multiply_each(a, first, start, stop, next, ahead, 1, 0, SUMS / count, count, kind);
-  else if (is_long) multiply_each(a, first, start, stop, next, ahead, 1, 0, AT_ONCE, count, kind);
-  else multiply_each(a, first, start, stop, next, ahead, has_tiles, 0, 1, count, kind);
+  else if (count > PAIR) multiply_each(a, first, start, stop, next, ahead, 1, 0, SUMS / count, count, kind);
+  else if (has_tile_products()) multiply_each(a, first, start, stop, next, ahead, 1, 0, 1, count, kind);
+  else if (bytes_of(a->in, type_of_weight(kind)) >= LONG)
+    multiply_each(a, first, start, stop, next, ahead, 1, 0, AT_ONCE, count, kind);
+  else multiply_each(a, first, start, stop, next, ahead, count == PAIR, 0, count, count, kind);
 }
 
 typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next, ptrdiff_t ahead);
