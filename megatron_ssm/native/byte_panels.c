@@ -119,7 +119,8 @@ INLINE_FOR(TARGET_AVX512) void transpose_next(Transposed *w) {
 }
 
 /* Block k of SIDE rows of W times all rows of x, of which two at a time share the loads of W. Between these, W is transposed up to
-   byte `stop` of its rows; the processor does both at the same time. SIDE blocks of bytes are prefetched, from `ahead` on. */
+   byte `stop` of its rows; the processor does both at the same time. Of the SIDE blocks from `ahead` on, every line is prefetched,
+   or every other one if there are only one or two rows of x. */
 INLINE_FOR(TARGET_AVX512) void add_blocks(const BytePanels *a, Transposed *w, ptrdiff_t stop, const __m512i words[WORDS],
                                           ptrdiff_t k, __m512 scales, __m512 *sums, const char *ahead, int weight_type) {
   ptrdiff_t step = SIDE * bytes_per_block(weight_type) / ((a->batch + 1) / 2 * FETCHES), row = 0;
@@ -195,10 +196,5 @@ int byte_panels(const void *values, const float *scales, const void *bias, const
   }
   free(split);
   return 0;
-}
-#else
-int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
-  return 1;
 }
 #endif

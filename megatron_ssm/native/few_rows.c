@@ -11,9 +11,9 @@ enum {
   ROWS = 16,    /* rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
   WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32 */
   ALL = -1,     /* elements of a register, as a mask */
-  PAIR = 2,     /* rows of x up to which, on processors without AMX, */
-  LONG = 6144,  /* rows of W that have so many bytes */
-  AT_ONCE = 4,  /* are read fastest if so many meet x at once */
+  PAIR = 2,     /* up to so many rows of x meet one, two or AT_ONCE rows of W at once; more meet as many as SUMS allows */
+  AT_ONCE = 4,  /* rows of W, if they are long, on processors without AMX */
+  LONG = 6144,  /* bytes of a long row of W */
   SMALL = 24576 /* bytes of x that stay in the first-level cache: it is loaded once for several rows of W. What comes from the
                    second-level cache is multiplied faster if each instruction loads it again */
 };

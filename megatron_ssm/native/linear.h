@@ -8,7 +8,7 @@
 typedef struct {
   const void *weight;   /* (out, in) of the weight's type */
   const void *bias;     /* (out) of `type`, or NULL */
-  const void *x;        /* (batch, in); later as linear.c, few_rows.c and rounded_rows.c rearrange it */
+  const void *x;        /* (batch, in); later as the file that multiplies rearranges it */
   void *y;              /* (batch, out) of `type` */
   ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows; x_stride in bytes for rounded_rows.c */
   int type;

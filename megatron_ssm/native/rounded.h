@@ -28,14 +28,6 @@ INLINE int16_t column(const void *block, int i, int weight_type) {
 /* Each block of x (batch, in) in 16 bits -> to (batch, in), with its scale -> scales (batch, in / BLOCK). */
 void round_to_16_bits(const void *x, int16_t *to, float *scales, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t x_stride, int type);
 
-/* `linear` by AMX for rows of x that are rounded to 16 bits, (batch, blocks, BLOCK), times x_scales, (batch, blocks). */
-int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
-
-/* The same by AVX512_VNNI. */
-int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
-
 enum { FEWEST = 2 };
 
 /* `linear` by a processor with AMX for up to FEWEST rows of x, with weight, bias and y of BFLOAT16. x is float32, of each row
@@ -44,6 +36,14 @@ void fewest_rows(const void *weight, const void *bias, const float *x, void *y, 
                  int threads);
 
 #ifdef HAS_INTRINSICS
+/* `linear` by AMX for rows of x that are rounded to 16 bits, (batch, blocks, BLOCK), times x_scales, (batch, blocks). */
+int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
+
+/* The same by AVX512_VNNI. */
+int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
+                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
+
 /* The sum of the elements. */
 INLINE_FOR(TARGET_AVX2) float added_up(__m256 x) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
