@@ -127,8 +127,9 @@ INLINE_FOR(TARGET_AVX512) void write_sums(const Linear *a, __m512 sums, ptrdiff_
   _mm512_storeu_ps(totals, sums);
   for (ptrdiff_t r = 0; a->bias && r < left; r++)
     for (int b = 0; b < count; b++) totals[b * rows + r] += get(a->bias, row + r, type);
+  if (type == BFLOAT16)
 #pragma omp simd
-  for (int s = 0; s < (type == BFLOAT16 ? SUMS : 0); s++) put(rounded, s, totals[s], BFLOAT16);
+    for (int s = 0; s < SUMS; s++) put(rounded, s, totals[s], BFLOAT16);
   for (int b = 0; b < count; b++) {
     void *to = at(a->y, (first + b) * a->y_stride + row, type);
     if (type == FLOAT32)

@@ -67,18 +67,23 @@ INLINE_FOR(TARGET_AVX512) __m512i half_block(const char *block, int half, int we
   return _mm512_srai_epi16(_mm512_sllv_epi16(words, shifts), 12);
 }
 
-/* rows[i][j] becomes rows[j][i], of 16 words each: of 4 x 4 elements in each 128 bits, then of 128-bit parts. */
-INLINE_FOR(TARGET_AVX512) void transpose_16(__m512i rows[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
+/* Of the 4 x 4 words in each 128 bits of four registers, word j of rows[i] becomes word i of to[j]. rows and to may be the same. */
+INLINE_FOR(TARGET_AVX512) void transpose_4(const __m512i rows[4], __m512i to[4]) {
+  __m512i t[4];
+  for (int i = 0; i < 4; i += 2) {
     t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; j++) {
-      rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
+  for (int j = 0; j < 2; j++) {
+    to[2 * j] = _mm512_unpacklo_epi64(t[j], t[j + 2]);
+    to[2 * j + 1] = _mm512_unpackhi_epi64(t[j], t[j + 2]);
+  }
+}
+
+/* rows[i][j] becomes rows[j][i], of 16 words each: of 4 x 4 words in each 128 bits, then of 128-bit parts. */
+INLINE_FOR(TARGET_AVX512) void transpose_16(__m512i rows[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 4) transpose_4(rows + i, rows + i);
   for (int i = 0; i < 4; i++) {
     t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
     t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);

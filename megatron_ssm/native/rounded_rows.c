@@ -40,15 +40,11 @@ TARGET_AVX512 void split_row(const int16_t *x, char *to, ptrdiff_t blocks) {
    scales_of(to, k) on. */
 INLINE_FOR(TARGET_AVX512) void load_scales(const float *const rows[QUAD], ptrdiff_t left, float to[4][SCALES]) {
   __mmask16 mask = left < SCALES ? (__mmask16)((1u << left) - 1) : 0xffff;
-  __m512 row[QUAD];
+  __m512i row[QUAD];
 #pragma GCC unroll 4
-  for (int q = 0; q < QUAD; q++) row[q] = _mm512_maskz_loadu_ps(mask, rows[q]);
-  for (int high = 0; high < 2; high++) {
-    __m512d one = (__m512d)(high ? _mm512_unpackhi_ps(row[0], row[1]) : _mm512_unpacklo_ps(row[0], row[1]));
-    __m512d two = (__m512d)(high ? _mm512_unpackhi_ps(row[2], row[3]) : _mm512_unpacklo_ps(row[2], row[3]));
-    _mm512_storeu_ps(to[2 * high], (__m512)_mm512_unpacklo_pd(one, two));
-    _mm512_storeu_ps(to[2 * high + 1], (__m512)_mm512_unpackhi_pd(one, two));
-  }
+  for (int q = 0; q < QUAD; q++) row[q] = _mm512_maskz_loadu_epi32(mask, rows[q]);
+  transpose_4(row, row);
+  for (int q = 0; q < QUAD; q++) _mm512_storeu_si512(to[q], row[q]);
 }
 INLINE const float *scales_of(const float scales[4][SCALES], ptrdiff_t block) { return scales[block % 4] + block % SCALES / 4 * 4; }
 
