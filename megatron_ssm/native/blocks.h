@@ -14,6 +14,12 @@ INLINE void prefetch_lines(const char *start, const char *end) {
   for (; start < end; start += LINE) __builtin_prefetch(start, 0, 2);
 }
 
+/* Brings `count` elements to the first-level cache. */
+INLINE void prefetch_next(const void *start, ptrdiff_t count, int type) {
+  const char *line = start, *end = line + bytes_of(count, type);
+  for (; line < end; line += LINE) __builtin_prefetch(line, 0, 3);
+}
+
 #ifdef HAS_INTRINSICS
 /* Brings a line to the second-level cache. The compiler cannot move it to the loads, which would then wait for it. */
 INLINE void fetch_line(const char *line) { __asm__ volatile("prefetcht1 %0" : : "m"(*line)); }

@@ -4,7 +4,7 @@
    the gradients of weight and bias are summed over the sequences. No two tasks write the same memory. */
 #include "blocks.h"
 
-enum { WIDTH = 64, TAPS = 8 }; /* channels per block; the longest kernel (LONGEST_KERNEL in kernels.py) */
+enum { WIDTH = 64, TAPS = 8, USUAL_TAPS = 4 }; /* channels per block; the longest kernel (LONGEST_KERNEL in kernels.py) */
 
 typedef struct {
   const void *x;        /* (batch, seq, channels), with batch_stride and token_stride */
@@ -54,6 +54,17 @@ INLINE const void *input_row(const Conv *a, ptrdiff_t b, ptrdiff_t first, const 
 /* sum = bias + the sum over the taps at token t, before SiLU. */
 INLINE void convolve(const Conv *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, const char *past, ptrdiff_t t,
                      float taps[TAPS][WIDTH], const float *bias, float *sum, int type) {
+  if (a->taps == USUAL_TAPS) { /* without storing the sum in between */
+    const void *rows[USUAL_TAPS];
+    for (int k = 0; k < USUAL_TAPS; k++) rows[k] = input_row(a, b, first, past, t - USUAL_TAPS + 1 + k, type);
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) {
+      float total = bias[c];
+      for (int k = 0; k < USUAL_TAPS; k++) total += taps[k][c] * get(rows[k], c, type);
+      sum[c] = total;
+    }
+    return;
+  }
 #pragma omp simd
   for (ptrdiff_t c = 0; c < width; c++) sum[c] = bias[c];
   for (ptrdiff_t k = 0; k < a->taps; k++) {
@@ -67,7 +78,7 @@ INLINE void convolve(const Conv *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t widt
 INLINE void forward_block(const Conv *a, ptrdiff_t task, int type) {
   ptrdiff_t blocks = (a->channels + WIDTH - 1) / WIDTH, b = task / blocks, first = task % blocks * WIDTH;
   ptrdiff_t width = a->channels - first < WIDTH ? a->channels - first : WIDTH;
-  float taps[TAPS][WIDTH], bias[WIDTH], sum[WIDTH];
+  float taps[TAPS][WIDTH], bias[WIDTH], sum[WIDTH], least = unknown(LEAST_EXPONENT);
   _Alignas(float) char past[(TAPS - 1) * WIDTH * 4];
   load_weights(a, first, width, taps, bias, type);
   load_history(a, b, first, width, past, type);
@@ -75,7 +86,7 @@ INLINE void forward_block(const Conv *a, ptrdiff_t task, int type) {
     convolve(a, b, first, width, past, t, taps, bias, sum, type);
     void *y = at(a->y, (b * a->seq + t) * a->channels + first, type);
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) put(y, c, sum[c] * sigmoid_(sum[c]), type);
+    for (ptrdiff_t c = 0; c < width; c++) put(y, c, sum[c] * sigmoid_(sum[c], least), type);
   }
   if (a->next)
     for (ptrdiff_t k = 0; k < a->taps - 1; k++) {
@@ -133,6 +144,7 @@ CLONES static void backward_block(const ConvGradient *g, ptrdiff_t task) {
   const Conv *a = &g->a;
   ptrdiff_t first = task * WIDTH, width = a->channels - first < WIDTH ? a->channels - first : WIDTH;
   float taps[TAPS][WIDTH], bias[WIDTH], sum[WIDTH], dsum[TAPS][WIDTH], dbias[WIDTH] = {0}, dtaps[TAPS][WIDTH] = {{0}};
+  float least = unknown(LEAST_EXPONENT);
   _Alignas(float) char past[(TAPS - 1) * WIDTH * 4];
   load_weights(a, first, width, taps, bias, FLOAT32);
   for (ptrdiff_t b = 0; b < a->batch; b++) {
@@ -143,7 +155,7 @@ CLONES static void backward_block(const ConvGradient *g, ptrdiff_t task) {
       float *dsum_t = dsum[t % TAPS];
 #pragma omp simd
       for (ptrdiff_t c = 0; c < width; c++) {
-        float s = sigmoid_(sum[c]);
+        float s = sigmoid_(sum[c], least);
         dsum_t[c] = dy[c] * s * (1 + sum[c] * (1 - s)); /* the derivative of SiLU */
         dbias[c] += dsum_t[c];
       }

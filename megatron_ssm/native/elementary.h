@@ -9,32 +9,39 @@
 #define LEAST_EXPONENT -126.0f /* of 2, so that the result is not subnormal */
 #define MOST_EXPONENT 127.0f   /* so that it is not infinite */
 
-/* 2^u, with u clamped to [least, most], which are LEAST_EXPONENT and MOST_EXPONENT. u = whole + f: 2^f is a polynomial on
-   [-1/2, 1/2] of relative error 1e-7, whose terms are added in pairs because that is a shorter chain; `whole` is added to its
-   exponent bits. */
-INLINE float exp2_between(float u, float least, float most) {
-  u = least > u ? least : u;
-  u = most < u ? most : u;
-  float whole = __builtin_rintf(u), f = u - whole, square = f * f;
-  float low = (5.550332470e-02f * f + 2.402264791e-01f) * square + (6.931472029e-01f * f + 1.0f);
-  float high = 1.535336063e-04f * square + (1.339887487e-03f * f + 9.618437366e-03f);
-  return float_of_bits(bits_of_float(high * (square * square) + low) + ((uint32_t)(int32_t)whole << 23));
-}
-
-INLINE float exp2_(float u) { return exp2_between(u, LEAST_EXPONENT, MOST_EXPONENT); }
-
-/* x, of which GCC does not know that it is a constant. Bounds such as these become the instructions for the larger and the
-   smaller number; GCC 12 compares with constants by longer code. */
+/* x, of which GCC does not know that it is a constant. A bound becomes the instruction for the larger or the smaller number;
+   GCC 12 compares with constants by longer code. The parameters `least` and `most` below are LEAST_EXPONENT and
+   MOST_EXPONENT, in loops over vectors as unknown numbers. */
 INLINE float unknown(float x) {
   __asm__("" : "+g"(x));
   return x;
 }
 
-INLINE float exp_(float x) { return exp2_(x * LOG2E); }
+/* 2^u for u <= MOST_EXPONENT; where u < least, 2^least. u = whole + f: 2^f is a polynomial on [-1/2, 1/2] of relative error
+   8e-8, with the result's rounding; `whole` is added to its exponent bits. */
+INLINE float exp2_from(float u, float least) {
+  u = least > u ? least : u;
+  float whole = __builtin_rintf(u), f = u - whole, p = 1.535336063e-04f;
+  p = p * f + 1.339887487e-03f;
+  p = p * f + 9.618437366e-03f;
+  p = p * f + 5.550332470e-02f;
+  p = p * f + 2.402264791e-01f;
+  p = p * f + 6.931472029e-01f;
+  p = p * f + 1.0f;
+  return float_of_bits(bits_of_float(p) + ((uint32_t)(int32_t)whole << 23));
+}
+
+/* 2^u, with u clamped to [least, most]. */
+INLINE float exp2_between(float u, float least, float most) { return exp2_from(most < u ? most : u, least); }
+
+INLINE float exp_(float x) { return exp2_between(x * LOG2E, LEAST_EXPONENT, MOST_EXPONENT); }
+
+/* e^-|x| */
+INLINE float exp_of_negative(float x, float least) { return exp2_from((x < 0 ? x : -x) * LOG2E, least); }
 
 /* 1 / (1 + e^-x) */
-INLINE float sigmoid_(float x) {
-  float e = exp_(x < 0 ? x : -x); /* at most 1 */
+INLINE float sigmoid_(float x, float least) {
+  float e = exp_of_negative(x, least);
   return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
@@ -54,6 +61,6 @@ INLINE float log1p_(float e) {
 }
 
 /* softplus(x) = log(1 + e^x) = max(x, 0) + log(1 + e^-|x|) */
-INLINE float softplus_(float x) { return (x > 0 ? x : 0.0f) + log1p_(exp_(x < 0 ? x : -x)); }
+INLINE float softplus_(float x, float least) { return (x > 0 ? x : 0.0f) + log1p_(exp_of_negative(x, least)); }
 
 #endif

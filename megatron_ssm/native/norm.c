@@ -64,10 +64,10 @@ INLINE void gated_row(const void *y, const void *z, const void *weight, void *ou
                       ptrdiff_t size, float eps, int normalize, int type, float *gated) {
   for (ptrdiff_t group = 0; group < groups; group++) {
     ptrdiff_t first = group * size;
-    float sum = 0;
+    float sum = 0, least = unknown(LEAST_EXPONENT);
 #pragma omp simd reduction(+ : sum)
     for (ptrdiff_t i = 0; i < size; i++) {
-      float gate = get(z, first + i, type), value = get(y, first + i, type) * gate * sigmoid_(gate);
+      float gate = get(z, first + i, type), value = get(y, first + i, type) * gate * sigmoid_(gate, least);
       gated[i] = value, sum += value * value;
     }
     float scale = normalize ? 1 / sqrtf(sum / size + eps) : 1;

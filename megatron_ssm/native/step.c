@@ -161,7 +161,7 @@ static void fill_dt(const Layer *l, Mamba2Work w, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= MANY)
   for (ptrdiff_t b = 0; b < rows; b++)
     for (ptrdiff_t h = 0; h < heads; h++) {
-      float dt = softplus_(get(w.projected, b * w.width + first + h, l->type) + l->dt_bias[h]);
+      float dt = softplus_(get(w.projected, b * w.width + first + h, l->type) + l->dt_bias[h], LEAST_EXPONENT);
       l->dt[b * heads + h] = dt < l->least_dt ? l->least_dt : dt > l->most_dt ? l->most_dt : dt; /* NaN stays */
     }
 }
