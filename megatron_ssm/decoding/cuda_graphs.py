@@ -11,8 +11,9 @@ A token is decoded without a graph if
 
 - its rows are not consecutive, or some are at their beginning; gradients, autocast, global hooks or torch.compile are
   on;
-- a module is not the library's, or has hooks or a replaced forward, or a shared block has another attention function:
+- a module is not the library's, or has hooks or methods of its own, or a shared block has another attention function:
   it might do work on the host. The same holds for a `reduce` that is the user's function;
+- a module has tensors that are neither parameters nor buffers: their replacement would not be noticed;
 - ranks do not sum by NCCL. All wire formats can be captured: on CUDA none depends on the data, and what `auto`
   chooses was measured in `load`. All ranks make the same calls to equal models, so they capture the same tokens; if a
   capture fails on one rank, all ranks give it up;
@@ -278,11 +279,11 @@ def _settings(model: Any) -> list:
     """What a step depends on besides tensors, and `ModelFingerprint` does not compare."""
     settings = [(block.core, block.activation, block.rope_theta, block.head_dim) for block in model.shared]
     norms = [norm.eps for block in model.shared for norm in (block.norm, block.mlp_norm)]
-    return [settings, norms, model.norm_f.eps, model.ranks, model.training, model.config]
+    return [settings, norms, model.ranks, model.config]
 
 
 def _is_capturable(model: Any) -> bool:
-    """Whether a step runs only the library's own modules, and ranks sum on the GPU."""
+    """Whether a step runs only the library's own modules with registered tensors, and ranks sum on the GPU."""
     inside = [module for module in model.modules() if module is not model]
     if any(map(has_plain_tensors, inside)):
         return False

@@ -2,7 +2,8 @@
 
 A plan is made for some rows of a cache when these are first decoded, and used until the model or the cache changes: at
 every call, everything that was copied from the model is compared with the model. One more plan reads prompts, into any rows
-of any cache (`NativePrompt`).
+of any cache (`NativePrompt`). Methods that a caller replaces in an object are called; those that are replaced in a class of
+the library are not, because C does what the library's classes do.
 """
 
 import threading
@@ -84,8 +85,15 @@ class DecodePlans(threading.local):
         return plan.tokens.logits(ids, cache)
 
     def _plan_for(self, rows: slice | Tensor, ahead: int | None, cache: Cache) -> "_Plan | None":
-        """The plan for so many tokens of these rows of this cache, which may be outdated; None if there is none."""
-        return next((plan for plan in self._plans if plan.is_for(rows, ahead, cache)), None)
+        """The plan for so many tokens of these rows of this cache, which may be outdated; None if there is none.
+
+        It is then the first of the plans.
+        """
+        for index, plan in enumerate(self._plans):
+            if plan.is_for(rows, ahead, cache):
+                self._plans.insert(0, self._plans.pop(index))
+                return plan
+        return None
 
     def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
         """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""
@@ -124,6 +132,9 @@ class _Plan:
             for each, layer in zip(model.layers, cache.layers, strict=True)
         ]
         self.layers = _join(layers, NativeLayers)
+        for _, each in self.layers:
+            if type(each) is NativeLayers and ahead is not None:
+                each.source = self._fingerprint
         last = self.layers[-1][1]
         self.gives_logits = type(last) is NativeLayers and last.add_head(model.norm_f, model.logits_layer)
         self.tokens = NativeTokens.of(model, self.layers, cache)
@@ -187,6 +198,7 @@ class ModelFingerprint:
         self._owners, self._names, self._members = zip(*named, strict=True)
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._own = [module.__dict__ for module in self._modules]
+        self._lengths = list(map(len, (*self._owners, *self._own)))
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
         self._absent = [  # attributes that are None, such as a bias
             (own, name)
@@ -213,12 +225,13 @@ class ModelFingerprint:
         )  # fmt: skip
 
     def _is_same_model(self) -> bool:
-        """Whether the modules have the same members, types, hooks and settings, and what was None still is.
+        """Whether the modules have the same members, types, hooks and settings, as far as plans depend on them.
 
-        If so, their present versions count.
+        They also have as many attributes as before, and what was None still is. If so, their present versions count.
         """
         is_same = (
             all(map(is_, map(dict.get, self._owners, self._names), self._members))
+            and list(map(len, (*self._owners, *self._own))) == self._lengths
             and all(own.get(name, self) is None for own, name in self._absent)
             and list(map(type, self._modules)) == self._kinds and self._alterations() == self._old_alterations
             and self._settings() == self._old_settings

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ssm.native.arguments import address
 from megatron_ssm.native.kernels import usable
-from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel, has_plain_tensors, is_altered
+from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel, has_own_methods, has_plain_tensors, is_altered
 
 from .structs import Head, Matrix
 
@@ -26,7 +26,7 @@ class NativeHead:
             type(norm) is not RMSNorm
             or type(head) is not VocabularyParallel
             or is_altered(norm)
-            or "logits" in vars(head)
+            or has_own_methods(head)
         ):
             return None
         if has_plain_tensors(norm) or has_plain_tensors(head):

@@ -9,12 +9,12 @@ all-reduces that go through shared memory; for other all-reduces it returns to P
 
 import ctypes
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ssm.layers.cache import BatchInfo, LayerCache, Rows
+from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.layers.mamba1 import Convolution, MambaMixer
 from megatron_ssm.layers.mamba2 import Mamba2Mixer
 from megatron_ssm.layers.pending_tokens import KeptTokens
@@ -73,8 +73,8 @@ def settings_of(block: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
     """What a `NativeLayer` copies from a block besides its tensors, and what a caller may change afterwards."""
     own = vars(mixer)
     return (
-        norm.eps, block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"), own.get("inner_norm_eps"),
-        own.get("eps"), own.get("dt_limit"), own.get("group_channels"),
+        getattr(norm, "eps", None), block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"),
+        own.get("inner_norm_eps"), own.get("eps"), own.get("dt_limit"), own.get("group_channels"),
         getattr(getattr(mixer, "out_proj", None), "ranks", None),
     )  # fmt: skip
 
@@ -197,10 +197,18 @@ class NativeLayer:
         return dict(outer=LayerSum(mixer.out_proj.ranks, part, squares))
 
 
+class Source(Protocol):
+    """The model and the cache whose tensors' addresses C has. It keeps these tensors alive."""
+
+    def is_current(self, cache: Cache) -> bool:
+        """Whether the tensors, and what else C has of the model and of this cache, are still theirs."""
+
+
 class NativeLayers:
     """Consecutive `NativeLayer`s of one sum_dtype, which are called like one block. address: of step.c's `Layers`.
 
-    Only the first one may invoke a shared attention block, which runs in Python before them. head: see `add_head`.
+    Only the first one may invoke a shared attention block, which runs in Python before them. head: see `add_head`. source:
+    what a decode plan sets for speculative tokens, which are accepted later.
     """
 
     def __init__(self, layers: list[NativeLayer]):
@@ -209,6 +217,7 @@ class NativeLayers:
         self._progress = Layers(layers=ctypes.addressof(self._structs), count=len(layers))
         self.address = ctypes.addressof(self._progress)
         self.head: NativeHead | None = None
+        self.source: Source | None = None
         self.sent = SentInC([each for layer in layers for each in layer.sums.values()])
 
     def add_head(self, norm: nn.Module, head: nn.Module) -> bool:
@@ -224,6 +233,9 @@ class NativeLayers:
 
     def __len__(self) -> int:
         return len(self._native_layers)
+
+    def __deepcopy__(self, memo: dict) -> "NativeLayers":
+        raise RuntimeError("a cache cannot be copied between speculative_logits and accept")
 
     @property
     def batch(self) -> int:
@@ -283,8 +295,15 @@ class NativeLayers:
         c = self._progress
         c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
 
-    def advance_cache(self, cache: LayerCache, kept: KeptTokens, rows: Rows) -> None:
-        """Advance the caches of all these layers by the tokens that are kept; see `PendingTokens`."""
+    def advance_cache(self, cache: Cache, layer: int, kept: KeptTokens) -> None:
+        """Advance the caches of all these layers by the tokens that are kept; see `Pending`.
+
+        RuntimeError, with nothing done, if the model or the cache has changed since the tokens were read.
+        """
+        if self.source is None or not self.source.is_current(cache):
+            raise RuntimeError(
+                "the model or the cache has changed since speculative_logits read these tokens, so accept cannot keep them"
+            )
         counts = (SIZE * len(kept.counts))(*kept.counts)
         kernels.functions().keep_tokens(self.address, ctypes.addressof(counts), torch.get_num_threads())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_ssm.layers.cache import Cache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.kernels import TYPES
-from megatron_ssm.parallel.layers import VocabularyParallel, has_plain_tensors
+from megatron_ssm.parallel.layers import VocabularyParallel, has_own_methods, has_plain_tensors
 
 from .native_head import NativeHead
 from .native_step import NativeLayers
@@ -33,7 +33,7 @@ class NativeTokens:
         native, embeddings, dtype = layers[0][1], model.embeddings, model.norm_f.weight.dtype
         if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.use is not None:
             return None
-        if type(embeddings) is not VocabularyParallel or "embed" in vars(embeddings) or has_plain_tensors(embeddings):
+        if type(embeddings) is not VocabularyParallel or has_own_methods(embeddings) or has_plain_tensors(embeddings):
             return None
         if not isinstance(cache.rows, slice):
             return None

@@ -199,9 +199,9 @@ class Cache:
         first = self.layers[0].conv
         assert self.layers[0].pending is not None, "no call was speculative"
         kept = KeptTokens.of(counts, first.shape[1], first.device)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if layer.pending is not None:
-                layer.pending.advance_cache(layer, kept, self.rows)
+                layer.pending.advance_cache(self, index, kept)
                 layer.pending = None
         self.lengths[self.rows] += torch.tensor(counts)
 
@@ -221,6 +221,7 @@ class Cache:
             raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
         self.allocate(length if self.kv_lengths is None else share_of_rank(length, len(self.kv_lengths)))
 
+    @torch.inference_mode(False)  # see `Model.new_cache`
     def allocate(self, length: int) -> None:
         """Allocate memory for `length` keys and values per row on this rank, unless there is enough."""
         if self.capacity is None or length <= self.capacity:

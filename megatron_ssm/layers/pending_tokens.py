@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from .cache import LayerCache, Rows
+    from .cache import Cache
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class KeptTokens:
 class Pending(Protocol):
     """What a layer, or consecutive layers, have read without advancing their caches."""
 
-    def advance_cache(self, cache: "LayerCache", kept: KeptTokens, rows: "Rows") -> None:
-        """Advance conv and state of these rows by the tokens that are kept. cache: of the first layer."""
+    def advance_cache(self, cache: "Cache", layer: int, kept: KeptTokens) -> None:
+        """Advance conv and state of cache.rows by the tokens that are kept. layer: the index of the first layer."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class PendingTokens:
     window: torch.Tensor
     advance: Callable[[KeptTokens, torch.Tensor], torch.Tensor]
 
-    def advance_cache(self, cache: "LayerCache", kept: KeptTokens, rows: "Rows") -> None:
+    def advance_cache(self, cache: "Cache", layer: int, kept: KeptTokens) -> None:
         """See `Pending`."""
-        window = self.window
+        window, held, rows = self.window, cache.layers[layer], cache.rows
         if kept.last is None:
-            conv = window[:, kept.longest : kept.longest + cache.conv.shape[1]]
+            conv = window[:, kept.longest : kept.longest + held.conv.shape[1]]
         else:
             conv = window.gather(1, kept.last.unsqueeze(-1).expand(-1, -1, window.shape[2]))
-        cache.update(conv, self.advance(kept, cache.state[rows]), rows)
+        held.update(conv, self.advance(kept, held.state[rows]), rows)

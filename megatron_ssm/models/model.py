@@ -178,22 +178,22 @@ class Model(nn.Module):
         """The device of the parameters."""
         return self.norm_f.weight.device
 
+    @torch.inference_mode(False)  # so that calls outside of inference mode can update the cache, too
     def new_cache(self, batch: int, max_length: int | None = None) -> Cache:
         """An empty cache for `batch` sequences, with this rank's channels and heads only.
 
         max_length: for models with attention, the most tokens that a sequence may have; the memory for their keys and values
         is allocated at once. None: it grows as needed. Context ranks allocate their share of it.
         """
-        blocks: Any = self.layers  # for torch's types its elements are only modules
-        shared: Any = self.shared
+        model: Any = self  # for torch's types the elements of its lists are only modules
         with HugePages():
-            layers = [block.mixer.new_cache(batch) for block in blocks]
+            layers = [block.mixer.new_cache(batch) for block in model.layers]
         cache = Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
         if self.context_ranks is not None:
             cache.kv_lengths = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)
             cache.context_rank = self.context_ranks.rank
         for index in self.config.hybrid_layers:
-            cache.layers[index].keys, cache.layers[index].values = shared[0].new_cache(batch, 0)
+            cache.layers[index].keys, cache.layers[index].values = model.shared[0].new_cache(batch, 0)
         cache.reserve(max_length or 0)
         return cache
 

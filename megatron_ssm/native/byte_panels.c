@@ -113,8 +113,8 @@ INLINE_FOR(TARGET_AVX512) void transpose_next(Transposed *w) {
 }
 
 /* Block k of SIDE rows of W times all rows of x, of which two at a time share the loads of W. Between these, W is transposed up to
-   byte `stop` of its rows; the processor does both at the same time. Of the SIDE blocks from `ahead` on, every line is prefetched,
-   or every other one if there are only one or two rows of x. */
+   byte `stop` of its rows; the processor does both at the same time. Of the SIDE blocks from `ahead` on, every line is prefetched;
+   of 8 bits every other one, if there are only one or two rows of x, as may be left after MOST rows. */
 INLINE_FOR(TARGET_AVX512) void add_blocks(const BytePanels *a, Transposed *w, ptrdiff_t stop, const __m512i words[WORDS],
                                           ptrdiff_t k, __m512 scales, __m512 *sums, const char *ahead, int weight_type) {
   ptrdiff_t step = SIDE * bytes_per_block(weight_type) / ((a->batch + 1) / 2 * FETCHES), row = 0;

@@ -8,7 +8,7 @@
 enum {
   TOGETHER = 8, /* rows of x that are multiplied at once */
   SUMS = 16,    /* registers that are added up at once */
-  ROWS = 16,    /* rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
+  ROWS = 16,    /* the most rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
   WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32 */
   ALL = -1,     /* elements of a register, as a mask */
   PAIR = 2,     /* up to so many rows of x meet one, two or AT_ONCE rows of W at once; more meet as many as SUMS allows */
@@ -58,7 +58,8 @@ INLINE_FOR(TARGET_AVX512) __m512 load_masked(const char *w, __mmask32 mask) {
   return mask == (__mmask32)ALL ? _mm512_loadu_ps(w) : (__m512)_mm512_maskz_loadu_epi16(mask, w);
 }
 
-/* sum plus the products of a line of W, words, and what it meets of a row of x: `first`, and after it what is at x. */
+/* sum plus the products of a line of W, words, and what it meets of a row of x: `first`, which was loaded from x, and for WIDENED
+   also the line after it. */
 INLINE_FOR(TARGET_AVX512) __m512 add_words(__m512 sum, __m512 words, __m512 first, const char *x, int kind) {
   if (kind != WIDENED) return add_word(sum, words, first, kind == FLOAT32 ? FLOATS : BFLOAT16_PAIRS);
   __m512i pairs = (__m512i)words;
@@ -83,8 +84,8 @@ INLINE_FOR(TARGET_AVX512) void add_line(const char *const w[], ptrdiff_t i, cons
   }
 }
 
-/* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on: to (count, SUMS / count), of which `rows` columns.
-   ahead: what is prefetched, a row for each of w, or NULL. is_small, rows, count and kind are compile-time constants. */
+/* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on. Writes the first `rows` columns of
+   to (count, SUMS / count). ahead: what is prefetched, a row for each of w, or NULL. is_small, rows, count and kind are compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const w[], const char *const ahead[], ptrdiff_t first,
                                             __m512 *to, int is_small, int rows, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), step = count * bytes_of_x(kind), i = 0;
@@ -191,14 +192,21 @@ FOR_EACH_COUNT(FLOAT32)
 FOR_EACH_COUNT(BFLOAT16)
 FOR_EACH_COUNT(WIDENED)
 
+/* How many rows of W the groups multiply in turn: whole passes of each group, whose sizes differ by one at most. */
+static ptrdiff_t rows_in_turn(const Linear *a) {
+  ptrdiff_t groups = groups_of(a), least = a->batch / groups, most = (a->batch + groups - 1) / groups, rows = ROWS;
+  while (rows % (SUMS / least) || rows % (SUMS / most)) rows--;
+  return rows;
+}
+
 /* Multiplies the rows `start` to `stop` of W by all rows of x. Each group prefetches its part. */
 static void multiply_share(const Linear *a, MultiplyRows *const *functions, ptrdiff_t start, ptrdiff_t stop) {
-  ptrdiff_t groups = groups_of(a), ahead = (ROWS + groups - 1) / groups;
-  for (; start < stop; start += ROWS)
+  ptrdiff_t groups = groups_of(a), rows = rows_in_turn(a), ahead = (rows + groups - 1) / groups;
+  for (; start < stop; start += rows)
     for (ptrdiff_t group = 0; group < groups; group++) {
-      ptrdiff_t end = start + ROWS < stop ? start + ROWS : stop;
+      ptrdiff_t end = start + rows < stop ? start + rows : stop;
       ptrdiff_t first = first_of(a, group), count = first_of(a, group + 1) - first;
-      functions[count - 1](a, first, start, end, start + ROWS + group * ahead, ahead);
+      functions[count - 1](a, first, start, end, start + rows + group * ahead, ahead);
     }
 }
 
@@ -210,6 +218,7 @@ int few_rows(Linear a, int weight_type, int threads) {
   if (!packed) return 1;
   pack(&a, packed, kind);
   a.x = packed;
+  has_tile_products(); /* its first call stores the answer, which threads then only read */
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t start = 0; start < a.out; start += share)
     multiply_share(&a, functions, start, start + share < a.out ? start + share : a.out);

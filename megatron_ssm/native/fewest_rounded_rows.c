@@ -98,6 +98,6 @@ int fewest_rounded_rows(Linear a, int weight_type, int threads) {
   free(split);
   return 0;
 }
-#else
+#elif defined(HAS_INTRINSICS)
 int fewest_rounded_rows(Linear a, int weight_type, int threads) { return 1; }
 #endif

@@ -13,15 +13,15 @@ enum { LARGEST = 127 };
 INLINE void round_row(const void *x, int8_t *to, float *scales, int32_t *sums, ptrdiff_t blocks, int type) {
   for (ptrdiff_t k = 0; k < blocks; k++, to += BLOCK, x = at(x, BLOCK, type)) {
     float most = largest_size(x, type), inverse = most > 1e-30f ? LARGEST / most : 0;
-    int32_t sum = 0;
+    uint32_t sum = 0; /* may overflow where x is not finite */
     scales[k] = most / LARGEST;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < BLOCK; i++) {
       int32_t rounded = (int32_t)__builtin_rintf(get(x, i, type) * inverse);
       to[i] = (int8_t)rounded;
-      sum += rounded;
+      sum += (uint32_t)rounded;
     }
-    sums[k] = -OFFSET * sum;
+    sums[k] = (int32_t)(-(uint32_t)OFFSET * sum);
   }
 }
 

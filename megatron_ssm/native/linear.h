@@ -1,16 +1,16 @@
-/* Few rows of x times a matrix: what linear.c, rounded.c, few_rows.c and rounded_rows.c share. */
+/* Few rows of x times a matrix: what linear.c, rounded.c, few_rows.c, rounded_rows.c and fewest_rounded_rows.c share. */
 #ifndef LINEAR_H
 #define LINEAR_H
 
 #include "panels.h"
 
-/* y = x W^T + b */
+/* y = x W^T + b. Strides are from row to row, in elements; x_stride in rounded_rows.c and fewest_rounded_rows.c is in bytes. */
 typedef struct {
   const void *weight;   /* (out, in) of the weight's type */
   const void *bias;     /* (out) of `type`, or NULL */
   const void *x;        /* (batch, in); later as the file that multiplies rearranges it */
   void *y;              /* (batch, out) of `type` */
-  ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride; /* strides between rows; x_stride in bytes for rounded_rows.c */
+  ptrdiff_t batch, out, in, weight_stride, x_stride, y_stride;
   int type;
   const float *scales, *x_scales; /* of INT8 and INT4: (out, blocks); of x (batch, blocks), but see rounded_rows.c */
 } Linear;

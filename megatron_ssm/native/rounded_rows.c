@@ -50,7 +50,8 @@ INLINE const float *scales_of(const float scales[4][SCALES], ptrdiff_t block) { 
 
 /* The sums of the products of up to LINES lines of QUAD / count rows of W, each at w[r], and of `count` rows of x. The `half`-th
    block of line j has four sums, from sums[half][4 j] on: the q-th one is that of row q / count of W and row q % count of x.
-   Moves w and `ahead`, what is prefetched, on. */
+   Moves w and `ahead`, what is prefetched, on. left: how many blocks of the rows are left. count and weight_type are
+   compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void add_lines(const char *w[QUAD], const char *x, ptrdiff_t x_stride, const char **ahead, ptrdiff_t left,
                                          float sums[2][SUMS], int count, int weight_type) {
   ptrdiff_t step = blocks_per_line(weight_type), each = bytes_per_block(weight_type);

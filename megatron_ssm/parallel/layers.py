@@ -212,8 +212,13 @@ class RowParallelLinear(nn.Module):
 
 
 def is_altered(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class defines: it has hooks, or a `forward` of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """Whether calling a module does more than its class defines: it has hooks, or methods of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or has_own_methods(module)
+
+
+def has_own_methods(module: nn.Module) -> bool:
+    """Whether attributes of a module replace methods of its class, such as `forward`."""
+    return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 def has_plain_tensors(module: nn.Module) -> bool:

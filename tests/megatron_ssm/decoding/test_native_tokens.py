@@ -1,5 +1,8 @@
 """Tokens computed in one call of C from their ids to their logits. Oracle: the same model, step by step from Python."""
 
+import copy
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +68,81 @@ def logits_and_cache(model, batch=2):
         parts.append(model.speculative_logits(IDS[:1, :3].repeat(batch, 1), cache))
         cache.accept([2] * batch)
     return [*parts, cache.lengths, *(tensor for layer in cache.layers for tensor in layer.tensors())]
+
+
+def moved(model, cache):
+    """The parameters have new addresses."""
+    model.bfloat16().float()
+
+
+def without_states(model, cache):
+    """The cache has other tensors."""
+    for layer in cache.layers:
+        layer.state = layer.state * 2
+
+
+@pytest.mark.parametrize("change", (moved, without_states))
+@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+@torch.no_grad()
+def test_speculative_tokens_of_a_model_that_has_changed(family, change, tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, family))
+    cache = model.new_cache(2)
+    model(IDS[:, :4], cache=cache)
+    model.speculative_logits(IDS[:, 4:7], cache)
+    with pytest.raises(RuntimeError, match="cannot be copied between speculative_logits and accept"):
+        copy.deepcopy(cache)
+    cache.accept([1, 2])
+    model.speculative_logits(IDS[:, 4:7], cache)
+    change(model, cache)
+    before = [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
+    with pytest.raises(RuntimeError, match="has changed since speculative_logits"):
+        cache.accept([1, 2])
+    after = [tensor for layer in cache.layers for tensor in layer.tensors()]
+    assert all(map(torch.equal, before, after)) and cache.lengths.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("family", ("mamba", "mamba2"))
+@torch.no_grad()
+def test_speculative_tokens_outlive_their_model(family, tmp_path):
+    """Oracle: the same tokens, accepted before the model is deleted."""
+    model = megatron_ssm.load(saved(tmp_path, family))
+    caches = [model.new_cache(2), model.new_cache(2)]
+    for cache in caches:
+        model(IDS[:, :4], cache=cache)
+        model.speculative_logits(IDS[:, 4:7], cache)
+        if cache is caches[0]:
+            cache.accept([1, 2])
+    sizes = {parameter.shape for parameter in model.parameters()}
+    del model
+    gc.collect()
+    junk = [torch.full(size, 1e6) for size in sizes for _ in range(20)]  # where the parameters were
+    caches[1].accept([1, 2])
+    for expected, found in zip(*(cache.layers for cache in caches), strict=True):
+        assert all(map(torch.equal, expected.tensors(), found.tensors()))
+    assert junk
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_cache_of_inference_mode_is_used_outside_of_it(ranks, tp, tmp_path):
+    """The last rank's vocabulary is padded, so that C computes the tokens of the others only."""
+    directory = saved(tmp_path, "zamba2", vocab_size=61), saved(tmp_path / "mamba2", "mamba2", vocab_size=61)
+
+    @torch.no_grad()
+    def run(rank):
+        results = []
+        for each in directory:
+            model = megatron_ssm.load(each, dist.group.WORLD)
+            with torch.inference_mode():
+                cache = model.new_cache(2)
+                cache.reserve(IDS.shape[1])
+                parts = [model(IDS[:, :4], cache=cache)]
+            parts += [model(IDS[:, t : t + 1], cache=cache) for t in range(4, IDS.shape[1])]
+            results.append((torch.cat(parts, 1), model(IDS)))
+        return results
+
+    for results in ranks(run, tp):
+        for by_tokens, at_once in results:
+            torch.testing.assert_close(by_tokens, at_once, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("threads", (1, 2))

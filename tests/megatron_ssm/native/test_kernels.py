@@ -457,7 +457,7 @@ def test_a_row_does_not_depend_on_the_others(variant, kind):
 @pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind.split()[0] in ROUNDED_FORMATS])
 @torch.no_grad()
 def test_many_rows_and_a_rounded_matrix(variant, kind):
-    """More rows of x than one pass of any kernel takes. Oracle: pieces of few rows; AMX rounds x further if it has many."""
+    """More rows of x than byte_panels.c takes in a pass. Oracle: pieces of few rows; AMX rounds x further if it has many."""
     dtype, format = torch.bfloat16 if "in bfloat16" in kind else torch.float32, ROUNDED_FORMATS[kind.split()[0]]
     generator = torch.Generator().manual_seed(0)
     matrix = format.of(torch.randn(33, 192, generator=generator))
@@ -705,6 +705,52 @@ def test_gated_norm(variant, seq, dtype):
         out, squares = kernels.gated_norm(y, gate, weight, groups, None)
         assert is_close(out, gated.flatten(-2) * weight.double(), 2 * TOLERANCE[dtype])
         assert squares.dtype == torch.float32 and is_close(squares, gated.square().sum(-1), TOLERANCE[torch.float32])
+
+
+# Pages that must not be read are tested in a separate process, which would be killed
+
+GUARDED = """
+import ctypes, mmap, torch
+from megatron_ssm.native import products
+from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight
+
+libc, kept = ctypes.CDLL(None, use_errno=True), []
+
+def guarded(tensor):  # a copy, directly before a page that must not be read
+    size = tensor.numel() * tensor.element_size()
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, whole + mmap.PAGESIZE)
+    kept.append(pages)
+    copy = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=whole - size).view(tensor.shape)
+    copy.copy_(tensor)
+    assert libc.mprotect(ctypes.c_void_p(copy.data_ptr() + size), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return copy
+
+for out in (1, 17, 33):
+    for columns in (64, 192, 1088):
+        weight = torch.randn(out, columns)
+        for dtype in (torch.float32, torch.bfloat16):
+            bias = guarded(torch.randn(out).to(dtype))
+            rounded = [(each.values, each.scales) for each in (Int8Weight.of(weight), Int4Weight.of(weight))]
+            plain = [(weight.to(dtype)[:, : columns - less].contiguous(), None) for less in (0, 2, 30)]
+            for matrix in rounded + plain:
+                values, scales = (None if each is None else guarded(each) for each in matrix)
+                for rows in (1, 2, 3, 8, 9, 65):
+                    x = guarded(torch.randn(rows, products.columns_of(values)).to(dtype))
+                    products.linear(x, values, scales, bias)
+                    if products.has_tile_products():
+                        products.tile_product(x, values, scales, bias)
+                    if products.has_panel_products():
+                        products.panel_product(x, values, scales, bias)
+                    if products.has_integer_products() and scales is not None:
+                        products.integer_product(x, values, scales, bias)
+"""
+
+
+def test_products_read_nothing_beyond_their_operands():
+    if not kernels.LIBRARY:
+        pytest.skip(f"no C library: {kernels.LIBRARY.why}")
+    subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, check=True)
 
 
 # Threads are tested in a separate process, because forks of a process that has used several threads would hang

@@ -59,6 +59,18 @@ def test_without_intrinsics(package):
     assert files and not subprocess.run([*command, *files], capture_output=True, text=True).stderr
 
 
+@needs_compiler
+@pytest.mark.parametrize("options", (["-U__linux__"], ["-DNO_INTRINSICS"]), ids=("another system", "no intrinsics"))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_function_is_missing(package, options, tmp_path):
+    """As on systems that have no AMX, and on processors other than x86's: the library can be linked."""
+    files = [file for file in sources(package) if file.suffix == ".c"]
+    folders = [f"-I{ROOT / name / 'native'}" for name in PACKAGES]
+    flags = ["-std=gnu11", "-O0", "-w", "-fPIC", "-shared", "-Wl,--no-undefined", "-DSOURCES=0", "-DNO_CLONES"]
+    command = [compiler(), *flags, *options, *folders, *files, "-lm", "-o", tmp_path / "libkernels.so"]
+    assert files and not subprocess.run(command, capture_output=True, text=True).stderr
+
+
 def test_without_a_compiler(copy):
     """The build reports it and succeeds, without a library."""
     output, built = build(copy, CC="/nonexistent")
