@@ -200,7 +200,7 @@ class ModelFingerprint:
         self._own = [module.__dict__ for module in self._modules]
         self._lengths = list(map(len, (*self._owners, *self._own)))
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
-        self._absent = [  # attributes that are None, such as a bias
+        self._absent = [  # attributes that are None, such as a bias; names that begin with _ are torch's
             (own, name)
             for own in self._own
             for name, value in own.items()

@@ -57,7 +57,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "decode": [POINTER, INT],
     "decode_tokens": [POINTER, INT],
     "keep_tokens": [POINTER, POINTER, INT],
-    "compare_layouts": [POINTER] * 2 + [SIZE, POINTER, SIZE, INT],
+    "compare_layouts": [POINTER] * 2 + [SIZE, POINTER, SIZE, INT, POINTER],
     "have_words": [POINTER] * 2 + [SIZE],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)

@@ -33,9 +33,9 @@ class Layouts:
     def _compared(self, tensors: Sequence[Tensor], write: bool = False) -> int:
         return self._compared_at(_addresses_of(tensors), write)
 
-    def _compared_at(self, objects: Any, write: bool = False) -> int:
+    def _compared_at(self, objects: Any, write: bool = False, parts: Any = None) -> int:
         """What compare_layouts returns: how many numbers describe the tensors, or 0 if they differ from before."""
-        return self._compare(_describe(), objects, len(objects), self._numbers, len(self._numbers), write)
+        return self._compare(_describe(), objects, len(objects), self._numbers, len(self._numbers), write, parts)
 
 
 class LayoutsOfKept(Layouts):
@@ -43,18 +43,24 @@ class LayoutsOfKept(Layouts):
 
     def __init__(self, tensors: Sequence[Tensor]):
         super().__init__(tensors)
-        self._tensors, self._objects = tensors, _addresses_of(tensors)
+        self._tensors, self._objects, self._parts = tensors, _addresses_of(tensors), _parts_of(tensors)
 
     def are_current(self) -> bool:
         """Whether the tensors still have these layouts."""
         if self._compare is None:
             return self.are_those_of(self._tensors)
-        return self._compared_at(self._objects) == len(self._numbers)
+        return self._compared_at(self._objects, parts=self._parts) == len(self._numbers)
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> Any:
     """The addresses of the Python objects, as a C array."""
     return (ctypes.c_void_p * len(tensors))(*map(id, tensors))
+
+
+def _parts_of(tensors: Sequence[Tensor]) -> Any:
+    """The addresses of each tensor's Python object, of torch's object and of its storage, as a C array."""
+    parts = [part for each in tensors for part in (id(each), each._cdata, each.untyped_storage()._cdata)]
+    return (ctypes.c_void_p * len(parts))(*parts)
 
 
 def _in_python(tensors: Sequence[Tensor]) -> list:

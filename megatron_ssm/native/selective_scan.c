@@ -41,9 +41,11 @@ typedef struct {
 /* A = -exp(A_log) of the block, transposed to (N, width). */
 INLINE void load_rates(const Scan *a, ptrdiff_t first, ptrdiff_t width, Rates *rates) {
   float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT), lowest[WIDTH] = {0};
+  const float *next = a->A_log + (first + WIDTH) * a->N;
   transpose_floats(a->A_log + first * a->N, width, a->N, rates->A[0], WIDTH);
   for (ptrdiff_t n = 0; n < a->N; n++) {
     float *A = rates->A[n];
+    prefetch_elements(next + n * WIDTH, WIDTH, FLOAT32);
 #pragma omp simd
     for (ptrdiff_t c = 0; c < width; c++) {
       A[c] = -exp2_between(A[c] * LOG2E, least, most);
