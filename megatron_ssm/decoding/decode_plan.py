@@ -3,7 +3,7 @@
 A plan is made for some rows of a cache when these are first decoded, and used until the model or the cache changes: at
 every call, everything that was copied from the model is compared with the model. One more plan reads prompts, into any rows
 of any cache (`NativePrompt`). Methods that a caller replaces in an object are called; those that are replaced in a class of
-the library are not, because C does what the library's classes do.
+the library may not be called, because C does what the library's classes do.
 """
 
 import threading
@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
-from megatron_ssm.native.layouts import Layouts, LayoutsOfKept
+from megatron_ssm.native.layouts import Layouts, LayoutsOfKept, can_be_described
 from megatron_ssm.native.versions import Versions, have_versions
 from megatron_ssm.ops.rounded_matrices import RoundedMatrix
 
@@ -196,9 +196,10 @@ class ModelFingerprint:
             for name, member in owner.items()
         ]
         self._owners, self._names, self._members = zip(*named, strict=True)
-        self._tensors = [member for member in self._members if isinstance(member, Tensor)]
+        tensors = (member for member in self._members if isinstance(member, Tensor))
+        self._tensors = list(filter(can_be_described, tensors))  # C has no addresses of others
         self._own = [module.__dict__ for module in self._modules]
-        self._lengths = list(map(len, (*self._owners, *self._own)))
+        self._attributes, self._lengths = list(map(tuple, self._own)), list(map(len, self._owners))
         self._kinds, self._old_alterations = list(map(type, self._modules)), self._alterations()
         self._absent = [  # attributes that are None, such as a bias; names that begin with _ are torch's
             (own, name)
@@ -220,18 +221,21 @@ class ModelFingerprint:
         """Whether nothing that was copied from the model and the cache has changed."""
         return (
             self._library is kernels.LIBRARY and all(map(is_, map(attrgetter("__dict__"), self._modules), self._own))
-            and (self._versions.are_current() or self._is_same_model())
-            and self._layouts.are_current() and self._cache_layouts.are_those_of(self._tensors_of(cache))
+            and (self._versions.are_current() or self._is_same_model()) and self.has_addresses(cache)
         )  # fmt: skip
+
+    def has_addresses(self, cache: Cache | None) -> bool:
+        """Whether the tensors of the cache, and those that the model had, have the same addresses and layouts."""
+        return self._layouts.are_current() and self._cache_layouts.are_those_of(self._tensors_of(cache))
 
     def _is_same_model(self) -> bool:
         """Whether the modules have the same members, types, hooks and settings, as far as plans depend on them.
 
-        They also have as many attributes as before, and what was None still is. If so, their present versions count.
+        They also have no other attributes than before, and what was None still is. If so, their present versions count.
         """
         is_same = (
             all(map(is_, map(dict.get, self._owners, self._names), self._members))
-            and list(map(len, (*self._owners, *self._own))) == self._lengths
+            and list(map(tuple, self._own)) == self._attributes and list(map(len, self._owners)) == self._lengths
             and all(own.get(name, self) is None for own, name in self._absent)
             and list(map(type, self._modules)) == self._kinds and self._alterations() == self._old_alterations
             and self._settings() == self._old_settings

@@ -26,7 +26,7 @@ class NativeHead:
             type(norm) is not RMSNorm
             or type(head) is not VocabularyParallel
             or is_altered(norm)
-            or has_own_methods(head)
+            or any(map(has_own_methods, head.modules()))
         ):
             return None
         if has_plain_tensors(norm) or has_plain_tensors(head):

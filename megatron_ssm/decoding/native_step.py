@@ -198,10 +198,10 @@ class NativeLayer:
 
 
 class Source(Protocol):
-    """The model and the cache whose tensors' addresses C has. It keeps these tensors alive."""
+    """The model and the cache whose tensors' addresses C has. It keeps the model's tensors alive."""
 
-    def is_current(self, cache: Cache) -> bool:
-        """Whether the tensors, and what else C has of the model and of this cache, are still theirs."""
+    def has_addresses(self, cache: Cache) -> bool:
+        """Whether the tensors, and those of this cache, still have the addresses and layouts that C has."""
 
 
 class NativeLayers:
@@ -295,15 +295,16 @@ class NativeLayers:
         c = self._progress
         c.x, c.given, c.total, c.layer, c.begun = x.data_ptr(), given.data_ptr(), total.data_ptr(), 0, 0
 
-    def advance_cache(self, cache: Cache, layer: int, kept: KeptTokens) -> None:
-        """Advance the caches of all these layers by the tokens that are kept; see `Pending`.
-
-        RuntimeError, with nothing done, if the model or the cache has changed since the tokens were read.
-        """
-        if self.source is None or not self.source.is_current(cache):
+    def check(self, cache: Cache) -> None:
+        """See `Pending`."""
+        if self.source is None or not self.source.has_addresses(cache):
             raise RuntimeError(
-                "the model or the cache has changed since speculative_logits read these tokens, so accept cannot keep them"
+                "tensors of the model or of the cache have moved since speculative_logits read these tokens, "
+                "so accept cannot keep them"
             )
+
+    def advance_cache(self, cache: Cache, layer: int, kept: KeptTokens) -> None:
+        """Advance the caches of all these layers by the tokens that are kept; see `Pending`."""
         counts = (SIZE * len(kept.counts))(*kept.counts)
         kernels.functions().keep_tokens(self.address, ctypes.addressof(counts), torch.get_num_threads())
 

@@ -33,7 +33,9 @@ class NativeTokens:
         native, embeddings, dtype = layers[0][1], model.embeddings, model.norm_f.weight.dtype
         if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.use is not None:
             return None
-        if type(embeddings) is not VocabularyParallel or has_own_methods(embeddings) or has_plain_tensors(embeddings):
+        if type(embeddings) is not VocabularyParallel or has_plain_tensors(embeddings):
+            return None
+        if any(map(has_own_methods, embeddings.modules())):
             return None
         if not isinstance(cache.rows, slice):
             return None

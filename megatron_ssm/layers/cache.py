@@ -195,14 +195,17 @@ class Cache:
         """After a speculative call: keep the first counts[i] tokens of row i, as if it had decoded only these.
 
         The others are taken back exactly: states are computed again from those before the call, by the recurrence alone.
+        RuntimeError, with nothing done, if tensors of the model or of the cache have other addresses than during the call.
         """
         first = self.layers[0].conv
         assert self.layers[0].pending is not None, "no call was speculative"
         kept = KeptTokens.of(counts, first.shape[1], first.device)
-        for index, layer in enumerate(self.layers):
-            if layer.pending is not None:
-                layer.pending.advance_cache(self, index, kept)
-                layer.pending = None
+        pending = [(index, layer.pending) for index, layer in enumerate(self.layers) if layer.pending is not None]
+        for _, each in pending:
+            each.check(self)
+        for index, each in pending:
+            each.advance_cache(self, index, kept)
+            self.layers[index].pending = None
         self.lengths[self.rows] += torch.tensor(counts)
 
     def stored(self, row: int) -> int:

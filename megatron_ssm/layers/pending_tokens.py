@@ -41,6 +41,9 @@ class KeptTokens:
 class Pending(Protocol):
     """What a layer, or consecutive layers, have read without advancing their caches."""
 
+    def check(self, cache: "Cache") -> None:
+        """RuntimeError unless `advance_cache` is possible."""
+
     def advance_cache(self, cache: "Cache", layer: int, kept: KeptTokens) -> None:
         """Advance conv and state of cache.rows by the tokens that are kept. layer: the index of the first layer."""
 
@@ -55,6 +58,9 @@ class PendingTokens:
 
     window: torch.Tensor
     advance: Callable[[KeptTokens, torch.Tensor], torch.Tensor]
+
+    def check(self, cache: "Cache") -> None:
+        """See `Pending`: it is always possible."""
 
     def advance_cache(self, cache: "Cache", layer: int, kept: KeptTokens) -> None:
         """See `Pending`."""

@@ -15,7 +15,7 @@ INLINE void prefetch_lines(const char *start, const char *end) {
 }
 
 /* Brings `count` elements to the first-level cache. */
-INLINE void prefetch_next(const void *start, ptrdiff_t count, int type) {
+INLINE void prefetch_to_first_level(const void *start, ptrdiff_t count, int type) {
   const char *line = start, *end = line + bytes_of(count, type);
   for (; line < end; line += LINE) __builtin_prefetch(line, 0, 3);
 }

@@ -4,7 +4,11 @@
    the gradients of weight and bias are summed over the sequences. No two tasks write the same memory. */
 #include "blocks.h"
 
-enum { WIDTH = 64, TAPS = 8, USUAL_TAPS = 4 }; /* channels per block; the longest kernel (LONGEST_KERNEL in kernels.py) */
+enum {
+  WIDTH = 64,     /* channels per block */
+  TAPS = 8,       /* of the longest kernel (LONGEST_KERNEL in kernels.py) */
+  USUAL_TAPS = 4  /* of the kernel that has a loop of its own */
+};
 
 typedef struct {
   const void *x;        /* (batch, seq, channels), with batch_stride and token_stride */

@@ -9,16 +9,16 @@
 #define LEAST_EXPONENT -126.0f /* of 2, so that the result is not subnormal */
 #define MOST_EXPONENT 127.0f   /* so that it is not infinite */
 
-/* x, of which GCC does not know that it is a constant. A bound becomes the instruction for the larger or the smaller number;
-   GCC 12 compares with constants by longer code. The parameters `least` and `most` below are LEAST_EXPONENT and
-   MOST_EXPONENT, in loops over vectors as unknown numbers. */
+/* x as a number of which GCC cannot tell that it is a constant. Clamping by such a number is one instruction, by a constant GCC 12
+   writes longer code. So vectorized loops pass `least`, unknown(LEAST_EXPONENT), and `most`, unknown(MOST_EXPONENT), to the
+   functions below; other callers pass the constants. */
 INLINE float unknown(float x) {
   __asm__("" : "+g"(x));
   return x;
 }
 
-/* 2^u for u <= MOST_EXPONENT; where u < least, 2^least. u = whole + f: 2^f is a polynomial on [-1/2, 1/2] of relative error
-   8e-8, with the result's rounding; `whole` is added to its exponent bits. */
+/* 2^u for u <= MOST_EXPONENT; where u < least, 2^least. u = whole + f: 2^f is a polynomial on [-1/2, 1/2], with a relative
+   error of 8e-8, or 1e-7 on processors that round products before they add; `whole` is added to its exponent bits. */
 INLINE float exp2_from(float u, float least) {
   u = least > u ? least : u;
   float whole = __builtin_rintf(u), f = u - whole, p = 1.535336063e-04f;

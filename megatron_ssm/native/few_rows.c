@@ -85,7 +85,8 @@ INLINE_FOR(TARGET_AVX512) void add_line(const char *const w[], ptrdiff_t i, cons
 }
 
 /* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on. Writes the first `rows` columns of
-   to (count, SUMS / count). ahead: what is prefetched, a row for each of w, or NULL. is_small, rows, count and kind are compile-time constants. */
+   to (count, SUMS / count). ahead: what is prefetched, a row for each of w, or NULL. is_small, rows, count and kind are
+   compile-time constants. */
 INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const w[], const char *const ahead[], ptrdiff_t first,
                                             __m512 *to, int is_small, int rows, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), step = count * bytes_of_x(kind), i = 0;

@@ -22,7 +22,7 @@ enum {
   AHEAD = 8   /* tensors */
 };
 
-/* Brings the parts of a tensor to the first-level cache. They are in three to five lines of memory. */
+/* Brings the parts of a tensor to the first-level cache: a line of Python's object, three of torch's, and one of its storage. */
 static void prefetch_parts(const char *const parts[PARTS]) {
   __builtin_prefetch(parts[0]);
   for (int line = 0; line < 3; line++) __builtin_prefetch(parts[1] + 64 * line);

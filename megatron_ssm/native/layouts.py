@@ -6,12 +6,18 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import kernels
 
 FIELDS = 4  # numbers of a tensor before its sizes and strides (layouts.c)
 DESCRIBES = 5  # the place of dltensor_from_py_object_no_sync in DLPack's exchange interface, in pointers
+
+
+def can_be_described(tensor: Tensor) -> bool:
+    """Whether DLPack describes such tensors: they have one storage of plain numbers."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
 
 class Layouts:
@@ -43,7 +49,9 @@ class LayoutsOfKept(Layouts):
 
     def __init__(self, tensors: Sequence[Tensor]):
         super().__init__(tensors)
-        self._tensors, self._objects, self._parts = tensors, _addresses_of(tensors), _parts_of(tensors)
+        self._tensors, self._objects, self._parts = tensors, _addresses_of(tensors), None
+        if self._compare:
+            self._parts = _parts_of(tensors)
 
     def are_current(self) -> bool:
         """Whether the tensors still have these layouts."""

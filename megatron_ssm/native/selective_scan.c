@@ -32,45 +32,29 @@ INLINE const void *row(const Scan *a, const void *p, int which, ptrdiff_t b, ptr
   return at(p, b * a->strides[which] + t * a->strides[which + 1], type);
 }
 
-/* A of a block of channels, and the smallest dt log2(e) with which no dt log2(e) A is above MOST_EXPONENT. (A is negative,
-   and so is this number.) */
-typedef struct {
-  float A[STATES][WIDTH], smallest[WIDTH];
-} Rates;
-
-/* A = -exp(A_log) of the block, transposed to (N, width). */
-INLINE void load_rates(const Scan *a, ptrdiff_t first, ptrdiff_t width, Rates *rates) {
-  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT), lowest[WIDTH] = {0};
-  const float *next = a->A_log + (first + WIDTH) * a->N;
-  transpose_floats(a->A_log + first * a->N, width, a->N, rates->A[0], WIDTH);
-  for (ptrdiff_t n = 0; n < a->N; n++) {
-    float *A = rates->A[n];
-    prefetch_elements(next + n * WIDTH, WIDTH, FLOAT32);
-#pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) {
-      A[c] = -exp2_between(A[c] * LOG2E, least, most);
-      lowest[c] = A[c] < lowest[c] ? A[c] : lowest[c];
-    }
-  }
-#pragma omp simd
-  for (ptrdiff_t c = 0; c < width; c++) rates->smallest[c] = MOST_EXPONENT / lowest[c];
-}
-
-/* dt of token t for a block of channels, softplus(dt + dt_bias), or dt itself if there is no dt_bias; and dt log2(e). */
-INLINE void step_sizes(const Scan *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t first, ptrdiff_t width, const Rates *rates,
-                       float *dt, float *dt_log2e, int type) {
+/* dt of token t for a block of channels: softplus(dt + dt_bias), or dt itself if there is no dt_bias. */
+INLINE void step_sizes(const Scan *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t first, ptrdiff_t width, float *dt, int type) {
   const void *raw = at(row(a, a->dt, DT, b, t, type), first, type);
   if (a->dt_bias) {
     const float *bias = a->dt_bias + first;
     float least = unknown(LEAST_EXPONENT);
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) dt[c] = softplus_(get(raw, c, type) + bias[c], least), dt_log2e[c] = dt[c] * LOG2E;
+    for (ptrdiff_t c = 0; c < width; c++) dt[c] = softplus_(get(raw, c, type) + bias[c], least);
   } else {
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) {
-      float exponent = (dt[c] = get(raw, c, type)) * LOG2E;
-      dt_log2e[c] = rates->smallest[c] > exponent ? rates->smallest[c] : exponent;
-    }
+    for (ptrdiff_t c = 0; c < width; c++) dt[c] = get(raw, c, type);
+  }
+}
+
+/* A = -exp(A_log) of the block, transposed to (N, width). A_log of the next block is prefetched. */
+INLINE void load_A(const Scan *a, ptrdiff_t first, ptrdiff_t width, float A[STATES][WIDTH]) {
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
+  const float *next = a->A_log + (first + WIDTH) * a->N;
+  transpose_floats(a->A_log + first * a->N, width, a->N, A[0], WIDTH);
+  for (ptrdiff_t n = 0; n < a->N; n++) {
+    prefetch_elements(next + n * WIDTH, WIDTH, FLOAT32);
+#pragma omp simd
+    for (ptrdiff_t c = 0; c < width; c++) A[n][c] = -exp2_between(A[n][c] * LOG2E, least, most);
   }
 }
 
@@ -85,18 +69,19 @@ INLINE void load_state(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t wi
   }
 }
 
-/* Brings what token t needs to the first-level cache. From one token to the next it is in another page, where the processor
-   does not read ahead by itself. */
+/* Brings x, dt and z of token t to the first-level cache. The rows of consecutive tokens mostly lie in different pages, and the
+   processor does not read ahead from page to page. */
 INLINE void prefetch_token(const Scan *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t first, ptrdiff_t width, int type) {
-  prefetch_next(at(row(a, a->x, X, b, t, type), first, type), width, type);
-  prefetch_next(at(row(a, a->dt, DT, b, t, type), first, type), width, type);
-  if (a->z) prefetch_next(at(row(a, a->z, Z, b, t, type), first, type), width, type);
+  prefetch_to_first_level(at(row(a, a->x, X, b, t, type), first, type), width, type);
+  prefetch_to_first_level(at(row(a, a->dt, DT, b, t, type), first, type), width, type);
+  if (a->z) prefetch_to_first_level(at(row(a, a->z, Z, b, t, type), first, type), width, type);
 }
 
-/* One sequence of a block. */
-INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width, const Rates *rates,
-                          int type) {
-  float h[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], dt_x[WIDTH], y[WIDTH], least = unknown(LEAST_EXPONENT);
+/* One sequence of a block, whose A is given. may_grow: whether dt may be negative; a compile-time constant. */
+INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width,
+                          const float A[STATES][WIDTH], int may_grow, int type) {
+  float h[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], dt_x[WIDTH], y[WIDTH];
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
   load_state(a, b, first, width, h);
   ptrdiff_t chunks = a->chunk ? (a->seq + a->chunk - 1) / a->chunk : 0;
   ptrdiff_t of_head = a->heads > 1 ? head * a->strides[HEAD] : 0; /* where the head's B and C begin */
@@ -106,21 +91,22 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t 
         memcpy(a->saved + ((b * chunks + t / a->chunk) * a->N + n) * a->channels + first, h[n], width * sizeof(float));
     if (t + 1 < a->seq) prefetch_token(a, b, t + 1, first, width, type);
     const void *x = at(row(a, a->x, X, b, t, type), first, type);
-    step_sizes(a, b, t, first, width, rates, dt, dt_log2e, type);
+    step_sizes(a, b, t, first, width, dt, type);
     const float *D = a->D + first;
 #pragma omp simd
     for (ptrdiff_t c = 0; c < width; c++) {
       float in = get(x, c, type);
-      dt_x[c] = dt[c] * in, y[c] = D[c] * in;
+      dt_log2e[c] = dt[c] * LOG2E, dt_x[c] = dt[c] * in, y[c] = D[c] * in;
     }
     const void *Bt = at(row(a, a->B, B_, b, t, type), of_head, type);
     const void *Ct = at(row(a, a->C, C_, b, t, type), of_head, type);
     for (ptrdiff_t n = 0; n < a->N; n++) {
       float Bn = get(Bt, n, type), Cn = get(Ct, n, type), *state = h[n];
-      const float *A = rates->A[n];
 #pragma omp simd
       for (ptrdiff_t c = 0; c < width; c++) {
-        float new = exp2_from(dt_log2e[c] * A[c], least) * state[c] + dt_x[c] * Bn;
+        float exponent = dt_log2e[c] * A[n][c];
+        float decay = may_grow ? exp2_between(exponent, least, most) : exp2_from(exponent, least);
+        float new = decay * state[c] + dt_x[c] * Bn;
         state[c] = new, y[c] += Cn * new;
       }
     }
@@ -141,16 +127,18 @@ INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t 
     memcpy(a->next + b * a->strides[NEXT] + n * a->channels + first, h[n], width * sizeof(float));
 }
 
-/* The sequences `start` to `stop` of a block, whose width is a compile-time constant if it is WIDTH: that is faster. */
+/* The sequences `start` to `stop` of a block, whose width is a compile-time constant if it is WIDTH: that is faster. With dt_bias,
+   dt is positive, because it comes from softplus. */
 INLINE void forward_sequences(const Scan *a, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t block, int type) {
   ptrdiff_t size = a->channels / a->heads, blocks = (size + WIDTH - 1) / WIDTH, head = block / blocks;
   ptrdiff_t first = block % blocks * WIDTH, width = size - first < WIDTH ? size - first : WIDTH;
-  Rates rates;
+  float A[STATES][WIDTH];
   first += head * size;
-  load_rates(a, first, width, &rates);
+  load_A(a, first, width, A);
   for (ptrdiff_t b = start; b < stop; b++)
-    if (width == WIDTH) forward_block(a, b, head, first, WIDTH, &rates, type);
-    else forward_block(a, b, head, first, width, &rates, type);
+    if (width == WIDTH && a->dt_bias) forward_block(a, b, head, first, WIDTH, A, 0, type);
+    else if (width == WIDTH) forward_block(a, b, head, first, WIDTH, A, 1, type);
+    else forward_block(a, b, head, first, width, A, 1, type);
 }
 
 CLONES static void forward_float32(const Scan *a, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t block) {
@@ -181,17 +169,17 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
    and the sum of dt over the tokens. In reverse: the gradient of the initial state that comes from the outputs; there, x is
    the gradient of the outputs, and B is C. `next` receives the result, y the sums (batch, channels), or is NULL. */
 INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, int reverse) {
-  float h[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], in[WIDTH], sum[WIDTH] = {0}, least = unknown(LEAST_EXPONENT);
-  Rates rates;
-  load_rates(a, first, width, &rates);
+  float h[STATES][WIDTH], A[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], in[WIDTH], sum[WIDTH] = {0};
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
+  load_A(a, first, width, A);
   memset(h, 0, a->N * sizeof h[0]);
   for (ptrdiff_t step = 0; step < a->seq; step++) {
     ptrdiff_t t = reverse ? a->seq - 1 - step : step;
     const float *x = (const float *)row(a, a->x, X, b, t, FLOAT32) + first;
     const float *Bt = row(a, a->B, B_, b, t, FLOAT32);
-    step_sizes(a, b, t, first, width, &rates, dt, dt_log2e, FLOAT32);
+    step_sizes(a, b, t, first, width, dt, FLOAT32);
 #pragma omp simd
-    for (ptrdiff_t c = 0; c < width; c++) in[c] = reverse ? x[c] : dt[c] * x[c], sum[c] += dt[c];
+    for (ptrdiff_t c = 0; c < width; c++) dt_log2e[c] = dt[c] * LOG2E, in[c] = reverse ? x[c] : dt[c] * x[c], sum[c] += dt[c];
     if (reverse && a->z) {
       const float *z = (const float *)row(a, a->z, Z, b, t, FLOAT32) + first;
 #pragma omp simd
@@ -199,10 +187,9 @@ INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t w
     }
     for (ptrdiff_t n = 0; n < a->N; n++) {
       float Bn = Bt[n], *state = h[n];
-      const float *A = rates.A[n];
 #pragma omp simd
       for (ptrdiff_t c = 0; c < width; c++) {
-        float decay = exp2_from(dt_log2e[c] * A[c], least);
+        float decay = exp2_between(dt_log2e[c] * A[n][c], least, most);
         state[c] = reverse ? decay * (state[c] + in[c] * Bn) : decay * state[c] + in[c] * Bn;
       }
     }
@@ -246,12 +233,11 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
   const Scan *a = &g->a;
   ptrdiff_t N = a->N, chunks = (a->seq + a->chunk - 1) / a->chunk;
   float h[STATES][WIDTH], decays[STATES][WIDTH], dts[STATES][WIDTH], outputs[STATES][WIDTH]; /* of the chunk's tokens */
-  float dA[STATES][WIDTH], adjoint[STATES][WIDTH], dD[WIDTH] = {0}, dbias[WIDTH] = {0};
+  float A[STATES][WIDTH], dA[STATES][WIDTH], adjoint[STATES][WIDTH], dD[WIDTH] = {0}, dbias[WIDTH] = {0};
   float dt_x[WIDTH], dt_log2e[WIDTH], dy[WIDTH]; /* dy: before the gate */
   float d_dt_x[WIDTH], d_dt[WIDTH];              /* the gradients of dt x and of dt */
-  float least = unknown(LEAST_EXPONENT);
-  Rates rates;
-  load_rates(a, first, width, &rates);
+  float least = unknown(LEAST_EXPONENT), most = unknown(MOST_EXPONENT);
+  load_A(a, first, width, A);
   memset(dA, 0, N * sizeof dA[0]);
   for (ptrdiff_t n = 0; n < N; n++)
     memcpy(adjoint[n], g->adjoint + (b * N + n) * a->channels + first, width * sizeof(float));
@@ -263,16 +249,15 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
       const float *x = (const float *)row(a, a->x, X, b, start + i, FLOAT32) + first;
       const float *Bt = row(a, a->B, B_, b, start + i, FLOAT32), *Ct = row(a, a->C, C_, b, start + i, FLOAT32);
       float *dt = dts[i], *y = outputs[i];
-      step_sizes(a, b, start + i, first, width, &rates, dt, dt_log2e, FLOAT32);
+      step_sizes(a, b, start + i, first, width, dt, FLOAT32);
 #pragma omp simd
-      for (ptrdiff_t c = 0; c < width; c++) dt_x[c] = dt[c] * x[c], y[c] = D[c] * x[c];
+      for (ptrdiff_t c = 0; c < width; c++) dt_log2e[c] = dt[c] * LOG2E, dt_x[c] = dt[c] * x[c], y[c] = D[c] * x[c];
       for (ptrdiff_t n = 0; n < N; n++) {
         const float *before = i ? h[(i - 1) * N + n] : entering + n * a->channels;
         float *after = h[i * N + n], *decay = decays[i * N + n];
-        const float *A = rates.A[n];
 #pragma omp simd
         for (ptrdiff_t c = 0; c < width; c++) {
-          decay[c] = exp2_from(dt_log2e[c] * A[c], least);
+          decay[c] = exp2_between(dt_log2e[c] * A[n][c], least, most);
           after[c] = decay[c] * before[c] + dt_x[c] * Bt[n], y[c] += Ct[n] * after[c];
         }
       }
@@ -296,13 +281,13 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
       for (ptrdiff_t c = 0; c < width; c++) dt_x[c] = dt[c] * x[c], dD[c] += dy[c] * x[c], d_dt_x[c] = 0, d_dt[c] = 0;
       for (ptrdiff_t n = 0; n < N; n++) {
         const float *before = i ? h[(i - 1) * N + n] : entering + n * a->channels;
-        const float *after = h[i * N + n], *decay = decays[i * N + n], *A = rates.A[n];
+        const float *after = h[i * N + n], *decay = decays[i * N + n];
         float *g_n = adjoint[n], *dA_n = dA[n], sum_B = 0, sum_C = 0;
 #pragma omp simd reduction(+ : sum_B, sum_C)
         for (ptrdiff_t c = 0; c < width; c++) {
           float dh = g_n[c] + Ct[n] * dy[c], d_dt_A = dh * before[c] * decay[c]; /* the gradients of h_t and of dt A */
           sum_C += after[c] * dy[c], sum_B += dh * dt_x[c], d_dt_x[c] += dh * Bt[n];
-          dA_n[c] += d_dt_A * dt[c], d_dt[c] += d_dt_A * A[c], g_n[c] = dh * decay[c];
+          dA_n[c] += d_dt_A * dt[c], d_dt[c] += d_dt_A * A[n][c], g_n[c] = dh * decay[c];
         }
         dB[(b * a->seq + t) * N + n] += sum_B, dC[(b * a->seq + t) * N + n] += sum_C;
       }
@@ -319,7 +304,7 @@ INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, 
   }
   for (ptrdiff_t n = 0; n < N; n++) {
     memcpy(g->adjoint + (b * N + n) * a->channels + first, adjoint[n], width * sizeof(float));
-    for (ptrdiff_t c = 0; c < width; c++) g->dA_log[(b * a->channels + first + c) * N + n] = dA[n][c] * rates.A[n][c];
+    for (ptrdiff_t c = 0; c < width; c++) g->dA_log[(b * a->channels + first + c) * N + n] = dA[n][c] * A[n][c];
   }
   memcpy(g->dD + b * a->channels + first, dD, width * sizeof(float));
   if (g->ddt_bias) memcpy(g->ddt_bias + b * a->channels + first, dbias, width * sizeof(float));

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
 import megatron_ssm
-from megatron_ssm.decoding import native_step
+from megatron_ssm.decoding import decode_plan, native_step
 from megatron_ssm.decoding.decode_plan import ModelFingerprint
 from megatron_ssm.layers.mamba1 import Convolution
 from megatron_ssm.models.model import Block
@@ -247,6 +247,13 @@ def untied(model):
     model.config = replace(model.config, tie_embeddings=False)
 
 
+def exchanged(model):
+    """An attribute disappears when a method is replaced."""
+    out_proj = model.layers[1].mixer.out_proj
+    vars(out_proj).pop("note", None)
+    own_method(out_proj, "product", 3)
+
+
 REPLACED = {
     "embed": lambda model: own_method(model.embeddings, "embed", 3),
     "logits": lambda model: own_method(model.embeddings, "logits", 3),
@@ -263,6 +270,8 @@ REPLACED = {
     "plain bias": with_a_plain_bias,
     "untied": untied,
     "sparse": lambda model: setattr(model.layers[0], "note", torch.eye(4).to_sparse()),
+    "sparse buffer": lambda model: model.layers[0].register_buffer("note", torch.eye(4).to_sparse()),
+    "exchange": exchanged,
 }
 
 
@@ -272,11 +281,40 @@ REPLACED = {
 def test_what_a_caller_replaces_is_called(change, first, tmp_path):
     """Before the model is used, or after it has decoded. Oracle: the whole sequence at once."""
     model = megatron_ssm.load(saved(tmp_path, "mamba2", tie_word_embeddings=True))
+    model.layers[1].mixer.out_proj.note = "of the caller's"
     if first > 4:
         one_by_one(model, model)
     REPLACED[change](model)
     for _ in range(2):
         torch.testing.assert_close(one_by_one(model, model), model(IDS), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("first", (4, 7))
+@torch.no_grad()
+def test_methods_of_rounded_embeddings_are_called(first, tmp_path):
+    """Before the model is used, or after it has decoded. Oracle: the whole sequence at once."""
+    wide = dict(hidden_size=64, num_heads=2, head_dim=64)
+    model = megatron_ssm.load(saved(tmp_path, "mamba2", **wide), weights="int8")
+    if first > 4:
+        one_by_one(model, model)
+    own_method(model.embeddings.weight, "rows", 3)
+    for _ in range(2):
+        by_tokens, at_once = one_by_one(model, model), model(IDS)
+        assert (by_tokens - at_once).norm() < 1e-2 * at_once.norm()
+
+
+@torch.no_grad()
+def test_plans_of_the_caches_that_were_used_last_are_kept(tmp_path, monkeypatch):
+    """Five caches, of which the first is used in between: its plan stays, and one for each is made."""
+    made, plan = [], decode_plan._Plan
+    monkeypatch.setattr(decode_plan, "_Plan", lambda *given: (made.append(1), plan(*given))[1])
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    caches = [model.new_cache(2) for _ in range(decode_plan.PLANS + 1)]
+    for cache in caches:
+        model(IDS[:, :4], cache=cache)
+    for index in (0, 1, 2, 3, 0, 4, 0):
+        model(IDS[:, 4:5], cache=caches[index])
+    assert len(made) == len(caches)
 
 
 @pytest.mark.parametrize("owner", ("norm_f", "embeddings", "lm_head", "layers.1.norm"))

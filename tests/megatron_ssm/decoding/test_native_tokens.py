@@ -81,11 +81,15 @@ def without_states(model, cache):
         layer.state = layer.state * 2
 
 
+@pytest.mark.parametrize("is_hooked", (False, True))
 @pytest.mark.parametrize("change", (moved, without_states))
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
 @torch.no_grad()
-def test_speculative_tokens_of_a_model_that_has_changed(family, change, tmp_path):
+def test_speculative_tokens_of_a_model_that_has_changed(family, change, is_hooked, tmp_path):
+    """is_hooked: Python computes the first layer."""
     model = megatron_ssm.load(saved(tmp_path, family))
+    if is_hooked:
+        model.layers[0].register_forward_hook(lambda *_: None)
     cache = model.new_cache(2)
     model(IDS[:, :4], cache=cache)
     model.speculative_logits(IDS[:, 4:7], cache)
@@ -95,10 +99,26 @@ def test_speculative_tokens_of_a_model_that_has_changed(family, change, tmp_path
     model.speculative_logits(IDS[:, 4:7], cache)
     change(model, cache)
     before = [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
-    with pytest.raises(RuntimeError, match="has changed since speculative_logits"):
+    with pytest.raises(RuntimeError, match="have moved since speculative_logits"):
         cache.accept([1, 2])
     after = [tensor for layer in cache.layers for tensor in layer.tensors()]
     assert all(map(torch.equal, before, after)) and cache.lengths.tolist() == [5, 6]
+
+
+@torch.no_grad()
+def test_a_hook_is_removed_before_speculative_tokens_are_accepted(tmp_path):
+    """Oracle: another cache, whose tokens are accepted before."""
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    caches = [model.new_cache(2), model.new_cache(2)]
+    hook = model.layers[0].register_forward_hook(lambda *_: None)
+    for cache in caches:
+        model(IDS[:, :4], cache=cache)
+        model.speculative_logits(IDS[:, 4:7], cache)
+    caches[0].accept([1, 2])
+    hook.remove()
+    caches[1].accept([1, 2])
+    for expected, found in zip(*(cache.layers for cache in caches), strict=True):
+        assert all(map(torch.equal, expected.tensors(), found.tensors()))
 
 
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))

@@ -707,7 +707,7 @@ def test_gated_norm(variant, seq, dtype):
         assert squares.dtype == torch.float32 and is_close(squares, gated.square().sum(-1), TOLERANCE[torch.float32])
 
 
-# Pages that must not be read are tested in a separate process, which would be killed
+# Pages that must not be read are tested in a separate process, because reading one kills the process
 
 GUARDED = """
 import ctypes, mmap, torch
@@ -732,7 +732,10 @@ for out in (1, 17, 33):
         for dtype in (torch.float32, torch.bfloat16):
             bias = guarded(torch.randn(out).to(dtype))
             rounded = [(each.values, each.scales) for each in (Int8Weight.of(weight), Int4Weight.of(weight))]
-            plain = [(weight.to(dtype)[:, : columns - less].contiguous(), None) for less in (0, 2, 30)]
+            plain = [
+                (weight.to(kind)[:, : columns - less].contiguous(), None)
+                for kind in {dtype, torch.bfloat16} for less in (0, 2, 30)
+            ]
             for matrix in rounded + plain:
                 values, scales = (None if each is None else guarded(each) for each in matrix)
                 for rows in (1, 2, 3, 8, 9, 65):
