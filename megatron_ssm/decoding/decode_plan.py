@@ -231,7 +231,7 @@ class ModelFingerprint:
     def _is_same_model(self) -> bool:
         """Whether the modules have the same members, types, hooks and settings, as far as plans depend on them.
 
-        They also have no other attributes than before, and what was None still is. If so, their present versions count.
+        Their attributes also have the same names, and what was None still is. If so, their present versions count.
         """
         is_same = (
             all(map(is_, map(dict.get, self._owners, self._names), self._members))

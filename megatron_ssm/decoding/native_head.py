@@ -26,7 +26,7 @@ class NativeHead:
             type(norm) is not RMSNorm
             or type(head) is not VocabularyParallel
             or is_altered(norm)
-            or any(map(has_own_methods, head.modules()))
+            or has_own_methods(head)
         ):
             return None
         if has_plain_tensors(norm) or has_plain_tensors(head):

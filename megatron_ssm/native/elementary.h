@@ -9,9 +9,9 @@
 #define LEAST_EXPONENT -126.0f /* of 2, so that the result is not subnormal */
 #define MOST_EXPONENT 127.0f   /* so that it is not infinite */
 
-/* x as a number of which GCC cannot tell that it is a constant. Clamping by such a number is one instruction, by a constant GCC 12
-   writes longer code. So vectorized loops pass `least`, unknown(LEAST_EXPONENT), and `most`, unknown(MOST_EXPONENT), to the
-   functions below; other callers pass the constants. */
+/* x as a number of which GCC cannot tell that it is a constant. Clamping by such a number is one instruction; for clamping by a
+   constant, GCC 12 writes longer code. So most vectorized loops pass `least`, unknown(LEAST_EXPONENT), and `most`,
+   unknown(MOST_EXPONENT), to the functions below; exp_ and other callers pass the constants. */
 INLINE float unknown(float x) {
   __asm__("" : "+g"(x));
   return x;

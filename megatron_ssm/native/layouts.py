@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from . import kernels
 
@@ -16,8 +17,10 @@ DESCRIBES = 5  # the place of dltensor_from_py_object_no_sync in DLPack's exchan
 
 
 def can_be_described(tensor: Tensor) -> bool:
-    """Whether DLPack describes such tensors: they have one storage of plain numbers."""
-    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    """Whether a tensor has one storage of plain numbers, as all those have that C reads."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
 
 class Layouts:

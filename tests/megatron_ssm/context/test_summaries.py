@@ -1,5 +1,7 @@
 """Summaries of blocks and adjoints of their initial states. Oracle: autograd through the plain scans, in float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -46,6 +48,17 @@ def test_selective(dtype, channels, size, gated, biased):
     inputs |= dict() if gated else dict(z=None)
     inputs |= dict() if biased else dict(dt_bias=None, dt=inputs["dt"].detach().exp() / 4)
     check_selective(inputs, 1e-12 if dtype is torch.float64 else 1e-5)
+
+
+@needs_kernels
+@torch.no_grad()
+def test_a_state_that_overflows():
+    """Without dt_bias, steps may be negative. A state that overflows leaves the channel's other states as they are."""
+    x, dt, B = torch.full((1, 2, 64), 0.5), torch.full((1, 2, 64), -6.0), torch.ones(1, 2, 2)
+    A_log = torch.tensor([1.0, 16.0]).log().expand(64, 2).contiguous()
+    state, _ = selective_summary(x, dt, A_log, B, None)
+    torch.testing.assert_close(state[:, 0], torch.full((1, 64), -3 * math.exp(6) - 3), rtol=1e-5, atol=0)
+    assert (state[:, 1] < -1e38).all()
 
 
 @needs_kernels

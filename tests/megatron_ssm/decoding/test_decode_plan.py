@@ -271,6 +271,7 @@ REPLACED = {
     "untied": untied,
     "sparse": lambda model: setattr(model.layers[0], "note", torch.eye(4).to_sparse()),
     "sparse buffer": lambda model: model.layers[0].register_buffer("note", torch.eye(4).to_sparse()),
+    "lazy parameter": lambda model: setattr(model.layers[0], "probe", torch.nn.LazyLinear(3)),
     "exchange": exchanged,
 }
 

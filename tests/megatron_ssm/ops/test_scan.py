@@ -89,17 +89,22 @@ def test_very_small_and_very_large_steps(kind, steps):
 
 
 @pytest.mark.parametrize("channels", (3, 64))
-@torch.no_grad()
 def test_a_state_that_overflows(channels):
     """Without dt_bias, steps may be negative. A state that overflows leaves the channel's other states as they are."""
     x, dt, B = torch.full((1, 1, channels), 0.5), torch.full((1, 1, channels), -6.0), torch.ones(1, 1, 2)
-    A_log, state = torch.tensor([1.0, 16.0]).log().expand(channels, 2).contiguous(), torch.ones(1, 2, channels)
+    A_log = torch.tensor([1.0, 16.0]).log().expand(channels, 2).contiguous()
+    state = torch.ones(1, 2, channels, requires_grad=True)
     inputs = (x, dt, A_log, B, B, torch.ones(channels), None, None, state)
     scan, reference = KINDS["selective"]
     _, after = scan(*inputs)
     _, exact = reference(*(t if t is None else t.double() for t in inputs))
     torch.testing.assert_close(after[:, 0].double(), exact[:, 0], rtol=1e-5, atol=0)
     assert (after[:, 1] > 1e38).all()
+    (gradient,) = torch.autograd.grad(after.sum(), state)
+    torch.testing.assert_close(gradient[:, 0], torch.full((1, channels), math.exp(6)), rtol=1e-5, atol=0)
+    assert (gradient[:, 1] > 1e38).all()
+    with torch.no_grad():
+        assert torch.equal(scan(*inputs)[1], after)
 
 
 SHAPES = st.fixed_dictionaries(
