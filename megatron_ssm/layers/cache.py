@@ -195,8 +195,8 @@ class Cache:
         """After a speculative call: keep the first counts[i] tokens of row i, as if it had decoded only these.
 
         The others are taken back exactly: states are computed again from those before the call, by the recurrence alone.
-        Where C computed layers: RuntimeError, with nothing done, if tensors of the cache, or those that were the model's,
-        have moved in memory since the call.
+        Where C computed layers: RuntimeError, with nothing done, if tensors of the cache, or those that the model had
+        during the call, have moved in memory since then.
         """
         first = self.layers[0].conv
         assert self.layers[0].pending is not None, "no call was speculative"
