@@ -4,5 +4,4 @@ A cell of the grid is one rank, or several that divide the heads between them (U
 
 In: a rank's queries, keys and values, and a grid.
 Out: the rank's attention output and, in backward, its gradients.
-May import: layout.
 """

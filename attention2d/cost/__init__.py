@@ -2,5 +2,4 @@
 
 In: the shape of the attention and of the grid.
 Out: messages and bytes sent by a rank, and its peak memory in bytes in addition to its inputs.
-May import: layout, compute.
 """

@@ -2,5 +2,4 @@
 
 In: a process group, the shape of the grid and the length of the sequence.
 Out: the positions of a rank's tokens, which blocks of queries and keys are multiplied, and sequences sharded and unsharded.
-May import: no other sub-package.
 """

@@ -2,5 +2,4 @@
 
 In: queries, keys and values of this rank's tokens, also in the layouts of torch's and Megatron's attention.
 Out: the attention output of this rank's tokens.
-May import: layout, compute, cost.
 """

@@ -1,5 +1,4 @@
 """What is computed, and on which ranks: loop programs, how partial results combine, and meshes of ranks.
 
 In: sizes. Out: immutable values that every other sub-package reads. May be read without torch.
-May import: no other sub-package.
 """

@@ -1,7 +1,6 @@
 """The library of programs: attention, decode attention, matrix products, reductions, scans; and operators in Python.
 
 In: sizes. Out: `Program`s, and the functions that compute their tiles.
-May import: ir.
 """
 
 from sparsefusion.foundation.lazy import lazy_exports

@@ -2,5 +2,4 @@
 
 In: a program, or a graph of operators, a mesh with the speeds of its levels, a memory budget. Out: plans, the best first,
 each with its reason; for a graph, the plan of each operator, and what runs them.
-May import: ir, programs, scheduling, lowering, execution.
 """

@@ -2,5 +2,4 @@
 
 In: a `Config`, a `sparsefusion.Fabric`, what a rank computes with, and the lengths of sequences.
 Out: for training and for generation, the divisions from the fastest to the slowest, and why each is or is not the first.
-May import: configs, sizing, ops, parallel, context, inference, models, checkpoints, training.
 """

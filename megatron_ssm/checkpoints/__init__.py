@@ -2,5 +2,4 @@
 
 In: files, of which each rank reads its own slices; or a model.
 Out: a model; or files, written under a temporary name and renamed.
-May import: configs, native, ops, parallel, layers, models.
 """

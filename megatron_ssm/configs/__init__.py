@@ -3,5 +3,4 @@
 In: a Hugging Face `config.json`.
 Out: a `Config`; the names, shapes and splits of all parameters. Loads no torch.
 A family is added here; a new kind of mixer also needs a module in `layers`, and `models.model` chooses it.
-May import: no other sub-package.
 """

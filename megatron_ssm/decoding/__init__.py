@@ -2,5 +2,4 @@
 
 In: the layers of a model and a cache. Out: the hidden states of the next positions, or their logits.
 Every path gives what the layers' own forward gives.
-May import: native, ops, parallel, layers.
 """

@@ -2,5 +2,4 @@
 
 In: a `LanguageModel` (the interface in `language_model.py`) and prompts. Out: tokens or text, the same on every rank.
 An HTTP server would be a new sub-package after `checkpoints`, in the order of docs/architecture.md; it would call `Engine`.
-May import: configs, native, parallel, layers.
 """

@@ -4,5 +4,4 @@ model class for lm-evaluation-harness.
 In: the configuration and process groups of Megatron-Core, or a Hugging Face directory.
 Out: specifications (`ModuleSpec`) from which Megatron-Core builds its models, their weights, Hugging Face directories, and
 answers to an evaluator.
-May import: configs, parallel, context, layers, inference, models, checkpoints.
 """

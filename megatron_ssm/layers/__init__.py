@@ -2,5 +2,4 @@
 
 In: hidden states (the same on every rank) and this rank's part of the cache.
 Out: hidden states; the cache is advanced in place.
-May import: configs, native, ops, parallel, context.
 """

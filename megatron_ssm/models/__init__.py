@@ -3,5 +3,4 @@
 In: a `Config`, the tensor-parallel ranks, and the schedule of the context ranks if sequences are spread over several.
 Out: logits and losses; `inference` is imported for `Model.generate`, which has the arguments of transformers.
 How a family differs from another is in `configs`; there is no module per family here.
-May import: configs, ops, parallel, context, layers, decoding, inference.
 """

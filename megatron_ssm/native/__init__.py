@@ -2,5 +2,4 @@
 
 In: contiguous CPU tensors.
 Out: results, written into the caller's tensors; or None where no kernel covers the arguments.
-May import: no other sub-package.
 """

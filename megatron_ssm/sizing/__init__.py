@@ -2,5 +2,4 @@
 
 In: a `Config`, a number of ranks and the lengths of sequences.
 Out: bytes of memory on a rank, in inference and in training; bytes that decoding a token reads and sends.
-May import: configs.
 """

@@ -2,5 +2,4 @@
 
 In: text files, a tokenizer and options from the command line or a YAML file.
 Out: losses, training checkpoints and a Hugging Face directory.
-May import: configs, sizing, ops, parallel, context, inference, models, checkpoints, diagnostics.
 """

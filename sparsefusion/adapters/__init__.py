@@ -3,5 +3,4 @@
 In: a framework's object. Out: a `gradients.Session`, which is told when each gradient is ready,
 or a ValueError that names the setting that is not supported.
 What is refused, such as ZeRO 2 and 3, is in `refusals.py`.
-May import: fabric, planning, gradients.
 """

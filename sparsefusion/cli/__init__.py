@@ -2,5 +2,4 @@
 
 In: arguments. Out: a fabric file, a table on stdout, a report with plots; an error is one line on stderr.
 Only the command that communicates, `measure`, loads torch.
-May import: foundation, fabric.
 """

@@ -3,5 +3,4 @@ ranks' arguments, so that calls that differ raise an error instead of waiting fo
 
 In: tensors and a process group.
 Out: the results on every rank, and the bytes that this rank sent.
-May import: native.
 """

@@ -2,5 +2,4 @@
 
 In: a process group to measure on, or files of measurements that others made.
 Out: a `Fabric`, which predicts the seconds that a collective takes; tables and plots; a recommended number of ranks.
-May import: foundation, collectives.
 """

@@ -2,5 +2,4 @@
 
 In: the names that a package exports; the flags and the work of a command.
 Out: the package's `__getattr__`; an exit code, and the error on stderr.
-May import: no other sub-package.
 """

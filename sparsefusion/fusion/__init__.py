@@ -2,5 +2,4 @@
 
 In: a framework's object and the mode, the density and the sparsifier that the user asks for.
 Out: gradients reduced with fewer bytes, and a report of what was sent.
-May import: collectives, fabric, selection, planning, gradients, adapters.
 """

@@ -2,5 +2,4 @@
 
 In: gradients of one rank in the order in which they become ready, and a plan.
 Out: their means over the ranks, the same bits on every rank. NaN and Inf of one rank reach all.
-May import: native, collectives, selection, planning.
 """

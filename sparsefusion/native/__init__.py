@@ -2,5 +2,4 @@
 
 In: the name of a package, and the argument types of its C functions.
 Out: the library; or the reason why it cannot be used, and then callers do the same work with torch.
-May import: no other sub-package.
 """

@@ -3,5 +3,4 @@
 
 In: a tensor, a process group and a wire format.
 Out: the sum as a new tensor, on every rank.
-May import: collectives, fabric.
 """

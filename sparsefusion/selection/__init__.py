@@ -2,5 +2,4 @@
 
 In: a gradient, its residual and a number k.
 Out: k values and their indices to send, and the residual for the next step.
-May import: native, collectives.
 """
