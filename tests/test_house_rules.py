@@ -40,7 +40,9 @@ OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file im
     ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},
 }
 # Pages of the design, which are not part of the repository.
-DESIGN_PAGES = re.compile(r"(?<![\w/-])(?:ssm|attention2d|gradcomm|commir|context|packaging|style|stack|hybrids|gated_delta_net|experts|flags)\.md\b")
+DESIGN_PAGES = re.compile(
+    r"(?<![\w/-])(?:ssm|attention2d|gradcomm|commir|context|packaging|style|stack|hybrids|gated_delta_net|experts|flags)\.md\b"
+)
 
 
 @cache

@@ -212,7 +212,9 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         except ModuleNotFoundError as error:
             if error.name not in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
                 raise
-            raise ValueError(f"there is no package {error.name}: pip install 'megatron-ssm[serve]'") from None
+            raise ValueError(
+                f"there is no package {error.name}: pip install '.[serve]' in a checkout of megatron-ssm"
+            ) from None
         serve(arguments)
 
     return run("megatron_ssm serve", command)

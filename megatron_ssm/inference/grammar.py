@@ -188,5 +188,5 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise ValueError("grammars need the package llguidance: pip install 'megatron-ssm[grammar]'") from None
+        raise ValueError("grammars need the package llguidance: pip install llguidance") from None
     return llguidance

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 if __name__ == "__main__" and find_spec("lm_eval") is None:
-    raise SystemExit("there is no package lm_eval: pip install 'megatron-ssm[eval]'")
+    raise SystemExit("there is no package lm_eval: pip install 'lm-eval>=0.4.12' transformers")
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM

@@ -101,7 +101,7 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
     """
     path = options.deepspeed_config
     if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("--engine deepspeed needs the package deepspeed: pip install 'megatron-ssm[deepspeed]'")
+        raise ValueError("--engine deepspeed needs the package deepspeed: pip install deepspeed")
     given = _read_json(path)
     try:
         return _checked(given, options, data_ranks, hidden_size)

@@ -21,7 +21,7 @@ def check_trackers(options: Options) -> None:
     """ValueError if a package that the options need is not installed."""
     for name in ("tensorboard", "wandb"):
         if getattr(options, name) and importlib.util.find_spec(name) is None:
-            raise ValueError(f"{flag(name)} needs the package {name}: pip install 'megatron-ssm[log]'")
+            raise ValueError(f"{flag(name)} needs the package {name}: pip install {name}")
 
 
 class Trackers:

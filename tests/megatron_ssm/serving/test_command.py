@@ -140,4 +140,6 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setattr(cli, "leave_on_interrupt", lambda: None)  # it would stay for the tests that follow
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     assert cli.main(["serve", "--model", "DIR"]) == 2
-    assert "there is no package uvicorn: pip install 'megatron-ssm[serve]'" in capsys.readouterr().err
+    assert (
+        "there is no package uvicorn: pip install '.[serve]' in a checkout of megatron-ssm" in capsys.readouterr().err
+    )

@@ -251,7 +251,7 @@ def test_a_missing_package(here, capsys, monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda wanted: None if wanted == name else find(wanted))
     options = replace(tiny_options(), **{name: "somewhere"})
     assert run("pretrain.py", lambda: pretrain(options)) == 2
-    line = f"pretrain.py: --{name} needs the package {name}: pip install 'megatron-ssm[log]'\n"
+    line = f"pretrain.py: --{name} needs the package {name}: pip install {name}\n"
     assert capsys.readouterr().err == line
 
 
