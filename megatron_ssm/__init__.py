@@ -14,13 +14,13 @@ _HOME = {
     "stream": "inference.generation",
     "Engine": "inference.engine",
     "initialize": "models.initialization",
-    "add_lora": "models.lora",
-    "merge_lora": "models.lora",
+    "add_lora": "models.adapters",
+    "merge_lora": "models.adapters",
     "load_lora": "checkpoints.peft",
     "save_lora": "checkpoints.peft",
-    "Config": "configs.config",
+    "Stack": "stack.stack",
     "Model": "models.model",
-    "Cache": "layers.cache",
+    "Cache": "operators.cache",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

@@ -22,7 +22,7 @@ ROOMS = {
     "attention2d": "layout compute cost schedules".split(),
     "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": (
-        "configs sizing native ops parallel context layers decoding inference models checkpoints diagnostics training "
+        "stack sizing native ops parallel context operators families decoding inference models checkpoints diagnostics training "
         "advice integrations api serving cli"
     ).split(),
 }

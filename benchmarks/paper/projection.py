@@ -13,9 +13,10 @@ from typing import Any
 
 from benchmarks.support.shapes import PUBLISHED
 from benchmarks.support.tables import markdown, publish
-from megatron_ssm import Config
+from megatron_ssm import families
 from megatron_ssm.sizing.advise import decoding_shape
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.fabric.advice import best_degree
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.readers import extended, read_curves
@@ -31,7 +32,7 @@ def h100s() -> Fabric:
     return Fabric(tuple(extended(read_curves(FILES / "tp_latency_quiet.json", "all_reduce", 4), sweeps)), {})
 
 
-def row(name: str, config: Config, fabric: Fabric, degree: int) -> list[str]:
+def row(name: str, config: Stack, fabric: Fabric, degree: int) -> list[str]:
     """A row of the table: one model on `degree` GPUs."""
     memory = Memory(config, degree)
     held = memory.weights + memory.cache(max(BATCHES), PROMPT)
@@ -59,7 +60,7 @@ def main() -> None:
     """Compute and publish."""
     fabric, rows = h100s(), []
     for name, published in PUBLISHED.items():
-        config = Config.from_dict(published.to_dict())
+        config = families.from_dict(published.to_dict())
         for degree in DEGREES:
             try:
                 rows.append(row(name, config, fabric, degree))

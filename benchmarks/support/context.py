@@ -7,8 +7,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
+from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.configs.config import Config
 from megatron_ssm.models.initialization import initialize
 from megatron_ssm.models.model import Model
 from megatron_ssm.training.options import Options
@@ -23,7 +23,7 @@ def random_model(
 
     more: further arguments of `load`. options: those of `training.options.Options`, such as hidden_size.
     """
-    config = Config.from_dict(Options(**options).new_config(VOCABULARY, 0))
+    config = families.from_dict(Options(**options).new_config(VOCABULARY, 0))
     return initialize(build(config, group, None, context=schedule, **(more or {})), seed=0)
 
 

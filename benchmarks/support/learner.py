@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.configs.config import Config
 from megatron_ssm.models.initialization import initialize
 from megatron_ssm.training.options import Options
 from sparsefusion.fabric.measurement import timed
@@ -26,7 +26,7 @@ class Learner(torch.nn.Module):
         options = Options(
             num_layers=layers, hidden_size=hidden, mamba_head_dim=64, mamba_state_dim=16, seq_length=TOKENS
         )
-        self.model = initialize(build(Config.from_dict(options.new_config(VOCAB, 0))), 1)
+        self.model = initialize(build(families.from_dict(options.new_config(VOCAB, 0))), 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (SEQUENCES, TOKENS + 1) -> the loss, a scalar."""

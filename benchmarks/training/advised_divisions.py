@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measure_cell
 from benchmarks.support.tables import markdown, print_or_publish
-from megatron_ssm import generate
+from megatron_ssm import families, generate
 from megatron_ssm.advice.divisions import (
     Division,
     Generation,
@@ -38,11 +38,11 @@ from megatron_ssm.advice.divisions import (
 )
 from megatron_ssm.advice.measured import MeasuredDevice
 from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.configs.config import Config
 from megatron_ssm.models.context import schedule_of
 from megatron_ssm.models.initialization import initialize
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import Groups, join
+from megatron_ssm.stack.stack import Stack
 from megatron_ssm.training.data import Batches, Tokens
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.trainer import Trainer
@@ -121,7 +121,7 @@ def groups_of(division: Division) -> Groups:
     )  # fmt: skip
 
 
-def model_of(row: Row, config: Config, groups: Groups, division: Division) -> Model:
+def model_of(row: Row, config: Stack, groups: Groups, division: Division) -> Model:
     """The model of a division. Its ranks share memory if they are on one machine, and else only send through the links."""
     is_training = isinstance(row.job, Training)
     seq = row.job.seq if isinstance(row.job, Training) else row.job.prompt
@@ -151,7 +151,7 @@ def median_time(run: Callable[[], object]) -> float:
 def trained(row: Row, job: Training, division: Division, gradients: str) -> float:
     """Seconds of a training step in a gradient mode, once the mode has chosen how it sends."""
     options, groups = options_of(row.model, job, division, gradients), groups_of(division)
-    config = Config.from_dict(options.new_config(VOCAB, 0))
+    config = families.from_dict(options.new_config(VOCAB, 0))
     tokens = torch.randint(VOCAB, (20_000,), generator=torch.Generator().manual_seed(0))
     batches = Batches(Tokens(tokens, len(tokens)), job.seq, job.global_batch, 0)
     with model_of(row, config, groups, division) as model:
@@ -161,7 +161,7 @@ def trained(row: Row, job: Training, division: Division, gradients: str) -> floa
         return median_time(lambda: trainer.step(batches, 0))
 
 
-def generated(row: Row, config: Config, job: Generation, division: Division) -> float:
+def generated(row: Row, config: Stack, job: Generation, division: Division) -> float:
     """Seconds of a reply."""
     ids = torch.randint(VOCAB, (1, job.prompt), generator=torch.Generator().manual_seed(0))
     with model_of(row, config, groups_of(division), division) as model:
@@ -215,7 +215,9 @@ def median(values: Iterable[float]) -> float:
 def run_turn(row: Row, fabric: Fabric) -> list[Measured]:
     """All possible divisions, predicted and then measured."""
     device = MeasuredDevice(4e9, dist.group.WORLD, shares=row.rate is None)
-    config = Config.from_dict(options_of(row.model, Training(512, 4), Division(1, 1, 1), "dense").new_config(VOCAB, 0))
+    config = families.from_dict(
+        options_of(row.model, Training(512, 4), Division(1, 1, 1), "dense").new_config(VOCAB, 0)
+    )
     job, found = row.job, []
     if isinstance(job, Training):
         divisions = training_divisions(config, RANKS, job, fabric, device)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, publish
-from megatron_ssm.configs.config import Config
+from megatron_ssm import families
 from megatron_ssm.parallel.groups import initialize, shut_down
 from megatron_ssm.training.data import Batches, Tokens
 from megatron_ssm.training.options import Options
@@ -44,7 +44,7 @@ def measure(out: str, folder: str) -> None:
     groups = initialize(2)
     ways = {name: Options(**RUN, async_save=name == "background") for name in ("at once", "background")}
     options = ways["at once"]
-    model = make_model(options, Config.from_dict(options.new_config(VOCAB, 0)), groups, torch.device("cpu"))
+    model = make_model(options, families.from_dict(options.new_config(VOCAB, 0)), groups, torch.device("cpu"))
     trainers = {name: Trainer(model, groups, way) for name, way in ways.items()}
     trainers["background"].optimizer = trainers["at once"].optimizer
     batches = Batches(Tokens(torch.randint(VOCAB, (10_000,)), 10_000), 128, 2, 0)

@@ -16,7 +16,7 @@ from attention2d.layout.checks import check_heads
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import VOCABULARY, random_model, training_step
 from benchmarks.support.tables import markdown, print_or_publish
-from megatron_ssm import Config
+from megatron_ssm import families
 from megatron_ssm.models.context import schedule_of
 from megatron_ssm.training.options import Options
 from sparsefusion.fabric.measurement import repetitions, timed
@@ -56,7 +56,7 @@ CELLS = [
 
 def schedules(cell: Cell, group: dist.ProcessGroup) -> tuple[dict[str, Attention2D], Attention2D]:
     """({name: schedule} of those that have enough heads, the schedule of `auto`)."""
-    config = Config.from_dict(Options(**cell.options).new_config(VOCABULARY, 0))
+    config = families.from_dict(Options(**cell.options).new_config(VOCABULARY, 0))
     made = {name: schedule_of(name, group, config, 1, cell.tokens, 1) for name in (*NAMES, "auto")}
     found = {}
     for name, schedule in made.items():

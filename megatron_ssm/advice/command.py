@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_ssm import families
 from megatron_ssm.checkpoints.agreement import run_and_compare
-from megatron_ssm.configs.config import Config
 from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
+from megatron_ssm.stack.stack import Stack
 from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.foundation.command_line import Failure, Printer, check_number
@@ -34,7 +35,7 @@ class _Inputs:
     device: None: `measured`. kind: cpu or cuda, where that computes. memory: bytes, if it is given.
     """
 
-    config: Config
+    config: Stack
     fabric: Fabric
     training: Training
     generation: Generation
@@ -50,7 +51,7 @@ class _Inputs:
         The device is by default an H100, or this machine if the fabric was measured between CPUs.
         """
         _check_numbers(arguments)
-        config, fabric = Config.read(arguments.model), _read_fabric(arguments.fabric)
+        config, fabric = families.read(arguments.model), _read_fabric(arguments.fabric)
         on_cpu = fabric.description.get("device") == "cpu"
         name = arguments.device or (MEASURED if on_cpu else "h100")
         measured = max((curve.ranks for curve in fabric.curves), default=1)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import decoding_shape
 from megatron_ssm.sizing.flops import BF16_TFLOPS, forward_flops
-from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.sizing.memory import Memory, sizes_of
+from megatron_ssm.stack.sizes import Workload
+from megatron_ssm.stack.stack import Stack
 from sparsefusion import Fabric
 from sparsefusion.foundation.command_line import did_you_mean, shortened
 
@@ -45,27 +46,29 @@ class Device:
         """How `ranks` tensor-parallel ranks sum: over the fabric."""
         return Sums(fabric, self.wait)
 
-    def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks."""
         rows = batch * tokens
-        stored = config.num_layers * TrainingMemory(config, ranks).stored_by_layer
+        stored = TrainingMemory(config, ranks).stored
         products = rows * forward_flops(config, seq) / ranks
         moved = rows * stored * MOVES * self.itemsize
         return products / self.flops + moved / self.bandwidth + KERNELS * config.num_layers * self.launch
 
-    def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
+    def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training; arguments as in `forward`."""
         forward = self.forward(config, ranks, batch, tokens, seq)
         return forward, 2 * forward
 
-    def passing(self, config: Config, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
+    def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
         """Seconds that a context rank computes in addition, forward and backward: it reads a scan's inputs once more."""
-        shape = Memory(config, ranks, self.itemsize)
-        read = batch * tokens * (2 * shape.inner + shape.convolved) * self.itemsize
-        seconds = config.num_layers * (read / self.bandwidth + self.launch)
+        seconds = 0.0
+        for sizes, count in sizes_of(config, Workload(ranks)):
+            if sizes.passed:
+                read = batch * tokens * 3 * sizes.convolved * self.itemsize
+                seconds += count * (read / self.bandwidth + self.launch)
         return seconds, seconds
 
-    def optimizer(self, config: Config, ranks: int) -> float:
+    def optimizer(self, config: Stack, ranks: int) -> float:
         """Seconds of the gradient norm, clipping and AdamW, in fp32.
 
         AdamW reads weights, gradients and two moments, and writes three of them. The norm reads the gradients, and writes
@@ -73,10 +76,10 @@ class Device:
         """
         return (7 + 3 + 2 + 1) * Memory(config, ranks, 4).weights / self.bandwidth
 
-    def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
+    def token(self, config: Stack, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens, in a CUDA graph."""
         shape = decoding_shape(self.name, config, ranks, self.itemsize, length)
-        kernels = config.num_layers * self.graph[config.groups > 0]
+        kernels = sum(self.graph[each.head_dim > 1] for each in config.recurrences)
         return kernels + (shape.weight_bytes + batch * shape.state_bytes) / (ranks * self.bandwidth)
 
 

@@ -16,10 +16,10 @@ from typing import Protocol
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
-from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.stack.stack import Stack
 from sparsefusion import Fabric
 
 from .traffic import (
@@ -62,19 +62,19 @@ class Computes(Protocol):
     def sums(self, fabric: Fabric, ranks: int) -> Sums:
         """How `ranks` tensor-parallel ranks sum: over the fabric, or in memory that they share."""
 
-    def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
 
-    def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
+    def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training."""
 
-    def passing(self, config: Config, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
+    def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
         """Seconds that a context rank computes in addition, forward and backward: what its blocks contribute to others."""
 
-    def optimizer(self, config: Config, ranks: int) -> float:
+    def optimizer(self, config: Stack, ranks: int) -> float:
         """Seconds of the gradient norm, clipping and AdamW."""
 
-    def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
+    def token(self, config: Stack, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
 
 
@@ -130,14 +130,14 @@ class Division:
         return f"TP {self.tensor} x CP {self.context} x DP {self.data}"
 
 
-def training_divisions(config: Config, ranks: int, job: Training, fabric: Fabric, device: Computes) -> list[Division]:
+def training_divisions(config: Stack, ranks: int, job: Training, fabric: Fabric, device: Computes) -> list[Division]:
     """All divisions for training: those that fit, the fastest first, and then those that are excluded."""
     found = [_training(config, *sizes, job, fabric, device) for sizes in _sizes(ranks)]
     return sorted(found, key=lambda each: (bool(each.excluded), each.seconds))
 
 
 def generation_divisions(
-    config: Config, ranks: int, job: Generation, fabric: Fabric, device: Computes
+    config: Stack, ranks: int, job: Generation, fabric: Fabric, device: Computes
 ) -> list[Division]:
     """All divisions for generation, as in `training_divisions`; `data` replicas each generate a batch of their own."""
     found = [_generation(config, *sizes, job, fabric, device) for sizes in _sizes(ranks)]
@@ -158,7 +158,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _training(
-    config: Config, tensor: int, context: int, data: int, job: Training, fabric: Fabric, device: Computes
+    config: Stack, tensor: int, context: int, data: int, job: Training, fabric: Fabric, device: Computes
 ) -> Division:
     """The prediction of one division."""
     sizes, per_step = (tensor, context, data), job.micro_batch * data
@@ -204,7 +204,7 @@ def _training(
 
 
 def _generation(
-    config: Config, tensor: int, context: int, data: int, job: Generation, fabric: Fabric, device: Computes
+    config: Stack, tensor: int, context: int, data: int, job: Generation, fabric: Fabric, device: Computes
 ) -> Division:
     """The prediction of one division."""
     sizes = (tensor, context, data)
@@ -266,24 +266,24 @@ def _memory_of_reply(shape: Memory, job: Generation, tokens: int, context: int) 
     return shape.weights + activations + shape.cache(job.batch, tokens + new)
 
 
-def _tokens(config: Config, seq: int, context: int) -> int:
+def _tokens(config: Stack, seq: int, context: int) -> int:
     """The tokens of a sequence on each of `context` ranks, which have two blocks; ValueError if these are too short."""
-    check_sequence_length(seq, context, config.conv_kernel - 1)
+    check_sequence_length(seq, context, config.history)
     return local_length("zigzag", seq, context)
 
 
 def _attention(
-    config: Config, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric, wait: float
+    config: Stack, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric, wait: float
 ) -> tuple[str, str, float]:
     """(the grid of context ranks, its name in --context-schedule, the seconds of its messages in all hybrid layers).
 
     For training, the fastest of the grids that the option can select. `generate` has no such option: it always takes the
     one that `auto` selects, by bytes.
     """
-    shared = config.shared
-    if context == 1 or shared is None:
+    if context == 1 or not config.attentions:
         return "", "auto", 0.0
-    shape = batch, shared.heads // tensor, shared.kv_heads // tensor, shared.head_dim
+    local = config.attentions[0].on_ranks(tensor)
+    shape = batch, local.heads, local.kv_heads, local.head_dim
     default, *others = candidates(context, *shape[1:], seq, training, batch=batch, itemsize=FP32)
     names = {grid[:3]: name for name, grid in reversed(named_grids(context).items())}  # of several, the first name
     names[default.rows, default.cols, default.ulysses] = "auto"
@@ -291,7 +291,7 @@ def _attention(
     times = [seconds_of_attention(each, context, seq, shape, training, fabric, wait) for each in found]
     seconds, best = min(zip(times, found, strict=True), key=lambda pair: pair[0])
     grid = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
-    return grid, names[best.rows, best.cols, best.ulysses], len(config.hybrid_layers) * seconds
+    return grid, names[best.rows, best.cols, best.ulysses], len(config.attentions) * seconds
 
 
 def _format(times: dict[str, float]) -> str:

@@ -5,6 +5,7 @@ built with random weights, with one and with a few layers, and timed without mes
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,15 +16,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from attention2d.compute.tile import attend
-from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.context.summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
 from megatron_ssm.inference.generation import stream
 from megatron_ssm.models.initialization import draw
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
+from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.stack.fields import field_of
+from megatron_ssm.stack.sizes import RecurrenceSizes
+from megatron_ssm.stack.stack import Stack
 from megatron_ssm.training.trainer import clip_gradients, grad_norm
 from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
@@ -44,23 +46,17 @@ SIZES = [1 << bits for bits in range(8, 23, 2)]  # bytes of the sums in shared m
 BACKWARD_ATTENTION = 2.5  # backward of attention has 5 products of matrices, and forward has 2
 
 
-def part_of(config: Config, ranks: int, layers: int, is_hybrid: bool = False) -> Config:
-    """A model for one rank that computes what one of `ranks` tensor-parallel ranks does, with `layers` layers.
+def part_of(config: Stack, ranks: int, device: torch.device, dtype: torch.dtype) -> Model:
+    """The part of a model that the first of `ranks` tensor-parallel ranks has, alone and with random weights.
 
-    is_hybrid: whether its first layer uses the shared block; the others do not.
+    It computes what that rank does, and sends nothing. It knows the first rank's part of the vocabulary only.
     """
-    config.check_ranks(ranks)
-    shared = config.shared
-    if shared is not None:
-        shared = replace(
-            shared, heads=shared.heads // ranks, kv_heads=shared.kv_heads // ranks,
-            feed_forward_size=shared.feed_forward_size // ranks,
-        )  # fmt: skip
-    return replace(
-        config, num_layers=layers, vocab_size=-(-config.vocab_size // ranks), shared=shared if is_hybrid else None,
-        intermediate_size=config.intermediate_size // ranks, heads=max(1, config.heads // ranks),
-        groups=max(1, config.groups // ranks) if config.groups else 0, hybrid_layers=(0,) if is_hybrid else (),
-    )  # fmt: skip
+    model = Model(config, Ranks(size=ranks), dtype=dtype, device=device)
+    with torch.no_grad(), device:  # weights of a GPU are drawn there
+        for parameter in model.parameters():
+            shape = tuple(parameter.shape)
+            parameter.copy_(draw(replace(field_of(parameter), shape=shape), config.num_layers))
+    return model
 
 
 @dataclass
@@ -77,7 +73,7 @@ class MeasuredDevice:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shares: bool = True
     _known: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
-    _models: dict[Config, Model] = field(default_factory=dict)  # those that were used last
+    _models: dict[tuple[Stack, int], Model] = field(default_factory=dict)  # those that were used last
 
     @property
     def name(self) -> str:
@@ -89,38 +85,40 @@ class MeasuredDevice:
         """Bytes of an element of weights and activations in generation."""
         return self.dtype.itemsize
 
-    def forward(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
         run = _reply if ranks == 1 and tokens == seq else _divided_reply
         ttft, _ = self._of_layers(run, config, ranks, *_sequences(config, batch, tokens, seq))
         return ttft + self._attention(config, ranks, batch, tokens, seq)
 
-    def micro_batch(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
+    def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training, over `tokens` of the `seq` tokens of each sequence."""
         forward, backward, _ = self._of_layers(_training, config, ranks, *_sequences(config, batch, tokens, seq))
         more = self._attention(config, ranks, batch, tokens, seq)
         return forward + more, backward + BACKWARD_ATTENTION * more
 
-    def passing(self, config: Config, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
+    def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
         """Seconds that a context rank computes in addition, forward and backward: what its blocks contribute to others."""
         key = (_block_contributions, config, ranks, batch, tokens)
         if key not in self._known:
-            part = part_of(config, ranks, 1)
-            calls = _block_contributions(part, 2 * batch, -(-tokens // 2), self.device)
-            self._known[key] = tuple(self._slowest([_seconds(call, self.device) for call in calls]).tolist())
+            total = torch.zeros(2, dtype=torch.float64)
+            for sizes, count in Counter(config.recurrences).items():
+                calls = _block_contributions(sizes, ranks, 2 * batch, -(-tokens // 2), self.device)
+                total += count * self._slowest([_seconds(call, self.device) for call in calls])
+            self._known[key] = tuple(total.tolist())
         forward, backward = self._known[key]
-        return config.num_layers * forward, config.num_layers * backward
+        return forward, backward
 
-    def optimizer(self, config: Config, ranks: int) -> float:
+    def optimizer(self, config: Stack, ranks: int) -> float:
         """Seconds of the gradient norm, clipping and AdamW, in proportion to the weights."""
         key = (fused_adam.adamw, config, ranks)
         if key not in self._known:
-            part = part_of(config, ranks, LAYERS[-1])
-            seconds = self._slowest([self._times(_training, part, 1, 2 * config.conv_kernel)])[0, 2]
-            self._known[key] = (float(seconds) * Memory(config, ranks).weights / Memory(part).weights,)
+            part = config.with_layers([config.kinds[0][0]] * LAYERS[-1])
+            seconds = self._slowest([self._times(_training, part, ranks, 1, 2 * (config.history + 1))])[0, 2]
+            self._known[key] = (float(seconds) * Memory(config, ranks).weights / Memory(part, ranks).weights,)
         return self._known[key][0]
 
-    def token(self, config: Config, ranks: int, batch: int, length: int) -> float:
+    def token(self, config: Stack, ranks: int, batch: int, length: int) -> float:
         """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
         return self._of_layers(_reply if ranks == 1 else _divided_reply, config, ranks, batch, length)[1]
 
@@ -175,7 +173,7 @@ class MeasuredDevice:
     def _of_layers(
         self,
         run: Callable[[Model, torch.Tensor], tuple[float, ...]],
-        config: Config,
+        config: Stack,
         ranks: int,
         batch: int,
         tokens: int,
@@ -183,88 +181,85 @@ class MeasuredDevice:
         """The times of `run` for all layers of the part of a model, from those for few layers."""
         key = (run, config, ranks, batch, tokens)
         if key not in self._known:
-            fewer, more = LAYERS
-            models = [part_of(config, ranks, layers) for layers in LAYERS]
-            models += [part_of(config, ranks, fewer, is_hybrid=True)] if config.shared is not None else []
-            times = self._slowest([self._times(run, each, batch, tokens) for each in models])
-            layer = (times[1] - times[0]).clamp(min=0) / (more - fewer)
-            total = times[0] + (config.num_layers - fewer) * layer
-            if config.shared is not None:
-                total += len(config.hybrid_layers) * (times[2] - times[0]).clamp(min=0)
+            (first, _), *others = config.kinds
+            chosen = [[first] * layers for layers in LAYERS] + [[index] * LAYERS[0] for index, _ in others]
+            models = [config.with_layers(indices) for indices in chosen]
+            times = self._slowest([self._times(run, each, ranks, batch, tokens) for each in models])
+            layer = (times[1] - times[0]).clamp(min=0) / (LAYERS[1] - LAYERS[0])
+            total = times[0] + (config.num_layers - LAYERS[0]) * layer
+            for (_, count), seconds in zip(others, times[2:], strict=True):
+                total += count * (seconds - times[0]).clamp(min=-layer)
             self._known[key] = tuple(total.tolist())
         return self._known[key]
 
-    def _times(self, run: Callable, config: Config, batch: int, tokens: int) -> list[tuple[float, ...]]:
+    def _times(self, run: Callable, config: Stack, ranks: int, batch: int, tokens: int) -> list[tuple[float, ...]]:
         """For each of the times that `run` returns, those of all runs with a model of random weights and random prompts."""
-        model = self._model(config)
-        ids = torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
+        model = self._model(config, ranks)
+        ids = torch.randint(model.embeddings.stop, (batch, tokens), generator=torch.Generator().manual_seed(0))
         found = [run(model, ids.to(self.device)) for _ in range(1 + REPEATED)][1:]
         return list(zip(*found, strict=True))
 
-    def _model(self, config: Config) -> Model:
-        """A model of this configuration, with random weights."""
-        if config not in self._models:
+    def _model(self, config: Stack, ranks: int) -> Model:
+        """The part of a model on one of `ranks` ranks, with random weights."""
+        key = config, ranks
+        if key not in self._models:
             if len(self._models) == KEPT:
                 self._models.pop(next(iter(self._models)))
-            model = build(config, dtype=self.dtype, device=self.device)
-            with torch.no_grad(), self.device:  # weights of a GPU are drawn there
-                for parameter in model.parameters():
-                    parameter.copy_(draw(config, field_of(parameter)))
-            self._models[config] = model
-        return self._models[config]
+            self._models[key] = part_of(config, ranks, self.device, self.dtype)
+        return self._models[key]
 
     def _slowest(self, times: Sequence[Any]) -> torch.Tensor:
         """The median over runs of the time of the slowest rank, which is another one in each run. times: (..., runs)."""
         mine = torch.tensor(times, dtype=torch.float64, device=self.device)
         return all_reduce(mine, self.group, op=dist.ReduceOp.MAX).cpu().median(-1).values
 
-    def _attention(self, config: Config, ranks: int, batch: int, tokens: int, seq: int) -> float:
+    def _attention(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> float:
         """Seconds of attention to the keys of other context ranks, which the part of a model does not have."""
-        if config.shared is None or tokens == seq:
+        if not config.attentions or tokens == seq:
             return 0.0
-        shared, key = config.shared, (attend, config, ranks, batch, tokens)
+        local, key = config.attentions[0].on_ranks(ranks), (attend, config, ranks, batch, tokens)
         if key not in self._known:
-            heads = [shared.heads // ranks, shared.kv_heads // ranks, shared.kv_heads // ranks]
+            heads = [local.heads, local.kv_heads, local.kv_heads]
             q, k, v = (
-                torch.randn(tokens, batch, n, shared.head_dim, device=self.device, dtype=self.dtype) for n in heads
+                torch.randn(tokens, batch, n, local.head_dim, device=self.device, dtype=self.dtype) for n in heads
             )
-            run = lambda: attend(q, k, v, True, shared.head_dim**-0.5)  # noqa: E731
+            run = lambda: attend(q, k, v, True, local.head_dim**-0.5)  # noqa: E731
             self._known[key] = (float(self._slowest(_seconds(run, self.device))),)
-        return len(config.hybrid_layers) * (seq / tokens - 1) * self._known[key][0]
+        return len(config.attentions) * (seq / tokens - 1) * self._known[key][0]
 
 
-def _sequences(config: Config, batch: int, tokens: int, seq: int) -> tuple[int, int]:
+def _sequences(config: Stack, batch: int, tokens: int, seq: int) -> tuple[int, int]:
     """(sequences, tokens of each) that a rank computes: two blocks of a sequence that context ranks share are two of them.
 
     With attention they are one, because every query of a rank attends to all earlier keys of the rank.
     """
-    return (batch, tokens) if tokens == seq or config.shared is not None else (2 * batch, -(-tokens // 2))
+    return (batch, tokens) if tokens == seq or config.attentions else (2 * batch, -(-tokens // 2))
 
 
 # What is timed: functions of a model and ids (batch, tokens), and of random inputs of a scan
 
 
 def _block_contributions(
-    config: Config, blocks: int, length: int, device: torch.device
+    sizes: RecurrenceSizes, ranks: int, blocks: int, length: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """The final states of a layer's blocks, and the gradients of their incoming states, by `context.summaries`.
 
-    blocks: of all sequences. length: tokens of each.
+    ranks: over which its heads are split. blocks: of all sequences. length: tokens of each.
     """
 
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, device=device)
 
-    inner, size, groups = config.intermediate_size, config.state_size, config.groups
-    if not groups:
-        x, dt, z = random(3, blocks, length, inner)
-        A_log, B, bias = random(inner, size), random(blocks, length, size), random(inner)
+    heads, state, groups = sizes.heads // ranks, sizes.state, max(1, sizes.groups // ranks)
+    if sizes.head_dim == 1:
+        x, dt, z = random(3, blocks, length, heads)
+        A_log, B, bias = random(heads, state), random(blocks, length, state), random(heads)
         return (
             lambda: selective_summary(x, dt, A_log, B, bias),
             lambda: selective_adjoint(x, dt, A_log, B, z, bias),
         )
-    x, B = random(blocks, length, config.heads, inner // config.heads), random(blocks, length, groups, size)
-    dt, A_log = random(blocks, length, config.heads), random(config.heads)
+    x, B = random(blocks, length, heads, sizes.head_dim), random(blocks, length, groups, state)
+    dt, A_log = random(blocks, length, heads), random(heads)
     return lambda: ssd_summary(x, dt, A_log, B), lambda: ssd_adjoint(x, dt, A_log, B)
 
 

@@ -15,9 +15,10 @@ from attention2d.cost.volume import messages
 from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import Candidate
-from megatron_ssm.configs.config import Config
 from megatron_ssm.sizing.advise import SUM_BYTES, block_outputs, inner_sums
-from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.sizing.memory import sizes_of
+from megatron_ssm.stack.sizes import Workload
+from megatron_ssm.stack.stack import Stack
 from sparsefusion import FORMATS, Fabric
 from sparsefusion.collectives.wire_formats import BLOCK, wire_format
 
@@ -43,7 +44,7 @@ class Sums:
         """The time of messages one after the other."""
         return seconds_of(messages, self.fabric, self.wait)
 
-    def by_format(self, config: Config, ranks: int, tokens: int) -> dict[str, float]:
+    def by_format(self, config: Stack, ranks: int, tokens: int) -> dict[str, float]:
         """{wire format: seconds of the sums of block outputs in a forward pass over `tokens` tokens}."""
         return {
             name: seconds_of_block_sums(config, ranks, tokens, name, self.fabric, self.wait) for name in self.formats
@@ -89,7 +90,7 @@ def _measured_instead(message: Message, known: Collection[str]) -> tuple[str, fl
 
 
 def seconds_of_block_sums(
-    config: Config, ranks: int, tokens: int, format: str, fabric: Fabric, wait: float = 0.0
+    config: Stack, ranks: int, tokens: int, format: str, fabric: Fabric, wait: float = 0.0
 ) -> float:
     """The time of the sums of block outputs in a forward pass over `tokens` tokens, in a wire format.
 
@@ -97,7 +98,7 @@ def seconds_of_block_sums(
     everything, whichever is faster.
     """
     total = 0.0
-    for nbytes, count in ((tokens * nbytes, count) for nbytes, count in block_outputs(config)):
+    for nbytes, count in ((tokens * nbytes, count) for nbytes, count in block_outputs(config, ranks)):
         sent = nbytes / SUM_BYTES * wire_format(format, torch.float32).nbytes(BLOCK) / BLOCK
         exact = [Message("all_reduce", nbytes, ranks, count)]
         two_shot = [Message("all_to_all", sent, ranks, count), Message("all_gather", sent / ranks, ranks, count)]
@@ -123,7 +124,7 @@ def seconds_of_attention(
     return seconds_of([Message("all_gather", nbytes, steps + 1) for steps, nbytes in sent], fabric, wait)
 
 
-def exact_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
+def exact_sums(config: Stack, ranks: int, tokens: int) -> Iterator[Message]:
     """The other sums of a forward pass: of the embedding, and of x_proj or of norms over several ranks."""
     if ranks > 1:
         yield Message("all_reduce", SUM_BYTES * config.hidden_size * tokens, ranks)
@@ -131,39 +132,33 @@ def exact_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
             yield Message("all_reduce", nbytes * tokens, ranks, count)
 
 
-def backward_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
+def backward_sums(config: Stack, ranks: int, tokens: int) -> Iterator[Message]:
     """The sums of a backward pass, and of the loss."""
     if ranks == 1:
         return
-    row, hybrid = SUM_BYTES * config.hidden_size * tokens, len(config.hybrid_layers)
-    yield Message("all_reduce", row, ranks, config.num_layers + 1 + hybrid)  # of in_proj, the head and MLPs
-    yield Message("all_reduce", 2 * row, ranks, hybrid)
-    for nbytes, count in inner_sums(config, ranks):
-        yield Message("all_reduce", nbytes * tokens, ranks, count)
-    if config.shared is not None and config.shared.adapter_rank:
-        low = SUM_BYTES * tokens * config.shared.adapter_rank
-        yield Message("all_reduce", low, ranks, hybrid * (4 if config.shared.attention_adapters else 1))
+    row, units = SUM_BYTES * config.hidden_size * tokens, sum(map(len, config.layers))
+    yield Message("all_reduce", row, ranks, units + 1)  # of the inputs of units, and of the head
+    for sizes, count in sizes_of(config, Workload(ranks)):
+        for width in sizes.backward:
+            yield Message("all_reduce", SUM_BYTES * width * tokens, ranks, count)
+        for numbers in sizes.parameters:
+            yield Message("all_reduce", SUM_BYTES * numbers, ranks, count)
     yield Message("all_reduce", SUM_BYTES * tokens, ranks, 3)  # largest logit, sum of exponentials, logit of the label
-    if config.groups % ranks:  # B and C of a group on several ranks: rows of in_proj, convolution, its bias
-        rows = 2 * config.groups * config.state_size
-        for width in (config.hidden_size, config.conv_kernel, 1):
-            yield Message("all_reduce", SUM_BYTES * rows * width, ranks, config.num_layers)
 
 
-def passed_states(config: Config, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:
+def passed_states(config: Stack, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:
     """What `context` ranks exchange in all state-space layers for `batch` sequences: states, and inputs of convolutions.
 
     After a prompt, the ranks also gather the final states.
     """
     if context == 1:
         return
-    shape = Memory(config, tensor, itemsize=4)
-    times = config.num_layers * (2 if training else 1)
-    state = SUM_BYTES * batch * shape.inner * config.state_size
-    yield Message("all_to_all", 2 * state, context, 2 * times)
-    if not training:
-        yield Message("all_gather", state / context, context, times)
-    yield Message("p2p", SUM_BYTES * batch * 2 * (config.conv_kernel - 1) * shape.convolved, context, times)
+    for sizes, count in sizes_of(config, Workload(tensor)):
+        times, state = count * (2 if training else 1), SUM_BYTES * batch * sizes.passed
+        yield Message("all_to_all", 2 * state, context, 2 * times)
+        if not training:
+            yield Message("all_gather", state / context, context, times)
+        yield Message("p2p", SUM_BYTES * batch * 2 * config.history * sizes.convolved, context, times)
 
 
 def chosen_tokens(batch: int, tensor: int) -> Iterator[Message]:
@@ -176,12 +171,12 @@ def agreed_tokens(batch: int, context: int) -> Iterator[Message]:
     yield Message("all_gather", batch * TOKEN_BYTES, context)
 
 
-def attended_tokens(config: Config, batch: int, tensor: int, context: int) -> Iterator[Message]:
+def attended_tokens(config: Stack, batch: int, tensor: int, context: int) -> Iterator[Message]:
     """What `context` ranks exchange to attend tokens of `batch` sequences to the keys of all ranks (`attention2d.Tree`)."""
-    if config.shared is not None:
-        part = batch * config.shared.heads / tensor * (config.shared.head_dim + 1) * SUM_BYTES
+    for attention in config.attentions:
+        part = batch * attention.heads / tensor * (attention.head_dim + 1) * SUM_BYTES
         for nbytes in (part, AGREEMENT_BYTES):
-            yield Message("all_gather", nbytes, context, len(config.hybrid_layers))
+            yield Message("all_gather", nbytes, context)
 
 
 def gradient_sums(weights: float, ranks: int, embedding: float = 0.0) -> Iterator[Message]:

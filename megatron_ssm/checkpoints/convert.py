@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from megatron_ssm.configs.config import Config, read_json
-from megatron_ssm.configs.hf_fields import FieldReader
-from megatron_ssm.configs.layouts import hf_shapes, layout
+from megatron_ssm import families
+from megatron_ssm.families import read_json
+from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.stack.reader import FieldReader
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
 
 from .agreement import first_line
@@ -84,7 +86,7 @@ def convert(source: str | Path, target: str | Path | None = None, file_bytes: in
     raw = read_json(source)
     if isinstance(raw, dict) and "d_model" in raw and "model_type" not in raw:
         return _to_hugging_face(source, raw, target, file_bytes)
-    return _to_state_spaces(source, Config.from_dict(raw), target)
+    return _to_state_spaces(source, families.from_dict(raw), target)
 
 
 def _check_target(source: Path, target: Path) -> None:
@@ -131,12 +133,12 @@ def hugging_face_config(raw: dict[str, Any]) -> dict[str, Any]:
     if family == "mamba2":
         inner = int(config["expand"] * config["hidden_size"])
         config["num_heads"] = inner // config["head_dim"]
-        limit = FieldReader(family, config).limits("time_step_limit")
+        limit = FieldReader(families.FAMILIES[family], config).limits("time_step_limit")
         config["time_step_limit"] = [{"__float__": "Infinity"} if x == math.inf else x for x in limit]
     return config
 
 
-def state_spaces_config(config: Config) -> dict[str, Any]:
+def state_spaces_config(config: Stack) -> dict[str, Any]:
     """A configuration as state-spaces' config.json; ValueError for a family or value that has no counterpart."""
     if config.family not in _SSM:
         raise ValueError(f"state-spaces' code has no {config.family} models (it has {' and '.join(_SSM)})")
@@ -144,14 +146,16 @@ def state_spaces_config(config: Config) -> dict[str, Any]:
         raise ValueError(
             f"layer_norm_epsilon={config.norm_eps} has no counterpart in state-spaces' code, which uses {EPSILON}"
         )
-    low, high, floor = config.dt_init
+    mixer: Any = config.layers[0][0].operators[0].spec
+    low, high, floor = mixer.dt_range
     values = dict(
-        d_state=config.state_size, d_conv=config.conv_kernel, dt_min=low, dt_max=high, dt_init_floor=floor,
-        conv_bias=config.conv_bias, bias=config.use_bias, dt_rank=config.dt_rank, headdim=config.head_dim,
-        ngroups=config.groups, dt_limit=config.dt_limit, chunk_size=config.raw.get("chunk_size", 256),
-        expand=_expand(config.intermediate_size, config.hidden_size),
+        d_state=mixer.state_size, d_conv=mixer.conv_kernel, dt_min=low, dt_max=high, dt_init_floor=floor,
+        conv_bias=mixer.conv_bias, bias=mixer.bias, dt_rank=getattr(mixer, "dt_rank", None),
+        headdim=getattr(mixer, "head_dim", None), ngroups=getattr(mixer, "groups", None),
+        dt_limit=getattr(mixer, "dt_limit", None), chunk_size=config.raw.get("chunk_size", 256),
+        expand=_expand(mixer.channels, config.hidden_size),
     )  # fmt: skip
-    ssm = {"layer": "Mamba2" if config.groups else "Mamba1"}
+    ssm = {"layer": "Mamba2" if hasattr(mixer, "groups") else "Mamba1"}
     automatic = math.ceil(config.hidden_size / 16)
     for name, (_, default) in _SSM[config.family].items():
         if values[name] != (automatic if default == "auto" else default):
@@ -184,9 +188,9 @@ def _check_fields(values: dict[str, Any], supported: dict[str, Any], known: Iter
 def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | None, file_bytes: int) -> list[Row]:
     """From state-spaces' files; `raw`: their config.json."""
     config_json = hugging_face_config(raw)
-    config = Config.from_dict(config_json)
+    config = families.from_dict(config_json)
     tensors = _read_bin(source / BIN)
-    shapes = hf_shapes(layout(config))
+    shapes = hf_shapes(config.fields())
     names = {hf: EMBEDDING if hf == EMBEDDINGS else hf for hf in shapes}
     for hf, name in names.items():
         if name not in tensors:
@@ -214,7 +218,7 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
 def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) -> list[Row]:
     """From DeepSpeed's files to Hugging Face's; config.json lies beside them or in the folder above."""
     directory = source if (source / "config.json").is_file() else source.parent
-    config = Config.from_dict(read_json(directory))
+    config = families.from_dict(read_json(directory))
     found = hugging_face_tensors(source, config)
     if target is not None:
         dtype = str(next(iter(found.values()))[1].dtype).removeprefix("torch.")
@@ -224,7 +228,7 @@ def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) ->
     return [_row(names, hf, tensor) for hf, (names, tensor) in found.items()]
 
 
-def _to_state_spaces(source: Path, config: Config, target: str | Path | None) -> list[Row]:
+def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> list[Row]:
     """From a Hugging Face directory."""
     config_json = state_spaces_config(config)
     with ExitStack() as stack:

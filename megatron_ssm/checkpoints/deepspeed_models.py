@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import Field, aliases, field_of, hf_shapes, layout
 from megatron_ssm.models.model import Model
+from megatron_ssm.stack.fields import Field, field_of, hf_shapes
+from megatron_ssm.stack.stack import Stack
 
 from .agreement import run_on_every_rank
 from .deepspeed_files import DeepSpeedCheckpoint, Part, checksum_of_deepspeed, is_deepspeed, read_deepspeed
@@ -84,14 +84,14 @@ def _whole(field: Field, pieces: list[torch.Tensor]) -> torch.Tensor:
 # Into Hugging Face's tensors
 
 
-def hugging_face_tensors(path: str | Path, config: Config) -> dict[str, tuple[str, torch.Tensor]]:
+def hugging_face_tensors(path: str | Path, config: Stack) -> dict[str, tuple[str, torch.Tensor]]:
     """{Hugging Face's name: (names in the checkpoint, tensor)} of a checkpoint of our model, or of transformers'.
 
     ValueError if the checkpoint is not of such a model.
     """
-    parts, fields = read_deepspeed(path, with_moments=False).parts, list(layout(config))
+    parts, fields = read_deepspeed(path, with_moments=False).parts, list(config.fields())
     shapes = hf_shapes(fields)
-    named = {hf: next((name for name in aliases(config, hf) if name in parts[0]), None) for hf in shapes}
+    named = {hf: next((name for name in config.names_in_files(hf) if name in parts[0]), None) for hf in shapes}
     if len(parts) == 1 and all(named.values()):
         return _of_transformers(parts[0], config, named, shapes)
     by_name = {field.name: field for field in fields}
@@ -106,10 +106,10 @@ def hugging_face_tensors(path: str | Path, config: Config) -> dict[str, tuple[st
 
 
 def _of_transformers(
-    part: Part, config: Config, named: dict[str, str | None], shapes: dict[str, tuple[int, ...]]
+    part: Part, config: Stack, named: dict[str, str | None], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """`hugging_face_tensors` of a checkpoint whose names are Hugging Face's."""
-    known: Iterable[str] = {name for hf in shapes for name in aliases(config, hf)}
+    known: Iterable[str] = {name for hf in shapes for name in config.names_in_files(hf)}
     if unused := sorted(part.keys() - set(known)):
         raise ValueError(f"it has {unused[0]}, which a {config.family} model does not have")
     found = {hf: (name, part[name]["model"]) for hf, name in named.items() if name is not None}

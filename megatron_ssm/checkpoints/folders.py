@@ -39,6 +39,10 @@ def half_written(directory: str | Path) -> list[Path]:
     return [p for p in Path(directory).glob(".step-*") if re.fullmatch(r"\.step-\d{6,}", p.name)]
 
 
+# Requirements that a checkpoint has only if its run uses what they are about.
+ABSENCE_COUNTS = ("lora_rank", "lora_alpha", "lora_targets")
+
+
 def step_of(path: Path) -> int:
     """The step in the name of a checkpoint."""
     return int(path.name[5:])
@@ -65,6 +69,8 @@ def newest_checkpoint(
         raise DamagedCheckpoint(f"{path}/training.json is of step {described.step}", path)
     for name in {**requirements, **described.requirements}:
         theirs, ours = described.requirements.get(name), requirements.get(name)
+        if name not in ABSENCE_COUNTS and (theirs is None or ours is None):
+            continue  # recorded by another version
         if theirs != ours:
             raise ValueError(f"cannot resume from {path}: it has {name}={theirs!r}, this run {ours!r}")
     return path, described.step

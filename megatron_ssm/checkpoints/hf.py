@@ -12,16 +12,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import field_of, hf_shapes
-from megatron_ssm.layers.mamba1 import MambaMixer
+from megatron_ssm import families
 from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.native.products import BLOCK
+from megatron_ssm.operators.operator import Operator
 from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, narrowed, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
+from megatron_ssm.stack.fields import field_of, hf_shapes
+from megatron_ssm.stack.stack import Stack
 from sparsefusion import FORMATS
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
@@ -85,11 +86,11 @@ def load(
     """
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
 
-    def open_files() -> tuple[Config, dict[str, Any]]:
+    def open_files() -> tuple[Stack, dict[str, Any]]:
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
         return _open(Path(directory), group, data_group, context, exchange_channels, stack)
 
-    def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
+    def compared(opened: tuple[Stack, dict[str, Any]]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
         flags = sequence_parallel, recompute, exchange_channels
@@ -109,7 +110,7 @@ def load(
         model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
     model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
     if config.unknown and model.ranks.rank == 0:
-        log.warning(config.describe_unknown())
+        log.warning(config.unknown_note)
     return model
 
 
@@ -136,12 +137,12 @@ def _open(
     context: Attention2D | None,
     exchange_channels: bool,
     files: ExitStack,
-) -> tuple[Config, dict[str, Any]]:
+) -> tuple[Stack, dict[str, Any]]:
     """The configuration, and {Hugging Face tensor: what can be sliced}; ValueError if the ranks cannot split the model.
 
     The tensors can be read until `files` is closed.
     """
-    config = Config.read(directory)
+    config = families.read(directory)
     config.check_ranks(1 if group is None else group.size())
     check_schedule(context, config, group, data_group, exchange_channels)
     tensors = open_tensors(directory, files)
@@ -149,7 +150,7 @@ def _open(
 
 
 def build(
-    config: Config,
+    config: Stack,
     group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
@@ -211,12 +212,12 @@ def _fill(
 def _move_parameters(model: Model, memory: HugePages) -> None:
     """Move what was not rounded into `memory`, but for packed fields, which are views of one storage.
 
-    The small matrices of Mamba-1's mixers are moved as bfloat16.
+    The small matrices of operators are moved as bfloat16.
     """
     for module in model.modules():
-        if isinstance(module, MambaMixer):
-            for matrix in (module.x_proj, module.dt_proj):
-                matrix.data = narrowed(matrix.data)
+        for name in module.small_matrices if isinstance(module, Operator) else ():
+            matrix = module.get_parameter(name)
+            matrix.data = narrowed(matrix.data)
         for parameter in () if isinstance(module, Packed) else module.parameters(recurse=False):
             if parameter.is_cpu:
                 parameter.data = memory.copy(parameter.data)

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import aliases, hf_shapes, layout
+from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.stack.stack import Stack
 
 from .agreement import first_line
 from .disk_space import DiskSpace, HiddenFolder
@@ -85,7 +85,7 @@ def _is_file_name(name: str) -> bool:
     return is_plain and len(os.fsencode(name)) <= LONGEST_NAME
 
 
-def match_tensors(config: Config, tensors: dict[str, Any], directory: str | Path) -> dict[str, str]:
+def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path) -> dict[str, str]:
     """{Hugging Face name: name in these files}, after checking that every tensor has its shape and a floating-point dtype.
 
     ValueError for a tensor that is missing, has another shape or dtype, or is not part of such a model, and for copies of a
@@ -93,9 +93,9 @@ def match_tensors(config: Config, tensors: dict[str, Any], directory: str | Path
     """
     names: dict[str, str] = {}
     known: set[str] = set()
-    for hf, shape in hf_shapes(layout(config)).items():
-        known.update(aliases(config, hf))
-        name = next((n for n in aliases(config, hf) if n in tensors), None)
+    for hf, shape in hf_shapes(config.fields()).items():
+        known.update(config.names_in_files(hf))
+        name = next((n for n in config.names_in_files(hf) if n in tensors), None)
         if name is None:
             raise ValueError(f"{directory} has no tensor {hf} {shape}")
         found = tuple(tensors[name].get_shape())
@@ -104,7 +104,7 @@ def match_tensors(config: Config, tensors: dict[str, Any], directory: str | Path
         if tensors[name].get_dtype() not in FLOATS:
             raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
         names[hf] = name
-        _check_copies(tensors, name, set(aliases(config, hf)) & set(tensors), directory)
+        _check_copies(tensors, name, set(config.names_in_files(hf)) & set(tensors), directory)
     unused = sorted(set(tensors) - known)
     if unused:
         raise ValueError(

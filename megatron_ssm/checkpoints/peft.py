@@ -13,7 +13,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ssm.configs.layouts import hf_shapes
 from megatron_ssm.models.lora import (
     NOT_TRAINED,
     Lora,
@@ -24,6 +23,7 @@ from megatron_ssm.models.lora import (
     remove_lora,
 )
 from megatron_ssm.models.model import Model
+from megatron_ssm.stack.fields import hf_shapes
 
 from .agreement import first_line, run_and_compare
 from .disk_space import DiskSpace, HiddenFolder

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_ssm.configs.layouts import Field, field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops.fused_adam import counts_by_group
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.fields import Field, field_of
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.convert import convert
 from megatron_ssm.checkpoints.hf import load
-from megatron_ssm.configs.config import Config, read_for_ranks
 from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.generation import stream
 from megatron_ssm.inference.text import TextStream, check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.context import schedule_of
@@ -28,6 +28,7 @@ from megatron_ssm.parallel.groups import (
     replicas,
     shut_down,
 )
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Printer
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def generate(arguments: Namespace) -> None:
 class _Inputs:
     """What `generate` reads besides the weights. stop_tokens: the ids that end the text."""
 
-    config: Config
+    config: Stack
     tokenizer: "Tokenizer"
     prompt: list[int]
     stop_tokens: tuple[int, ...]
@@ -94,7 +95,7 @@ class _Inputs:
         return self.config, self.stop_tokens, self.prompt
 
 
-def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Config) -> list[int]:
+def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> list[int]:
     """The prompt as ids of the model's vocabulary."""
     if arguments.prompt_file is not None:
         name, data = arguments.prompt_file, Path(arguments.prompt_file).read_bytes()

@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from megatron_ssm.configs.config import read_for_ranks
+from megatron_ssm.families import read_for_ranks
 from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (

@@ -83,7 +83,7 @@ def selective_scan_over_context(
 ) -> tuple[torch.Tensor, PassedStates]:
     """`ops.scan.selective_scan` in blocks: (y like x, the passed states, with n = N for each channel).
 
-    heads: channels that do not share B and C (Zamba's Mamba heads) are given apart; their outputs and states stand side by
+    heads: channels that do not share B and C (heads of a Mamba-1 mixer) are given apart; their outputs and states stand side by
     side. initial: (batch, N, channels), the state that enters the sequence, the same on every rank (None: zeros); it gets no
     gradient. Forward sends of each block N + 1 numbers per channel and N back, backward N and N: see `state_passing`.
     """

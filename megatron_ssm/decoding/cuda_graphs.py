@@ -39,9 +39,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from megatron_ssm.layers.cache import BatchInfo, Cache
-from megatron_ssm.layers.shared_attention import Positions, SharedBlock, attend_with_cache
-from megatron_ssm.parallel.layers import has_plain_tensors
+from megatron_ssm.operators.attention import Attention, attend_with_cache
+from megatron_ssm.operators.cache import Cache
+from megatron_ssm.operators.call import Call, Positions
+from megatron_ssm.parallel.layers import RMSNorm, has_plain_tensors
 from sparsefusion.collectives import counted as collectives
 
 from .decode_plan import PLANS, ModelFingerprint
@@ -114,7 +115,7 @@ class DecodingGraphs:
         return DecodingGraphs, (self._block,)
 
     @staticmethod
-    def are_for(ids: Any) -> bool:
+    def handles(ids: Any) -> bool:
         """Whether there may be graphs for these ids: they are on a GPU."""
         return torch.is_tensor(ids) and ids.device.type == DEVICE
 
@@ -171,7 +172,7 @@ def _is_decoding_step(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache
     """Whether a graph could compute this step: see the list at the top."""
     return (
         ids.device.type == DEVICE and model.graphs and mask is None and isinstance(cache.rows, slice)
-        and ids.device == model.device == cache.layers[0].state.device
+        and ids.device == model.device == cache.device
         and not torch.is_grad_enabled() and not torch.is_autocast_enabled(DEVICE) and not torch.compiler.is_compiling()
         and not _has_any_global_hook() and not (ids.is_cuda and torch.cuda.is_current_stream_capturing())
     )  # fmt: skip
@@ -201,7 +202,7 @@ class _RowGraphs:
     def logits(self, model: Any, ids: Tensor, cache: Cache, keys: int, capture: Callable) -> Tensor:
         """A copy of the logits (batch, 1, width) that the graph computes. After the warm-up, the graph is captured."""
         self._ids.copy_(ids)
-        if model.shared:
+        if model.config.attentions:
             positions = cache.lengths[cache.rows].unsqueeze(1)
             positions = (
                 positions.pin_memory() if self._positions.is_cuda else positions
@@ -256,8 +257,8 @@ def step(model: Any, ids: Tensor, positions: Tensor, keys: int, cache: Cache) ->
     The logits are this rank's. It updates the cache, except for its lengths. Nothing in it may read an element of a
     tensor on the host, copy one to the GPU, or have a shape that depends on one.
     """
-    where = Positions.of_one(positions, keys) if model.shared else None
-    return model.compute(ids, BatchInfo(None, True, cache.rows, where), cache)
+    where = Positions.of_one(positions, keys) if model.config.attentions else None
+    return model.compute(ids, Call(None, True, cache.rows, where), cache)
 
 
 def _take_back(counter: collectives.Counter | None, before: collectives.Counter | None) -> collectives.Counter:
@@ -272,14 +273,15 @@ def _take_back(counter: collectives.Counter | None, before: collectives.Counter 
 
 
 def _tensors(cache: Cache) -> list[Tensor]:
-    return [tensor for layer in cache.layers for tensor in layer.tensors()]
+    return cache.tensors()
 
 
 def _settings(model: Any) -> list:
     """What a step depends on besides tensors, and `ModelFingerprint` does not compare."""
-    settings = [(block.core, block.activation, block.rope_theta, block.head_dim) for block in model.shared]
-    norms = [norm.eps for block in model.shared for norm in (block.norm, block.mlp_norm)]
-    return [settings, norms, model.ranks, model.config]
+    modules = list(model.modules())
+    cores = [each.core for each in modules if isinstance(each, Attention)]
+    norms = [each.eps for each in modules if isinstance(each, RMSNorm)]
+    return [cores, norms, model.ranks, model.config]
 
 
 def _is_capturable(model: Any) -> bool:
@@ -289,7 +291,7 @@ def _is_capturable(model: Any) -> bool:
         return False
     if any(is_altered(module) or not type(module).__module__.startswith(LIBRARY_MODULES) for module in inside):
         return False
-    if any(block.core is not attend_with_cache for block in inside if type(block) is SharedBlock):
+    if any(each.core is not attend_with_cache for each in inside if isinstance(each, Attention)):
         return False
-    groups = [ranks.group for ranks in (model.ranks, model.head_ranks) if ranks.group is not None]
+    groups = [ranks.group for ranks in model.place.all_ranks if ranks.group is not None]
     return not callable(model.ranks.format) and all("nccl" in dist.get_backend(group) for group in groups)

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.layouts import Layouts, LayoutsOfKept, can_be_described
 from megatron_ssm.native.versions import Versions, have_versions
+from megatron_ssm.operators.cache import Cache
+from megatron_ssm.operators.call import Call
+from megatron_ssm.operators.state import State
 from megatron_ssm.ops.rounded_matrices import RoundedMatrix
 
 from .native_prompt import PIECE, NativePrompt
-from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
+from .native_step import Block, NativeLayer, NativeLayers, can_decode_natively, settings_of
 from .native_tokens import NativeTokens
 
 MOST_TOKENS = 16  # of a row
@@ -48,26 +50,24 @@ class DecodePlans(threading.local):
     def __reduce__(self) -> tuple:
         return DecodePlans, (self._block,)
 
-    def layers(
-        self, model: Any, info: BatchInfo, cache: Cache | None, tokens: int
-    ) -> tuple[list[tuple[int, Any]], bool]:
+    def layers(self, model: Any, call: Call, cache: Cache | None, tokens: int) -> tuple[list[tuple[int, Any]], bool]:
         """[(index of its first block, callable)] for all blocks of the model: `NativeLayers`, or a block itself.
 
         tokens: how many of each row the call reads. The second value: whether the last callable returns the logits.
         """
-        if cache is None or not _is_supported(info) or not cache.layers[0].state.is_cpu:
+        if cache is None or not _is_supported(call) or cache.device.type != "cpu":
             return list(enumerate(model.layers)), False
-        if not info.decoding and model.ranks.group is None:
-            return self._prompt_layers(model, info, cache, tokens) or list(enumerate(model.layers)), False
-        if not info.decoding or tokens > MOST_TOKENS:  # so many are too long for the kernels, whatever the rows
+        if not call.decoding and model.ranks.group is None:
+            return self._prompt_layers(model, call, cache, tokens) or list(enumerate(model.layers)), False
+        if not call.decoding or tokens > MOST_TOKENS:  # so many are too long for the kernels, whatever the rows
             return list(enumerate(model.layers)), False
-        ahead = tokens if info.speculative else None
-        plan = self._plan_for(info.rows, ahead, cache)
+        ahead = tokens if call.speculative else None
+        plan = self._plan_for(call.rows, ahead, cache)
         if plan is None or not plan.is_current(model, cache):
             others = [other for other in self._plans if other is not plan]
             same = [other for other in others if (other.ahead is None) == (ahead is None)]
             self._plans = [other for other in others if other not in same[PLANS - 1 :]]
-            self._plans.insert(0, plan := _Plan(model, self._block, info.rows, ahead, cache))
+            self._plans.insert(0, plan := _Plan(model, self._block, call.rows, ahead, cache))
         return plan.layers, plan.gives_logits
 
     def logits(self, model: Any, ids: Tensor, cache: Cache, speculative: bool) -> Tensor | None:
@@ -95,16 +95,16 @@ class DecodePlans(threading.local):
                 return plan
         return None
 
-    def _prompt_layers(self, model: Any, info: BatchInfo, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
+    def _prompt_layers(self, model: Any, call: Call, cache: Cache, tokens: int) -> list[tuple[int, Any]] | None:
         """`layers` for tokens of prompts, or None if the blocks are better for so many of them."""
         if self._prompts is None or not self._prompts.fingerprint.is_current():
             self._prompts = _PromptPlan(model, self._block)
-        return self._prompts.layers(cache, info.rows, tokens)
+        return self._prompts.layers(cache, call.rows, tokens)
 
 
-def _is_supported(info: BatchInfo) -> bool:
+def _is_supported(call: Call) -> bool:
     """Whether this call is for consecutive rows of a cache, without padding, gradients, and global hooks."""
-    return info.mask is None and info.sharding is None and isinstance(info.rows, slice) and _may_use_kernels()
+    return call.mask is None and call.sharding is None and isinstance(call.rows, slice) and _may_use_kernels()
 
 
 def _may_use_kernels() -> bool:
@@ -128,8 +128,8 @@ class _Plan:
         self._config = model.config
         workspace: dict = {}
         layers = [
-            _native_layer(each, block, layer, rows, workspace, ahead)
-            for each, layer in zip(model.layers, cache.layers, strict=True)
+            _native_layer(each, lambda block, i=i: _mixer_state(cache, i, block), rows, workspace, ahead)
+            for i, each in enumerate(model.layers)
         ]
         self.layers = _join(layers, NativeLayers)
         for _, each in self.layers:
@@ -154,7 +154,7 @@ class _PromptPlan:
     def __init__(self, model: Any, block: type[nn.Module]):
         self.fingerprint = ModelFingerprint(model, block)
         workspace: dict = {}
-        layers = [_native_layer(each, block, None, slice(None), workspace, None, PIECE) for each in model.layers]
+        layers = [_native_layer(each, None, slice(None), workspace, None, PIECE) for each in model.layers]
         self._layers = _join(layers, NativePrompt)
 
     def layers(self, cache: Cache, rows: slice | Tensor, tokens: int) -> list[tuple[int, Any]] | None:
@@ -165,7 +165,8 @@ class _PromptPlan:
         found = []
         for index, each in self._layers:
             if type(each) is NativePrompt:
-                each = each.call_for(cache.layers[index : index + len(each)], rows, tokens)
+                blocks = enumerate(each.blocks, index)
+                each = each.call_for([_mixer_state(cache, i, block) for i, block in blocks], rows, tokens)
             found.append((index, each))
         return None if any(each is None for _, each in found) else found
 
@@ -187,7 +188,7 @@ class ModelFingerprint:
         tensors_of: Callable[[Any], list[Tensor]] = lambda _: [],
     ):
         self._library, self._rows = kernels.LIBRARY, rows
-        self._first, self._tensors_of = None if cache is None else weakref.ref(cache.layers[0]), tensors_of
+        self._first, self._tensors_of = None if cache is None else weakref.ref(_first_state(cache)), tensors_of
         self._modules = [module for module in model.modules() if module is not model]
         named = [
             (owner, name, member)
@@ -209,13 +210,14 @@ class ModelFingerprint:
         ]
         self._rounded = [module for module in self._modules if isinstance(module, RoundedMatrix)]
         self._ends: list[Any] = [model.embeddings, model.norm_f, model.logits_layer]
-        self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
+        blocks = [Block.of(each) for each in model.layers if type(each) is block]
+        self._blocks: list[Any] = [(each.layer, each.norm, each.mixer) for each in blocks if each is not None]
         self._layouts, self._cache_layouts = LayoutsOfKept(self._tensors), Layouts(tensors_of(cache))
         self._old_settings, self._versions = self._settings(), self._new_versions()
 
     def is_for_rows(self, rows: slice | Tensor, cache: Cache) -> bool:
         """Whether the fingerprint is that of these rows of this cache."""
-        return self._rows == rows and self._first is not None and self._first() is cache.layers[0]
+        return self._rows == rows and self._first is not None and self._first() is _first_state(cache)
 
     def is_current(self, cache: Cache | None = None) -> bool:
         """Whether nothing that was copied from the model and the cache has changed."""
@@ -263,7 +265,15 @@ class ModelFingerprint:
 
 
 def _cache_tensors(cache: Cache) -> list[Tensor]:
-    return [tensor for layer in cache.layers for tensor in (layer.conv, layer.state)]
+    return [tensor for state in cache.states.values() for tensor in state.fixed.values()]
+
+
+def _first_state(cache: Cache) -> State:
+    return next(iter(cache.states.values()))
+
+
+def _mixer_state(cache: Cache, layer: int, block: Block) -> State:
+    return cache.states[f"layers.{layer}.{block.mixer_name}"]
 
 
 def _join(layers: Iterable[nn.Module | NativeLayer], kind: type[NativeLayers]) -> list[tuple[int, Any]]:
@@ -271,7 +281,7 @@ def _join(layers: Iterable[nn.Module | NativeLayer], kind: type[NativeLayers]) -
     runs: list[tuple[int, list[Any]]] = []
     for index, each in enumerate(layers):
         last = runs[-1][1][-1] if runs else None
-        if type(each) is type(last) is NativeLayer and each.use is None and each.sum_dtype is last.sum_dtype:
+        if type(each) is type(last) is NativeLayer and each.block.use is None and each.sum_dtype is last.sum_dtype:
             runs[-1][1].append(each)
         else:
             runs.append((index, [each]))
@@ -279,24 +289,23 @@ def _join(layers: Iterable[nn.Module | NativeLayer], kind: type[NativeLayers]) -
 
 
 def _native_layer(
-    block: nn.Module,
-    kind: type[nn.Module],
-    cache: LayerCache | None,
+    layer: nn.Module,
+    state_of: Callable[[Block], State] | None,
     rows: slice | Tensor,
     workspace: dict,
     ahead: int | None,
     prompt_rows: int = 0,
 ) -> nn.Module | NativeLayer:
-    """The `NativeLayer` of a block of type `kind`, or the block itself if the kernels do not support it.
+    """The `NativeLayer` of a layer, or the layer itself if the kernels do not support it.
 
-    cache: None for prompts, which are read into different caches; these are like a new one.
+    state_of: None for prompts, which are read into different caches; these are like a new one.
     """
-    if type(block) is not kind or not can_decode_natively(block):
-        return block
-    if cache is None:
-        mixer: Any = block.mixer  # for torch's types it is a module or a tensor
-        conv, state = mixer.new_cache(1).read()
+    block = Block.of(layer)
+    if block is None or not can_decode_natively(block):
+        return layer
+    if state_of is None:
+        state, rows = block.mixer.new_state(1), slice(None)
     else:
-        conv, state = cache.read(rows)
-    native = NativeLayer.of(block, conv, state, workspace, ahead, prompt_rows)
-    return block if native is None else native
+        state = state_of(block)
+    native = NativeLayer.of(block, state["conv"][rows], state["state"][rows], workspace, ahead, prompt_rows)
+    return layer if native is None else native

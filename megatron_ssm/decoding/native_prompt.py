@@ -1,14 +1,15 @@
 """Reads prompts through several layers by the C code of native/step.c, in pieces that fit the processor's caches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ssm.layers.cache import BatchInfo, LayerCache, Rows
+from megatron_ssm.operators.call import Call, Rows
+from megatron_ssm.operators.state import State
 
 from .native_step import NativeLayer, NativeLayers
 
@@ -19,12 +20,12 @@ SHORTEST = 32  # tokens of each sequence in one of several pieces: for fewer, re
 class NativePrompt(NativeLayers):
     """Consecutive `NativeLayer`s of a model on one rank that read tokens of prompts. They are made for PIECE tokens."""
 
-    def call_for(self, caches: Sequence[LayerCache], rows: Rows, tokens: int) -> "PromptCall | None":
-        """What reads `tokens` tokens of each of some rows of these layers' caches, in place of the layers.
+    def call_for(self, states: Sequence[State], rows: Rows, tokens: int) -> "PromptCall | None":
+        """What reads `tokens` tokens of each of some rows of these mixers' states, in place of the layers.
 
         None if C does not support these caches, or does not have the fastest products for so many tokens.
         """
-        held = [cache.read(rows) for cache in caches]
+        held = [(state["conv"][rows], state["state"][rows]) for state in states]
         batch = len(held[0][0])
         if batch > PIECE or not all(map(NativeLayer.holds, self._native_layers, *zip(*held, strict=True))):
             return None
@@ -68,15 +69,10 @@ class PromptCall:
     def __len__(self) -> int:
         return len(self.layers)
 
-    @property
-    def use(self) -> Any:
-        """What the first layer has of its own for its use of the shared block, or None."""
-        return self.layers.use
-
     def __call__(
-        self, x: Tensor, info: BatchInfo, cache: LayerCache | None = None, shared: Any = None,
+        self, x: Tensor, call: Call, states: Mapping[str, State] | None = None, shared: Sequence[Any] = (),
         embeddings: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x (batch, seq, hidden) -> the same shape, as `Block` does. Nothing is sent."""
-        x, given = self.layers.inputs(x, info, cache, shared, embeddings)
+        """x (batch, seq, hidden) -> the same shape, as `Layer` does. Nothing is sent."""
+        x, given = self.layers.inputs(x, call, states, shared, embeddings)
         return self.layers.read(x, given, self.held, self.pieces)

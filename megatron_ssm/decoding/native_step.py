@@ -9,18 +9,23 @@ all-reduces that go through shared memory; for other all-reduces it returns to P
 
 import ctypes
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
-from megatron_ssm.layers.mamba1 import Convolution, MambaMixer
-from megatron_ssm.layers.mamba2 import Mamba2Mixer
-from megatron_ssm.layers.pending_tokens import KeptTokens
 from megatron_ssm.native import kernels, products
 from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
+from megatron_ssm.operators.cache import Cache
+from megatron_ssm.operators.call import Call
+from megatron_ssm.operators.convolution import Convolution
+from megatron_ssm.operators.mamba1 import MambaMixer
+from megatron_ssm.operators.mamba2 import Mamba2Mixer
+from megatron_ssm.operators.state import State
+from megatron_ssm.operators.unit import Layer as ModelLayer
 from megatron_ssm.ops.matrices import IN_STEP, INTEGER_PANELS, INTEGERS, MANY, product_form
 from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
 from megatron_ssm.parallel.layers import (
@@ -50,13 +55,49 @@ INLINED_MODULES = (  # step.c computes what these do, so their forward is not ca
 )
 
 
-def can_decode_natively(block: Any) -> bool:
+@dataclass(frozen=True)
+class Block:
+    """A layer of one norm and one recurrent mixer. use, shared: its use of a shared block and the block's index, or None."""
+
+    layer: ModelLayer
+    norm: Any
+    mixer: Any
+    mixer_name: str
+    use: Any = None
+    use_name: str = ""
+    shared: int = 0
+
+    @classmethod
+    def of(cls, layer: Any) -> "Block | None":
+        """None for a layer of another form."""
+        if type(layer) is not ModelLayer or len(layer.units) != 1:
+            return None
+        (unit,) = layer.units
+        is_plain = unit.norm is not None and unit.post_norm is None and unit.residual_scale == 1.0
+        if not is_plain or len(unit.operators) != 1 or unit.norm.name not in layer._modules:
+            return None
+        (part,) = unit.operators
+        if part.name not in layer._modules or part.input_scale != 1.0 or part.output_scale != 1.0:
+            return None
+        modules = layer._modules
+        side = {} if unit.side is None else dict(
+            use=modules[unit.side.part.name], use_name=unit.side.part.name, shared=unit.side.shared
+        )  # fmt: skip
+        return cls(layer, modules[unit.norm.name], modules[part.name], part.name, **side)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of the residual stream."""
+        return self.layer.sum_dtype
+
+
+def can_decode_natively(block: Block) -> bool:
     """Whether step.c can decode a block: all its modules are INLINED_MODULES, without hooks, which would not be called.
 
     The fields of packed parameters must be adjacent in memory; otherwise they would be copied for every token.
     """
     mixer, inside = block.mixer, (*block.norm.modules(), *block.mixer.modules())
-    if not all(type(module) in INLINED_MODULES for module in inside) or any(map(is_altered, (block, *inside))):
+    if not all(type(module) in INLINED_MODULES for module in inside) or any(map(is_altered, (block.layer, *inside))):
         return False
     if not all(module.is_packed for module in inside if type(module) is Packed):
         return False
@@ -69,11 +110,11 @@ def can_decode_natively(block: Any) -> bool:
     return mixer.local_norm or mixer.fused_norm
 
 
-def settings_of(block: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
+def settings_of(layer: Any, norm: nn.Module, mixer: nn.Module) -> tuple:
     """What a `NativeLayer` copies from a block besides its tensors, and what a caller may change afterwards."""
     own = vars(mixer)
     return (
-        getattr(norm, "eps", None), block.residual_in_fp32, block.use, own.get("ranks"), own.get("head_ranks"),
+        getattr(norm, "eps", None), layer.residual_in_fp32, layer.units, own.get("ranks"), own.get("head_ranks"),
         own.get("inner_norm_eps"), own.get("eps"), own.get("dt_limit"), own.get("group_channels"),
         getattr(getattr(mixer, "out_proj", None), "ranks", None),
     )  # fmt: skip
@@ -90,7 +131,7 @@ class NativeLayer:
 
     @classmethod
     def of(
-        cls, block: Any, conv: Tensor, state: Tensor, workspace: dict, ahead: int | None = None, prompt_rows: int = 0
+        cls, block: Block, conv: Tensor, state: Tensor, workspace: dict, ahead: int | None = None, prompt_rows: int = 0
     ) -> "NativeLayer | None":
         """The layer of a block that `can_decode_natively`, or None if the kernels do not support its tensors."""
         mixer = block.mixer
@@ -108,11 +149,11 @@ class NativeLayer:
         return cls(block, typed, float32, matrices, workspace, ahead, prompt_rows) if supported else None
 
     def __init__(
-        self, block: Any, typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Any], workspace: dict,
+        self, block: Block, typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Any], workspace: dict,
         ahead: int | None, prompt_rows: int,
     ):  # fmt: skip
         mixer, norm, conv, state = block.mixer, block.norm, typed["history"], float32["state"]
-        self.use, self.sum_dtype, mamba2 = block.use, block.sum_dtype, type(mixer) is Mamba2Mixer
+        self.block, self.sum_dtype, mamba2 = block, block.sum_dtype, type(mixer) is Mamba2Mixer
         least_dt, most_dt = mixer.dt_limit if mamba2 and prompt_rows else (-math.inf, math.inf)
         self.layer = Layer(
             **{name: Matrix.of(weight) for name, weight in matrices.items()},
@@ -212,7 +253,7 @@ class NativeLayers:
     """
 
     def __init__(self, layers: list[NativeLayer]):
-        self._native_layers, self.use, self.dtype = layers, layers[0].use, layers[0].sum_dtype
+        self._native_layers, self.block, self.dtype = layers, layers[0].block, layers[0].sum_dtype
         self._structs = (Layer * len(layers))(*(layer.layer for layer in layers))
         self._progress = Layers(layers=ctypes.addressof(self._structs), count=len(layers))
         self.address = ctypes.addressof(self._progress)
@@ -233,6 +274,11 @@ class NativeLayers:
 
     def __len__(self) -> int:
         return len(self._native_layers)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers."""
+        return [layer.block for layer in self._native_layers]
 
     def __deepcopy__(self, memo: dict) -> "NativeLayers":
         raise RuntimeError("a cache cannot be copied between speculative_logits and accept")
@@ -258,31 +304,38 @@ class NativeLayers:
         return bool(self._native_layers[0].layer.speculative)
 
     def __call__(
-        self, x: Tensor, info: BatchInfo, cache: LayerCache | None = None, shared: Any = None,
+        self, x: Tensor, call: Call, states: Mapping[str, State] | None = None, shared: Sequence[Any] = (),
         embeddings: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x (batch, seq, hidden) -> the same shape, as `Block` does, or logits: see `add_head`.
+        """x (batch, seq, hidden) -> the same shape, as `Layer` does, or logits: see `add_head`.
 
         The all-reduces that C does are counted at the end.
         """
-        x, given = self.inputs(x, info, cache, shared, embeddings)
+        x, given = self.inputs(x, call, states, shared, embeddings)
         total = torch.empty_like(x)
         logits = None if self.head is None else self.head.new_logits(*x.shape[:2])
         self.sent.check()
         self._compute(x, given, total)
         self.sent.count()
-        if info.speculative and cache is not None:
-            cache.pending = self  # the first layer's stands for all
+        if call.speculative and states is not None:
+            states[self.block.mixer_name].pending = self  # the first layer's stands for all
         return total if logits is None else logits
 
     def inputs(
-        self, x: Tensor, info: BatchInfo, cache: LayerCache | None, shared: Any, embeddings: Tensor | None
+        self,
+        x: Tensor,
+        call: Call,
+        states: Mapping[str, State] | None,
+        shared: Sequence[Any],
+        embeddings: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What the first layer adds to, and what it reads; both without gaps, in the dtype of the residual stream."""
         x = x.to(self.dtype).contiguous()
-        if self.use is None:
+        block = self.block
+        if block.use is None:
             return x, x
-        return x, (x + shared(x, embeddings, self.use, info, cache)).to(self.dtype).contiguous()
+        state = None if states is None else states[block.use_name]
+        return x, (x + shared[block.shared](x, embeddings, block.use, call, state)).to(self.dtype).contiguous()
 
     def _compute(self, x: Tensor, given: Tensor, total: Tensor) -> None:
         """Write the last layer's result into total; the three have one shape, and no gaps."""
@@ -303,9 +356,9 @@ class NativeLayers:
                 "so accept cannot keep them"
             )
 
-    def advance_cache(self, cache: Cache, layer: int, kept: KeptTokens) -> None:
+    def advance(self, cache: Cache, counts: Sequence[int]) -> None:
         """Advance the caches of all these layers by the tokens that are kept; see `Pending`."""
-        counts = (SIZE * len(kept.counts))(*kept.counts)
+        counts = (SIZE * len(counts))(*counts)  # type: ignore[assignment]
         kernels.functions().keep_tokens(self.address, ctypes.addressof(counts), torch.get_num_threads())
 
     def finish(self, code: int) -> None:

@@ -1,6 +1,6 @@
 """Tokens of each sequence from their ids to their logits in one call of C (native/tokens.c).
 
-It does what `models.calls.call` does for such tokens. Each operation of torch beside it takes many times as long as in a
+It does what `Model._call` does for such tokens. Each operation of torch beside it takes many times as long as in a
 tight loop, because the weights have evicted torch's and Python's own data and code from the CPU's caches.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ssm.layers.cache import Cache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.kernels import TYPES
+from megatron_ssm.operators.cache import Cache
 from megatron_ssm.parallel.layers import VocabularyParallel, has_own_methods, has_plain_tensors
 
 from .native_head import NativeHead
@@ -31,7 +31,7 @@ class NativeTokens:
     def of(cls, model: Any, layers: list[tuple[int, Any]], cache: Cache) -> "NativeTokens | None":
         """layers: those of a decode plan. None if C cannot compute all in one call, and for context ranks."""
         native, embeddings, dtype = layers[0][1], model.embeddings, model.norm_f.weight.dtype
-        if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.use is not None:
+        if len(layers) > 1 or type(native) is not NativeLayers or native.head is None or native.block.use is not None:
             return None
         if type(embeddings) is not VocabularyParallel or has_plain_tensors(embeddings):
             return None
@@ -93,5 +93,5 @@ class NativeTokens:
         for sent in (self._sent, self.layers.sent):
             sent.count()
         if self.layers.speculative:
-            cache.layers[0].pending = self.layers  # the first layer's stands for all
+            next(iter(cache.states.values())).pending = self.layers  # the first stands for all
         return logits

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import torch
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.layers.cache import Cache
+from megatron_ssm.operators.cache import Cache
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.stack import Stack
 
 
 class LanguageModel(Protocol):
@@ -20,7 +20,7 @@ class LanguageModel(Protocol):
     matrices are quantized, else None.
     """
 
-    config: Config
+    config: Stack
     ranks: Ranks
     embeddings: VocabularyParallel
     directory: Path | None

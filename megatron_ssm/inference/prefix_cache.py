@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ssm.layers.cache import Snapshot
+from megatron_ssm.operators.cache import Snapshot
 
 
 class PrefixCache:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_ssm.layers.cache import Cache, Snapshot
+from megatron_ssm.operators.cache import Cache, Snapshot
 
 from .language_model import LanguageModel
 from .prefix_cache import PrefixCache

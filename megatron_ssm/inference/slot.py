@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_ssm.layers.cache import Cache, Snapshot
+from megatron_ssm.operators.cache import Cache, Snapshot
 
 from .grammar import GrammarMatcher
 from .language_model import LanguageModel

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.layers.cache import Cache
 from megatron_ssm.native.products import has_tile_products
+from megatron_ssm.operators.cache import Cache
+from megatron_ssm.stack.stack import Stack
 
 from .language_model import LanguageModel
 from .prompt_reader import fair_shares
@@ -321,12 +321,8 @@ def _tokens(slot: Slot, start: int) -> list[int]:
 
 
 def relative_size(draft: LanguageModel, model: LanguageModel) -> float:
-    """The time of a decoding step of the draft model in steps of the model: the ratio of their matrices, roughly."""
-    sizes = [
-        config.hidden_size * (config.vocab_size + 3 * config.num_layers * config.intermediate_size)
-        for config in (draft.config, model.config)
-    ]
-    return sizes[0] / sizes[1]
+    """The time of a decoding step of the draft model in steps of the model: the ratio of their parameters."""
+    return draft.config.elements / model.config.elements
 
 
 def check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | None) -> None:
@@ -341,7 +337,7 @@ def check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | Non
         raise ValueError(f"the draft model is split over {places}: they must be equal")
 
 
-def check_vocabularies(draft: Config, model: Config) -> None:
+def check_vocabularies(draft: Stack, model: Stack) -> None:
     """ValueError if the vocabularies of both models have different sizes."""
     if draft.vocab_size != model.vocab_size:
         vocabularies = f"a vocabulary of {draft.vocab_size}, the model one of {model.vocab_size}"

@@ -13,7 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ssm.configs.config import Config, token_ids
+from megatron_ssm.stack.reader import token_ids
+from megatron_ssm.stack.stack import Stack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,14 +47,14 @@ def load_tokenizer(directory: str | Path) -> "Tokenizer":
     return tokenizer
 
 
-def check_fits(tokenizer: "Tokenizer", config: Config) -> None:
+def check_fits(tokenizer: "Tokenizer", config: Stack) -> None:
     """ValueError if the tokenizer has ids that the model lacks."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
         raise ValueError(f"the tokenizer is larger than the model: id {largest}, vocab_size {config.vocab_size}")
 
 
-def stop_tokens(directory: str | Path, config: Config, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
+def stop_tokens(directory: str | Path, config: Stack, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
     """The ids that end a text: eos_token_id of generation_config.json, else of config.json; and the tokenizer's eos_token.
 
     tokenizer: None for the configurations' alone. ValueError names a wrong file.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ssm.configs.config import token_ids
+from megatron_ssm.stack.reader import token_ids
 
 from .beam_search import BeamSearch, BeamSettings
 from .generation import generate

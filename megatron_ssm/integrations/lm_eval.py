@@ -25,7 +25,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
-from megatron_ssm.configs.config import Config
+from megatron_ssm import families
 from megatron_ssm.inference.text import stop_tokens
 
 from .evaluation_ranks import EvaluatedModel, batch_size_of, check_integer, check_switch
@@ -191,7 +191,7 @@ class MegatronSsmLM(TemplateLM):
 def _dtype(name: Any, directory: str) -> str:
     """The name of a floating-point dtype; that of the checkpoint's config.json for "auto"."""
     if name == "auto":
-        raw = Config.read(directory).raw
+        raw = families.read(directory).raw
         name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     plain = str(name).removeprefix("torch.")
     found = getattr(torch, plain, None)

@@ -4,9 +4,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.hf_fields import FAMILIES, FieldReader, unknown_fields
-from megatron_ssm.layers.shared_attention import ACTIVATIONS
+from megatron_ssm import families
+from megatron_ssm.families import FAMILIES
+from megatron_ssm.operators.mlp import ACTIVATIONS
+from megatron_ssm.stack.reader import Family
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import did_you_mean
 
 HYBRID = "*"  # the symbol of a hybrid layer in Megatron's layer pattern; every other layer has the symbol MAMBA
@@ -22,53 +24,53 @@ def check_given(family: str, given: Iterable[str]) -> None:
     """ValueError for an unknown family, or for a name that is no field of its config.json; it suggests a similar one."""
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}{did_you_mean(family, FAMILIES)}")
-    for name in unknown_fields(family, given):
-        similar = did_you_mean(name, sorted(FieldReader(family, {}).known))
+    for name in FAMILIES[family].unknown_fields(list(given)):
+        similar = did_you_mean(name, sorted(FAMILIES[family].known))
         raise ValueError(f"{name} of the layer spec is no field of {family}'s config.json{similar}")
 
 
 def config_of_layers(
     config: Any, family: str, given: Mapping[str, Any], pattern: Iterable[str] = (MAMBA,), **more: Any
-) -> Config:
-    """The `Config` of `family` with the sizes of a TransformerConfig and the layers of a pattern (symbols M and *).
+) -> Stack:
+    """The stack of `family` with the sizes of a TransformerConfig and the layers of a pattern (symbols M and *).
 
     given: fields of Hugging Face's config.json that a TransformerConfig does not have (chunk sizes, adapters, ...). more:
     further fields. ValueError if a size is not supported, or if `given` has an unknown field or contradicts the
     TransformerConfig.
     """
     check_given(family, given)
-    fields = _fields_of(config, family, given) | more
+    fields = _fields_of(config, FAMILIES[family], given) | more
     kinds = ["hybrid" if symbol == HYBRID else "linear_attention" for symbol in pattern]
     fields |= {"model_type": family, "num_hidden_layers": len(kinds)}
-    fields |= {"layers_block_type": kinds} if family.startswith("zamba") else {}
+    fields |= {"layers_block_type": kinds} if "layers_block_type" in FAMILIES[family].known else {}
     for name, value in given.items():
         if name in fields and fields[name] != value and value is not None:
             raise ValueError(f"{name}={value!r} of the layer spec is {fields[name]!r} in Megatron's configuration")
-    return Config.from_dict({"vocab_size": 1, **given, **fields})
+    return families.from_dict({"vocab_size": 1, **given, **fields})
 
 
-def _fields_of(config: Any, family: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that a TransformerConfig has, under Hugging Face's names."""
-    name = FieldReader(family, {}).hf_name
+    name = family.hf_name
     fields = {
         "hidden_size": config.hidden_size,
         name("layer_norm_epsilon"): config.layernorm_epsilon,
         name("state_size"): config.mamba_state_dim,
     }
-    if family in ("mamba2", "zamba2"):
+    if "n_groups" in family.defaults:
         inner, head_dim = _inner_size(config, given.get(name("expand"), 2)), config.mamba_head_dim
         if inner % head_dim:
             raise ValueError(f"{inner} channels do not divide into heads of {head_dim} ({inner} % {head_dim})")
         fields[name("num_heads")], fields[name("head_dim")] = inner // head_dim, head_dim
         fields[name("n_groups")], fields[name("expand")] = config.mamba_num_groups, _expand(inner, config.hidden_size)
-    elif family == "zamba" and config.mamba_num_heads is not None:
+    elif "num_heads" in family.defaults and config.mamba_num_heads is not None:
         fields[name("num_heads")] = config.mamba_num_heads
-    if family.startswith("zamba"):
+    if family.shares_blocks:
         fields |= _shared_block(config)
-    else:
+    if "residual_in_fp32" in family.defaults:
         fields["residual_in_fp32"] = False
-    if family == "zamba2":
-        fields[name("use_bias")] = config.add_bias_linear
+    if "add_bias_linear" in family.known:
+        fields["add_bias_linear"] = config.add_bias_linear
     return fields
 
 
@@ -88,7 +90,7 @@ def _expand(inner: int, hidden: int) -> int | float:
 
 
 def _shared_block(config: Any) -> dict[str, Any]:
-    """The sizes of the attention and the MLP of Zamba's shared block."""
+    """The sizes of the attention and the MLP of a shared block."""
     names = [name for name, function in ACTIVATIONS.items() if function is config.activation_func]
     if not names:
         raise ValueError(f"activation_func={config.activation_func} is none of {', '.join(ACTIVATIONS)}")
@@ -100,36 +102,40 @@ def _shared_block(config: Any) -> dict[str, Any]:
     }
 
 
-def spec_options(config: Config) -> dict[str, Any]:
+def spec_options(config: Stack) -> dict[str, Any]:
     """The fields of a config.json that `config_of_layers` needs beside the TransformerConfig of `transformer_options`."""
-    name = FieldReader(config.family, {}).hf_name
-    known = config.raw.keys() - config.unknown
+    name = FAMILIES[config.family].hf_name
+    known = config.raw.keys() - set(config.unknown)
     return {name(option): config.raw[name(option)] for option in _OPTIONS if name(option) in known}
 
 
-def layer_pattern(config: Config) -> str:
+def layer_pattern(config: Stack) -> str:
     """The hybrid layer pattern for Megatron of a model with this configuration: M for Mamba layers, * for hybrid ones."""
-    return "".join(HYBRID if layer in config.hybrid_layers else MAMBA for layer in range(config.num_layers))
+    return "".join(HYBRID if any(unit.side for unit in layer) else MAMBA for layer in config.layers)
 
 
-def transformer_options(config: Config, tensor_ranks: int = 1) -> dict[str, Any]:
+def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
     """The arguments of a TransformerConfig for a model with this configuration.
 
     Megatron divides num_attention_heads by the number of tensor-parallel ranks also in models without attention.
     """
+    mixer: Any = config.layers[0][0].operators[0].spec
+    sizes = config.recurrences[0]
     options: dict[str, Any] = dict(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=tensor_ranks,
-        normalization="RMSNorm", layernorm_epsilon=config.norm_eps, mamba_state_dim=config.state_size,
-        add_bias_linear=config.use_bias, hidden_dropout=0.0, attention_dropout=0.0,
+        normalization="RMSNorm", layernorm_epsilon=config.norm_eps, mamba_state_dim=sizes.state,
+        add_bias_linear=mixer.bias, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=tensor_ranks,
     )  # fmt: skip
-    if config.groups:
-        options |= dict(mamba_head_dim=config.head_dim, mamba_num_groups=config.groups, mamba_num_heads=config.heads)
-    elif config.heads > 1:
-        options |= dict(mamba_num_heads=config.heads)
-    if shared := config.shared:
+    if sizes.head_dim > 1:
+        options |= dict(mamba_head_dim=sizes.head_dim, mamba_num_groups=sizes.groups, mamba_num_heads=sizes.heads)
+    elif sizes.groups > 1:
+        options |= dict(mamba_num_heads=sizes.groups)
+    if config.shared:
+        block: Any = config.shared[0].spec
+        attention, mlp = block.attention, block.mlp
         options |= dict(
-            num_attention_heads=shared.heads, num_query_groups=shared.kv_heads, kv_channels=shared.head_dim,
-            ffn_hidden_size=shared.feed_forward_size, activation_func=ACTIVATIONS[shared.activation],
+            num_attention_heads=attention.heads, num_query_groups=attention.kv_heads, kv_channels=attention.head_dim,
+            ffn_hidden_size=mlp.channels, activation_func=ACTIVATIONS[mlp.activation],
         )  # fmt: skip
     return options

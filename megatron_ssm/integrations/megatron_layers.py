@@ -4,6 +4,7 @@ Activations have Megatron's order, (seq, batch, hidden); with context parallelis
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,23 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from torch import nn
 
 from attention2d import Attention2D, CoreAttention
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import idle_tensors, layout
+from megatron_ssm import families
 from megatron_ssm.context.blocks import ContextRanks, check_block_length
 from megatron_ssm.context.token_sharding import TokenSharding
-from megatron_ssm.layers.cache import BatchInfo
-from megatron_ssm.layers.mamba1 import MambaMixer
-from megatron_ssm.layers.mamba2 import Mamba2Mixer
-from megatron_ssm.layers.shared_attention import Positions, SharedBlock, SharedBlockInvocation, attend_with_cache
 from megatron_ssm.models.context import check_schedule
-from megatron_ssm.models.context_attention import ContextAttention
+from megatron_ssm.operators.attention import attend_with_cache
+from megatron_ssm.operators.call import Call, Positions
+from megatron_ssm.operators.context_attention import ContextAttention
+from megatron_ssm.operators.operator import Operator, Place, run
+from megatron_ssm.operators.shared_block import SharedBlock
 from megatron_ssm.parallel.layers import RMSNorm
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.stack import Part
+from megatron_ssm.stack.stack import Stack as ModelStack
 from sparsefusion.collectives.counted import Counter
 
 from .megatron_fields import config_of_layers
-from .megatron_split import MAMBA1_NAMES, MAMBA2_NAMES, SplitModule
+from .megatron_split import SplitModule
 
 
 def _placement(config: Any) -> dict[str, Any]:
@@ -48,12 +50,12 @@ def _context_ranks(pg_collection: Any) -> ContextRanks | None:
     return None if group is None or group.size() == 1 else ContextRanks(group, Counter())
 
 
-def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, kernel: int) -> TokenSharding | None:
-    """How the tokens of x (seq, batch, hidden) are sharded over the context ranks. kernel: taps of the convolution."""
+def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, history: int) -> TokenSharding | None:
+    """How the tokens of x (seq, batch, hidden) are sharded over the context ranks. history: tokens that a convolution reads before a block."""
     if context is None:
         return None
     tokens = x.shape[0] * (ranks.size if ranks.sequence_parallel else 1)
-    check_block_length(tokens, kernel - 1, context)
+    check_block_length(tokens, history, context)
     return TokenSharding(tokens * context.size, tokens, context)
 
 
@@ -70,25 +72,35 @@ class Norm(RMSNorm):
         parameter.sequence_parallel = config.sequence_parallel  # Megatron then sums its gradient over the ranks
 
 
-class _Mixer(SplitModule):
-    """What Mamba-1 and Mamba-2 mixers have in common in Megatron's models; see `Mamba2`."""
+class Mixer(SplitModule, Operator):
+    """The operator of a family's layers as a mixer of Megatron's MambaLayer: (seq, batch, hidden) -> (the same, None).
 
-    family: str
-    kernel: int
+    config: Megatron's TransformerConfig. pg_collection: its `tp` are the tensor-parallel ranks, its `cp` the context ranks.
+    family, given: see `specs.stack_spec`. There may be more ranks than groups. ValueError for sizes that do not divide.
+
+    Its parameters are the operator's, so its class is both a `Mixer` and that of the operator. Sends what the operator sends,
+    and the sum of its output.
+    """
+
+    history: int
     context: ContextRanks | None
 
-    def __init__(
-        self, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str | None = None,
-        given: Mapping[str, Any] | None = None, pp_layer_offset: int = 0, name: str | None = None,
-    ) -> None:  # fmt: skip
-        ours = config_of_layers(config, family or self.family, given or {})
-        ranks = _tensor_ranks(config, pg_collection)
+    def __new__(
+        cls, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str, given: Mapping[str, Any],
+        **_: Any,
+    ) -> "Mixer":  # fmt: skip
+        """The operator, made a `Mixer`."""
+        ranks, ours = _tensor_ranks(config, pg_collection), config_of_layers(config, family, given)
         ours.check_ranks(ranks.size)
-        head_ranks = () if ours.groups else (ranks.with_same_piece(ours.heads),)  # an argument of Mamba-1's mixer only
-        mixer: Any = super()
-        mixer.__init__(ours, ranks, *head_ranks, _context_ranks(pg_collection), **_placement(config))
+        (part,) = ours.layers[0][0].operators
+        operator = part.spec.build(Place(ranks, _context_ranks(pg_collection), **_placement(config)))
+        operator.__class__ = type(f"Megatron{type(operator).__name__}", (Mixer, type(operator)), {})
+        operator.history = part.spec.history
+        operator.prepare_part(replace(part, hf=""), ranks, config, ours.num_layers)
+        return operator
+
+    def __init__(self, config: Any, d_model: int, layer_number: int, *_: Any, **options: Any):
         self.layer_number = layer_number
-        self.prepare(layout(ours), "layers.0.mixer.", ranks, config, ours)
 
     def forward(
         self, hidden_states: torch.Tensor, inference_context: Any = None, *, inference_params: Any = None,
@@ -104,33 +116,13 @@ class _Mixer(SplitModule):
             )
         if packed_seq_params is not None:
             raise ValueError("packed_seq_params: the mixers of megatron_ssm read one sequence per row")
-        info = BatchInfo(sharding=_sharding(hidden_states, self.tensor_ranks, self.context, self.kernel))
-        mixer: Any = super()
-        return mixer.forward(hidden_states.transpose(0, 1), info).transpose(0, 1), None
+        call = Call(sharding=_sharding(hidden_states, self.tensor_ranks, self.context, self.history))
+        return run(self, hidden_states.transpose(0, 1), call).transpose(0, 1), None
 
-    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a sequence's convolution state and recurrent state on this rank, in our order of dimensions."""
-        mixer: Any = self
-        cache = mixer.new_cache(1)
-        return tuple(cache.conv.shape[1:]), tuple(cache.state.shape[1:])
-
-
-class Mamba2(_Mixer, Mamba2Mixer):  # type: ignore[misc]  # forward has Megatron's arguments
-    """The Mamba-2 mixer of `layers.mamba2` as a mixer of Megatron's MambaLayer: (seq, batch, hidden) -> (the same, None).
-
-    config: Megatron's TransformerConfig. pg_collection: its `tp` are the tensor-parallel ranks, its `cp` the context ranks.
-    family, given: see `specs.stack_spec`. There may be more ranks than groups. ValueError for sizes that do not divide.
-
-    Forward and backward send what `layers.mamba2.Mamba2Mixer` says.
-    """
-
-    names, family = MAMBA2_NAMES, "mamba2"
-
-
-class Mamba1(_Mixer, MambaMixer):  # type: ignore[misc]  # forward has Megatron's arguments
-    """The Mamba-1 mixer of `layers.mamba1` as a mixer of Megatron's MambaLayer; arguments and errors as for `Mamba2`."""
-
-    names, family = MAMBA1_NAMES, "mamba"
+        state = self.new_state(1)
+        return tuple(tuple(tensor.shape[1:]) for tensor in (state.fixed.values() if state is not None else ()))
 
 
 def _check_residual_stream(options: Mapping[str, Any]) -> None:
@@ -140,7 +132,7 @@ def _check_residual_stream(options: Mapping[str, Any]) -> None:
 
 
 class HybridLayer(MambaLayer):
-    """A hybrid layer of Zamba: x + mixer(norm(x + shared_block(x))). The stack gives it its invocation and its inputs.
+    """A hybrid layer: x + mixer(norm(x + shared_block(x))). The stack gives it its invocation and its inputs.
 
     use: the parameters of this layer's own for its use of the shared block. shared_inputs: (the shared block, the embeddings
     (batch, seq, hidden), what the block must know of the tokens), while the stack runs. ValueError for residual_in_fp32.
@@ -149,29 +141,37 @@ class HybridLayer(MambaLayer):
     def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None, **options: Any):
         _check_residual_stream(options)
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
-        self.use: Invocation | None = None
-        self.shared_inputs: tuple[SharedBlock, torch.Tensor, BatchInfo] | None = None
+        self.use: Use | None = None
+        self.shared_inputs: tuple[SharedBlock, torch.Tensor, Call] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, inference_context: Any = None, **others: Any
     ) -> torch.Tensor:
         """hidden_states (seq, batch, hidden) -> the same shape. attention_mask: ignored, attention is causal."""
         assert self.use is not None and self.shared_inputs is not None, "a hybrid layer runs only in its stack"
-        block, embeddings, info = self.shared_inputs
+        block, embeddings, call = self.shared_inputs
         x = hidden_states.transpose(0, 1)
-        x = (x + block(x, embeddings, self.use, info)).transpose(0, 1)
+        x = (x + block(x, embeddings, self.use, call)).transpose(0, 1)
         packed = others.get("packed_seq_params")
         mixed = self.mixer(self.norm(x), inference_context=inference_context, packed_seq_params=packed)
         add = self.mamba_bda(training=self.training, fused=self.config.bias_dropout_fusion)
         return add(mixed, hidden_states, self.hidden_dropout)
 
 
-class Invocation(SplitModule, SharedBlockInvocation):
-    """`SharedBlockInvocation` with Megatron's sharded state dict."""
+class Use(SplitModule):
+    """A use of a shared block, with Megatron's sharded state dict."""
 
 
-class Block(SplitModule, SharedBlock):
-    """`SharedBlock` with Megatron's sharded state dict."""
+class Block(SplitModule):
+    """A shared block, with Megatron's sharded state dict."""
+
+
+def _split(kind: type[SplitModule], part: Part, place: Place, config: Any, layers: int) -> Any:
+    """The module of a part, whose class is also a `kind`; config: Megatron's."""
+    module = part.spec.build(place)
+    module.__class__ = type(kind.__name__, (kind, type(module)), {})
+    module.prepare_part(part, place.ranks, config, layers)
+    return module
 
 
 class Blocks(nn.ModuleList):
@@ -210,9 +210,9 @@ def _rename_fused_norms(_module: nn.Module, state: dict, prefix: str, *_others: 
 
 
 class Stack(MambaStack):
-    """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and Zamba's shared blocks.
+    """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and with shared blocks.
 
-    family, given: see `specs.stack_spec`. In the families zamba and zamba2 the symbol * is a hybrid layer; their blocks need
+    family, given: see `specs.stack_spec`. In families that share blocks, the symbol * is a hybrid layer; blocks need
     the embeddings in every hybrid layer, so a pipeline is an error; residual_in_fp32 is, too. source: the configuration and
     the Hugging Face directory that the weights were loaded from, if they were.
     """
@@ -221,16 +221,16 @@ class Stack(MambaStack):
         self, config: Any, submodules: Any, family: str, given: Mapping[str, Any], post_layer_norm: bool = True,
         pg_collection: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        if family.startswith("zamba"):
+        if families.FAMILIES[family].shares_blocks:
             _check_residual_stream(options)
         super().__init__(config, submodules, post_layer_norm=False, pg_collection=pg_collection, **options)
         self.family, self.given = family, given
-        self.source: tuple[Config, Path] | None = None
+        self.source: tuple[ModelStack, Path] | None = None
         self.post_layer_norm, self.shared = post_layer_norm, Blocks()
         self.register_load_state_dict_pre_hook(_rename_fused_norms)
         if self.post_process and post_layer_norm:
             self.final_norm = Norm(config, config.hidden_size)
-        if family.startswith("zamba"):
+        if families.FAMILIES[family].shares_blocks:
             self._add_shared_blocks(config, pg_collection)
 
     def _add_shared_blocks(self, config: Any, groups: Any) -> None:
@@ -241,20 +241,19 @@ class Stack(MambaStack):
         if config.attention_dropout:
             raise ValueError(f"attention_dropout={config.attention_dropout} is not supported by the shared block")
         ours, ranks = self.model_config(), _tensor_ranks(config, groups)
-        fields, where = layout(ours), _placement(config)
         self.context_ranks = _context_ranks(groups)
         core = attend_with_cache if self.context_ranks is None else _context_attention(ours, config, groups)
-        for index in range(ours.shared_copies):
-            block = Block(ours, ranks, core, **where)
-            block.prepare(fields, f"shared.{index}.", ranks, config, ours)
-            self.shared.append(block)
-        for index in ours.hybrid_layers:
-            use = Invocation(ours, ranks, idle_tensors(ours, index), **where)
-            use.prepare(fields, f"layers.{index}.use.", ranks, config, ours)
-            self.layers[index].use = use
-        self.hybrid, self.tensor_ranks, self.kernel = ours.hybrid_layers, ranks, ours.conv_kernel
+        place = Place(ranks, None, core, **_placement(config))
+        for part in ours.shared:
+            self.shared.append(_split(Block, part, place, config, ours.num_layers))
+        self.blocks_of: dict[int, int] = {}
+        for index, (unit,) in enumerate(ours.layers):
+            if unit.side is not None:
+                self.layers[index].use = _split(Use, unit.side.part, place, config, ours.num_layers)
+                self.blocks_of[index] = unit.side.shared
+        self.tensor_ranks, self.history = ranks, ours.history
 
-    def model_config(self, **more: Any) -> Config:
+    def model_config(self, **more: Any) -> ModelStack:
         """Our configuration of the layers. more: fields of config.json that the stack does not know (vocab_size, ...)."""
         return config_of_layers(self.config, self.family, self.given, self.layer_type_list, **more)
 
@@ -266,26 +265,25 @@ class Stack(MambaStack):
             raise ValueError(
                 "inference_context: save the weights with save_hugging_face, and generate with megatron_ssm"
             )
-        info, layers = self._batch_info(hidden_states), [self.layers[index] for index in self.hybrid]
-        embeddings = hidden_states.transpose(0, 1)
-        for count, layer in enumerate(layers):
-            layer.shared_inputs = self.shared[count % len(self.shared)], embeddings, info
+        call, embeddings = self._call(hidden_states), hidden_states.transpose(0, 1)
+        for index, block in self.blocks_of.items():
+            self.layers[index].shared_inputs = self.shared[block], embeddings, call
         try:
             return super().forward(hidden_states, *arguments, **options)
         finally:
-            for layer in layers:
-                layer.shared_inputs = None
+            for index in self.blocks_of:
+                self.layers[index].shared_inputs = None
 
-    def _batch_info(self, x: torch.Tensor) -> BatchInfo:
+    def _call(self, x: torch.Tensor) -> Call:
         """The positions of the tokens of x (seq, batch, hidden)."""
-        sharding = _sharding(x, self.tensor_ranks, self.context_ranks, self.kernel)
+        sharding = _sharding(x, self.tensor_ranks, self.context_ranks, self.history)
         if sharding is not None:
-            return BatchInfo(sharding=sharding, positions=Positions.of_sharded(sharding, x.shape[1], None, x.device))
+            return Call(sharding=sharding, positions=Positions.of_sharded(sharding, None, x.shape[1], x.device))
         tokens = x.shape[0] * (self.tensor_ranks.size if self.tensor_ranks.sequence_parallel else 1)
-        return BatchInfo(positions=Positions.of(x.shape[1], tokens, None, None, x.device))
+        return Call(positions=Positions.of(None, x.shape[1], tokens, None, x.device))
 
 
-def _context_attention(ours: Config, config: Any, groups: Any) -> ContextAttention:
+def _context_attention(ours: ModelStack, config: Any, groups: Any) -> ContextAttention:
     """The attention of the shared blocks over the context ranks, by the schedule that config.cp_comm_type names."""
     kind = config.cp_comm_type if isinstance(config.cp_comm_type, str | None) else config.cp_comm_type[0]
     core = CoreAttention(config, 1, None, "self", cp_comm_type=kind, pg_collection=groups)

@@ -5,7 +5,6 @@ state dict of Megatron has the same fields, so `dist_checkpointing` can divide e
 can load checkpoints of Megatron's own mixer. A plain state dict has Megatron's packed tensors instead (in_proj.weight).
 """
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,44 +13,44 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
-from megatron_ssm.configs.layouts import Field, field_of
 from megatron_ssm.models.initialization import draw
 from megatron_ssm.models.parameters import attach_field
 from megatron_ssm.parallel.ranks import Ranks
-
-# {our name of a mixer's parameter, or its beginning: Megatron's, and for Mamba-1 that of state-spaces' code}
-MAMBA2_NAMES = {"conv.": "conv1d.", "norm_weight": "norm.weight"}
-MAMBA1_NAMES = {
-    "conv.": "conv1d.", "x_proj": "x_proj.weight", "dt_proj": "dt_proj.weight", "dt_bias": "dt_proj.bias"
-}  # fmt: skip
-PACKED = ("in_proj.", "conv1d.")  # the modules whose tensors hold several fields
+from megatron_ssm.stack.fields import Field, field_of
+from megatron_ssm.stack.stack import Part
 
 
 class SplitModule(nn.Module):
-    """A module whose parameters are fields of the layout, split over the tensor-parallel ranks.
+    """A module whose parameters are fields, split over the tensor-parallel ranks.
 
-    names: {the beginning of our name of a parameter: of Megatron's}. A subclass calls `prepare` at the end of __init__.
+    megatron_names: {our name of a parameter: Megatron's}, where they differ. packed: {Megatron's name of a parameter that is
+    some rows of a tensor: the tensor}.
     """
 
-    names: Mapping[str, str] = {}
+    megatron_names: dict[str, str]
+    packed: dict[str, str]
     tensor_ranks: Ranks
 
-    def prepare(self, fields: Iterable[Field], prefix: str, ranks: Ranks, config: Any, model_config: Any) -> None:
-        """Attach the fields that begin with `prefix` to the parameters, and give these their initial values.
+    def prepare_part(self, part: Part, ranks: Ranks, config: Any, layers: int) -> None:
+        """Attach the fields of the part to the parameters, and give these their initial values.
 
-        config: Megatron's; its init_method and output_layer_init_method initialize the projections. model_config: ours. A
+        config: Megatron's; its init_method and output_layer_init_method initialize the projections. layers: of the model. A
         field is drawn in full on the CPU and this rank keeps its part, so ranks with the same random state agree, whatever
-        their number.
+        their number. A part with no names in files (`hf`) gets Megatron's, which are the usual ones.
         """
-        self.tensor_ranks = ranks
+        self.tensor_ranks, self.megatron_names, self.packed = ranks, {}, {}
         parameters = dict(self.named_parameters())
-        for field in fields:
-            parameter = parameters.get(field.name.removeprefix(prefix))
-            if parameter is None or not field.name.startswith(prefix):
-                continue
+        for field in part.spec.fields():
+            parameter = parameters[field.name]
             attach_field(parameter, field, ranks)
+            if not part.hf:
+                is_packed = field.name.count(".") == 2  # a part of a `Packed`, whose name ends with that of the part
+                name = f"{field.hf}.{field.name.rpartition('.')[2]}" if is_packed else field.hf
+                self.megatron_names[field.name] = name
+                if is_packed:
+                    self.packed[name] = field.hf
             if config.perform_initialization:
-                whole = _initial(field, config, model_config)
+                whole = _initial(field, config, layers)
                 with torch.no_grad():
                     parameter.copy_(whole[field.piece(ranks.rank, ranks.size)])
         self.register_state_dict_post_hook(_pack)
@@ -83,31 +82,28 @@ class SplitModule(nn.Module):
 
     def megatron_name(self, name: str) -> str:
         """Megatron's name of one of our parameters; of a field of a packed tensor, with the field at the end."""
-        for ours, theirs in self.names.items():
-            if name == ours or ours.endswith(".") and name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
+        return self.megatron_names.get(name, name)
+
+    def tensor_name(self, name: str) -> str:
+        """The tensor of a plain state dict that holds one of our parameters."""
+        theirs = self.megatron_name(name)
+        return self.packed.get(theirs, theirs)
 
 
-def _initial(field: Field, config: Any, model_config: Any) -> torch.Tensor:
+def _initial(field: Field, config: Any, layers: int) -> torch.Tensor:
     method = {"linear": config.init_method, "out_proj": config.output_layer_init_method}.get(field.init)
     if method is None or len(field.shape) != 2:
-        return draw(model_config, field)
+        return draw(field, layers)
     whole = torch.empty(field.shape)
     method(whole)
     return whole
-
-
-def _packed_name(name: str) -> str:
-    """The tensor of a plain state dict that holds a parameter. name: `SplitModule.megatron_name`."""
-    return name.rpartition(".")[0] if name.startswith(PACKED) else name
 
 
 def _pack(module: SplitModule, state: dict, prefix: str, _metadata: Any) -> None:
     """After `state_dict`: our fields become Megatron's tensors, in the fields' order."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name, _ in module.named_parameters():
-        theirs = _packed_name(module.megatron_name(name))
+        theirs = module.tensor_name(name)
         parts.setdefault(theirs, []).append(state.pop(prefix + name))
     for name, tensors in parts.items():
         state[prefix + name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
@@ -117,7 +113,7 @@ def _unpack(module: SplitModule, state: dict, prefix: str, *_others: Any) -> Non
     """Before `load_state_dict`: Megatron's tensors become our fields. Fields may also stand there themselves."""
     rows: dict[str, dict[str, int]] = {}
     for name, parameter in module.named_parameters():
-        rows.setdefault(_packed_name(module.megatron_name(name)), {})[name] = len(parameter)
+        rows.setdefault(module.tensor_name(name), {})[name] = len(parameter)
     for theirs, sizes in rows.items():
         if (whole := state.pop(prefix + theirs, None)) is not None:
             if len(whole) != sum(sizes.values()):

@@ -4,15 +4,18 @@ A model that `specs.stack_spec` built has our layers, so its parameters are thos
 same parts on the same tensor-parallel ranks: nothing has to be computed, and only saving sends anything.
 """
 
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_ssm import families
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.hf import build, load, save
-from megatron_ssm.configs.config import Config
+from megatron_ssm.stack.stack import Stack as ModelStack
 
 from .megatron_fields import layer_pattern, spec_options, transformer_options
 from .megatron_layers import Stack
@@ -42,7 +45,7 @@ def model_class() -> tuple[type, str]:
     return HybridModel, "hybrid_layer_pattern"
 
 
-def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int = 1, **options: Any) -> nn.Module:
+def megatron_model(config: ModelStack, max_sequence_length: int, tensor_ranks: int = 1, **options: Any) -> nn.Module:
     """Megatron's MambaModel or HybridModel of this configuration, built from `specs.stack_spec`.
 
     The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
@@ -67,7 +70,7 @@ def megatron_model(config: Config, max_sequence_length: int, tensor_ranks: int =
     return model(megatron_config, spec, **sizes, **{pattern: layer_pattern(config)})
 
 
-def our_config(model: Any) -> Config:
+def our_config(model: Any) -> ModelStack:
     """Our configuration of a MambaModel that `specs.stack_spec` built; ValueError for any other model.
 
     Also for one with attention or MLP layers, or learned positions, which no family in Hugging Face's format has, and for a
@@ -77,7 +80,7 @@ def our_config(model: Any) -> Config:
         raise ValueError("only models that megatron_ssm's stack_spec built have a Hugging Face counterpart")
     if stack.pp_group.size() > 1:
         raise ValueError(f"the model is a stage of {stack.pp_group.size()}: Hugging Face directories need all layers")
-    symbols = set(stack.layer_type_list) - ({"M", "*"} if stack.family.startswith("zamba") else {"M"})
+    symbols = set(stack.layer_type_list) - ({"M", "*"} if families.FAMILIES[stack.family].shares_blocks else {"M"})
     if symbols or model.position_embedding_type != "none":
         what = f"layers {', '.join(sorted(symbols))}" if symbols else f"positions {model.position_embedding_type}"
         raise ValueError(f"a {stack.family} model with {what} has no counterpart in Hugging Face's format")
@@ -99,16 +102,25 @@ def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
         stack.source = ours.config, Path(directory)
 
 
-_NOT_COMPARED = {"raw", "unknown", "residual_in_fp32", "dt_init", "eos_token_ids"}  # they do not change the weights
-_COMPARED = [name for name in Config.__dataclass_fields__ if name not in _NOT_COMPARED]
-
-
-def _check_same(config: Config, given: Config, directory: str | Path) -> None:
+def _check_same(config: ModelStack, given: ModelStack, directory: str | Path) -> None:
     """ValueError if `config`, of Megatron's model, has other weights than `given`, that of the directory."""
-    if differing := [name for name in _COMPARED if getattr(config, name) != getattr(given, name)]:
-        name = differing[0]
-        values = getattr(given, name), getattr(config, name)
-        raise ValueError(f"{directory} has {name}={values[0]!r}, and Megatron's model {values[1]!r}")
+    for name, ours, theirs in _differences(config, given):
+        raise ValueError(f"{directory} has {name}={theirs!r}, and Megatron's model {ours!r}")
+
+
+def _differences(config: ModelStack, given: ModelStack) -> Iterator[tuple[str, object, object]]:
+    """(name, value, other value) of sizes and constants in which two stacks differ, as far as they change the weights."""
+    named = "family vocab_size hidden_size num_layers norm_eps tie_embeddings".split()
+    pairs = [("", config, given, named)]
+    pairs += [
+        (f"{path}: ", ours, theirs, [each.name for each in fields(ours) if each.compare])  # type: ignore[arg-type]
+        for (path, ours), (_, theirs) in zip(config.operators, given.operators, strict=False)
+    ]
+    for where, ours, theirs, names in pairs:
+        for name in names:
+            values = getattr(ours, name), getattr(theirs, name, None)
+            if values[0] != values[1]:
+                yield where + name, *values
 
 
 def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Path | None = None) -> None:
@@ -128,10 +140,10 @@ def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Pat
     copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
     device, dtype = next(model.parameters()).device, stack.config.params_dtype
 
-    def read() -> tuple[Config, Path | None]:
+    def read() -> tuple[ModelStack, Path | None]:
         if source is None:
             return stack.source or (own, None)
-        given = Config.read(source)
+        given = families.read(source)
         _check_same(own, given, source)
         return given, Path(source)
 

@@ -1,8 +1,7 @@
 """ModuleSpecs of Megatron-Core that build its models from our layers.
 
 Megatron's pretraining scripts take one by its module and its name: `--spec megatron_ssm.integrations.specs NAME`, where NAME
-is mamba_stack_spec, mamba1_stack_spec, zamba_stack_spec or zamba2_stack_spec for MambaModel,
-and gpt_layer_spec for GPTModel. Importing this module imports megatron.core, which takes seconds.
+is mamba_stack_spec (Mamba-2), mamba1_stack_spec or FAMILY_stack_spec for MambaModel, and gpt_layer_spec for GPTModel. Importing this module imports megatron.core, which takes seconds.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from attention2d import CoreAttention
+from megatron_ssm.families import FAMILIES
 
 from .megatron_fields import check_given
-from .megatron_layers import FUSED_NORMS, HybridLayer, Mamba1, Mamba2, Norm, Refused, Stack
+from .megatron_layers import FUSED_NORMS, HybridLayer, Mixer, Norm, Refused, Stack
 
 FUSED = {ours: theirs for theirs, ours in FUSED_NORMS.items()}
 
@@ -46,10 +46,10 @@ def with_core_attention(layer_spec: ModuleSpec, **grid: int | bool) -> ModuleSpe
 
 
 def stack_spec(family: str, **given: Any) -> ModuleSpec:
-    """The ModuleSpec of a stack of layers of `family`: mamba, falcon_mamba, mamba2, zamba or zamba2.
+    """The ModuleSpec of a stack of layers of `family`, one of `families.FAMILIES`.
 
-    In the layer pattern, M is a layer with our mixer. In zamba and zamba2, * is a hybrid layer: one of the shared blocks,
-    and a mixer. In the other families, * is a transformer layer with `core_attention()`, and - an MLP, both of Megatron's
+    In the layer pattern, M is a layer with our mixer. In families that share blocks, * is a hybrid layer: one of the blocks,
+    and a mixer. In the others, * is a transformer layer with `core_attention()`, and - an MLP, both of Megatron's
     own linear layers. Any other symbol is a ValueError.
 
     The sizes are those of Megatron's TransformerConfig. given: fields of the family's config.json in Hugging Face's format
@@ -60,8 +60,8 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
     stack_spec("mamba2") have the keys and the division of those of Megatron's own mamba_stack_spec.
     """
     check_given(family, given)
-    mixer = ModuleSpec(module=Mamba2 if family.endswith("2") else Mamba1, params=dict(family=family, given=given))
-    hybrid = family.startswith("zamba")
+    mixer = ModuleSpec(module=Mixer, params=dict(family=family, given=given))
+    hybrid = FAMILIES[family].shares_blocks
     layer = MambaLayerSubmodules(Norm, mixer, get_bias_dropout_add, sharded_state_dict_keys_map=FUSED)
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=layer),
@@ -103,8 +103,15 @@ def _mlp_layer() -> ModuleSpec:
     return ModuleSpec(module=MLPLayer, submodules=layer)
 
 
-mamba_stack_spec = stack_spec("mamba2")
-mamba1_stack_spec = stack_spec("mamba")
-zamba_stack_spec = stack_spec("zamba")
-zamba2_stack_spec = stack_spec("zamba2")
 gpt_layer_spec = with_core_attention(get_gpt_layer_local_spec(normalization="RMSNorm"))
+# Megatron's own name for a stack of Mamba-2 layers, and ours for the first Mamba.
+_OTHER_NAMES = {"mamba": "mamba2", "mamba1": "mamba"}
+
+
+def __getattr__(name: str) -> ModuleSpec:
+    """NAME_stack_spec for each family."""
+    family = name.removesuffix("_stack_spec")
+    family = _OTHER_NAMES.get(family, family)
+    if not name.endswith("_stack_spec") or family not in FAMILIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return stack_spec(family)

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,12 @@ from commir.programs import attention, selective_scan
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place, placements_of
 from commir.searching.grids import VERIFIED, leaving_lse
-from megatron_ssm.configs.config import Config
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import agree, agree_in_groups
 from sparsefusion.collectives.counted import Counter, all_gather_small
 from sparsefusion.fabric.cost_model import Fabric
-
-if TYPE_CHECKING:
-    from .model import Model
 
 Result = TypeVar("Result")
 ALL = sys.maxsize  # plans of a search
@@ -35,7 +32,7 @@ FEWER = range(16, 2, -1)  # ranks on which the same placement of a scan is verif
 
 
 def schedule_of(
-    name: str, group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int, training: bool = True,
+    name: str, group: ProcessGroup, config: Stack, tensor_ranks: int, seq: int, batch: int, training: bool = True,
     fabric: Fabric | None = None,
 ) -> Attention2D:  # fmt: skip
     """The attention schedule called `name` for the ranks of `group`.
@@ -47,10 +44,10 @@ def schedule_of(
     it, and auto and search are then the ring. fabric: both then take the fastest by its measured links instead. ValueError
     if the schedule does not fit the number of ranks.
     """
-    ranks, shared = group.size(), config.shared
-    if name in ("auto", "search") and shared is not None:
-        heads, kv_heads = shared.heads // tensor_ranks, shared.kv_heads // tensor_ranks
-        sizes: dict[str, int] = dict(heads=heads, kv_heads=kv_heads, head_dim=shared.head_dim, seq=seq, batch=batch)
+    ranks = group.size()
+    if name in ("auto", "search") and config.attentions:
+        attention = config.attentions[0].on_ranks(tensor_ranks)
+        sizes: dict[str, int] = dict(**vars(attention), seq=seq, batch=batch)
         return (choose if name == "auto" else _searched)(group, **sizes, itemsize=4, training=training, fabric=fabric)
     if name in ("usp", "3d") and ranks % 2:
         raise ValueError(
@@ -80,7 +77,7 @@ def _searched(
 
 
 def scan_plan(
-    group: ProcessGroup, config: Config, tensor_ranks: int, seq: int, batch: int, fabric: Fabric | None = None
+    group: ProcessGroup, config: Stack, tensor_ranks: int, seq: int, batch: int, fabric: Fabric | None = None
 ) -> tuple[Plan, bool]:
     """(the best plan for the scan of a state-space layer, verified; whether the ranks of `group` exchange channels in it).
 
@@ -91,15 +88,14 @@ def scan_plan(
     several. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
     verification would take long, the same messages are verified on fewer. Other arguments: as for `schedule_of`.
     """
-    ranks = group.size()
-    is_mamba1 = config.groups == 0  # whose channels are heads of one element; its heads have B and C of their own
+    ranks, sizes = group.size(), config.recurrences[0]
     program = selective_scan(
         batch,
         local_length("zigzag", seq, ranks) * ranks,
-        (config.intermediate_size if is_mamba1 else config.heads) // tensor_ranks,
-        1 if is_mamba1 else config.head_dim,
-        config.state_size,
-        groups=max(1, (config.heads if is_mamba1 else config.groups) // tensor_ranks),
+        sizes.heads // tensor_ranks,
+        sizes.head_dim,
+        sizes.state,
+        groups=max(1, sizes.groups // tensor_ranks),
     )
     for plan in search(program, Mesh(rank=ranks), fabric, top=ALL):
         loops = {each.axis for each in placements_of(plan.schedule).values()}
@@ -129,7 +125,7 @@ def plan_to_verify(plan: Plan) -> Plan:
 
 def check_schedule(
     schedule: Attention2D | None,
-    config: Config,
+    config: Stack,
     group: ProcessGroup | None,
     data_group: ProcessGroup | None = None,
     exchange_channels: bool = False,
@@ -154,13 +150,14 @@ def check_schedule(
                     f"context ranks {sorted(context)} and {kind} ranks {sorted(others)} must share this rank only"
                 )
     ranks = 1 if group is None else group.size()
-    channels, what = (config.heads, "heads") if config.groups else (config.intermediate_size, "channels")
-    if exchange_channels and channels // ranks < schedule.ranks:
-        raise ValueError(
-            f"exchange_channels=True: {channels // ranks} {what} are too few for {schedule.ranks} context ranks"
-        )
-    if config.shared is not None:
-        check_heads(config.shared.heads // ranks, config.shared.kv_heads // ranks, schedule.grid.ulysses)
+    for each in config.recurrences if exchange_channels else ():
+        if each.heads // ranks < schedule.ranks:
+            raise ValueError(
+                f"exchange_channels=True: {each.heads // ranks} {each.unit} are too few for {schedule.ranks} context ranks"
+            )
+    for sizes in config.attentions:
+        local = sizes.on_ranks(ranks)
+        check_heads(local.heads, local.kv_heads, schedule.grid.ulysses)
 
 
 def context_ranks(schedule: Attention2D | None, ranks: Ranks, exchange_channels: bool = False) -> ContextRanks | None:
@@ -201,14 +198,16 @@ def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device
     return int(all_gather_small(torch.tensor(numbers, device=device), context.group)[0, 0])
 
 
-def check_on_context_ranks(model: "Model", check: Callable[[], Result], compared: tuple) -> Result:
+def check_on_context_ranks(
+    ranks: Ranks, context: ContextRanks | None, device: torch.device, check: Callable[[], Result], compared: tuple
+) -> Result:
     """What `check()` returns. ValueError on every rank if it fails on one of them, or if `compared` differs.
 
     Context ranks hold different tokens, so that one of them alone can be given a wrong one. They compare first, and then
-    the tensor-parallel ranks, so that all learn of an error. Gathers 16 bytes of each rank.
+    the tensor-parallel ranks, so that all learn of an error. Gathers 16 bytes of each rank. context: None compares nothing.
     """
-    if model.context_ranks is None:
+    if context is None:
         return check()
-    groups = {model.context_ranks.group: "context ranks", model.ranks.group: "tensor-parallel ranks"}
+    groups = {context.group: "context ranks", ranks.group: "tensor-parallel ranks"}
     several = {group: whose for group, whose in groups.items() if group is not None}
-    return agree_in_groups(check, lambda *_: compared, several, model.device)
+    return agree_in_groups(check, lambda *_: compared, several, device)

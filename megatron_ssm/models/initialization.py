@@ -2,66 +2,66 @@
 
 import math
 import zlib
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
+from torch import nn
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import Field, field_of
+from megatron_ssm.stack.fields import Field, field_of
 
-if TYPE_CHECKING:
-    from .model import Model
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 @torch.no_grad()
-def initialize(model: "Model", seed: int = 0) -> "Model":
+def initialize(model: AnyModel, seed: int = 0) -> AnyModel:
     """Draw every parameter as state-spaces' Mamba does, in place; returns the model.
 
     Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
     ranks must use the same seed. Sends nothing.
     """
+    ranks, layers = model.ranks, model.config.num_layers
     for parameter in model.parameters():
         field = field_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
-        full = draw(model.config, field, generator)
-        parameter.copy_(full[field.piece(model.ranks.rank, model.ranks.size)])
+        parameter.copy_(draw(field, layers, generator)[field.piece(ranks.rank, ranks.size)])
     return model
 
 
-def draw(config: Config, field: Field, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The initial values of a whole field, at least fp32. generator: None is torch's own."""
-    return _DRAWS[field.init](config, field.shape, generator)
+def draw(field: Field, layers: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """The initial values of a whole field, at least fp32. layers: of the model. generator: None is torch's own."""
+    return _DRAWS[field.init](field, layers, generator)
 
 
 def _uniform(shape, bound, generator) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
 
 
-def _linear(config, shape, generator) -> torch.Tensor:
+def _linear(field, layers, generator) -> torch.Tensor:
     """torch's default: uniform in +-1/sqrt(inputs); the inputs of a convolution are its taps."""
-    return _uniform(shape, shape[-1] ** -0.5, generator)
+    return _uniform(field.shape, field.shape[-1] ** -0.5, generator)
 
 
-def _out_proj(config, shape, generator) -> torch.Tensor:
+def _out_proj(field, layers, generator) -> torch.Tensor:
     """Scaled down by the square root of the number of residual additions (GPT-2)."""
-    return _linear(config, shape, generator) / math.sqrt(config.num_layers)
+    return _linear(field, layers, generator) / math.sqrt(layers)
 
 
-def _embedding(config, shape, generator) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float64).normal_(0, 0.02, generator=generator)
+def _embedding(field, layers, generator) -> torch.Tensor:
+    return torch.empty(field.shape, dtype=torch.float64).normal_(0, 0.02, generator=generator)
 
 
-def _a_log(config, shape, generator) -> torch.Tensor:
+def _a_log(field, layers, generator) -> torch.Tensor:
     """Mamba-1: A = -1 .. -N for every channel (S4D-real); Mamba-2: one A per head, uniform in [1, 16]."""
+    shape = field.shape
     if len(shape) == 2:
         return torch.arange(1, shape[1] + 1, dtype=torch.float64).log().expand(shape)
     return torch.empty(shape, dtype=torch.float64).uniform_(1, 16, generator=generator).log()
 
 
-def _dt_bias(config, shape, generator) -> torch.Tensor:
-    """The inverse softplus of a step size that is drawn log-uniformly from the configuration's range."""
-    low, high, floor = config.dt_init
-    drawn = torch.rand(shape, dtype=torch.float64, generator=generator)
+def _dt_bias(field, layers, generator) -> torch.Tensor:
+    """The inverse softplus of a step size that is drawn log-uniformly from a range, with a floor (`Field.init_range`)."""
+    low, high, floor = field.init_range
+    drawn = torch.rand(field.shape, dtype=torch.float64, generator=generator)
     dt = torch.exp(drawn * math.log(high / low) + math.log(low)).clamp(min=floor)
     return dt + torch.log(-torch.expm1(-dt))
 
@@ -73,6 +73,6 @@ _DRAWS = {
     "embedding": _embedding,
     "A_log": _a_log,
     "dt_bias": _dt_bias,
-    "one": lambda config, shape, generator: torch.ones(shape),
-    "bias": lambda config, shape, generator: torch.zeros(shape),
+    "one": lambda field, layers, generator: torch.ones(field.shape),
+    "bias": lambda field, layers, generator: torch.zeros(field.shape),
 }

@@ -1,62 +1,14 @@
-"""The inputs of a call of a model: checks, made on every rank before anything is sent, and what all layers must know."""
-
-from dataclasses import replace
-from typing import TYPE_CHECKING
+"""Checks of the inputs of a model's call, made on every rank before anything is sent."""
 
 import torch
 import torch.nn.functional as F
 
-from megatron_ssm.context.blocks import check_block_length
-from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
-from megatron_ssm.layers.cache import ALL, BatchInfo, Cache
-from megatron_ssm.layers.shared_attention import Positions
+from megatron_ssm.operators.cache import Cache
 
-from .context import check_length
-
-if TYPE_CHECKING:
-    from .model import Model
-
-FEW = 64  # ids whose least and most Python finds sooner than torch
+FEW = 64  # ids of which Python finds the least and the most sooner than torch
 
 
-def check_call(
-    model: "Model",
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Cache | None,
-    logits_to_keep: int,
-    seq: int | None,
-    is_sharded: bool,
-) -> tuple[torch.Tensor | None, TokenSharding | None]:
-    """The mask as (batch, seq, 1), or None; and how the tokens are sharded over context ranks, or None if they are not.
-
-    is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. ValueError for inputs that
-    are wrong, and for what context parallelism does not support.
-    """
-    if logits_to_keep < 0:
-        raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 0")
-    mask = check_inputs(input_ids, attention_mask, cache, model.config.vocab_size, model.dtype)
-    check_length(model.schedule, input_ids.shape[1], seq)
-    if model.ranks.sequence_parallel and cache is not None:
-        raise ValueError("a model with sequence_parallel=True computes losses and logits, and takes no cache")
-    if model.context_ranks is None:
-        return mask, None
-    if model.ranks.sequence_parallel:
-        _check_shares(input_ids.shape[1], model.ranks.size, logits_to_keep)
-    if mask is not None:
-        raise ValueError("attention_mask has zeros, which context parallelism does not support")
-    if (cache is not None or logits_to_keep) and torch.is_grad_enabled():
-        raise ValueError("on context ranks, a cache and logits_to_keep have no gradient: call it under torch.no_grad()")
-    if cache is not None and cache.kv_lengths is None:
-        raise ValueError("the cache was not made by the new_cache of a model on context ranks")
-    if not is_sharded:
-        return None, None
-    tokens = input_ids.shape[1]
-    check_block_length(tokens, model.config.conv_kernel - 1, model.context_ranks)
-    return None, TokenSharding(tokens * model.context_ranks.size if seq is None else seq, tokens, model.context_ranks)
-
-
-def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
+def check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
     """ValueError for what sequence parallelism does not support on context ranks."""
     if tokens % ranks:
         rule = f"do not divide over {ranks} sequence-parallel ranks ({tokens} % {ranks} = {tokens % ranks})"
@@ -65,11 +17,6 @@ def _check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
         raise ValueError(
             f"logits_to_keep={logits_to_keep} is not supported with sequence_parallel=True on context ranks"
         )
-
-
-def lengths_of(cache: Cache) -> list[int]:
-    """How many tokens have been read of each row that a call continues."""
-    return cache.lengths[cache.rows].tolist()
 
 
 def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
@@ -87,39 +34,6 @@ def pad_to_multiple(
     if not missing:
         return input_ids, mask
     return F.pad(input_ids, (0, missing)), None if mask is None else F.pad(mask, (0, 0, 0, missing), value=1)
-
-
-def batch_info(
-    model: "Model",
-    input_ids: torch.Tensor,
-    mask: torch.Tensor | None,
-    cache: Cache | None,
-    lengths: list[int],
-    is_decoding: bool,
-    sharding: TokenSharding | None,
-) -> BatchInfo:
-    """What the layers need to know about a call; reserves space for its keys and values. lengths: see `lengths_of`."""
-    batch, tokens = input_ids.shape
-    begins = cache is not None and not any(lengths)
-    info = BatchInfo(mask, is_decoding, ALL if cache is None else cache.rows, None, begins, sharding)
-    if not model.shared:
-        return info
-    if sharding is None:
-        positions = Positions.of(batch, tokens, mask, cache, model.device)
-    else:
-        positions = Positions.of_sharded(sharding, batch, cache, model.device)
-    if cache is not None:
-        cache.reserve(positions.longest)
-    if cache is None or cache.kv_lengths is None:
-        return replace(info, positions=positions)
-    kv_lengths, rank = cache.kv_lengths[:, cache.rows], cache.context_rank
-    placement = (
-        KeyValuePlacement.of_replicated(tokens, kv_lengths, rank)
-        if sharding is None
-        else KeyValuePlacement.of_sharded(sharding, kv_lengths)
-    )
-    cache.allocate(int((kv_lengths + placement.new_per_rank)[rank].max()))
-    return replace(info, positions=positions, placement=placement, lengths=kv_lengths[rank].tolist())
 
 
 def check_inputs(

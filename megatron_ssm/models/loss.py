@@ -1,19 +1,10 @@
 """Cross-entropy over logits that are split by vocabulary over the tensor-parallel ranks."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
-from sparsefusion.collectives.counted import all_reduce
-
-from .context import check_length, check_on_context_ranks
-from .inputs import check_ids
-
-if TYPE_CHECKING:
-    from .model import Model
 
 POSITIONS = 256  # of each sequence, whose log-sum-exps are computed at once
 
@@ -58,37 +49,3 @@ class _LogSumAndLabel(torch.autograd.Function):
         log_sum = log_sum.clamp(min=torch.finfo(log_sum.dtype).min)  # it is -inf on a rank without vocabulary
         grad = torch.sub(logits, log_sum.unsqueeze(-1)).exp_().mul_(d_log_sum.unsqueeze(-1))
         return grad.scatter_add_(-1, index.unsqueeze(-1), d_label.unsqueeze(-1)), None
-
-
-def mean_cross_entropy(
-    model: "Model", input_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int, seq: int | None
-) -> torch.Tensor:
-    """See `Model.loss`."""
-    labels = check_on_context_ranks(
-        model,
-        lambda: _check_labels(model, input_ids, labels, ignore_index, seq),
-        (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
-    )
-    vocabulary = range(model.embeddings.start, model.embeddings.stop)
-    nats = vocabulary_parallel_cross_entropy(model.local_logits(input_ids), labels, vocabulary, model.ranks)
-    is_valid = labels != ignore_index
-    sums = torch.stack([nats.masked_fill(~is_valid, 0).sum(), is_valid.sum().to(nats.dtype)])
-    for group in model.copy_groups:
-        sums = reduce_from_ranks(sums, group, lambda tensor, group: all_reduce(tensor, group, model.counter))
-    total, count = sums
-    return total / count.clamp(min=1)
-
-
-def _check_labels(model: "Model", input_ids, labels, ignore_index: int, seq: int | None) -> torch.Tensor:
-    """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `Model.loss` for what is refused."""
-    if torch.is_grad_enabled():
-        model.check_exact_weights("trained")
-    if not torch.is_tensor(labels):
-        raise ValueError(f"labels must be a tensor (batch, seq), not {type(labels).__name__}")
-    if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
-        raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
-    check_length(model.schedule, labels.shape[1], seq)
-    if seq is not None and model.schedule is not None:
-        labels = labels.masked_fill((model.schedule.positions(seq) >= seq).to(labels.device), ignore_index)
-    check_ids(labels.masked_fill(labels == ignore_index, 0), model.config.vocab_size, "label")
-    return labels

@@ -1,7 +1,8 @@
-"""The language model: vocabulary-parallel embedding, residual blocks and head."""
+"""The language model: vocabulary-parallel embedding, layers and head; and what one call of it does."""
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +11,57 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import idle_tensors
+from megatron_ssm.context.blocks import check_block_length
+from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
 from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
 from megatron_ssm.decoding.decode_plan import DecodePlans
 from megatron_ssm.inference.transformers_generate import transformers_generate
-from megatron_ssm.layers.block import Block
-from megatron_ssm.layers.cache import BatchInfo, Cache
-from megatron_ssm.layers.mamba1 import MambaMixer
-from megatron_ssm.layers.mamba2 import Mamba2Mixer
-from megatron_ssm.layers.shared_attention import SharedBlock, SharedBlockInvocation, attend_with_cache
+from megatron_ssm.operators.attention import attend_with_cache
+from megatron_ssm.operators.cache import Cache
+from megatron_ssm.operators.call import EVERY_ROW, Call, Positions
+from megatron_ssm.operators.context_attention import ContextAttention
+from megatron_ssm.operators.operator import Place
+from megatron_ssm.operators.state import State
+from megatron_ssm.operators.unit import Layer
 from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel
-from megatron_ssm.parallel.operators import gather_last
+from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives import counted as collectives
 
-from .calls import CallKind, call
-from .context import agree_with_context, check_schedule, context_ranks
-from .context_attention import ContextAttention
-from .inputs import can_be_sharded, check_inputs
-from .lora import Lora
-from .loss import mean_cross_entropy
+from .context import agree_with_context, check_length, check_on_context_ranks, check_schedule, context_ranks
+from .inputs import can_be_sharded, check_ids, check_inputs, check_shares, pad_to_multiple
+from .lora import Lora, lora_fields
+from .loss import vocabulary_parallel_cross_entropy
 from .parameters import attach_fields
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """How a call counts. For the fields up to prompt see `Model.local_logits`.
+
+    is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. speculative: see
+    `Model.speculative_logits`. compared: see `Model.next_logits`.
+    """
+
+    logits_to_keep: int = 0
+    seq: int | None = None
+    prompt: bool = False
+    is_sharded: bool = False
+    speculative: bool = False
+    compared: bool = False
+
+    @property
+    def is_prompt_or_sharded(self) -> bool:
+        """Whether it is another call than one that decodes tokens that every rank has."""
+        return self.prompt or self.is_sharded
 
 
 class Model(nn.Module):
     """A state-space language model split over the tensor-parallel ranks. Its parameters are uninitialized until loaded.
 
-    config: the sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends. data_group:
+    config: its layers, sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends. data_group:
     the ranks that hold other tokens of the same batch, over which the loss is averaged (None: there are none). dtype: of
     parameters and activations. device: of the parameters. All ranks make the model together, because that may make a process
     group. ValueError on every rank if the model cannot be split over the ranks.
@@ -49,13 +72,12 @@ class Model(nn.Module):
 
     The attribute directory is the checkpoint it was loaded from, or None; lora says which LoRA adapters it has, or None;
     weights is "int8" or "int4" if the matrices are rounded, so that the model can only generate, and None otherwise; graphs
-    tells whether it may decode with CUDA graphs, and is False once a step could not be captured; head_ranks share a head of
-    Zamba.
+    tells whether it may decode with CUDA graphs, and is False once a step could not be captured.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: Stack,
         ranks: Ranks,
         data_group: ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
@@ -66,30 +88,20 @@ class Model(nn.Module):
         check_schedule(schedule, config, ranks.group, data_group, exchange_channels)
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks, exchange_channels)
-        # All ranks make this group together, so it comes before everything that may fail on one rank alone.
-        self.head_ranks = ranks if config.groups else ranks.with_same_piece(config.heads)
+        core = ContextAttention(schedule, ranks.counter) if self.context_ranks and schedule else attend_with_cache
+        self.place = Place(ranks, self.context_ranks, core, dtype, device)
         self.directory: Path | None = None
         self.weights: str | None = None
         self.lora: Lora | None = None
         self.graphs = self.context_ranks is None
-        self._decode_plans, self._graphs = DecodePlans(Block), DecodingGraphs(Block)
+        self._decode_plans, self._graphs = DecodePlans(Layer), DecodingGraphs(Layer)
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
-        core = ContextAttention(schedule, ranks.counter) if self.context_ranks and schedule else attend_with_cache
-        self.shared = nn.ModuleList(SharedBlock(config, ranks, core, **options) for _ in range(config.shared_copies))
-        self.layers = nn.ModuleList()
-        for layer in range(config.num_layers):
-            mixer = (
-                Mamba2Mixer(config, ranks, self.context_ranks, **options)
-                if config.groups
-                else MambaMixer(config, ranks, self.head_ranks, self.context_ranks, **options)
-            )
-            use = (
-                SharedBlockInvocation(config, ranks, idle_tensors(config, layer), **options)
-                if layer in config.hybrid_layers
-                else None
-            )
-            self.layers.append(Block(config, ranks, mixer, use, **options))
+        self.shared = nn.ModuleList(part.spec.build(self.place) for part in config.shared)
+        self.layers = nn.ModuleList(
+            Layer(units, config.hidden_size, config.residual_in_fp32, self.place) for units in config.layers
+        )
+        self._with_state = [layer.names_with_state for layer in self.layers]
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
@@ -108,8 +120,9 @@ class Model(nn.Module):
         self.attach_fields()
 
     def attach_fields(self) -> None:
-        """Give each parameter its field of the layout; see `parameters.attach_fields`."""
-        attach_fields(self, self.config, self.lora, self.ranks, is_complete=self.weights is None)
+        """Give each parameter its field; see `parameters.attach_fields`."""
+        fields = (*self.config.fields(), *lora_fields(self.config, self.lora))
+        attach_fields(self, fields, self.ranks, is_complete=self.weights is None)
 
     def check_exact_weights(self, purpose: str) -> None:
         """ValueError if the weights are quantized, so that the model cannot be `purpose` ("saved", "trained")."""
@@ -127,7 +140,7 @@ class Model(nn.Module):
         """
         self.graphs = False
         self._graphs.clear()
-        for ranks in (self.ranks, self.head_ranks):
+        for ranks in self.place.all_ranks:
             ranks.close()
 
     def __enter__(self) -> "Model":
@@ -185,15 +198,14 @@ class Model(nn.Module):
         max_length: for models with attention, the most tokens that a sequence may have; the memory for their keys and values
         is allocated at once. None: it grows as needed. Context ranks allocate their share of it.
         """
-        model: Any = self  # for torch's types the elements of its lists are only modules
+        modules = dict(self.named_modules())
+        paths = [f"layers.{index}.{name}" for index, names in enumerate(self._with_state) for name in names]
         with HugePages():
-            layers = [block.mixer.new_cache(batch) for block in model.layers]
-        cache = Cache(layers, torch.zeros(batch, dtype=torch.int64), max_length)
+            states = {path: modules[path].new_state(batch) for path in paths}
+        cache = Cache(states, torch.zeros(batch, dtype=torch.int64), max_length)
         if self.context_ranks is not None:
             cache.kv_lengths = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)
             cache.context_rank = self.context_ranks.rank
-        for index in self.config.hybrid_layers:
-            cache.layers[index].keys, cache.layers[index].values = model.shared[0].new_cache(batch, 0)
         cache.reserve(max_length or 0)
         return cache
 
@@ -211,7 +223,7 @@ class Model(nn.Module):
         logits_to_keep: how many of the last positions to return (0: all). ValueError for inputs that are out of range.
 
         cache: the call continues its sequences by any number of tokens, and updates it. Gradients stop at the cache, so
-        such calls are made under torch.no_grad(). Where the step size dt is clamped (Zamba2, or a time_step_limit), a later
+        such calls are made under torch.no_grad(). Where the step size dt is clamped (by a time_step_limit), a later
         call with one token per row counts as decoding, which does not clamp dt, as in transformers; so a prompt that is
         given token by token has different logits.
 
@@ -241,7 +253,7 @@ class Model(nn.Module):
         """
         is_one_token = cache is not None and seq is None and torch.is_tensor(input_ids) and input_ids.shape[-1] == 1
         is_sharded = self.context_ranks is not None and not is_one_token
-        return call(self, input_ids, attention_mask, cache, CallKind(logits_to_keep, seq, prompt, is_sharded))
+        return self._call(input_ids, attention_mask, cache, CallKind(logits_to_keep, seq, prompt, is_sharded))
 
     def next_logits(
         self,
@@ -258,12 +270,11 @@ class Model(nn.Module):
         the same call. Otherwise context ranks compare it first, by a message.
         """
         schedule, context = self.schedule, self.context_ranks
-        history = self.config.conv_kernel - 1
-        if schedule is None or context is None or not can_be_sharded(input_ids, context.blocks, history):
-            return call(self, input_ids, attention_mask, cache, CallKind(1, None, prompt, compared=compared))[:, -1]
+        if schedule is None or context is None or not can_be_sharded(input_ids, context.blocks, self.config.history):
+            return self._call(input_ids, attention_mask, cache, CallKind(1, None, prompt, compared=compared))[:, -1]
         local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
         kind = CallKind(1, seq, prompt, is_sharded=True, compared=compared)
-        return call(self, local, attention_mask, cache, kind)[:, -1]
+        return self._call(local, attention_mask, cache, kind)[:, -1]
 
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
         """This rank's slice of the logits after each of some tokens (batch, seq), which may be taken back: `local_logits`.
@@ -271,34 +282,139 @@ class Model(nn.Module):
         The tokens count as decoded one by one. The cache stays as it was, until `cache.accept` says how many tokens to keep,
         which comes before the next call. Sends what `local_logits` sends. Not for context ranks.
         """
-        return call(self, input_ids, None, cache, CallKind(speculative=True))
+        return self._call(input_ids, None, cache, CallKind(speculative=True))
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
         """The logits of decoded tokens by one call of C, which advances the cache as `call` does; None: nothing was done."""
-        is_plain = getattr(self.compute, "__func__", None) is Model.compute and not self._graphs.are_for(input_ids)
+        is_plain = getattr(self.compute, "__func__", None) is Model.compute and not self._graphs.handles(input_ids)
         return self._decode_plans.logits(self, input_ids, cache, speculative) if is_plain else None
 
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
         """The logits of a decoding step by a CUDA graph, or None if this step has none."""
         return self._graphs.logits(self, input_ids, mask, cache)
 
+    def _call(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
+    ) -> torch.Tensor:
+        """This rank's slice of the logits, (batch, kept, ceil(vocab/ranks)); updates the cache. See `local_logits`."""
+        keep = kind.logits_to_keep
+        is_usual = attention_mask is None and keep >= 0 and kind.seq is None and not kind.is_prompt_or_sharded
+        if cache is not None and is_usual:
+            local = self.native_logits(input_ids, cache, kind.speculative)
+            if local is not None:
+                return local
+
+        def check() -> tuple:
+            return self._check_call(input_ids, attention_mask, cache, kind)
+
+        lengths, longest = ([], None) if cache is None else (cache.lengths[cache.rows].tolist(), cache.max_length)
+        asked = getattr(input_ids, "shape", None), kind.seq, keep, torch.is_grad_enabled(), longest, lengths
+        mask, sharding = check() if kind.compared else self._check_on_context_ranks(check, asked)
+        tokens = input_ids.shape[1]
+        if self.ranks.sequence_parallel:
+            input_ids, mask = pad_to_multiple(input_ids, mask, self.ranks.size)
+        is_decoding, local, new_per_rank = kind.speculative, None, None
+        if cache is not None and sharding is None and not kind.prompt and not is_decoding and input_ids.shape[1] == 1:
+            is_decoding = all(length > 0 for length in lengths)
+            local = self.captured_logits(input_ids, mask, cache) if is_decoding else None
+        if local is None:
+            call = self._about(input_ids, mask, cache, lengths, is_decoding, sharding)
+            new_per_rank = None if call.placement is None else call.placement.new_per_rank
+            if self.ranks.sequence_parallel:
+                local = self.compute(input_ids, call)[:, :tokens][:, -keep:]
+            else:
+                call = replace(call, speculative=True) if kind.speculative else call
+                local = self.compute(input_ids, call, cache, keep)
+        if cache is not None and not kind.speculative:
+            cache.advance(input_ids.shape[1] if sharding is None else sharding.length, mask, new_per_rank)
+        return local
+
+    def _check_call(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
+    ) -> tuple[torch.Tensor | None, TokenSharding | None]:
+        """The mask as (batch, seq, 1), or None; and how the tokens are sharded over context ranks, or None.
+
+        ValueError for inputs that are wrong, and for what context parallelism does not support.
+        """
+        keep, context = kind.logits_to_keep, self.context_ranks
+        if keep < 0:
+            raise ValueError(f"logits_to_keep={keep} must be at least 0")
+        mask = self.check_inputs(input_ids, attention_mask, cache)
+        tokens = input_ids.shape[1]
+        check_length(self.schedule, tokens, kind.seq)
+        if self.ranks.sequence_parallel and cache is not None:
+            raise ValueError("a model with sequence_parallel=True computes losses and logits, and takes no cache")
+        if context is None:
+            return mask, None
+        if self.ranks.sequence_parallel:
+            check_shares(tokens, self.ranks.size, keep)
+        if mask is not None:
+            raise ValueError("attention_mask has zeros, which context parallelism does not support")
+        if (cache is not None or keep) and torch.is_grad_enabled():
+            raise ValueError(
+                "on context ranks, a cache and logits_to_keep have no gradient: call it under torch.no_grad()"
+            )
+        if cache is not None and cache.kv_lengths is None:
+            raise ValueError("the cache was not made by the new_cache of a model on context ranks")
+        if not kind.is_sharded:
+            return None, None
+        check_block_length(tokens, self.config.history, context)
+        return None, TokenSharding(tokens * context.size if kind.seq is None else kind.seq, tokens, context)
+
+    def _check_on_context_ranks(self, check: Callable[[], Any], compared: tuple) -> Any:
+        return check_on_context_ranks(self.ranks, self.context_ranks, self.device, check, compared)
+
+    def _about(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, lengths: list[int], is_decoding: bool,
+        sharding: TokenSharding | None,
+    ) -> Call:  # fmt: skip
+        """What the operators need to know about a call; reserves space for its keys and values."""
+        batch, tokens = input_ids.shape
+        begins = cache is not None and not any(lengths)
+        call = Call(mask, is_decoding, EVERY_ROW if cache is None else cache.rows, None, begins, sharding)
+        if not self.config.attentions:
+            return call
+        starts = None if cache is None else cache.lengths[cache.rows]
+        if sharding is None:
+            positions = Positions.of(starts, batch, tokens, mask, self.device)
+        else:
+            positions = Positions.of_sharded(sharding, starts, batch, self.device)
+        if cache is not None:
+            cache.reserve(positions.longest)
+        if cache is None or cache.kv_lengths is None:
+            return replace(call, positions=positions)
+        kv_lengths, rank = cache.kv_lengths[:, cache.rows], cache.context_rank
+        placement = (
+            KeyValuePlacement.of_replicated(tokens, kv_lengths, rank)
+            if sharding is None
+            else KeyValuePlacement.of_sharded(sharding, kv_lengths)
+        )
+        cache.allocate(int((kv_lengths + placement.new_per_rank)[rank].max()))
+        return replace(call, positions=positions, placement=placement, lengths=kv_lengths[rank].tolist())
+
     def compute(
-        self, input_ids: torch.Tensor, info: BatchInfo, cache: Cache | None = None, logits_to_keep: int = 0
+        self, input_ids: torch.Tensor, call: Call, cache: Cache | None = None, logits_to_keep: int = 0
     ) -> torch.Tensor:
         """`local_logits` after its checks, for a cache with enough space; updates the cache but not its lengths."""
         x = self.embeddings.embed(input_ids)
-        embeddings = x if self.shared else None  # without shared blocks they would only occupy memory
-        invocations = iter(range(len(self.config.hybrid_layers)))
-        layers, give_logits = self._decode_plans.layers(self, info, cache, input_ids.shape[1])
-        for index, block in layers:
-            shared = None if block.use is None else self.shared[next(invocations) % len(self.shared)]
-            x = block(x, info, None if cache is None else cache.layers[index], shared, embeddings)
+        x = x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+        embeddings = x if len(self.shared) else None  # without shared blocks they would only occupy memory
+        layers, give_logits = self._decode_plans.layers(self, call, cache, input_ids.shape[1])
+        for index, layer in layers:
+            x = layer(x, call, self.states_of(cache, index), self.shared, embeddings)
         if give_logits:
             return x
-        if info.sharding is not None and logits_to_keep:
-            x = info.sharding.gather_last(x, logits_to_keep)
+        if call.sharding is not None and logits_to_keep:
+            x = call.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
-        return self.logits_layer.logits(self.norm_f(x))
+        logits = self.logits_layer.logits(self.norm_f(x))
+        return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
+
+    def states_of(self, cache: Cache | None, layer: int) -> dict[str, State] | None:
+        """{name of an operator of this layer: its state}."""
+        if cache is None:
+            return None
+        return {name: cache.states[f"layers.{layer}.{name}"] for name in self._with_state[layer]}
 
     def generate(
         self,
@@ -341,7 +457,34 @@ class Model(nn.Module):
         sharded, and the mean and the sum of the gradients are also over the context ranks. seq: the length of the whole
         sequence, whose padding does not count (None: there is no padding).
         """
-        return mean_cross_entropy(self, input_ids, labels, ignore_index, seq)
+        labels = self._check_on_context_ranks(
+            lambda: self._check_labels(input_ids, labels, ignore_index, seq),
+            (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
+        )
+        vocabulary = range(self.embeddings.start, self.embeddings.stop)
+        nats = vocabulary_parallel_cross_entropy(self.local_logits(input_ids), labels, vocabulary, self.ranks)
+        is_valid = labels != ignore_index
+        sums = torch.stack([nats.masked_fill(~is_valid, 0).sum(), is_valid.sum().to(nats.dtype)])
+        for group in self.copy_groups:
+            sums = reduce_from_ranks(
+                sums, group, lambda tensor, group: collectives.all_reduce(tensor, group, self.counter)
+            )
+        total, count = sums
+        return total / count.clamp(min=1)
+
+    def _check_labels(self, input_ids, labels, ignore_index: int, seq: int | None) -> torch.Tensor:
+        """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `loss` for what is refused."""
+        if torch.is_grad_enabled():
+            self.check_exact_weights("trained")
+        if not torch.is_tensor(labels):
+            raise ValueError(f"labels must be a tensor (batch, seq), not {type(labels).__name__}")
+        if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
+            raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
+        check_length(self.schedule, labels.shape[1], seq)
+        if seq is not None and self.schedule is not None:
+            labels = labels.masked_fill((self.schedule.positions(seq) >= seq).to(labels.device), ignore_index)
+        check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
+        return labels
 
     def check_inputs(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: Cache | None = None

@@ -1,23 +1,21 @@
 """The attributes of a model's parameters that say which field of the layout they are and how they are split."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import Field, layout
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.fields import Field
 
-from .lora import Lora, lora_fields
 
-
-def attach_fields(model: nn.Module, config: Config, lora: Lora | None, ranks: Ranks, is_complete: bool) -> None:
+def attach_fields(model: nn.Module, fields: Iterable[Field], ranks: Ranks, is_complete: bool) -> None:
     """Give each parameter its `field` and Megatron's attributes; see `attach_field`.
 
-    lora: the adapters of the model. is_complete: whether the model has a parameter for every field (a quantized model has
+    fields: of the model and of its adapters. is_complete: whether the model has a parameter for every field (a quantized model has
     not). AssertionError if the parameters and the layout differ.
     """
-    fields, parameters = [*layout(config), *lora_fields(config, lora)], dict(model.named_parameters())
+    fields, parameters = tuple(fields), dict(model.named_parameters())
     names = {field.name for field in fields}
     if is_complete and names != set(parameters):
         raise AssertionError(f"layout and model differ in {set(parameters) ^ names}")

@@ -132,7 +132,8 @@ class Packed(nn.Module):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W and b split over the ranks.
 
-    x (..., in), whole -> y (..., sum of this rank's rows). Forward sends nothing; backward all-reduces x's gradient.
+    x (..., in), whole -> y (..., sum of this rank's rows). Sends nothing: the gradient of x is partial, and whoever gives the
+    layer its input sums it (`operators.copy_to_ranks`).
 
     rows: this rank's number of rows of each field (z, x, B, C, dt). shared, pieces: see `Packed`.
     """
@@ -154,23 +155,15 @@ class ColumnParallelLinear(nn.Module):
         self.bias = Packed(rows, (), ranks, dtype, device, shared, pieces) if bias else None
 
     def forward(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
-        """(..., in_features) -> (..., this rank's rows of all fields). adapter: see `product`."""
-        if self.ranks.sequence_parallel:
-            with all_gathered_tokens(x, self.ranks) as whole:
-                return self.product(whole, adapter)
-        return self.product(copy_to_ranks(x, self.ranks.group, self.ranks.all_reduce_exact), adapter)
-
-    def product(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
-        """x W^T + b of this rank's rows, plus adapter(x). Sends nothing; the gradient of x is partial."""
+        """(..., in_features) -> (..., this rank's rows of all fields), plus adapter(x)."""
         return with_adapter(linear(x, self.weight(), self.bias() if self.bias is not None else None), adapter, x)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W split over the ranks.
+    """y = x W^T with the columns of W split over the ranks: x (..., this rank's columns) -> y (..., out), partial.
 
-    x (..., this rank's columns) -> y (..., out), whole, by one all-reduce in the model's format; backward sends nothing.
-    Every rank has all of b, which is added once, after the sum. keep_for_recomputation: if activations are recomputed, keep
-    the sum, because what follows in the same function needs it for backward (see `recomputation`).
+    Sends nothing: `whole` sums y over the ranks, or a unit does, with others (`operators.operator.sum_of`). Every rank has
+    all of the bias, which is added once, after the sum.
     """
 
     def __init__(
@@ -181,34 +174,15 @@ class RowParallelLinear(nn.Module):
         ranks: Ranks,
         dtype: torch.dtype | None = None,
         device: Device = None,
-        keep_for_recomputation: bool = False,
     ):
         super().__init__()
-        self.ranks, self.keep_for_recomputation = ranks, keep_for_recomputation
+        self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
-        """(..., this rank's in_features) -> (..., out_features), the same on every rank. adapter: see `product`."""
-        return self.whole(self.product(x, adapter))
-
-    def product(self, x: torch.Tensor, adapter: Product | None = None) -> torch.Tensor:
-        """x W^T of this rank's columns, plus adapter(x): partial. Sends nothing."""
+        """(..., this rank's in_features) -> (..., out_features), partial, without the bias; plus adapter(x)."""
         return with_adapter(linear(x, self.weight), adapter, x)
-
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's part of the product, plus the bias: (..., out_features)."""
-        if self.ranks.sequence_parallel:
-            y = reduce_scatter_tokens(part, self.ranks, self.keep_for_recomputation)
-        else:
-            ranks = self.ranks
-            reduction = ranks.all_reduce_in_format_once if self.keep_for_recomputation else ranks.all_reduce_in_format
-            y = reduce_from_ranks(part, self.ranks.group, reduction)
-        return self.add_bias(y)
-
-    def add_bias(self, y: torch.Tensor) -> torch.Tensor:
-        """y (..., out_features), the sum over the ranks, plus the bias if there is one."""
-        return y if self.bias is None else y + replicated(self.bias, self.ranks)
 
 
 def is_altered(module: nn.Module) -> bool:

@@ -20,6 +20,8 @@ from .recomputation import Recomputation
 class Ranks:
     """The tensor-parallel ranks that a model is split over. `group` None is one rank, which sends nothing.
 
+    (With `group` None and a size above 1, it is the part of that rank alone, as for measurements.)
+
     rank, size: this rank's number in the group, and the size of the group. counter: counts what this rank sends.
 
     format: how the outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
@@ -84,9 +86,8 @@ class Ranks:
         """
         if pieces >= self.size:
             return Ranks(counter=self.counter, recomputation=self.recomputation)
-        if pieces == 1:
+        if pieces == 1 or self.group is None:
             return self
-        assert self.group is not None, "one rank has at least as many pieces as ranks"
         share = True if self.memory is not None else None
         group = neighbours(self.group, self.size // pieces)
         return Ranks.of(group, self.counter, share=share, recomputation=self.recomputation)

@@ -7,6 +7,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); tor
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -45,8 +46,16 @@ class Recomputation:
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # no layer draws random numbers
-            context_fn=lambda: (_Running(self, stored, again=False), _Running(self, stored, again=True)),
+            context_fn=lambda: (self.recording(stored), self.replaying(stored)),
         )
+
+    def recording(self, stored: list) -> AbstractContextManager:
+        """While it is entered, the results of `communicate_once` are appended to `stored`."""
+        return _Running(self, stored, again=False)
+
+    def replaying(self, stored: list) -> AbstractContextManager:
+        """While it is entered, `communicate_once` returns the results in `stored`, in order, and sends nothing."""
+        return _Running(self, stored, again=True)
 
     def communicate_once(self, send: Callable[[], Result]) -> Result:
         """send(), which communicates. When a function runs again: the result of the first time, and nothing is sent.
@@ -68,7 +77,7 @@ def _without_graph(result: Any) -> Any:
     return tuple(map(_without_graph, result)) if isinstance(result, tuple) else result
 
 
-class _Running:
+class _Running(AbstractContextManager):
     """While it is entered, a function runs, whose results of communication are in `stored`. again: it runs for backward.
 
     torch enters it for every backward through the function, so that there may be several.

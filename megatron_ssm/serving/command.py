@@ -22,14 +22,15 @@ from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.disk_space import is_lack_of_memory
 from megatron_ssm.checkpoints.hf import load
-from megatron_ssm.configs.config import Config, read_for_ranks
 from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import check_device, device_of_rank, join, launched_ranks, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Printer
 
 from .channel import Channel
@@ -140,7 +141,7 @@ class _Inputs:
         return cls(served, keys, hosts, listener, engine, (config, draft, checksum, engine))
 
 
-def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
+def _served(arguments: Namespace, directory: Path, config: Stack) -> Served:
     """What is served; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
@@ -150,7 +151,7 @@ def _served(arguments: Namespace, directory: Path, config: Config) -> Served:
     )  # fmt: skip
 
 
-def _draft(directory: str, ranks: int, model: Config, tokenizer: Tokenizer) -> Config:
+def _draft(directory: str, ranks: int, model: Stack, tokenizer: Tokenizer) -> Stack:
     """The configuration of the draft model; ValueError or FileNotFoundError if it cannot propose tokens for the model.
 
     A directory without tokenizer.json is taken to have the model's tokenizer.

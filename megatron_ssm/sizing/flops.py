@@ -1,10 +1,10 @@
-"""Floating-point operations of a model: what its mathematics needs, however it is computed. Loads no torch.
+"""Floating-point operations of a model: what its mathematics needs, however it is computed.
 
 Forward needs for each token
 
     2 * (elements of the matrices that the token is multiplied with)
-    + 7 * layers * inner * state                    the scan
-    + 4 * uses * heads * head_dim * seq             scores and sums of attention (Zamba, Zamba2)
+    + 7 * inner * state of each state-space layer     the scan
+    + 4 * uses * heads * head_dim * seq             scores and sums of attention
 
 A shared block counts once for each layer that uses it, with the adapters of that layer; the embedding is looked up, and
 counts only as a tied head. The 7 is Megatron-LM's (`num_floating_point_operations` in megatron/training/training.py), which
@@ -16,10 +16,12 @@ Activations that are computed again do not count.
 
 import math
 
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import Field, layout
+from megatron_ssm.stack.fields import Field
+from megatron_ssm.stack.sizes import Workload
+from megatron_ssm.stack.stack import Stack
 
-SCAN = 7
+from .memory import sizes_of
+
 # Dense bf16 TFLOP/s of the vendors' data sheets, by a part of the name that torch gives a GPU; the first that fits.
 BF16_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
@@ -27,10 +29,8 @@ BF16_TFLOPS = {
 }  # fmt: skip
 
 
-def matrix_elements(config: Config) -> int:
+def matrix_elements(config: Stack) -> int:
     """The elements of the matrices that one token is multiplied with in forward."""
-    per_block = len(config.hybrid_layers) // max(1, config.shared_copies)
-    remainder = len(config.hybrid_layers) % max(1, config.shared_copies)
 
     def uses(field: Field) -> int:
         """How often a token is multiplied with this field: 0 if it is no matrix."""
@@ -39,22 +39,20 @@ def matrix_elements(config: Config) -> int:
         if field.name == "embeddings.weight":
             return int(config.tie_embeddings)
         if field.name.startswith("shared."):
-            return per_block + (int(field.name.split(".")[1]) < remainder)
+            return of_block[int(field.name.split(".")[1])]
         return 1
 
-    return sum(uses(field) * math.prod(field.shape) for field in layout(config))
+    of_block = [len(config.uses(index)) for index in range(len(config.shared))]
+    return sum(uses(field) * math.prod(field.shape) for field in config.fields())
 
 
-def forward_flops(config: Config, seq: int) -> float:
+def forward_flops(config: Stack, seq: int) -> float:
     """Operations for one token in a sequence of `seq` tokens."""
-    scan = SCAN * config.num_layers * config.intermediate_size * config.state_size
-    attention = 0
-    if config.shared is not None:
-        attention = 4 * len(config.hybrid_layers) * config.shared.heads * config.shared.head_dim * seq
-    return 2 * matrix_elements(config) + scan + attention
+    sizes = sizes_of(config, Workload())
+    return 2 * matrix_elements(config) + sum(count * (each.scan + each.attention * seq) for each, count in sizes)
 
 
-def training_flops(config: Config, seq: int, adapter_elements: int = 0) -> float:
+def training_flops(config: Stack, seq: int, adapter_elements: int = 0) -> float:
     """Operations for one token in a training step, forward and backward.
 
     adapter_elements: the elements of the LoRA adapters that one token is multiplied with, if these alone are trained (0: the

@@ -4,8 +4,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ssm import families
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
-from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.text import (
     BYTE_END_OF_TEXT_ID,
     END_OF_TEXT,
@@ -16,6 +16,7 @@ from megatron_ssm.inference.text import (
     write_whole_files,
 )
 from megatron_ssm.parallel.heartbeat import Busy
+from megatron_ssm.stack.stack import Stack
 
 from .data import Tokens, read_documents, split_documents, tokenize
 from .options import Options
@@ -52,13 +53,13 @@ class Corpus:
         self.train: Tokens = tokenize(documents, tokenizer, end, busy)
         self.held_out: Tokens | None = tokenize(held_out, tokenizer, end, busy) if held_out else None
 
-    def new_model_config(self, options: Options) -> Config:
+    def new_model_config(self, options: Options) -> Stack:
         """The configuration of a new model: that of --model-config, or one of the options' sizes for this tokenizer."""
         if options.model_config:
-            return Config.read(options.model_config)
-        return Config.from_dict(options.new_config(self.vocab_size, self.end_of_text_id))
+            return families.read(options.model_config)
+        return families.from_dict(options.new_config(self.vocab_size, self.end_of_text_id))
 
-    def check_vocabulary(self, config: Config) -> None:
+    def check_vocabulary(self, config: Stack) -> None:
         """ValueError if the tokenizer has more ids than the model."""
         if self.vocab_size > config.vocab_size:
             sizes = f"{self.vocab_size} ids, vocab_size {config.vocab_size}"

@@ -32,10 +32,10 @@ from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.disk_space import DiskSpace, sync_directory
 from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
-from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
+from megatron_ssm.stack.fields import field_of
 from sparsefusion.foundation.command_line import Failure, shortened
 
 from .data import Tokens

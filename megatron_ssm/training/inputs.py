@@ -8,7 +8,7 @@ import contextlib
 import json
 import zlib
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from attention2d.layout.token_order import local_length
-from megatron_ssm.configs.config import Config
+from megatron_ssm import families
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
 from megatron_ssm.parallel.groups import launched_ranks
 from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import all_gather_small
 
@@ -61,7 +62,7 @@ class Inputs:
     options: Options
     out: Path
     corpus: Corpus
-    config: Config
+    config: Stack
     batches: Batches
     requirements: dict[str, Any]
     checkpoint: tuple[Path, int] | None
@@ -72,13 +73,13 @@ class Inputs:
         """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
         out = _make_output_directory(options.out)
         corpus = Corpus(options, busy)
-        config = Config.read(options.init_from) if options.init_from else corpus.new_model_config(options)
+        config = families.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
         config.check_ranks(options.tensor_model_parallel_size)
         if options.lora_rank:
             find_modules(config, options.lora_targets)  # ValueError if there are none
         check_memory_budget(options, config)
-        check_sequence_length(options.seq_length, options.context_parallel_size, config.conv_kernel - 1)
+        check_sequence_length(options.seq_length, options.context_parallel_size, config.history)
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
         deepspeed = None
         if options.engine == "deepspeed":
@@ -164,9 +165,10 @@ def _make_output_directory(path: str) -> Path:
     return out
 
 
-def _resume_requirements(options: Options, config: Config, corpus: Corpus) -> dict[str, Any]:
+def _resume_requirements(options: Options, config: Stack, corpus: Corpus) -> dict[str, Any]:
     """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
-    shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "unknown")}
+    named = ("family", "vocab_size", "hidden_size", "num_layers", "norm_eps", "tie_embeddings")
+    shape = {name: getattr(config, name) for name in named} | {"parameters": config.elements}
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
     if options.lora_rank:
         run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
@@ -182,7 +184,7 @@ def _checksum(tokens: Tokens) -> int:
 # The memory of a step
 
 
-def needed_memory(options: Options, config: Config, context_ranks: int) -> int:
+def needed_memory(options: Options, config: Stack, context_ranks: int) -> int:
     """Bytes on the rank that needs most, with `context_ranks` ranks for each sequence.
 
     Parameters, gradients, AdamW's two moments, in sparse gradient modes the residual, and activations. Not counted:
@@ -195,7 +197,7 @@ def needed_memory(options: Options, config: Config, context_ranks: int) -> int:
     return memory.step(options.micro_batch_size, tokens, options.gradient_mode not in ("dense", "fp16"))
 
 
-def check_memory_budget(options: Options, config: Config) -> None:
+def check_memory_budget(options: Options, config: Stack) -> None:
     """ValueError if a step needs more than --memory-budget; it names the fewest context ranks that would be enough."""
     if not options.memory_budget:
         return
@@ -204,7 +206,7 @@ def check_memory_budget(options: Options, config: Config) -> None:
     if needed <= budget:
         return
     # A block has at least one token, and as many as the history of the convolution. More ranks never need more memory.
-    most = options.seq_length // (2 * max(1, config.conv_kernel - 1))
+    most = options.seq_length // (2 * max(1, config.history))
     enough = 1 + bisect_left(
         range(1, most + 1), True, key=lambda ranks: needed_memory(options, config, ranks) <= budget
     )

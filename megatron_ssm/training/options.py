@@ -9,7 +9,6 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ssm.configs.hf_fields import FAMILIES
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
 
@@ -58,15 +57,15 @@ class Options:
     init_from: str = _option("", "Hugging Face directory of the model to start from, instead of a new one")
 
     model_config: str = _option("", "config.json of a new model, in place of the following options")
-    model_type: str = _option("mamba2", "family of a new model", choices=FAMILIES)
+    model_type: str = _option("mamba2", "family of a new model, as in the model_type of a config.json")
     num_layers: int = _option(2, "number of blocks")
     hidden_size: int = _option(128, "width of the residual stream; mixers are twice as wide")
     mamba_state_dim: int = _option(64, "size of the state of each channel")
-    mamba_head_dim: int = _option(32, "channels per head (mamba2, zamba, zamba2)")
-    mamba_num_groups: int = _option(1, "number of groups of heads that share B and C (mamba2, zamba2)")
-    hybrid_interval: int = _option(1, "every N-th block uses the shared attention block (zamba, zamba2)")
-    shared_blocks: int = _option(1, "number of shared attention blocks, which these use in turn (zamba2)")
-    adapter_rank: int = _option(8, "rank of the adapters that each of these adds to its shared block (zamba2)")
+    mamba_head_dim: int = _option(32, "channels per head (Mamba-2, shared-block families)")
+    mamba_num_groups: int = _option(1, "number of groups of heads that share B and C (Mamba-2)")
+    hybrid_interval: int = _option(1, "every N-th block uses the shared attention block")
+    shared_blocks: int = _option(1, "number of shared attention blocks, which these use in turn")
+    adapter_rank: int = _option(8, "rank of the adapters that each of these adds to its shared block")
     num_attention_heads: int = _option(4, "heads of the shared block, which is 2 x --hidden-size wide")
     num_query_groups: int = _option(0, "key/value heads of the shared block (0: as many as attention heads)")
     ffn_hidden_size: int = _option(0, "width of the shared block's MLP (0: 4 x --hidden-size)")
@@ -76,7 +75,7 @@ class Options:
     context_parallel_size: int = _option(1, "ranks that share each sequence")
     context_schedule: str = _option(
         "auto",
-        "how these compute attention (zamba, zamba2); search: by commir's best plan, which is verified, and it also decides "
+        "how these compute attention; search: by commir's best plan, which is verified, and it also decides "
         "whether state-space layers pass states or exchange channels",
         choices=CONTEXT_SCHEDULES,
     )
@@ -135,12 +134,6 @@ class Options:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1")
-        count, least = self.num_layers // self.hybrid_interval, {"zamba": 2, "zamba2": 1}.get(self.model_type, 0)
-        if count < least:  # transformers has no such models
-            raise ValueError(
-                f"--model-type {self.model_type} needs the shared block in at least {least} blocks; --num-layers "
-                f"{self.num_layers} with --hybrid-interval {self.hybrid_interval} has it in {count}"
-            )
         if self.model_config and self.init_from:
             raise ValueError("--model-config is for a new model, and --init-from for one that exists")
         if self.lora_rank and not self.init_from:
@@ -205,39 +198,22 @@ class Options:
         return self.global_batch_size // at_once
 
     def new_config(self, vocab_size: int, eos: int) -> dict:
-        """The config.json of a new model; eos: the id of its beginning, end and padding token."""
-        names = dict(mamba="Mamba", falcon_mamba="FalconMamba", mamba2="Mamba2", zamba="Zamba", zamba2="Zamba2")
-        heads = 2 * self.hidden_size // self.mamba_head_dim
-        of_family = dict(state_size=self.mamba_state_dim)
-        if self.model_type == "mamba2":
-            of_family |= dict(head_dim=self.mamba_head_dim, num_heads=heads, n_groups=self.mamba_num_groups)
-        elif self.model_type.startswith("zamba"):
-            of_family = dict(self._hybrid_config(), mamba_d_state=self.mamba_state_dim, n_mamba_heads=heads)
+        """The config.json of a new model; eos: the id of its beginning, end and padding token.
+
+        ValueError for a family that is not known, or that cannot be made from options.
+        """
+        from megatron_ssm.families import family_of  # imports torch
+
+        family = family_of({"model_type": self.model_type})
         return {
-            "architectures": [f"{names[self.model_type]}ForCausalLM"],
             "model_type": self.model_type,
             "vocab_size": vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
             "tie_word_embeddings": not self.untie_embeddings_and_output_weights,
             **{f"{name}_token_id": eos for name in ("bos", "eos", "pad")},
-            **of_family,
+            **family.sizes_from_options(self),
         }
-
-    def _hybrid_config(self) -> dict:
-        """The fields of zamba's and zamba2's config.json besides those of their Mamba blocks."""
-        every = self.hybrid_interval
-        kinds = ["linear_attention" if layer % every else "hybrid" for layer in range(1, self.num_layers + 1)]
-        config = dict(
-            layers_block_type=kinds,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_query_groups or self.num_attention_heads,
-            intermediate_size=self.ffn_hidden_size or 4 * self.hidden_size,
-        )
-        if self.model_type == "zamba":
-            return config
-        more = dict(mamba_ngroups=self.mamba_num_groups, num_mem_blocks=self.shared_blocks)
-        return config | more | dict(adapter_rank=self.adapter_rank, use_mem_rope=True)
 
     def describe(self) -> str:
         """Every option but --data that differs from its default, on one line."""

@@ -14,12 +14,10 @@ from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.hf_directory import remove_weights
 from megatron_ssm.checkpoints.peft import remove_adapters, save_lora
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.models.adapters import add_lora
 from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
-from megatron_ssm.models.lora import add_lora
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
     Groups,
@@ -32,6 +30,8 @@ from megatron_ssm.parallel.groups import (
     shut_down,
 )
 from megatron_ssm.parallel.heartbeat import Busy, watched
+from megatron_ssm.stack.fields import field_of
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Failure
 
 from .inputs import Inputs, read_on_all_ranks, without_effect
@@ -201,7 +201,7 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
     progress.print_line(f"saved {inputs.out}")
 
 
-def make_model(options: Options, config: Config, groups: Groups, device: torch.device) -> Model:
+def make_model(options: Options, config: Stack, groups: Groups, device: torch.device) -> Model:
     """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
     more: dict[str, Any] = dict(
         dtype=getattr(torch, options.params_dtype),
@@ -220,7 +220,7 @@ def make_model(options: Options, config: Config, groups: Groups, device: torch.d
     return initialize_parameters(model, options.seed)
 
 
-def _context_of(options: Options, config: Config, groups: Groups) -> dict[str, Any]:
+def _context_of(options: Options, config: Stack, groups: Groups) -> dict[str, Any]:
     """The arguments of `load` that say how the context ranks share a sequence; none if there is one rank.
 
     ValueError if --context-schedule does not fit them.

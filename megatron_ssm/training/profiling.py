@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron_ssm.checkpoints.agreement import run_on_rank_0
-from megatron_ssm.models.lora import adapter_parameters
+from megatron_ssm.models.adapters import adapter_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import TIMEOUT
 from megatron_ssm.parallel.heartbeat import Busy

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
-from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.parallel.groups import Groups
 from megatron_ssm.parallel.torch_ddp import ordered_ddp
+from megatron_ssm.stack.fields import field_of
 from sparsefusion import SparseFusion
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure

@@ -5,10 +5,9 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-import megatron_ssm
 from cases import assemble
 from hf import precisely
-from megatron_ssm.configs.layouts import layout
+from megatron_ssm import families
 
 
 def shifted(ids, ignored=0.0, value=-100, seed=5):
@@ -33,7 +32,7 @@ def gradients(model):
 
 def whole(oracle, shards):
     """{Hugging Face name: whole gradient} from all ranks' parts; replicated gradients must be bitwise equal."""
-    fields = layout(megatron_ssm.Config.read(oracle.directory))
+    fields = families.read(oracle.directory).fields()
     return assemble([field for field in fields if field.name in shards[0]], shards)
 
 

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from megatron_ssm.configs.config import Config
+from megatron_ssm import families
 from megatron_ssm.parallel.groups import Groups, initialize
 from megatron_ssm.training.data import Batches, Tokens
 from megatron_ssm.training.deepspeed_settings import read_settings
@@ -54,7 +54,7 @@ def batches(run: Options, vocab=VOCAB) -> Batches:
 def trainer(run: Options, groups: Groups = None, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer of a new model over these groups (None: one rank), with the run's engine."""
     groups = groups or Groups()
-    config = Config.from_dict(run.new_config(vocab, 0))
+    config = families.from_dict(run.new_config(vocab, 0))
     is_deepspeed = run.engine == "deepspeed"
     settings = read_settings(run, groups.data_ranks, config.hidden_size) if is_deepspeed else None
     return make_trainer(make_model(run, config, groups, torch.device(device)), groups, run, settings)

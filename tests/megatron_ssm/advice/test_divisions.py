@@ -19,6 +19,7 @@ import serving
 import tiny
 from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
+from megatron_ssm import families
 from megatron_ssm.advice import measured as measured_times
 from megatron_ssm.advice.devices import DEVICES, Device
 from megatron_ssm.advice.divisions import Generation, Training, generation_divisions, training_divisions
@@ -41,7 +42,6 @@ from megatron_ssm.advice.traffic import (
     seconds_of_attention,
 )
 from megatron_ssm.cli.main import main
-from megatron_ssm.configs.config import Config
 from megatron_ssm.decoding.native_prompt import PromptCall
 from megatron_ssm.decoding.native_step import NativeLayers
 from megatron_ssm.inference.generation import stream
@@ -80,7 +80,7 @@ def options(**changes):
 
 
 def config_of(**changes):
-    return Config.from_dict(options(**changes).new_config(64, 0))
+    return families.from_dict(options(**changes).new_config(64, 0))
 
 
 def counted(rank, tp, changes):
@@ -239,7 +239,7 @@ def buckets(rank, changes):
 def test_buckets_of_gradients_are_those_of_ddp(ranks, world):
     """A bucket that DDP closes may be larger by one gradient."""
     changes = dict(hidden_size=256, num_layers=2)
-    config = Config.from_dict(options(**changes).new_config(512, 0))
+    config = families.from_dict(options(**changes).new_config(512, 0))
     largest = 4 * config.hidden_size * 2 * config.intermediate_size * 1.2  # in_proj has some more rows
     expected = [
         each.nbytes for each in gradient_sums(Memory(config, 1, 4).weights, world, 4 * 512 * config.hidden_size)
@@ -448,7 +448,7 @@ def test_a_gpu_by_its_rates():
 def test_a_token_on_a_gpu_takes_its_kernels(family, milliseconds):
     """As long as measured on an H200 for the models of 130m with batch 1; the same on every rank of a split layer."""
     sizes = dict(hidden_size=768, num_layers=24, mamba_head_dim=64, mamba_state_dim=16 if family == "mamba" else 128)
-    config = Config.from_dict(options(model_type=family, **sizes).new_config(50280, 0))
+    config = families.from_dict(options(model_type=family, **sizes).new_config(50280, 0))
     h200 = DEVICES["h200"]
     assert h200.token(config, 1, 1, 0) == pytest.approx(milliseconds / 1e3, rel=0.02)
     assert h200.token(config, 4, 1, 0) > 24 * h200.graph[family == "mamba2"]

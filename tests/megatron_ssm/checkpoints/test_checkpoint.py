@@ -20,7 +20,7 @@ from attention2d import Ring
 from benchmarks.support.launched import disks_work, small_disk
 from cases import CASES, groups_of, oracle, with_layers
 from hf import CONFIGS, INDEX, assert_same_bytes, rewritten, save_hf, tensors_in
-from megatron_ssm import Config
+from megatron_ssm import families
 from megatron_ssm.checkpoints.hf_directory import Writer
 from serving import attempt
 
@@ -51,7 +51,7 @@ def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_
     ranks(run, tp)
     for directory in (one, several, resaved):
         assert_same_bytes(tensors_in(directory), tensors_in(oracle.directory))
-        assert Config.read(directory) == Config.read(oracle.directory)
+        assert families.read(directory) == families.read(oracle.directory)
         assert not list(directory.glob(".*"))
     files = sorted(several.glob("*.safetensors"))
     assert len(files) > 2
@@ -394,7 +394,7 @@ def test_a_model_that_was_never_a_file(name, tmp_path):
     """A model that was built, initialized and saved is read by transformers, which computes the same logits."""
     family, changes = CASES[name]
     save_hf(tmp_path / "shape", family, **with_layers(changes))
-    model = megatron_ssm.initialize(megatron_ssm.build(Config.read(tmp_path / "shape")), seed=1)
+    model = megatron_ssm.initialize(megatron_ssm.build(families.read(tmp_path / "shape")), seed=1)
     megatron_ssm.save(model, tmp_path / "new")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     ids = torch.arange(20).reshape(2, 10)

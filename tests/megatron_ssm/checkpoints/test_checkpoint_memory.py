@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 import megatron_ssm
 from benchmarks.support.anonymous_memory import peak_growth
-from megatron_ssm import Config
-from megatron_ssm.configs.layouts import hf_shapes, layout
+from megatron_ssm import families
+from megatron_ssm.stack.fields import hf_shapes
 
 SLACK = 8 * 2**20
 FILE_BYTES = 55_000_000
@@ -28,7 +28,7 @@ def large(request, tmp_path_factory):
     """A directory of 200 MB. All elements of its i-th tensor are i."""
     directory, shape = tmp_path_factory.mktemp("large"), SHAPES[request.param]
     (directory / "config.json").write_text(json.dumps(shape))
-    shapes = hf_shapes(layout(Config.from_dict(shape)))
+    shapes = hf_shapes(families.from_dict(shape).fields())
     tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
     assert sum(tensor.nbytes for tensor in tensors.values()) >= 200 * 10**6
     save_file(tensors, directory / "model.safetensors")
@@ -37,7 +37,7 @@ def large(request, tmp_path_factory):
 
 def check_values(model):
     """Assert that all elements of each parameter are the number of its Hugging Face tensor."""
-    numbers = {name: i for i, name in enumerate(hf_shapes(layout(model.config)))}
+    numbers = {name: i for i, name in enumerate(hf_shapes(model.config.fields()))}
     for parameter in model.parameters():
         assert parameter.min() == parameter.max() == numbers[parameter.field.hf]
 

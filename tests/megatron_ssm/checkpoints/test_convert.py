@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from benchmarks.support.launched import disks_work, small_disk
 from hf import INDEX, hf_model
+from megatron_ssm import families
 from megatron_ssm.checkpoints.convert import Row, convert, hugging_face_config, state_spaces_config
 from megatron_ssm.cli.main import main
-from megatron_ssm.configs.config import Config
 from sparsefusion.foundation.command_line import Failure
 
 # What MambaLMHeadModel.save_pretrained writes for such models (mamba_ssm/models/config_mamba.py, modules/mamba*.py).
@@ -97,8 +97,8 @@ def test_hugging_face_to_state_spaces(case, tmp_path):
     assert all(torch.equal(state[name], expected[name]) for name in state)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert set(written) == {*MODEL, "ssm_cfg"}
-    assert Config.from_dict(hugging_face_config(written)) == Config.from_dict(
-        {**Config.read(ours).raw, **{f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}}
+    assert families.from_dict(hugging_face_config(written)) == families.from_dict(
+        {**families.read(ours).raw, **{f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}}
     )
 
 
@@ -120,13 +120,13 @@ def test_there_and_back(case, tmp_path):
 def test_published_configurations():
     """The shapes of state-spaces/mamba-2.8b and mamba2-2.7b, whose ssm_cfg leaves nearly everything to defaults."""
     mamba = hugging_face_config(dict(d_model=2560, n_layer=64, vocab_size=50277, ssm_cfg={}, pad_vocab_size_multiple=8))
-    config = Config.from_dict(mamba)
+    config = families.from_dict(mamba)
     assert (config.family, config.vocab_size, config.intermediate_size) == ("mamba", 50280, 5120)
     assert (config.dt_rank, config.state_size, config.tie_embeddings) == (160, 16, True)
     mamba2 = hugging_face_config(
         dict(d_model=2560, n_layer=64, vocab_size=50277, ssm_cfg={"layer": "Mamba2"}, pad_vocab_size_multiple=16)
     )
-    config = Config.from_dict(mamba2)
+    config = families.from_dict(mamba2)
     assert (config.vocab_size, config.heads, config.head_dim, config.groups) == (50288, 80, 64, 1)
     assert (config.state_size, config.dt_limit) == (128, (0.0, math.inf))
     assert state_spaces_config(config)["ssm_cfg"] == {"layer": "Mamba2"}

@@ -13,7 +13,7 @@ import torch
 import megatron_ssm
 from cases import oracle
 from megatron_ssm.decoding import cuda_graphs
-from megatron_ssm.layers.mamba1 import MambaMixer
+from megatron_ssm.operators.mamba1 import MambaMixer
 from megatron_ssm.parallel.groups import Groups
 from serving import checkpoint
 from tiny import batches, options, trainer
@@ -63,7 +63,7 @@ def test_graphs_decode_as_the_model_does(name, oracle, monkeypatch):
             logits = [each(part, None, cache.select(rows)) for each, cache in zip((model, usual), caches, strict=True)]
             torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
             kept.append((logits[0], logits[0].clone()))
-        for layer, other_layer in zip(*(cache.layers for cache in caches), strict=True):
+        for layer, other_layer in zip(*(cache.states.values() for cache in caches), strict=True):
             for tensor, other in zip(layer.tensors(), other_layer.tensors(), strict=True):
                 torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4)
     assert model.graphs and all(torch.equal(*each) for each in kept)

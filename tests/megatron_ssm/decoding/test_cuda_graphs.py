@@ -21,14 +21,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ssm import Engine, generate, load
+from megatron_ssm import Engine, families, generate, load
 from megatron_ssm.cli import commands
 from megatron_ssm.cli.main import parser
-from megatron_ssm.configs.config import Config
 from megatron_ssm.decoding import cuda_graphs
-from megatron_ssm.layers.cache import LayerCache
 from megatron_ssm.layers.shared_attention import Positions, attend_with_cache
 from megatron_ssm.models.model import Block, Model
+from megatron_ssm.operators.cache import LayerCache
 from megatron_ssm.parallel import groups
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
@@ -167,7 +166,7 @@ def on_meta(family, size, monkeypatch):
         monkeypatch.setattr(Ranks, name, lambda ranks, tensor, group: tensor.clone())
     monkeypatch.setattr(Ranks, "reduce_beside", lambda ranks, tensor, column, group: (tensor.clone(), column.clone()))
     ranks = Ranks() if size == 1 else Ranks("group", 1, size)
-    model = Model(Config.read(checkpoint(family)), ranks, device="meta")
+    model = Model(families.read(checkpoint(family)), ranks, device="meta")
     tokens = torch.zeros(3, 1, dtype=torch.int64, device="meta")
     return model, tokens, tokens.clone(), 8, model.new_cache(5, 12).select([1, 2, 3])
 

@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook
 import megatron_ssm
 from megatron_ssm.decoding import decode_plan, native_step
 from megatron_ssm.decoding.decode_plan import ModelFingerprint
-from megatron_ssm.layers.mamba1 import Convolution
 from megatron_ssm.models.model import Block
 from megatron_ssm.native import kernels
 from megatron_ssm.native.versions import Versions, have_versions
+from megatron_ssm.operators.convolution import Convolution
 from serving import IDS, counted, hooked, hooked_anew, one_by_one, saved
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
@@ -370,7 +370,7 @@ def test_rows_may_leave_a_cache(tmp_path):
     for tokens in IDS.split([4, 1, 4], dim=1)[:2]:
         model(tokens, cache=cache)
     left = copy.deepcopy(cache).select([0])
-    for layer in cache.layers:
+    for layer in cache.states.values():
         layer.conv, layer.state = layer.conv[:1], layer.state[:1]
     cache.lengths = cache.lengths[:1]
     logits = model(IDS[:1, 5:6], cache=cache)

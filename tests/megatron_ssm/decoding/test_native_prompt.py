@@ -56,7 +56,7 @@ def prompts_and_a_token(model, *prompts):
     cache = model.new_cache(len(prompts[0]))
     logits = [model(prompt, cache=cache) for prompt in prompts]
     token = model(IDS[: len(prompts[0]), :1], cache=cache)
-    return [*logits, token, *(tensor for layer in cache.layers for tensor in (layer.conv, layer.state))]
+    return [*logits, token, *(tensor for layer in cache.states.values() for tensor in layer.fixed.values())]
 
 
 @pytest.mark.parametrize("batch", (1, 2))

@@ -106,7 +106,7 @@ def kept(model, ahead):
             alone = cache.select([row])
             logits += found[:count] if ahead else [model.next_logits(i.view(1, 1), None, alone)[0] for i in ids[:count]]
     logits.append(model.next_logits(IDS[:, 8:], cache=cache))
-    return [*logits, *(tensor for layer in cache.layers for tensor in (layer.conv, layer.state))]
+    return [*logits, *(tensor for layer in cache.states.values() for tensor in layer.fixed.values())]
 
 
 @pytest.mark.parametrize("tp", (1, 2))
@@ -156,7 +156,7 @@ def test_speculative_calls_in_each_format(ranks, tp, options, family, changes, t
         logits = model.speculative_logits(ids[:, 7:], ahead)[0]
         ahead.accept([ids.shape[1] - 7])
         singly = [model.next_logits(ids[:, t : t + 1], None, plain)[0] for t in range(7, ids.shape[1])]
-        states = [[t for layer in cache.layers for t in (layer.conv, layer.state)] for cache in (ahead, plain)]
+        states = [[t for layer in cache.states.values() for t in layer.fixed.values()] for cache in (ahead, plain)]
         return [logits, *states[0]], [torch.stack(singly), *states[1]]
 
     for ours, theirs in ranks(run, tp):

@@ -67,7 +67,7 @@ def logits_and_cache(model, batch=2):
     for _ in range(2):
         parts.append(model.speculative_logits(IDS[:1, :3].repeat(batch, 1), cache))
         cache.accept([2] * batch)
-    return [*parts, cache.lengths, *(tensor for layer in cache.layers for tensor in layer.tensors())]
+    return [*parts, cache.lengths, *(tensor for layer in cache.states.values() for tensor in layer.tensors())]
 
 
 def moved(model, cache):
@@ -77,7 +77,7 @@ def moved(model, cache):
 
 def without_states(model, cache):
     """The cache has other tensors."""
-    for layer in cache.layers:
+    for layer in cache.states.values():
         layer.state = layer.state * 2
 
 
@@ -98,10 +98,10 @@ def test_speculative_tokens_of_a_model_that_has_changed(family, change, is_hooke
     cache.accept([1, 2])
     model.speculative_logits(IDS[:, 4:7], cache)
     change(model, cache)
-    before = [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
+    before = [tensor.clone() for layer in cache.states.values() for tensor in layer.tensors()]
     with pytest.raises(RuntimeError, match="have moved since speculative_logits"):
         cache.accept([1, 2])
-    after = [tensor for layer in cache.layers for tensor in layer.tensors()]
+    after = [tensor for layer in cache.states.values() for tensor in layer.tensors()]
     assert all(map(torch.equal, before, after)) and cache.lengths.tolist() == [5, 6]
 
 
@@ -117,7 +117,7 @@ def test_a_hook_is_removed_before_speculative_tokens_are_accepted(tmp_path):
     caches[0].accept([1, 2])
     hook.remove()
     caches[1].accept([1, 2])
-    for expected, found in zip(*(cache.layers for cache in caches), strict=True):
+    for expected, found in zip(*(cache.states.values() for cache in caches), strict=True):
         assert all(map(torch.equal, expected.tensors(), found.tensors()))
 
 
@@ -137,7 +137,7 @@ def test_speculative_tokens_outlive_their_model(family, tmp_path):
     gc.collect()
     junk = [torch.full(size, 1e6) for size in sizes for _ in range(20)]  # where the parameters were
     caches[1].accept([1, 2])
-    for expected, found in zip(*(cache.layers for cache in caches), strict=True):
+    for expected, found in zip(*(cache.states.values() for cache in caches), strict=True):
         assert all(map(torch.equal, expected.tensors(), found.tensors()))
     assert junk
 

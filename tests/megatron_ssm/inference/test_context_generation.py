@@ -50,7 +50,7 @@ def test_chunks_of_a_prompt_then_decoding_equal_one_rank(ranks, name, tp, cp, sc
         tensor, context = groups_of(rank, tp, cp)
         model = megatron_ssm.load(oracle.directory, tensor, context=SCHEDULES[schedule](context), dtype=torch.float64)
         logits, cache = logits_of_chunks(model, oracle.ids)
-        return logits, [(layer.conv, layer.state) for layer in cache.layers], cache.kv_lengths[:, 0]
+        return logits, [tuple(layer.fixed.values()) for layer in cache.states.values()], cache.kv_lengths[:, 0]
 
     one = megatron_ssm.load(oracle.directory, dtype=torch.float64)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_ssm import Engine, load
 from megatron_ssm.inference.prefix_cache import PrefixCache
-from megatron_ssm.layers.cache import Snapshot
+from megatron_ssm.operators.cache import Snapshot
 from serving import FAMILIES, VOCAB, checkpoint, families, ids, on_ranks, on_ranks_of_families
 
 worlds = pytest.mark.parametrize("world", (1, 2))

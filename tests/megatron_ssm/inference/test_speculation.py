@@ -27,11 +27,11 @@ def state_of(cache):
     """All tensors of a cache, keys and values only as far as they count."""
     stored = [
         tensor[row, : cache.lengths[row]]
-        for layer in cache.layers
+        for layer in cache.states.values()
         for tensor in layer.keys_and_values()
         for row in range(len(cache.lengths))
     ]
-    return [cache.lengths, *(t for layer in cache.layers for t in (layer.conv, layer.state)), *stored]
+    return [cache.lengths, *(t for layer in cache.states.values() for t in layer.fixed.values()), *stored]
 
 
 @torch.no_grad()

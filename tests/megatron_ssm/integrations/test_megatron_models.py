@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from gradients import assert_near, shifted, transformers_loss, whole
 
 import megatron_ssm
+from megatron_ssm import families
 from attention2d import CoreAttention
 from cases import Oracle
 from hf import edit_config, save_hf
@@ -59,7 +60,7 @@ def oracle(tmp_path_factory):
 def run_model(oracle, tp, cp, **options):
     """(loss, gradients under our names) of Megatron's model, filled from the oracle's directory."""
     join(tp, cp)
-    config = megatron_ssm.Config.read(oracle.directory)
+    config = families.read(oracle.directory)
     options = CPU | dict(params_dtype=torch.float64, context_parallel_size=cp) | options
     model = megatron_model(config, 64, tp, **options)
     load_hugging_face(model, oracle.directory)
@@ -272,7 +273,7 @@ def test_sequence_parallel_stacks(ranks, tp, name, oracle):
 
     def run(rank, **options):
         join(tp)
-        config = megatron_ssm.Config.read(oracle.directory)
+        config = families.read(oracle.directory)
         model = megatron_model(config, 64, tp, **CPU, params_dtype=torch.float64, **options)
         load_hugging_face(model, oracle.directory)
         mine = slice(rank * 64 // tp, (rank + 1) * 64 // tp) if options else slice(None)

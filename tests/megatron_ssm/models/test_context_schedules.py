@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from attention2d import Attention2D, Ring, Ulysses
-from megatron_ssm import Config
+from megatron_ssm import families
 from megatron_ssm.models.context import schedule_of
 from serving import checkpoint
 from sparsefusion import Fabric
@@ -17,7 +17,7 @@ SIZES = dict(tensor_ranks=1, seq=64, batch=1)
 
 @pytest.mark.parametrize("world", (2, 4))
 def test_names(ranks, world):
-    config = Config.read(checkpoint("zamba2"))
+    config = families.read(checkpoint("zamba2"))
 
     def run(rank):
         def of(name):
@@ -41,7 +41,7 @@ def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups
 
     The bytes of the search's reason are those that attention2d sends.
     """
-    config = Config.read(checkpoint(family))
+    config = families.read(checkpoint(family))
     if groups > 1:
         config = replace(config, shared=replace(config.shared, kv_heads=config.shared.heads // groups))
 
@@ -66,7 +66,7 @@ def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups
 @pytest.mark.parametrize("world, groups, name", [(2, 1, "Ulysses"), (4, 1, "Ulysses"), (4, 2, "USP")])
 def test_the_reason_of_a_search_names_the_schedule(ranks, world, groups, name):
     """Its plan leaves lse where it is computed. groups: query heads per key/value head."""
-    config = Config.read(checkpoint("zamba2"))
+    config = families.read(checkpoint("zamba2"))
     config = replace(config, shared=replace(config.shared, kv_heads=config.shared.heads // groups))
 
     def run(rank):
@@ -80,7 +80,7 @@ def test_the_reason_of_a_search_names_the_schedule(ranks, world, groups, name):
 @pytest.mark.parametrize("world", (2, 4))
 def test_a_measured_fabric_decides(ranks, world):
     """Ulysses sends the fewest bytes; behind links of high latency, both searches take a schedule with fewer messages."""
-    config = Config.read(checkpoint("zamba2"))
+    config = families.read(checkpoint("zamba2"))
     fabric = Fabric((Curve.fit("p2p", world, [(1e3, 1.0), (1e9, 1.1)]),))
 
     def run(rank):
@@ -97,7 +97,7 @@ def test_a_measured_fabric_decides(ranks, world):
 
 @pytest.mark.parametrize("world", (3, 5))
 def test_pairs_of_ranks_need_an_even_number(ranks, world):
-    config = Config.read(checkpoint("zamba2"))
+    config = families.read(checkpoint("zamba2"))
 
     def run(rank):
         for name in ("usp", "3d"):

@@ -15,7 +15,7 @@ from commir import Mesh, Schedule, verify
 from commir.programs import selective_scan
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place
-from megatron_ssm import Config
+from megatron_ssm import families
 from megatron_ssm.models.context import check_schedule, plan_to_verify, scan_plan
 from serving import attempt, checkpoint
 from sparsefusion import Fabric
@@ -132,7 +132,7 @@ def test_wrong_requests_are_one_error_on_every_rank(ranks, world, oracle):
 
     def run(rank):
         spread = Ring(dist.group.WORLD)
-        config = replace(Config.read(directory), heads=2)
+        config = replace(families.read(directory), heads=2)
         return (
             attempt(megatron_ssm.load, directory, context=spread, exchange_channels=rank == 0),
             attempt(check_schedule, spread, config, None, exchange_channels=True),
@@ -164,7 +164,7 @@ def forms(config, ranks, seq, batch):
 @pytest.mark.parametrize("world", (2, 3, 4, 5))
 def test_a_search_takes_the_form_that_sends_less(ranks, world):
     """In every family; sizes that do not divide over 3 or 5 ranks pass states."""
-    families = {family: Config.read(checkpoint(family)) for family in ("mamba", "mamba2", "zamba", "zamba2")}
+    families = {family: families.read(checkpoint(family)) for family in ("mamba", "mamba2", "zamba", "zamba2")}
     lengths = (8 * world, 64 * world + 1)
 
     def run(rank):
@@ -205,7 +205,7 @@ def test_a_large_plan_is_verified_with_the_same_messages(count, sizes):
 @pytest.mark.parametrize("world", (2, 4))
 def test_the_choice_follows_the_fabric(ranks, world):
     """Exchanging channels sends fewer bytes here, in more messages: it is best behind slow links of low latency."""
-    config, fabrics = Config.read(checkpoint("mamba2")), {}
+    config, fabrics = families.read(checkpoint("mamba2")), {}
     for name, latency, rate in (("slow", 1e-6, 1e6), ("far", 1e-2, 1e10)):
         points = [(nbytes, latency + nbytes / rate) for nbytes in (1e3, 1e6)]
         fabrics[name] = Fabric((Curve.fit("p2p", world, points),))
@@ -224,7 +224,7 @@ def test_the_choice_follows_the_fabric(ranks, world):
 def test_layers_send_what_the_plans_say(ranks, name, cp, oracle):
     """The two forms of a model differ by the bytes by which the plans of its layers differ."""
     oracle = oracle(name, torch.float32)
-    config, seq = Config.read(oracle.directory), 8 * cp
+    config, seq = families.read(oracle.directory), 8 * cp
 
     def run(rank):
         spread, sent = Ring(dist.group.WORLD), []

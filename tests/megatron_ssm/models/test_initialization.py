@@ -8,8 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from cases import assemble
-from megatron_ssm import Config, build, initialize
-from megatron_ssm.configs.layouts import layout
+from megatron_ssm import build, families, initialize
 
 SHAPE = dict(hidden_size=64, num_hidden_layers=3, vocab_size=211, state_size=16, use_bias=True)
 ZAMBA = dict(
@@ -33,7 +32,7 @@ ZAMBAS = [name for name in MODELS if "zamba" in name]
 
 def initialized(name, seed=0, group=None):
     """{our name: this rank's part} of a model that is filled with NaN and then initialized."""
-    model = build(Config.from_dict(MODELS[name]), group)
+    model = build(families.from_dict(MODELS[name]), group)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
@@ -43,7 +42,7 @@ def initialized(name, seed=0, group=None):
 
 def whole(name, shards):
     """{Hugging Face name: whole tensor}"""
-    return assemble(layout(Config.from_dict(MODELS[name])), shards)
+    return assemble(families.from_dict(MODELS[name]).fields(), shards)
 
 
 @pytest.mark.parametrize("tp", (2, 4))
@@ -139,7 +138,7 @@ def test_the_distributions_of_a_shared_block(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_new_model_predicts_uniformly(name):
     """Its loss is log(vocabulary), that of a uniform guess."""
-    model = initialize(build(Config.from_dict(MODELS[name])))
+    model = initialize(build(families.from_dict(MODELS[name])))
     ids = torch.randint(211, (4, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         loss = model.loss(ids[:, :-1], ids[:, 1:])

@@ -264,7 +264,7 @@ def test_cache_bytes(ranks, tp, name, models):
     ids = torch.zeros(BATCH, prompt, dtype=torch.long)
 
     def bytes_and_addresses(cache):
-        storages = [t.untyped_storage() for layer in cache.layers for t in layer.tensors()]
+        storages = [t.untyped_storage() for layer in cache.states.values() for t in layer.tensors()]
         assert cache.nbytes == sum(storage.nbytes() for storage in storages)
         return cache.nbytes, [storage.data_ptr() for storage in storages]
 

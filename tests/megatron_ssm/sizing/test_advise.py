@@ -27,7 +27,7 @@ def measure_token(rank, directory, dtype):
     model.local_logits(torch.tensor([[4]]), cache=cache)
     looked_up = () if model.config.tie_embeddings else ("embeddings.",)
     read += [p.nbytes for name, p in model.named_parameters() if not name.startswith(("shared.", *looked_up))]
-    state = sum(layer.conv.nbytes + layer.state.nbytes for layer in cache.layers)
+    state = sum(sum(t.nbytes for t in layer.fixed.values()) for layer in cache.states.values())
     return dict(model.counter.calls), model.counter.nbytes, sum(read), state, cache.nbytes - state
 
 

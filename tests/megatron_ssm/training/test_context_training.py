@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import tiny
-from megatron_ssm.configs.layouts import layout
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.training.data import Tokens
 from megatron_ssm.training.trainer import evaluate
@@ -35,7 +34,7 @@ def one_rank(model):
     """(curve, final parameters, fields, held-out loss) of the run on one rank with the whole batch at once."""
     trainer = tiny.trainer(tiny.options(**MODELS[model], micro_batch_size=4))
     curve = tiny.curve(trainer)
-    return curve, tiny.pieces(trainer), layout(trainer.model.config), held_out_loss(trainer)
+    return curve, tiny.pieces(trainer), trainer.model.config.fields(), held_out_loss(trainer)
 
 
 def held_out_loss(trainer):

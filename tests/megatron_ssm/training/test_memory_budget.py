@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 import tiny
-from megatron_ssm import Config
+from megatron_ssm import families
 from megatron_ssm.sizing.memory import Memory
 from megatron_ssm.training.inputs import Inputs, check_memory_budget, needed_memory
 
 RUN = tiny.options(seq_length=30_000, params_dtype="float32")
-CONFIG = Config.from_dict(RUN.new_config(tiny.VOCAB, 0))
+CONFIG = families.from_dict(RUN.new_config(tiny.VOCAB, 0))
 
 
 @pytest.mark.parametrize("used", (1, 2, 5))
@@ -31,7 +31,7 @@ def test_the_error_names_the_fewest_ranks_that_are_enough(used):
 def test_a_convolution_without_history():
     raw = RUN.new_config(tiny.VOCAB, 0)
     with pytest.raises(ValueError, match="--context-parallel-size 3 is enough"):
-        check_memory_budget(replace(RUN, memory_budget=0.1), Config.from_dict(raw | dict(conv_kernel=1)))
+        check_memory_budget(replace(RUN, memory_budget=0.1), families.from_dict(raw | dict(conv_kernel=1)))
 
 
 def test_residuals_of_sparse_gradients_are_counted():

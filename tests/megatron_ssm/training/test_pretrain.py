@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from hf import save_hf
-from megatron_ssm.configs.hf_fields import FAMILIES
+from megatron_ssm.families import FAMILIES
 from megatron_ssm.inference.text import load_tokenizer
 from megatron_ssm.training.data import Batches, read_documents, split_documents, tokenize
 from megatron_ssm.training.options import Options, parse_options

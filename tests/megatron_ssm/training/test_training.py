@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import tiny
-from megatron_ssm.configs.layouts import layout
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.training.data import Tokens, windows
 from megatron_ssm.training.options import Options
@@ -46,7 +45,7 @@ def largest(a, b):
 def one_rank(model):
     """The oracle for all layouts: (curve, final parameters, fields) of the run on one rank with the whole batch at once."""
     trainer = tiny.trainer(tiny.options(**MODELS[model], micro_batch_size=4))
-    return tiny.curve(trainer), tiny.pieces(trainer), layout(trainer.model.config)
+    return tiny.curve(trainer), tiny.pieces(trainer), trainer.model.config.fields()
 
 
 def check_curves(ranks, tp, dp, model, micro):
@@ -203,7 +202,7 @@ def test_clipping_counts_each_element_once(ranks, tp, model, vocab):
     norms, naive, clipped = zip(*ranks(clip, tp), strict=True)
     assert all(abs(ours / norm - 1) <= 1e-12 for ours in norms)
     assert naive[0] / norm > 1 + 1e-6  # a sum over the ranks counts shared elements several times
-    wholes = tiny.assembled(clipped, layout(oracle.config), tp)
+    wholes = tiny.assembled(clipped, oracle.config.fields(), tp)
     assert wholes.keys() == {name for name, parameter in oracle.named_parameters() if parameter.requires_grad}
     for name, whole in wholes.items():
         assert largest(whole, oracle.get_parameter(name).grad) <= 1e-12, name
@@ -281,7 +280,7 @@ def test_bf16_autocast(ranks, tp, model):
             trainer.model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
         moments = {state.dtype for held in trainer.optimizer.state.values() for state in held.values()}
         parameters = {parameter.dtype for parameter in trainer.model.parameters()}
-        return losses, set(products), parameters | moments, {layer.state.dtype for layer in cache.layers}
+        return losses, set(products), parameters | moments, {layer.state.dtype for layer in cache.states.values()}
 
     exact = tiny.curve(tiny.trainer(tiny.options(**run)), 5)[0]
     for losses, products, kept, states in ranks(train, tp):

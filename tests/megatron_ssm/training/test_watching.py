@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from benchmarks.support.launched import TINY, Fault, disks_work, fill_disk, launched, lines, small_disk, write_text
+from megatron_ssm import families
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.folders import find_checkpoints
 from megatron_ssm.checkpoints.shards import ShardWriter
-from megatron_ssm.configs.config import Config
-from megatron_ssm.models.lora import add_lora
+from megatron_ssm.models.adapters import add_lora
 from megatron_ssm.sizing.flops import forward_flops, known_peak, matrix_elements, training_flops
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
@@ -85,14 +85,14 @@ def test_attention_against_torch():
     q = torch.zeros(1, shared.heads, seq, shared.head_dim)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    attention = len(config.hybrid_layers) * counter.get_total_flops() / seq
+    attention = len(config.attentions) * counter.get_total_flops() / seq
     scan = 7 * config.num_layers * config.intermediate_size * config.state_size
     assert forward_flops(config, seq) == 2 * matrix_elements(config) + scan + attention
 
 
 def test_the_published_model_needs_about_6_per_parameter():
     """Kaplan's rule, for a model whose sequences are short."""
-    config = Config.read(Path(__file__).resolve().parents[3] / "examples" / "configs" / "mamba2-2.7b.json")
+    config = families.read(Path(__file__).resolve().parents[3] / "examples" / "configs" / "mamba2-2.7b.json")
     assert training_flops(config, 2048) == pytest.approx(6 * 2.7e9, rel=0.1)
 
 
@@ -116,7 +116,7 @@ def test_everything_at_once(here, world, monkeypatch):
         assert run.wait(*range(world), timeout=60)[0] == [0] * world, lines("err", world)
     log = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
     assert len(log) == 6
-    config = Config.read("out")
+    config = families.read("out")
     for line in log:
         assert line["mfu"] == pytest.approx(line["tokens_per_s"] * training_flops(config, 16) / (1e9 * world))
     assert sum("% MFU" in line for line in lines("out", world)) == 6

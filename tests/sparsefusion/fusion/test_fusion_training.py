@@ -11,7 +11,6 @@ from chosen import by_default
 
 import tiny
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
-from megatron_ssm.configs.layouts import layout
 from megatron_ssm.training.trainer import Trainer
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.fusion import trial
@@ -85,7 +84,7 @@ def test_parts_of_a_model_have_the_same_plan_and_equal_copies(ranks, monkeypatch
         return tiny.pieces(made), (step, plan.mode, sparse, dense)
 
     pieces, plans = zip(*ranks(run, tp * dp, timeout=120), strict=True)
-    fields = layout(tiny.trainer(tiny.options(**MODELS["zamba2 untied"])).model.config)
+    fields = tiny.trainer(tiny.options(**MODELS["zamba2 untied"])).model.config.fields()
     for replica in range(dp):
         tiny.assembled(pieces[replica * tp : (replica + 1) * tp], fields, tp)
     assert all(plan == plans[0] for plan in plans)

@@ -9,10 +9,10 @@ from chosen import by_default
 
 import tiny
 from fp32_runs import FP32, MODELS, close, one_rank, run_of
+from megatron_ssm import families
 from megatron_ssm.checkpoints.training import Snapshot
-from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import field_of
 from megatron_ssm.parallel.groups import initialize
+from megatron_ssm.stack.fields import field_of
 from megatron_ssm.training.data import Tokens
 from megatron_ssm.training.deepspeed_settings import read_settings
 from megatron_ssm.training.pretraining import make_model, make_trainer
@@ -44,7 +44,7 @@ def test_pending_gradients_wait_for_a_gradient(ranks, tmp_path, world, stage):
 def add_pending_gradients(run):
     """(names of parameters whose pending gradients are left after two steps, the name of the one without a gradient)."""
     groups = initialize(1)
-    config = Config.from_dict(run.new_config(tiny.VOCAB, 0))
+    config = families.from_dict(run.new_config(tiny.VOCAB, 0))
     model = make_model(run, config, groups, torch.device("cpu"))
     frozen, trained = model.layers[0].mixer.D, model.layers[1].mixer.D
     frozen.requires_grad_(False)

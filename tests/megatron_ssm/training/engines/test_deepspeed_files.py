@@ -16,11 +16,11 @@ import tiny
 from benchmarks.support.launched import disks_work, small_disk
 from fp32_runs import FP32, close, one_rank, run_of
 from hf import save_hf, tensors_in
+from megatron_ssm import families
 from megatron_ssm.checkpoints.convert import convert
 from megatron_ssm.checkpoints.deepspeed_files import read_deepspeed
 from megatron_ssm.checkpoints.training import MOMENTS
-from megatron_ssm.configs.config import Config
-from megatron_ssm.models.lora import add_lora
+from megatron_ssm.models.adapters import add_lora
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.training.deepspeed_settings import read_settings
 from megatron_ssm.training.options import parse_options
@@ -106,7 +106,7 @@ def test_frozen_parameters(ranks, tmp_path, tp, dp, stage):
     run = run_of(stage, folder=tmp_path, save_deepspeed=True, **tiny.ZAMBA2_UNTIED)
 
     def adapted():
-        groups, config = initialize(tp, "cpu"), Config.from_dict(run.new_config(tiny.VOCAB, 0))
+        groups, config = initialize(tp, "cpu"), families.from_dict(run.new_config(tiny.VOCAB, 0))
         model = make_model(run, config, groups, torch.device("cpu"))
         add_lora(model, 2, 4.0, ("in_proj",))
         return make_trainer(model, groups, run, read_settings(run, groups.data_ranks, config.hidden_size))

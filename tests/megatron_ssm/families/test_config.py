@@ -12,7 +12,7 @@ from transformers import AutoConfig, FalconMambaConfig, Mamba2Config, MambaConfi
 import megatron_ssm
 from cases import random_changes, with_layers
 from hf import CONFIGS, SMALL, save_hf
-from megatron_ssm import Config
+from megatron_ssm import families
 
 MAMBA = dict(model_type="mamba", **SMALL, state_size=8)
 MAMBA2 = dict(model_type="mamba2", **SMALL, state_size=8, num_heads=8, head_dim=8, n_groups=2)
@@ -76,7 +76,7 @@ def assert_same(ours, theirs, attributes):
 
 
 def assert_same_configuration(ours, theirs):
-    """Assert that our Config and transformers' configuration describe the same model."""
+    """Assert that our Stack and transformers' configuration describe the same model."""
     assert_same(ours, theirs, {**SAME_IN_ALL_FAMILIES, **FIELDS[ours.family]})
     low = theirs.time_step_min if ours.family == "zamba2" else 0.0
     assert ours.dt_limit == tuple(getattr(theirs, "time_step_limit", (low, math.inf)))
@@ -92,7 +92,7 @@ def assert_same_configuration(ours, theirs):
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_defaults_are_those_of_transformers(family):
-    assert_same_configuration(Config.from_dict({"model_type": family}), CLASSES[family]())
+    assert_same_configuration(families.from_dict({"model_type": family}), CLASSES[family]())
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -101,7 +101,7 @@ def test_configurations_written_by_transformers(family, seed, tmp_path):
     changes = {**SMALL, **CONFIGS[family][1], **with_layers(random_changes(family, seed))}
     theirs = CLASSES[family](**changes)
     theirs.save_pretrained(tmp_path)
-    ours = Config.read(tmp_path)
+    ours = families.read(tmp_path)
     assert_same_configuration(ours, theirs)
     assert ours.unknown == ()
 
@@ -110,15 +110,15 @@ def test_configurations_written_by_transformers(family, seed, tmp_path):
 def test_every_field_that_transformers_writes_is_known(family, tmp_path):
     """Also infinity in a time_step_limit, however this release of transformers writes it."""
     CLASSES[family]().save_pretrained(tmp_path)
-    config = Config.read(tmp_path)
+    config = families.read(tmp_path)
     assert config.unknown == ()
-    assert config == Config.from_dict({"model_type": family, "eos_token_id": list(config.eos_token_ids)})
+    assert config == families.from_dict({"model_type": family, "eos_token_id": list(config.eos_token_ids)})
 
 
 @pytest.mark.parametrize("base", (ZAMBA, ZAMBA2), ids=("zamba", "zamba2"))
 def test_the_old_name_of_a_layer_without_attention(base):
     old = [kind.replace("linear_attention", "mamba") for kind in base["layers_block_type"]]
-    assert Config.from_dict({**base, "layers_block_type": old}) == Config.from_dict(base)
+    assert families.from_dict({**base, "layers_block_type": old}) == families.from_dict(base)
 
 
 @pytest.mark.parametrize("base", (ZAMBA, ZAMBA2), ids=("zamba", "zamba2"))
@@ -126,7 +126,7 @@ def test_transformers_other_name_of_the_layers(base):
     """transformers reads layer_types as well, and prefers it."""
     layers = ["hybrid", "linear_attention", "linear_attention", "hybrid"]
     for written in (base | dict(layers_block_type=None), base):
-        assert Config.from_dict({**written, "layer_types": layers}).hybrid_layers == (0, 3)
+        assert families.from_dict({**written, "layer_types": layers}).hybrid_layers == (0, 3)
         kinds = CLASSES[base["model_type"]].from_dict({**written, "layer_types": layers}).layers_block_type
         assert kinds == layers
 
@@ -145,7 +145,7 @@ def test_transformers_other_name_of_the_layers(base):
 )
 def test_ways_to_write_the_base_of_the_rotary_embedding(written, theta):
     raw = {**ZAMBA2, "use_mem_rope": True, **written}
-    assert Config.from_dict(raw).shared.rope_theta == theta
+    assert families.from_dict(raw).shared.rope_theta == theta
     if theta:
         assert Zamba2Config.from_dict(raw).rope_parameters["rope_theta"] == theta
 
@@ -162,14 +162,14 @@ OLD_NAMES = dict(
 
 @pytest.mark.parametrize("base", (MAMBA, MAMBA2, FALCON), ids=("mamba", "mamba2", "falcon_mamba"))
 def test_old_names_of_the_hub_are_known(base):
-    assert Config.from_dict({**base, **OLD_NAMES}).unknown == ()
+    assert families.from_dict({**base, **OLD_NAMES}).unknown == ()
 
 
 @pytest.mark.parametrize("limit", [[0.0, {"__float__": "Infinity"}], [0, math.inf], None])
 def test_ways_to_write_an_infinite_limit(limit, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**MAMBA2, "time_step_limit": limit}))
-    assert Config.read(path).dt_limit == (0.0, math.inf)
+    assert families.read(path).dt_limit == (0.0, math.inf)
 
 
 REFUSED = [  # (configuration, changes, part of the message)
@@ -265,7 +265,7 @@ REFUSED = [  # (configuration, changes, part of the message)
 )
 def test_refused_values(base, changes, words):
     with pytest.raises(ValueError) as caught:
-        Config.from_dict({**base, **changes})
+        families.from_dict({**base, **changes})
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -283,7 +283,7 @@ def test_files_that_are_not_a_configuration(written, error, words, tmp_path):
     if written is not None:
         (tmp_path / "config.json").write_text(written)
     with pytest.raises(error) as caught:
-        Config.read(tmp_path)
+        families.read(tmp_path)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -313,7 +313,7 @@ INDIVISIBLE = [  # (configuration, changes, ranks that cannot split it, the equa
 
 @pytest.mark.parametrize("base, changes, size, words", INDIVISIBLE)
 def test_sizes_that_do_not_divide(base, changes, size, words):
-    config = Config.from_dict({**base, **changes})
+    config = families.from_dict({**base, **changes})
     with pytest.raises(ValueError, match="^0 tensor-parallel ranks"):
         config.check_ranks(0)
     config.check_ranks(1)
@@ -345,9 +345,9 @@ WRITTEN = MAMBA, {**MAMBA2, "time_step_limit": [0.01, 0.2]}, FALCON, ZAMBA, {**Z
 
 @pytest.mark.parametrize("base", WRITTEN, ids=CLASSES)
 def test_transformers_reads_what_is_written(base, tmp_path):
-    config = Config.from_dict({**base, "torch_dtype": "float32", "n_layer": 4})
+    config = families.from_dict({**base, "torch_dtype": "float32", "n_layer": 4})
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict("bfloat16")))
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert theirs.dtype == torch.bfloat16
     assert_same_configuration(config, theirs)
-    assert Config.read(tmp_path) == config
+    assert families.read(tmp_path) == config

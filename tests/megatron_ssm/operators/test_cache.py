@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ssm import load
-from megatron_ssm.layers import cache as cache_module
+from megatron_ssm.operators import cache as cache_module
 from serving import FAMILIES, attempt, checkpoint, families, ids, on_ranks_of_families
 
 HYBRIDS = [family for family in FAMILIES if family.startswith("zamba")]
@@ -54,11 +54,11 @@ def assert_near(found, expected):
 
 def contents_of(cache):
     """Copies of all tensors of a cache, and of its lengths."""
-    return [t.clone() for layer in cache.layers for t in layer.tensors()], cache.lengths.clone()
+    return [t.clone() for layer in cache.states.values() for t in layer.tensors()], cache.lengths.clone()
 
 
 def addresses(cache):
-    return [t.data_ptr() for layer in cache.layers for t in layer.tensors()]
+    return [t.data_ptr() for layer in cache.states.values() for t in layer.tensors()]
 
 
 # Rows
@@ -156,12 +156,12 @@ def test_a_fork_copies_one_row_only(ranks, world):
         with LargestTensor() as largest:
             for source, target in ((2, 0), (3, 5)):
                 cache.fork(source, target)
-        assert largest.elements == max(t[0].numel() for layer in cache.layers for t in layer.tensors())
+        assert largest.elements == max(t[0].numel() for layer in cache.states.values() for t in layer.tensors())
         after, lengths_after = contents_of(cache)
         for t, u in zip(before, after, strict=True):
             assert t[[1, 2, 3, 4]].equal(u[[1, 2, 3, 4]])
         assert lengths_after.tolist() == [lengths[2], *lengths[1:5], lengths[3]]
-        for layer in cache.layers:
+        for layer in cache.states.values():
             for source, target in ((2, 0), (3, 5)):
                 held = (layer.conv, layer.state, *(t[:, : lengths[source]] for t in layer.tensors()[2:]))
                 assert all(t[target].equal(t[source]) for t in held)
@@ -217,7 +217,7 @@ def test_later_snapshots_share_keys_and_values_with_earlier_ones(ranks, world, c
         third = cache.snapshot(3, second)
         assert [snapshot.length for snapshot in (first, second, third)] == [6, 10, 12]
         held = [{id(t) for t in snapshot.tensors()} for snapshot in (first, second, third)]
-        hybrids = len(model.config.hybrid_layers)
+        hybrids = len(model.config.attentions)
         assert (len(held[0] & held[1]), len(held[1] & held[2])) == (2 * hybrids, 4 * hybrids)
         for snapshot in (first, second, third):
             for segment in zip(*snapshot.segments, strict=True):
@@ -241,7 +241,7 @@ def test_a_snapshot_of_an_empty_row_and_one_into_a_smaller_cache(ranks, world, c
         small = model.new_cache(1, 5)
         before = contents_of(small)
         error = attempt(small.restore, 0, filled_cache(model).snapshot(0))
-        if model.config.hybrid_layers:
+        if model.config.attentions:
             assert error == ("ValueError", "a sequence of 9 tokens does not fit into a cache of max_length=5")
             assert all(t.equal(u) for t, u in zip(before[0], contents_of(small)[0], strict=True))
             assert small.lengths.tolist() == [0]
@@ -260,7 +260,7 @@ def test_a_cache_of_a_given_length_never_moves(ranks, world, chosen):
 
     def run(model):
         cache = model.new_cache(4, 21)
-        before, tensors = addresses(cache), [t for layer in cache.layers for t in layer.tensors()]
+        before, tensors = addresses(cache), [t for layer in cache.states.values() for t in layer.tensors()]
         changes = [
             lambda: model(SEQUENCES, MASK, cache),
             lambda: extend(model, cache, [0, 1], MORE[:2, :4]),  # a slice of rows
@@ -308,7 +308,7 @@ def test_beyond_max_length_nothing_is_sent_or_changed(ranks, world):
 def test_reserving_capacity_keeps_the_contents(family):
     model = load(checkpoint(family), dtype=torch.float64)
     cache = filled_cache(model)
-    hybrid = bool(model.config.hybrid_layers)
+    hybrid = bool(model.config.attentions)
     assert cache.capacity == (9 if hybrid else None)
     cache.reserve(4)
     assert cache.capacity == (9 if hybrid else None)
@@ -323,7 +323,7 @@ def test_reserving_capacity_keeps_the_contents(family):
 def test_a_failed_allocation_changes_nothing(monkeypatch):
     """Whichever layer's allocation fails, all layers keep their capacity."""
     model = load(checkpoint("zamba2"), dtype=torch.float64)
-    assert len(model.config.hybrid_layers) == 2
+    assert len(model.config.attentions) == 2
     for last in range(4):
         cache, left = filled_cache(model), iter(range(last))
 
@@ -335,7 +335,7 @@ def test_a_failed_allocation_changes_nothing(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(cache_module, "_longer", longer)
             assert attempt(cache.reserve, 30) == ("RuntimeError", "no memory")
-        assert {t.shape[1] for layer in cache.layers for t in layer.tensors()[2:]} == {9}
+        assert {t.shape[1] for layer in cache.states.values() for t in layer.tensors()[2:]} == {9}
         assert_near(extend(model, cache, [3], MORE[3:])[0], alone(model, 3, MORE[3])[0])
 
 

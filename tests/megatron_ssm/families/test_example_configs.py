@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_ssm import Config
-from megatron_ssm.configs.layouts import layout
+from megatron_ssm import families
 from megatron_ssm.training.options import parse_options
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
@@ -18,9 +17,9 @@ CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_published_models_have_the_size_of_their_name(path):
     """And as many parameters as transformers' model."""
-    config = Config.read(path)
+    config = families.read(path)
     assert not config.unknown
-    count = sum(math.prod(field.shape) for field in layout(config))
+    count = sum(math.prod(field.shape) for field in config.fields())
     fields = json.loads(path.read_text())
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
@@ -33,5 +32,5 @@ def test_published_models_have_the_size_of_their_name(path):
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_options_are_those_of_a_run(path):
     options = parse_options(["--config", str(path), "--data", "text", "--out", "out"])
-    config = Config.from_dict(options.new_config(257, 256))
+    config = families.from_dict(options.new_config(257, 256))
     assert (config.family, config.num_layers) == (options.model_type, options.num_layers)

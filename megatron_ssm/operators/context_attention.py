@@ -1,18 +1,20 @@
-"""Attention of Zamba's shared block on context ranks: of sharded tokens, and of tokens that every rank has."""
+"""Attention on context ranks: of sharded tokens, and of tokens that every rank has."""
 
 import torch
 
 from attention2d import Attention2D, Tree
 from attention2d.compute.tile import attend, merge
 from megatron_ssm.context.token_sharding import TokenSharding
-from megatron_ssm.layers.cache import BatchInfo, LayerCache
 from sparsefusion.collectives.counted import Counter
+
+from .call import Call
+from .state import State
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out (batch, tokens, heads, head_dim) and lse (batch, tokens, heads)
 
 
 class ContextAttention:
-    """Causal attention on context ranks; it has the arguments of `layers.shared_attention.attend_with_cache`.
+    """Causal attention on context ranks; it has the arguments of `attention.attend_with_cache`.
 
     If the tokens of a call are sharded, the schedule computes their attention to each other; if every rank has all of them,
     each rank computes it alone. Keys and values of earlier calls stay on the ranks that keep them (`KeyValuePlacement`), and
@@ -32,25 +34,25 @@ class ContextAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
-        info: BatchInfo,
-        cache: LayerCache | None,
+        call: Call,
+        state: State | None,
     ) -> torch.Tensor:
         """q (batch, tokens, heads, head_dim) -> the same shape. k, v: (batch, tokens, kv_heads, head_dim).
 
-        Differentiable for sharded tokens without a cache. A cache gets k and v appended.
+        Differentiable for sharded tokens without a cache. A state gets k and v appended.
         """
-        if cache is None and info.sharding is not None:
+        if state is None and call.sharding is not None:
             out = self.schedule(q, k, v, causal=True, scale=scale)
             assert isinstance(out, torch.Tensor)
             return out
-        out, lse = self._attend_new(q, k, v, scale, info.sharding)
-        if cache is None:
+        out, lse = self._attend_new(q, k, v, scale, call.sharding)
+        if state is None:
             return out.to(q.dtype)
-        if not info.begins:
+        if not call.begins:
             out, lse = (t.to(lse.dtype, copy=True, memory_format=torch.contiguous_format) for t in (out, lse))
-            merge(out, lse, *self._attend_earlier(q, scale, info, cache))
-        assert info.placement is not None, "a placement of keys and values is missing"
-        cache.append(k, v, info.placement.local_indices.to(k.device), 0, info.rows)
+            merge(out, lse, *self._attend_earlier(q, scale, call, state))
+        assert call.placement is not None, "a placement of keys and values is missing"
+        state.append(call.placement.local_indices.to(k.device), 0, call.rows, keys=k, values=v)
         return out.to(q.dtype)
 
     def _attend_new(self, q, k, v, scale: float, sharding: TokenSharding | None) -> Result:
@@ -63,13 +65,13 @@ class ContextAttention:
         out, lse = attend(q, k, v, q.shape[0] > 1, scale)
         return out.transpose(0, 1), lse.transpose(0, 1)
 
-    def _attend_earlier(self, q, scale: float, info: BatchInfo, cache: LayerCache) -> Result:
+    def _attend_earlier(self, q, scale: float, call: Call, state: State) -> Result:
         """The tokens of this call to the keys and values in the cache."""
-        assert cache.keys is not None and cache.values is not None and info.lengths is not None
-        longest = max(info.lengths)
-        k, v = cache.keys[info.rows, :longest], cache.values[info.rows, :longest]
-        if info.sharding is not None:
-            return self.earlier.attend_own(q, k, v, scale, info.lengths)
-        result = self.earlier(q, k, v, scale=scale, return_lse=True, lengths=info.lengths)
+        assert call.lengths is not None
+        longest = max(call.lengths)
+        k, v = (state[name][call.rows, :longest] for name in ("keys", "values"))
+        if call.sharding is not None:
+            return self.earlier.attend_own(q, k, v, scale, call.lengths)
+        result = self.earlier(q, k, v, scale=scale, return_lse=True, lengths=call.lengths)
         assert isinstance(result, tuple)
         return result

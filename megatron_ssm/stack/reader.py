@@ -1,66 +1,14 @@
-"""The fields of Hugging Face's config.json by family: names, defaults, supported values, and fields that are ignored."""
+"""A family of models, and the fields of its Hugging Face config.json: names, defaults, supported values, types."""
 
+import difflib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-# By family: Hugging Face's name of each field for which it differs from ours.
-_HF_NAMES = {
-    "mamba": {},
-    "falcon_mamba": {},
-    "mamba2": {},
-    "zamba": dict(
-        state_size="mamba_d_state", conv_kernel="mamba_d_conv", expand="mamba_expand", layer_norm_epsilon="rms_norm_eps",
-        use_bias="mamba_proj_bias", use_conv_bias="mamba_conv_bias", time_step_rank="mamba_dt_rank",
-        num_heads="n_mamba_heads", feed_forward_size="intermediate_size",
-    ),
-    "zamba2": dict(
-        state_size="mamba_d_state", conv_kernel="mamba_d_conv", expand="mamba_expand", layer_norm_epsilon="rms_norm_eps",
-        use_bias="add_bias_linear", num_heads="n_mamba_heads", n_groups="mamba_ngroups", head_dim="mamba_headdim",
-        feed_forward_size="intermediate_size",
-    ),
-}  # fmt: skip
-FAMILIES = tuple(_HF_NAMES)
-
-# Defaults of fields that config.json leaves out, under our names; they are those of transformers' configuration classes.
-# None: derived from other fields.
-_MAMBA = dict(
-    vocab_size=50280, hidden_size=768, state_size=16, num_hidden_layers=32, tie_word_embeddings=True,
-    intermediate_size=None, residual_in_fp32=True,
-)  # fmt: skip
-_SHARED_BLOCK = dict(
-    vocab_size=32000, tie_word_embeddings=True, hidden_act="gelu", layers_block_type=None, attention_head_dim=None,
-    attention_hidden_size=None,
-)  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mamba": _MAMBA,
-    "falcon_mamba": _MAMBA | dict(mixer_rms_eps=1e-6),
-    "mamba2": dict(
-        vocab_size=32768, hidden_size=4096, state_size=128, num_hidden_layers=64, tie_word_embeddings=False,
-        intermediate_size=None, residual_in_fp32=True, num_heads=128, head_dim=64, n_groups=8,
-        time_step_limit=(0.0, math.inf),
-    ),
-    "zamba": _SHARED_BLOCK | dict(
-        hidden_size=3712, state_size=16, num_hidden_layers=76, num_heads=2, feed_forward_size=14848,
-        num_attention_heads=16, num_key_value_heads=16, attn_layer_period=6, attn_layer_offset=4,
-    ),
-    "zamba2": _SHARED_BLOCK | dict(
-        hidden_size=2560, state_size=64, num_hidden_layers=54, num_heads=8, n_groups=1, head_dim=None,
-        feed_forward_size=None, num_attention_heads=32, num_key_value_heads=None, num_mem_blocks=1,
-        use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, rope_parameters=None,
-        rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
-    ),
-}  # fmt: skip
-_COMMON_DEFAULTS: dict[str, Any] = dict(
-    layer_norm_epsilon=1e-5, expand=2, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank="auto",
-    time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
-)  # fmt: skip
-
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "swish", "relu")  # supported in the shared block's MLP
-
-# Fields that change what the model computes, and the values that are implemented.
-SUPPORTED_VALUES: dict[str, tuple] = {
+# Fields of every family that change what the model computes, and the values that are implemented.
+COMMON_VALUES: dict[str, tuple] = {
     "hidden_mamba_act": ("silu", "swish"),
     "rms_norm": (True,),
     "attn_layer_idx": (None, []),
@@ -88,7 +36,7 @@ IGNORED_FIELDS = frozenset(
     rescale_prenorm_residual return_dict return_dict_in_generate sep_token_id ssm_cfg suppress_tokens
     task_specific_params temperature tf_legacy_loss time_step_init_scheme time_step_scale tokenizer_class top_k top_p
     torch_dtype torchscript transformers_version typical_p use_associative_scan use_bfloat16 use_cache
-    use_falcon_mambapy use_long_context use_mamba_kernels use_mambapy use_mem_eff_path bos_token_id pad_token_id
+    use_long_context use_mamba_kernels use_mambapy use_mem_eff_path bos_token_id pad_token_id
     eos_token_id""".split()
 )
 
@@ -97,20 +45,80 @@ MAX_SIZE = 2**31 - 1  # of any size in a config.json, so that a damaged file is 
 MAX_LAYERS = 10_000
 
 
+@dataclass(frozen=True)
+class Family:
+    """A family of models: how its config.json becomes a `Stack`.
+
+    name: the model_type. read: makes the stack from the fields; ValueError for a value that is wrong or not implemented.
+    defaults: {our name of a field: its default}, as in transformers' configuration class (None: derived from others).
+    hf_names: {our name: config.json's}, where they differ. supported: {config.json's name: the values that are implemented} of
+    fields that change the model and that `read` does not read. ignored: config.json's names of fields that do not change the
+    model, besides `IGNORED_FIELDS`. unsupported_by_peft: names of linear layers whose adapters PEFT refuses to load.
+    from_options: makes the family's own fields of a new model's config.json from training options; None: it cannot.
+    shares_blocks: whether some layers use a shared block.
+    """
+
+    name: str
+    read: Callable[["FieldReader"], Any]
+    defaults: Mapping[str, Any]
+    hf_names: Mapping[str, str] = field(default_factory=dict)
+    supported: Mapping[str, tuple] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    unsupported_by_peft: tuple[str, ...] = ()
+    from_options: Callable[[Any], dict] | None = None
+    shares_blocks: bool = False
+
+    def sizes_from_options(self, options: Any) -> dict:
+        """The fields of a new model's config.json that are this family's own. ValueError if there is no way to make them."""
+        if self.from_options is None:
+            raise ValueError(f"a new {self.name} model needs --model-config F.json")
+        return self.from_options(options)
+
+    def hf_name(self, name: str) -> str:
+        """The name of a field in this family's config.json."""
+        return self.hf_names.get(name, name)
+
+    @property
+    def known(self) -> set[str]:
+        """The names in config.json of the fields that are read."""
+        return {self.hf_name(name) for name in self.defaults}
+
+    def check_supported(self, raw: Mapping[str, Any]) -> None:
+        """ValueError for a field with a value that is not implemented."""
+        for name, allowed in {**COMMON_VALUES, **self.supported}.items():
+            if raw.get(name) is not None and raw[name] not in allowed:
+                raise ValueError(f"{self.name} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
+
+    def unknown_fields(self, names: Mapping[str, Any] | list[str]) -> tuple[str, ...]:
+        """Those of the names, sorted, that are no field of this family's config.json that is known."""
+        known = self.known | COMMON_VALUES.keys() | self.supported.keys() | IGNORED_FIELDS | self.ignored
+        return tuple(sorted(set(names) - known))
+
+    def describe_unknown(self, names: tuple[str, ...]) -> str:
+        """One line about unknown fields, each with the known field that it resembles; empty if there are none."""
+        notes = []
+        for name in names:
+            close = difflib.get_close_matches(name, sorted(self.known), 1)
+            notes.append(f"{name} (did you mean {close[0]}?)" if close else name)
+        return f"config.json: ignored unknown field{'s' * (len(notes) > 1)} {', '.join(notes)}" if notes else ""
+
+
 class FieldReader:
     """The fields of a config.json under our names, with transformers' defaults and checks of their types.
 
     Errors are ValueErrors that name the field as the file does.
     """
 
-    def __init__(self, family: str, raw: dict):
-        self.family, self.raw = family, raw
-        self.defaults = {**_COMMON_DEFAULTS, **_DEFAULTS[family]}
-        self.known = {self.hf_name(name) for name in self.defaults}
+    def __init__(self, family: Family, raw: Mapping[str, Any]):
+        self.family, self.raw, self.defaults = family, raw, family.defaults
 
     def hf_name(self, name: str) -> str:
         """The name of a field in this family's config.json."""
-        return _HF_NAMES[self.family].get(name, name)
+        return self.family.hf_name(name)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the family has a field of this name."""
+        return name in self.defaults
 
     def __getitem__(self, name: str) -> Any:
         """The field's value, unchecked; its default if the file leaves it out or says null."""
@@ -166,13 +174,18 @@ class FieldReader:
     def _error(self, name, problem) -> ValueError:
         return ValueError(f"config.json: {self.hf_name(name)}={self[name]!r} {problem}")
 
+    def choice(self, name: str, allowed: Mapping[str, Any] | tuple) -> Any:
+        """One of some values; ValueError naming them."""
+        if self[name] not in allowed:
+            raise ValueError(
+                f"{self.family.name} with {self.hf_name(name)}={self[name]!r} is not implemented (only {', '.join(allowed)})"
+            )
+        return self[name]
 
-def supported_values(family: str) -> dict[str, tuple]:
-    """Fields of the family's config.json that change what the model computes, and the values that are implemented."""
-    return SUPPORTED_VALUES | ({} if family.startswith("zamba") else {"hidden_act": ("silu", "swish")})
 
-
-def unknown_fields(family: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names, sorted, that are no field of the family's config.json that is known."""
-    known = FieldReader(family, {}).known | supported_values(family).keys() | IGNORED_FIELDS
-    return tuple(sorted(set(names) - known))
+def token_ids(value: object) -> tuple[int, ...]:
+    """The token ids in a config's eos_token_id, which may be None, an id, or a list of ids."""
+    ids: tuple = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(type(i) is int for i in ids):
+        raise ValueError(f"eos_token_id={value!r} is neither a token id nor a list of them")
+    return ids

@@ -1,0 +1,80 @@
+"""The families of models, one file each: how a config.json becomes a stack, and the names of tensors in files.
+
+In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family of the caller's own; nothing else in the package knows
+which families there are.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ssm.stack.adapters import adapters_in
+from megatron_ssm.stack.reader import Family, FieldReader
+from megatron_ssm.stack.stack import Stack
+
+from .falcon_mamba import FALCON_MAMBA
+from .mamba import MAMBA
+from .mamba2 import MAMBA2
+from .zamba import ZAMBA
+from .zamba2 import ZAMBA2
+
+FAMILIES: dict[str, Family] = {each.name: each for each in (MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2)}
+
+
+def register(family: Family) -> None:
+    """Add a family, or replace the one of its name: directories with this model_type can then be loaded."""
+    FAMILIES[family.name] = family
+
+
+def family_of(raw: object) -> Family:
+    """The family that a config.json names; ValueError if it is not registered."""
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"a model configuration is a JSON object, not {type(raw).__name__}")
+    name = raw.get("model_type")
+    if name not in FAMILIES:
+        hint = ""
+        if "d_model" in raw:
+            hint = "; it looks like state-spaces' own: python -m megatron_ssm convert translates those"
+        raise ValueError(f"model type {name!r} is not supported (supported: {', '.join(FAMILIES)}){hint}")
+    return FAMILIES[name]
+
+
+def from_dict(raw: Mapping[str, Any]) -> Stack:
+    """The stack of a Hugging Face config.json.
+
+    ValueError if a field has a wrong type, a value that is not supported, or one that contradicts other fields.
+    """
+    family = family_of(raw)
+    family.check_supported(raw)
+    return family.read(FieldReader(family, raw))
+
+
+def read(directory: str | Path) -> Stack:
+    """From `directory`/config.json, or from the path of a JSON file; errors as `read_json` and `from_dict`."""
+    return from_dict(read_json(directory))
+
+
+def read_json(directory: str | Path) -> Any:
+    """The content of `directory`/config.json, or of the JSON file at that path.
+
+    FileNotFoundError or ValueError, of one line, if there is no such file or it is not JSON.
+    """
+    path = Path(directory)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(f"no model configuration: {path} does not exist{adapters_in(path.parent)}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def read_for_ranks(model: str, ranks: int) -> Stack:
+    """The stack of --model DIR; a one-line ValueError unless `ranks` tensor-parallel ranks can split the model."""
+    if not Path(model).is_dir():
+        fetch = f"hf download {model} --local-dir {Path(model).name or 'model'}"
+        raise ValueError(f"{model} is not a directory; to fetch it: {fetch}")
+    stack = read(model)
+    stack.check_ranks(ranks)
+    return stack

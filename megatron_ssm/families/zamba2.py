@@ -1,0 +1,79 @@
+"""Zamba2: Mamba-2 mixers, and shared transformer blocks with low-rank adapters for each use; Zamba2ForCausalLM."""
+
+import math
+from typing import Any
+
+from megatron_ssm.stack.fields import divides
+from megatron_ssm.stack.reader import Family, FieldReader
+from megatron_ssm.stack.stack import Stack
+
+from .common import MIXER, channels, mamba2_spec
+from .zamba import NAMES, PLAIN, SHARED_BLOCK, hybrid_layers, hybrid_stack, new_hybrid_config, shared_block
+
+DEFAULTS: dict[str, Any] = MIXER | SHARED_BLOCK | dict(
+    hidden_size=2560, state_size=64, num_hidden_layers=54, num_heads=8, n_groups=1, head_dim=None,
+    feed_forward_size=None, num_attention_heads=32, num_key_value_heads=None, num_mem_blocks=1,
+    use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, rope_parameters=None,
+    rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
+)  # fmt: skip
+GATED_NORM_EPS = 1e-5
+DEFAULT_KINDS = (
+    [PLAIN] + ([PLAIN] * 5 + ["hybrid"]) * 7 + [PLAIN] * 4 + ["hybrid"] + [PLAIN] * 3 + ["hybrid"] + [PLAIN] * 2
+)
+
+
+def read(fields: FieldReader) -> Stack:
+    """See `Family`."""
+    inner, heads = channels(fields), fields.positive("num_heads")
+    divides(inner, heads, "channels", "mamba heads")
+    fields.check_derived("head_dim", inner // heads, "mamba_expand * hidden_size / n_mamba_heads")
+    limit = (fields.number("time_step_min"), math.inf)
+    mixer = mamba2_spec(fields, heads, inner // heads, dt_limit=limit, norm_eps=GATED_NORM_EPS)
+    hybrid = hybrid_layers(fields, DEFAULT_KINDS)
+    fields.check_derived("hybrid_layer_ids", list(hybrid), "the hybrid layers of layers_block_type")
+    if not hybrid:
+        return hybrid_stack(fields, mixer, hybrid, None, 1, "shared_transformer")
+    bias, theta = fields.boolean("use_bias"), rope_theta(fields)
+    block, hidden = shared_block(fields, bias, packed=True, rope_theta=theta), fields["hidden_size"]
+    attended = block.attended
+    adapted = fields.boolean("use_shared_attention_adapter")
+    query, key = attended.heads * attended.head_dim, attended.kv_heads * attended.head_dim
+    if adapted and not query == key == 2 * hidden:
+        raise ValueError(
+            f"attention adapters are 2 * hidden_size = {2 * hidden} wide, {attended.heads} heads of {attended.head_dim} and "
+            f"{attended.kv_heads} key/value heads are {query} and {key}"
+        )
+    if theta and attended.head_dim % 2:
+        raise ValueError(f"rotary embeddings need heads of even size, not {attended.head_dim}")
+    use = dict(adapter_rank=fields.positive("adapter_rank"), attention_adapters=adapted)
+    return hybrid_stack(fields, mixer, hybrid, block, fields.positive("num_mem_blocks"), "shared_transformer", **use)
+
+
+def rope_theta(fields: FieldReader) -> float:
+    """The base of the rotary embedding (0: the model has none); ValueError if the embedding is a scaled one."""
+    if not fields.boolean("use_mem_rope"):
+        return 0.0
+    parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{fields.family.name} with rope_type={kind!r} is not implemented (only 'default')")
+    theta = FieldReader(fields.family, {**fields.raw, **parameters}).number("rope_theta")
+    if theta <= 0:
+        raise ValueError(f"config.json: rope_theta={theta!r} must be positive")
+    return theta
+
+
+def new_config(options: Any) -> dict:
+    """See `Family.from_options`."""
+    own = dict(mamba_ngroups=options.mamba_num_groups, num_mem_blocks=options.shared_blocks, use_mem_rope=True)
+    own |= dict(adapter_rank=options.adapter_rank, architectures=["Zamba2ForCausalLM"])
+    return new_hybrid_config(options, 1) | own
+
+
+ZAMBA2 = Family(
+    "zamba2", read, DEFAULTS,
+    NAMES | dict(use_bias="add_bias_linear", n_groups="mamba_ngroups", head_dim="mamba_headdim"),
+    from_options=new_config, shares_blocks=True,
+)  # fmt: skip

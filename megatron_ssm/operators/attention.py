@@ -1,0 +1,228 @@
+"""Attention with grouped key/value heads, split by head over the tensor-parallel ranks.
+
+Each of T ranks holds 1/T of the query heads, and their key/value heads. With fewer key/value heads than ranks, consecutive
+ranks hold the same one and add up its gradients.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, rms_norm
+from megatron_ssm.stack.fields import Field, divide_either_way, divides, row_parallel
+from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .call import Call
+from .low_rank import adapter_of, adapter_of_parts
+from .operator import Operator, Partial, Place
+from .state import State
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The sizes of an attention: causal, softmax(scale * q k^T) v.
+
+    heads, kv_heads: of queries, and of keys and values; heads/kv_heads consecutive query heads use the same key/value head.
+    input_size: of the operator's input, if it is not hidden_size. scale: None is 1/sqrt(head_dim). rope_theta: the base of
+    the rotary embedding (0: there are no positions), of the first rope_size elements of each head (0: all). qk_norm_eps: of
+    norms of queries and of keys, over the elements of each head; None: there are none. qkv_bias, bias: whether the projections
+    of queries, keys and values have biases, and that of the output.
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    input_size: int = 0
+    scale: float | None = None
+    rope_theta: float = 0.0
+    rope_size: int = 0
+    qk_norm_eps: float | None = None
+    qkv_bias: bool = False
+    bias: bool = False
+
+    history: int = 0
+    recurrence: RecurrenceSizes | None = None
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """See `Spec`."""
+        return AttentionSizes(self.heads, self.kv_heads, self.head_dim)
+
+    def fields(self) -> Iterator[Field]:
+        """Queries are split by head, keys and values by key/value head, o_proj by input column."""
+        inputs, dim = self.input_size or self.hidden_size, self.head_dim
+        for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+            yield Field(f"qkv.weight.{name}", f"{name}_proj.weight", (heads * dim, inputs), 0, heads)
+        for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)) if self.qkv_bias else ():
+            yield Field(f"qkv.bias.{name}", f"{name}_proj.bias", (heads * dim,), 0, heads, init="bias")
+        for name in ("q_norm", "k_norm") if self.qk_norm_eps is not None else ():
+            yield Field(name, f"{name}.weight", (dim,), init="one")
+        yield from row_parallel("o_proj", (self.hidden_size, self.heads * dim), self.heads, self.bias)
+
+    def check_ranks(self, size: int) -> None:
+        """See `Spec`."""
+        divides(self.heads, size, "attention heads")
+        divide_either_way(self.kv_heads, size, "key/value heads")
+
+    def build(self, place: Place) -> "Attention":
+        """See `Spec`."""
+        return Attention(self, place)
+
+    def rows(self, ranks: int) -> dict[str, int]:
+        """{part of qkv: its rows on one of `ranks` tensor-parallel ranks}."""
+        kv = max(1, self.kv_heads // ranks) * self.head_dim
+        return {"q": self.heads // ranks * self.head_dim, "k": kv, "v": kv}
+
+    def sizes(self, work: Workload) -> Sizes:
+        """See `Spec`.
+
+        Training stores queries, keys and values, rotated ones, the output, and one number for each head; also where
+        activations are recomputed.
+        """
+        s, rows, hidden = work.itemsize, self.rows(work.ranks), self.hidden_size
+        q, kv, heads = rows["q"], rows["k"], self.heads // work.ranks
+        rotated = q + kv if self.rope_theta else 0
+        normed = q + kv if self.qk_norm_eps is not None else 0
+        copied = 2 * q if work.amx and s == 2 else 0
+        inputs = self.input_size or hidden
+        stored = q + 2 * kv + normed + (rotated + self.head_dim if rotated else 0) + q + heads
+        copies = 2 * self.kv_heads * self.head_dim if self.kv_heads < work.ranks else 0
+        widths = (inputs,) + (1,) * self.qkv_bias
+        return Sizes(
+            keys=2 * kv * s,
+            stages={
+                "attention": s * (2 * q + 2 * kv + rotated + normed + copied),
+                "output": s * (q + hidden * (1 + self.bias)),
+            },
+            stored=stored, kept=stored, gradients=inputs * work.share + q + 2 * kv,
+            parameters=tuple(copies * width for width in widths) if copies else (), attention=4 * self.heads * self.head_dim,
+        )  # fmt: skip
+
+
+class Attention(Operator):
+    """Attention between the projections `qkv` and `o_proj`; its parameters may also be those of a larger block.
+
+    Forward sends nothing, but for the attention over context ranks (`Place.core`). Backward sends, with fewer key/value heads
+    than ranks, one all-reduce for the weight of qkv, and one for its bias; and one for each weight of the norms.
+    """
+
+    recomputes_mix = False
+
+    def __init__(self, spec: AttentionSpec, place: Place):
+        super().__init__(place)
+        self.build_attention(spec, place)
+
+    def build_attention(self, spec: AttentionSpec, place: Place) -> None:
+        """Make the parameters."""
+        ranks, where = place.ranks, place.where
+        self.core = place.core or attend_with_cache
+        self.attention_spec, self.rows = spec, spec.rows(ranks.size)
+        self.scale = 1 / math.sqrt(spec.head_dim) if spec.scale is None else spec.scale
+        shared: dict[str, Any] = dict(shared=("k", "v"), pieces=spec.kv_heads) if spec.kv_heads < ranks.size else {}
+        inputs = spec.input_size or spec.hidden_size
+        self.qkv = ColumnParallelLinear(inputs, self.rows, spec.qkv_bias, ranks, **where, **shared)
+        for name in ("q_norm", "k_norm") if spec.qk_norm_eps is not None else ():
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim, **where)))
+        self.o_proj = RowParallelLinear(self.rows["q"], spec.hidden_size, spec.bias, ranks, **where)
+
+    def new_state(self, batch: int) -> State:
+        """keys, values: (batch, 0, this rank's key/value heads, head_dim)."""
+        spec, like = self.attention_spec, self.o_proj.weight
+        shape = batch, 0, self.rows["k"] // spec.head_dim, spec.head_dim
+        return State(per_token={name: _zeros(like, shape) for name in ("keys", "values")})
+
+    def project(self, x: torch.Tensor, extra: Product | None = None) -> torch.Tensor:
+        """[q | k | v] of this rank. extra: a low-rank product that is added."""
+        parts = {f"{name}_proj": rows for name, rows in self.rows.items()}
+        return self.qkv(x, extra or adapter_of_parts(self.lora, parts))
+
+    def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
+        """See `Operator`."""
+        out = self.o_proj(self.attended(projected, call, state), adapter_of(self.lora, "o_proj"))
+        return Partial(out, bias=self.o_proj.bias)
+
+    def attended(self, projected: torch.Tensor, call: Call, state: State | None) -> torch.Tensor:
+        """[q | k | v] -> (batch, seq, this rank's heads * head_dim), the input of o_proj."""
+        spec, positions = self.attention_spec, call.positions
+        assert positions is not None, "attention needs the positions of the tokens"
+        q, k, v = (
+            part.unflatten(-1, (-1, spec.head_dim)) for part in projected.split(list(self.rows.values()), dim=-1)
+        )
+        if spec.qk_norm_eps is not None:
+            q, k = (self._normed(t, name) for t, name in ((q, "q_norm"), (k, "k_norm")))
+        if spec.rope_theta:
+            q, k = (rotate(t, positions.new, spec.rope_theta, spec.rope_size) for t in (q, k))
+        return self.core(q, k, v, self.scale, call, state).flatten(-2)
+
+    def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The norm of each head, times a weight that every rank has."""
+        weight, eps = self.copied(getattr(self, name)), self.attention_spec.qk_norm_eps
+        assert eps is not None
+        return weight * rms_norm(x, eps).to(weight.dtype)
+
+
+def _zeros(like: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """Zeros of a weight's dtype and device; a quantized weight's activations have the dtype `like.dtype`."""
+    return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q k^T) v on one rank, exactly: (batch, seq, heads, head_dim). Sends nothing.
+
+    q: (batch, seq, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim); heads/kv_heads consecutive query heads use the
+    same key/value head. causal: a query sees the keys up to its own position, and there are as many keys as queries. mask:
+    (batch or 1, 1, seq, keys) bool, True where a query may look.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def attend_with_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    call: Call,
+    state: State | None,
+) -> torch.Tensor:
+    """`attend` of the tokens of a call to each other and to the keys and values in the state, to which theirs are added."""
+    positions = call.positions
+    assert positions is not None, "attention needs the positions of the tokens"
+    if state is not None:
+        padded = call.mask is not None
+        k, v = state.append(positions.new, positions.longest, call.rows, padded, keys=k, values=v)
+    return attend(q, k, v, positions.causal, scale, positions.mask)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, size: int = 0) -> torch.Tensor:
+    """Rotary position embedding of x (batch, seq, heads, head_dim): the same shape.
+
+    Of the first `size` elements of each head (0: all), elements i and i + size/2 are rotated by the angle
+    positions * theta^(-2i/size). positions: (batch, seq); padding has position 0. The angles are computed in at least fp32, as
+    in transformers.
+    """
+    if 0 < size < x.shape[-1]:
+        rotated = rotate(x[..., :size], positions, theta)
+        return torch.cat([rotated, x[..., size:]], dim=-1)
+    wide, size = at_least_fp32(x.dtype), x.shape[-1]
+    frequencies = 1.0 / theta ** (torch.arange(0, size, 2, device=x.device).to(wide) / size)
+    angles = positions.clamp(min=0).unsqueeze(-1).to(wide) * frequencies
+    cos, sin = (t.to(x.dtype).unsqueeze(2) for t in (angles.cos(), angles.sin()))  # (batch, seq, 1, size/2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

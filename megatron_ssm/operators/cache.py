@@ -1,0 +1,232 @@
+"""The cache of generation: the states of all operators, for this rank's channels and heads.
+
+A `Cache` has one row per sequence, and each row has its own length, so that sequences can join and leave between two
+calls: `select` chooses the rows that a call continues, `reset` frees a row, and a `Snapshot` is the state of one row,
+which can be restored into any row, any number of times.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .call import EVERY_ROW, Rows
+from .state import State
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one sequence on this rank after `length` tokens.
+
+    fixed: the fixed tensors of each state, in order. segments: the per-token tensors of all states (tokens, ...), for
+    consecutive parts of the sequence. Snapshots of longer prefixes of the same sequence share segments, so these must not be
+    overwritten. kv_lengths: as in `Cache`, (ranks,).
+    """
+
+    length: int
+    fixed: list[torch.Tensor]
+    segments: tuple[list[torch.Tensor], ...] = ()
+    kv_lengths: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the snapshot."""
+        return [*self.fixed, *(tensor for segment in self.segments for tensor in segment)]
+
+
+@dataclass
+class Cache:
+    """The state of sequences between two calls of the model, for this rank's channels and heads; see `model.new_cache`.
+
+    states: {path of the operator, such as layers.3.mixer: its state}. lengths: (rows,) int64 on the CPU, how many tokens each
+    row has read, without padding; the same on all ranks. max_length: how many tokens a model with attention can store per
+    row; None: the cache grows as needed. rows: those that the next call of the model continues.
+
+    kv_lengths: if context ranks share the sequences, (ranks, rows) int64 on the CPU, how many keys and values each of them
+    holds of each row; the same on all ranks. None: this rank holds all. context_rank: this rank's number among them.
+    """
+
+    states: dict[str, State]
+    lengths: torch.Tensor
+    max_length: int | None = None
+    rows: Rows = field(default_factory=lambda: EVERY_ROW)
+    kv_lengths: torch.Tensor | None = None
+    context_rank: int = 0
+
+    def _fixed(self) -> Iterator[torch.Tensor]:
+        for state in self.states.values():
+            yield from state.fixed.values()
+
+    def _per_token(self) -> Iterator[torch.Tensor]:
+        for state in self.states.values():
+            yield from state.per_token.values()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of all states."""
+        return [tensor for state in self.states.values() for tensor in state.tensors()]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the states."""
+        return next((tensor.device for tensor in self.tensors()), torch.device("cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the cache on this rank."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    @property
+    def rows_held(self) -> int:
+        """How many sequences the cache has room for."""
+        return len(self.lengths)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences a call continues."""
+        return len(self.lengths[self.rows])
+
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens a row can hold; None: any number, because no operator keeps something of each token."""
+        return next((tensor.shape[1] for tensor in self._per_token()), None)
+
+    def select(self, rows: Iterable[int]) -> "Cache":
+        """A view of some rows, which a call of the model then continues; the storage is shared.
+
+        ValueError unless they are distinct rows of a cache that is not itself a selection.
+        """
+        rows = [int(row) for row in rows]
+        if not isinstance(self.rows, slice) or self.rows != EVERY_ROW:
+            raise ValueError("rows are selected from a whole cache, not from a selection")
+        if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
+            raise ValueError(f"rows {rows} are not one or more distinct rows of a cache of {len(self.lengths)}")
+        consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
+        where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
+        return replace(self, rows=where)
+
+    def advance(self, tokens: int, mask: torch.Tensor | None = None, new_per_rank: torch.Tensor | None = None) -> None:
+        """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding.
+
+        new_per_rank: (ranks, batch), how many keys and values each context rank has got.
+        """
+        # The sum of a mask in 16 bits would be rounded to 8 or 11 bits.
+        added = tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
+        if isinstance(self.rows, slice):
+            self.lengths[self.rows].add_(added)  # `+=` would copy the sums once more
+        else:
+            self.lengths[self.rows] += added
+        if self.kv_lengths is not None and new_per_rank is not None:
+            self.kv_lengths[:, self.rows] += new_per_rank
+
+    def accept(self, counts: Sequence[int]) -> None:
+        """After a speculative call: keep the first counts[i] tokens of row i, as if it had decoded only these.
+
+        The others are taken back exactly: states are computed again from those before the call.
+        Where C computed layers: RuntimeError, with nothing done, if tensors of the cache, or those that the model had
+        during the call, have moved in memory since then.
+        """
+        pending = [state.pending for state in self.states.values() if state.pending is not None]
+        for each in pending:
+            each.check(self)
+        for each in pending:
+            each.advance(self, counts)
+        for state in self.states.values():
+            state.pending = None
+        self.lengths[self.rows] += torch.tensor(counts)
+
+    def stored(self, row: int) -> int:
+        """How many keys and values this rank holds of a row."""
+        return int(self.lengths[row] if self.kv_lengths is None else self.kv_lengths[self.context_rank, row])
+
+    def reserve(self, length: int) -> None:
+        """Allocate memory for `length` tokens per row, and copy the keys and values there, unless there is enough.
+
+        If context ranks share the rows, that is for this rank's part of them. ValueError if `length` exceeds max_length.
+        After any error the cache is as it was.
+        """
+        if self.capacity is None:
+            return
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(f"a sequence of {length} tokens does not fit into a cache of max_length={self.max_length}")
+        self.allocate(length if self.kv_lengths is None else share_of_rank(length, len(self.kv_lengths)))
+
+    @torch.inference_mode(False)  # see `Model.new_cache`
+    def allocate(self, length: int) -> None:
+        """Allocate memory for `length` entries per row on this rank, unless there is enough."""
+        if self.capacity is None or length <= self.capacity:
+            return
+        states = self.states.values()
+        longer = [{name: _longer(t, length) for name, t in state.per_token.items()} for state in states]  # all, or none
+        for state, tensors in zip(states, longer, strict=True):
+            state.per_token.update(tensors)
+
+    def reset(self, row: int) -> None:
+        """Empty a row, so that a new sequence can start in it."""
+        for tensor in self._fixed():
+            tensor[row] = 0
+        self.lengths[row] = 0
+        if self.kv_lengths is not None:
+            self.kv_lengths[:, row] = 0
+
+    def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
+        """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat: a beam may have several successors."""
+        rows = torch.as_tensor(rows)
+        longest = max(map(self.stored, range(len(self.lengths))))
+        where = rows.to(self.device)
+        for tensor in self._fixed():
+            tensor.copy_(tensor[where])
+        for tensor in self._per_token():
+            tensor[:, :longest] = tensor[where, :longest]
+        self.lengths.copy_(self.lengths[rows])
+        if self.kv_lengths is not None:
+            self.kv_lengths.copy_(self.kv_lengths[:, rows])
+
+    def fork(self, source: int, target: int) -> None:
+        """Copy row `source` to row `target`."""
+        stored = self.stored(source)
+        for tensor in self._fixed():
+            tensor[target] = tensor[source]
+        for tensor in self._per_token():
+            tensor[target, :stored] = tensor[source, :stored]
+        self.lengths[target] = self.lengths[source]
+        if self.kv_lengths is not None:
+            self.kv_lengths[:, target] = self.kv_lengths[:, source]
+
+    def snapshot(self, row: int, after: Snapshot | None = None) -> Snapshot:
+        """A copy of the state of a row. after: an earlier snapshot of this sequence, whose keys and values are shared."""
+        start = 0 if after is None else sum(len(segment[0]) for segment in after.segments if segment)
+        new = [tensor[row, start : self.stored(row)].clone() for tensor in self._per_token()]
+        kv_lengths = None if self.kv_lengths is None else self.kv_lengths[:, row].clone()
+        return Snapshot(
+            int(self.lengths[row]),
+            [tensor[row].clone() for tensor in self._fixed()],
+            (*(after.segments if after is not None else ()), new),
+            kv_lengths,
+        )
+
+    def restore(self, row: int, snapshot: Snapshot) -> None:
+        """Copy a snapshot into a row. ValueError, before anything changes, if it exceeds max_length."""
+        self.reserve(snapshot.length)
+        if snapshot.kv_lengths is not None:
+            self.allocate(int(snapshot.kv_lengths[self.context_rank]))
+        for tensor, saved in zip(self._fixed(), snapshot.fixed, strict=True):
+            tensor[row] = saved
+        start = 0
+        for segment in snapshot.segments:
+            for tensor, saved in zip(self._per_token(), segment, strict=True):
+                tensor[row, start : start + len(saved)] = saved
+            start += len(segment[0]) if segment else 0
+        self.lengths[row] = snapshot.length
+        if self.kv_lengths is not None and snapshot.kv_lengths is not None:
+            self.kv_lengths[:, row] = snapshot.kv_lengths
+
+
+def share_of_rank(length: int, ranks: int) -> int:
+    """The most tokens that one of several context ranks holds of a sequence of `length` tokens, if it came in one chunk."""
+    return -(-length // ranks) + 1  # two blocks, each rounded up
+
+
+def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """A copy whose dimension 1 has `length` elements, zeros after those of the tensor."""
+    longer = tensor.new_zeros(tensor.shape[0], length, *tensor.shape[2:])
+    longer[:, : tensor.shape[1]] = tensor
+    return longer

@@ -1,0 +1,283 @@
+"""The Mamba-2 mixer, split by head over the tensor-parallel ranks.
+
+Each of T ranks holds 1/T of the heads: their rows of z, x and dt, and the B and C of their groups. With fewer groups G
+than ranks, T/G consecutive ranks hold the same B and C and add up their gradients. in_proj computes dt, B and C, so
+nothing has to be summed before the scan. The ranks sum the output of out_proj and, if a group of the gated norm spans
+several ranks, the sums of squares of the norm:
+
+- G % T = 0: the norm is local. One all-reduce per block.
+- G = 1: 1/sqrt(mean square) is one number per token, and multiplying by it commutes with out_proj. So the sum of squares is
+  one more column in the all-reduce of out_proj, exact in every format, and the sum is scaled afterwards. One all-reduce.
+- 1 < G < T: the sums of squares (G elements per token) are summed before out_proj. Two all-reduces.
+
+docs/concepts/all-reduce-count.md derives this.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ssm.context.blocks import halo
+from megatron_ssm.context.channel_exchange import ssd_by_heads
+from megatron_ssm.context.scans import ssd_over_context
+from megatron_ssm.native import kernels
+from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from megatron_ssm.ops.scan import ssd
+from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_ssm.parallel.operators import sum_over_ranks
+from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
+from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .call import Call
+from .convolution import Convolution, keep_last_inputs
+from .low_rank import adapter_of
+from .operator import Operator, Partial, Place
+from .state import State
+
+CUDA_SSD_CHUNK = 256  # mamba_chunk_scan_combined keeps a state for each chunk of this many tokens
+SSD_CHUNK = 16  # tokens for which the C kernel keeps one state
+
+NO_LIMIT = (0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """The sizes of a Mamba-2 mixer. groups: heads of a group share B and C, and the gated norm is over a group's channels.
+
+    dt_limit: of the step sizes in prompts. dt_range: as for `Mamba1Spec`.
+    """
+
+    hidden_size: int
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    conv_kernel: int
+    norm_eps: float
+    bias: bool = False
+    conv_bias: bool = True
+    dt_limit: tuple[float, float] = NO_LIMIT
+    dt_range: tuple[float, float, float] = field(default=(0.001, 0.1, 1e-4), compare=False)
+
+    attention: AttentionSizes | None = None
+
+    @property
+    def channels(self) -> int:
+        """Those of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def history(self) -> int:
+        """See `Spec`."""
+        return self.conv_kernel - 1
+
+    @property
+    def recurrence(self) -> RecurrenceSizes:
+        """See `Spec`."""
+        return RecurrenceSizes(self.heads, self.head_dim, self.state_size, self.groups)
+
+    def fields(self) -> Iterator[Field]:
+        """z, x, dt and the norm are split by head, B and C by group."""
+        heads, inner, bc = self.heads, self.channels, self.groups * self.state_size
+        parts = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": heads}
+        units = {"z": heads, "x": heads, "B": self.groups, "C": self.groups, "dt": heads}
+        yield Field("A_log", "A_log", (heads,), 0, heads, fp32=True, init="A_log")
+        yield Field("D", "D", (heads,), 0, heads, fp32=True, init="one")
+        yield Field("dt_bias", "dt_bias", (heads,), 0, heads, fp32=True, init="dt_bias", init_range=self.dt_range)
+        yield Field("norm_weight", "norm.weight", (inner,), 0, heads, init="one")
+        yield from packed("in_proj", parts, units, (self.hidden_size,), self.bias)
+        xBC = {name: parts[name] for name in "xBC"}
+        yield from packed("conv", xBC, units, (1, self.conv_kernel), self.conv_bias, hf="conv1d")
+        yield from row_parallel("out_proj", (self.hidden_size, inner), heads, self.bias)
+
+    def check_ranks(self, size: int) -> None:
+        """See `Spec`."""
+        divides(self.heads, size, "heads")
+        divide_either_way(self.groups, size, "groups")
+
+    def build(self, place: Place) -> "Mamba2Mixer":
+        """See `Spec`."""
+        return Mamba2Mixer(self, place)
+
+    def sizes(self, work: Workload) -> Sizes:
+        """See `Spec`.
+
+        In a prompt, at the scan: z, x, B, C, dt; the convolution's outputs; two copies of dt in at least fp32; y. On CUDA
+        also, in fp32, the state of each chunk alone and with all earlier chunks, and C B^T within chunks. In training: the
+        projection, the convolution, dt, and after the scan y, silu(z), their product, the norm's products, and a sum.
+        """
+        ranks, s, N, hidden = work.ranks, work.itemsize, self.state_size, self.hidden_size
+        i, heads, groups = self.channels // ranks, self.heads // ranks, max(1, self.groups // ranks)
+        bc, is_fused, summed = 2 * groups * N, self.groups == 1 and ranks > 1, 1 < self.groups < ranks
+        rows = i + i + bc + heads
+        scan = s * (rows + i + bc + i) + 2 * work.wide_itemsize * heads
+        if work.on_cuda:
+            scan += 4 * (2 * i * N // CUDA_SSD_CHUNK + groups * CUDA_SSD_CHUNK)
+        steps, whole = 2 if self.dt_limit == NO_LIMIT else 3, hidden * work.share
+        gated = 4 * i + 1 + whole + 2 * work.share if is_fused else 5 * i + groups
+        in_norm = 2 * i + (hidden - whole if is_fused else 0)
+        in_scan = 3 * i - gated + i * N / SSD_CHUNK + 2 * bc + 4 * heads
+        inner, copied = (self.groups,) if summed else (), 2 * self.groups * N  # rows that several ranks hold
+        widths = (hidden, self.conv_kernel) + (1,) * (self.conv_bias + self.bias)
+        return Sizes(
+            state=(self.history * (i + bc) * s + N * i * work.wide_itemsize),
+            stages={"scan": max(scan, s * (rows + 2 * i)), "output": s * i + s * hidden * (1 + self.bias)},
+            stored=2 * i + bc + heads + i + bc + steps * heads + gated,
+            kept=whole + work.share if is_fused else 0,
+            gradients=whole + max(in_norm, in_scan), columns=1 if self.groups == 1 else 0, inner=inner, backward=inner,
+            parameters=tuple(copied * width for width in widths) if self.groups % ranks else (),
+            passed=i * N, convolved=i + bc, scan=7 * self.channels * N,
+        )  # fmt: skip
+
+
+class Mamba2Mixer(Operator):
+    """The mixer of state-space duality.
+
+    Forward sends nothing, or with 1 < groups < ranks an all-reduce; its partial output has the sums of squares beside it if
+    there is one group. Backward sends, with fewer groups than ranks, one all-reduce for each tensor that holds B and C (the
+    weights, and biases if there are any, of in_proj and of the convolution); and with 1 < groups < ranks one of the gradients
+    of the sums of squares. Over context ranks, both directions also pass the convolution's inputs and states, or exchange
+    channels (see `context`).
+    """
+
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def __init__(self, spec: Mamba2Spec, place: Place):
+        ranks, where, wide = place.ranks, place.where, at_least_fp32(place.dtype)
+        super().__init__(place)
+        self.heads, self.head_dim, self.state_size = spec.heads // ranks.size, spec.head_dim, spec.state_size
+        self.groups = max(1, spec.groups // ranks.size)
+        self.all_groups, self.eps, self.dt_limit = spec.groups, spec.norm_eps, spec.dt_limit
+        self.group_channels = spec.channels // spec.groups
+        self.kernel = spec.conv_kernel
+        inner, bc = self.heads * self.head_dim, self.groups * self.state_size
+        self.rows = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": self.heads}
+        shared: dict[str, Any] = dict(shared=("B", "C"), pieces=spec.groups) if spec.groups < ranks.size else {}
+        for name in ("A_log", "D", "dt_bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(self.heads, dtype=wide, device=place.device)))
+        self.norm_weight = nn.Parameter(torch.empty(inner, **where))
+        self.in_proj = ColumnParallelLinear(spec.hidden_size, self.rows, spec.bias, ranks, **where, **shared)
+        channels = {name: self.rows[name] for name in "xBC"}
+        self.conv = Convolution(channels, spec.conv_kernel, spec.conv_bias, ranks, **where, **shared)
+        self.out_proj = RowParallelLinear(inner, spec.hidden_size, spec.bias, ranks, **where)
+
+    def new_state(self, batch: int) -> State:
+        """conv: (batch, K-1, channels of x, B and C), the last inputs of the convolution of K taps. state: (batch, this
+        rank's heads, N, head_dim), at least fp32.
+        """
+        device, wide = self.D.device, at_least_fp32(self.D.dtype)
+        channels = sum(self.rows[name] for name in "xBC")
+        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.norm_weight.dtype, device=device)
+        state = torch.zeros(batch, self.heads, self.state_size, self.head_dim, dtype=wide, device=device)
+        return State(dict(conv=conv, state=state))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """[z | x | B | C | dt] of this rank."""
+        return self.in_proj(x, adapter_of(self.lora, "in_proj"))
+
+    def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
+        """See `Operator`.
+
+        dt is clamped to the specification's limits, except while decoding. That is what transformers does, so the logits of
+        checkpoints with limits depend on it.
+        """
+        normed, squares = self._normed(*self._scanned(projected, call, state))
+        out = self.out_proj(normed, adapter_of(self.lora, "out_proj"))
+        return Partial(out, squares, None if squares is None else self._finished, self.out_proj.bias)
+
+    def _finished(self, out: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        """out * 1/sqrt(mean square + eps) of each token."""
+        return out * torch.rsqrt(squares / self.group_channels + self.eps)
+
+    def _scanned(self, projected, call: Call, held: State | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output of the scan and the gate z, (batch, seq, this rank's channels) each. Frees its temporaries."""
+        inner, bc = self.rows["x"], self.rows["B"]
+        conv, state = (None, None) if held is None else (held["conv"][call.rows], held["state"][call.rows])
+        z, xBC, dt = projected.split([inner, inner + 2 * bc, self.heads], dim=-1)
+        if self.context is not None and call.sharding is not None:
+            return self._scanned_over_context(xBC, dt, call, held), z
+        dt = self._step_sizes(dt, call.decoding)
+        xBC = xBC if call.mask is None else xBC * call.mask
+        xBC, conv = self.conv(xBC, conv, overwrite=held is not None)
+        xBC = xBC if call.mask is None else xBC * call.mask
+        x, B, C = self._parts(xBC)
+        may_round = isinstance(getattr(self.out_proj, "weight", None), RoundedMatrix)  # whose products round as well
+        how: dict[str, Any] = dict(one_by_one=True) if call.speculative else dict(may_round=may_round)
+        y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=held is not None, **how)
+        if held is not None:
+            held.update(call.rows, conv=conv, state=state)
+        return y.flatten(2), z
+
+    def _scanned_over_context(
+        self, mixed: torch.Tensor, dt: torch.Tensor, call: Call, held: State | None
+    ) -> torch.Tensor:
+        """The output of the scan for this rank's tokens of a sequence that is spread over the context ranks."""
+        context: Any = self.context
+        begins = held is None or call.begins
+        history, state = (None, None) if begins else (held["conv"][call.rows], held["state"][call.rows])
+        xBC, dt = context.to_blocks(mixed), self._step_sizes(dt)
+        xBC, _ = self.conv(xBC, halo(xBC, self.kernel - 1, context, history))
+        x, B, C = self._parts(xBC)
+        if held is not None and call.sharding is not None:
+            dt = call.sharding.mask_padding(dt)
+        inputs = x, context.to_blocks(dt), self.A_log, B, C, self.D, context
+        if held is None and context.exchanges_channels:
+            return context.from_blocks(ssd_by_heads(*inputs)).flatten(2)
+        y, passed = ssd_over_context(*inputs, state)
+        if held is not None and call.sharding is not None:
+            keep_last_inputs(mixed, call, held)
+            held["state"][call.rows] = passed.whole_final().unflatten(2, held["state"].shape[2:])
+        return context.from_blocks(y).flatten(2)
+
+    def _parts(self, xBC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (batch, seq, this rank's heads, head_dim), and B and C (batch, seq, this rank's groups, N)."""
+        x, B, C = xBC.split([self.rows[name] for name in "xBC"], dim=-1)
+        B, C = (t.unflatten(2, (self.groups, self.state_size)) for t in (B, C))
+        return x.unflatten(2, (self.heads, self.head_dim)), B, C
+
+    def _step_sizes(self, dt: torch.Tensor, decoding: bool = False) -> torch.Tensor:
+        """softplus(dt + bias), clamped to the limits, except while decoding."""
+        dt = F.softplus(dt + self.dt_bias)
+        return dt if decoding or self.dt_limit == NO_LIMIT else dt.clamp(*self.dt_limit)
+
+    @property
+    def local_norm(self) -> bool:
+        """Whether this rank holds all channels of its groups, so that it normalizes them alone."""
+        return self.all_groups >= self.ranks.size
+
+    @property
+    def fused_norm(self) -> bool:
+        """Whether the sum of squares of the only group is a column in the all-reduce of out_proj."""
+        return self.ranks.size > 1 and self.all_groups == 1
+
+    def _normed(self, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(norm(y * silu(z)) * weight, None); the norm is over all channels of a group, on all ranks that hold them.
+
+        With `fused_norm`: (the same without the factor 1/sqrt(mean square), this rank's sum of squares (batch, seq, 1)).
+        """
+        local_groups, fused = self.local_norm or self.fused_norm, self.fused_norm
+        if local_groups and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
+            return kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
+        wide = at_least_fp32(self.norm_weight.dtype)
+        y = y.to(wide) * F.silu(z.to(wide))
+        local = y.view(*y.shape[:-1], self.groups, -1)
+        squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
+        if not fused:
+            squares = squares if self.local_norm else self._sum_of_group(squares)
+            scale = torch.rsqrt(squares / self.group_channels + self.eps)
+            y = (local * scale.unsqueeze(-1)).view_as(y)
+        return self.norm_weight * y.to(self.norm_weight.dtype), squares if fused else None
+
+    def _sum_of_group(self, squares: torch.Tensor) -> torch.Tensor:
+        """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of one column per group."""
+        group = self.ranks.piece_index(self.all_groups)
+        columns = F.pad(squares, (group, self.all_groups - 1 - group))
+        return sum_over_ranks(columns, self.ranks.group, self.ranks.all_reduce_exact_once)[..., group : group + 1]

@@ -1,0 +1,130 @@
+"""The MLP of a transformer layer, gated or not, split by channel over the tensor-parallel ranks."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
+from megatron_ssm.stack.fields import Field, divides, packed, row_parallel, rows_of
+from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+
+from .call import Call
+from .low_rank import adapter_of, adapter_of_parts
+from .operator import Operator, Partial, Place
+from .state import State
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "relu2": squared_relu,
+}
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """The sizes of an MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) if it is not gated.
+
+    channels: of the inner dimension. packed: whether files store gate and up in one tensor.
+    """
+
+    hidden_size: int
+    channels: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    packed: bool = False
+
+    history: int = 0
+    recurrence: RecurrenceSizes | None = None
+    attention: AttentionSizes | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the projections into the MLP."""
+        return ("gate", "up") if self.gated else ("up",)
+
+    def fields(self) -> Iterator[Field]:
+        """Everything is split by channel."""
+        rows = dict.fromkeys(self.inputs, self.channels)
+        if self.packed:
+            yield from packed("gate_up", rows, rows, (self.hidden_size,), self.bias, hf="gate_up_proj")
+        else:
+            for name in rows:
+                one = {name: self.channels}
+                yield from rows_of("gate_up.weight", f"{name}_proj.weight", one, one, (self.hidden_size,))
+            for name in rows if self.bias else ():
+                one = {name: self.channels}
+                yield from rows_of("gate_up.bias", f"{name}_proj.bias", one, one, (), init="bias")
+        yield from row_parallel("down_proj", (self.hidden_size, self.channels), self.channels, self.bias)
+
+    def check_ranks(self, size: int) -> None:
+        """See `Spec`."""
+        divides(self.channels, size, "channels of the MLP")
+
+    def build(self, place: Place) -> "Mlp":
+        """See `Spec`."""
+        return Mlp(self, place)
+
+    def rows(self, ranks: int) -> dict[str, int]:
+        """{projection into the MLP: its rows on one of `ranks` tensor-parallel ranks}."""
+        return dict.fromkeys(self.inputs, self.channels // ranks)
+
+    def sizes(self, work: Workload) -> Sizes:
+        """See `Spec`. Training stores the projections, the activated gate, and the product."""
+        inner, hidden, count = self.channels // work.ranks, self.hidden_size, len(self.inputs)
+        return Sizes(
+            stages={
+                "MLP": work.itemsize * (count + 2) * inner,
+                "output": work.itemsize * (inner + hidden * (1 + self.bias)),
+            },
+            stored=(2 * count) * inner,
+            gradients=hidden * work.share + (count + 1) * inner,
+        )
+
+
+class Mlp(Operator):
+    """The MLP between the projections `gate_up` and `down_proj`; its parameters may also be those of a larger block.
+
+    Sends nothing, forward and backward.
+    """
+
+    def __init__(self, spec: MlpSpec, place: Place):
+        super().__init__(place)
+        self.build_mlp(spec, place)
+
+    def build_mlp(self, spec: MlpSpec, place: Place) -> None:
+        """Make the parameters."""
+        ranks, where = place.ranks, place.where
+        self.mlp_spec, self.mlp_rows = spec, spec.rows(ranks.size)
+        self.activation = ACTIVATIONS[spec.activation]
+        self.gate_up = ColumnParallelLinear(spec.hidden_size, self.mlp_rows, spec.bias, ranks, **where)
+        self.down_proj = RowParallelLinear(self.mlp_rows["up"], spec.hidden_size, spec.bias, ranks, **where)
+
+    def project(self, x: torch.Tensor, extra: Product | None = None) -> torch.Tensor:
+        """[gate | up] of this rank, or [up]. extra: a low-rank product that is added."""
+        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
+        return self.gate_up(x, extra or adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts))
+
+    def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
+        """See `Operator`."""
+        return Partial(
+            self.down_proj(self.activated(projected), adapter_of(self.lora, "down_proj")), bias=self.down_proj.bias
+        )
+
+    def activated(self, projected: torch.Tensor) -> torch.Tensor:
+        """(batch, seq, this rank's rows of gate_up) -> the input of down_proj."""
+        if not self.mlp_spec.gated:
+            return self.activation(projected)
+        gate, up = projected.chunk(2, dim=-1)
+        return self.activation(gate) * up

@@ -1,0 +1,283 @@
+"""A shared transformer block: attention and an MLP whose weights several units use, each with keys and values of its own.
+
+The input of a use is [hidden state | embeddings], 2 * hidden wide and whole on every rank. Attention and MLP follow one
+another without residual connections, and the output is whole again. Each use sends two all-reduces, of `hidden` elements per
+token each.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from megatron_ssm.ops.matrices import linear
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, Product, RMSNorm, is_plain, with_adapter
+from megatron_ssm.parallel.operators import copy_to_ranks
+from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.parallel.sequence_parallel import divide_gradient, replicated
+from megatron_ssm.stack.fields import Field, rows_of
+from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+
+from .attention import Attention, AttentionSpec
+from .call import Call
+from .low_rank import Adapters, adapter_of, adapter_of_parts
+from .mlp import Mlp, MlpSpec
+from .operator import Partial, Place, as_input, sum_of
+from .state import State
+
+
+@dataclass(frozen=True)
+class SharedBlockSpec:
+    """norm -> attention -> norm -> MLP. The attention's input is 2 * hidden wide."""
+
+    attended: AttentionSpec
+    mlp: MlpSpec
+    norm_eps: float
+
+    history: int = 0
+    recurrence: RecurrenceSizes | None = None
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """See `Spec`."""
+        return self.attended.attention
+
+    def fields(self) -> Iterator[Field]:
+        """See `Spec`."""
+        hidden = self.mlp.hidden_size
+        yield Field("norm.weight", "input_layernorm.weight", (2 * hidden,), init="one")
+        yield from (replace(each, hf="self_attn." + each.hf) for each in self.attended.fields())
+        yield Field("mlp_norm.weight", "pre_ff_layernorm.weight", (hidden,), init="one")
+        yield from (replace(each, hf="feed_forward." + each.hf) for each in self.mlp.fields())
+
+    def check_ranks(self, size: int) -> None:
+        """See `Spec`."""
+        self.attended.check_ranks(size)
+        self.mlp.check_ranks(size)
+
+    def build(self, place: Place) -> "SharedBlock":
+        """See `Spec`."""
+        return SharedBlock(self, place)
+
+    def sizes(self, work: Workload) -> Sizes:
+        """Nothing: each use counts for itself; see `SharedBlockUseSpec`."""
+        return Sizes()
+
+
+@dataclass(frozen=True)
+class SharedBlockUseSpec:
+    """What a unit has of its own for its use of a shared block: a linear layer, and low-rank adapters.
+
+    use: its number among the uses of all blocks. adapter_rank: of the adapter of the MLP (0: there are none).
+    attention_adapters: whether q, k and v have adapters too. idle: the numbers of other uses whose adapters files repeat with
+    this one; the model keeps them, to save them again.
+
+    The names of the linear layer in files begin with `linear`, those of adapters with `block.`.
+    """
+
+    block: SharedBlockSpec
+    use: int
+    adapter_rank: int = 0
+    attention_adapters: bool = False
+    idle: tuple[int, ...] = ()
+
+    history: int = 0
+    recurrence: RecurrenceSizes | None = None
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """See `Spec`."""
+        return self.block.attention
+
+    def fields(self) -> Iterator[Field]:
+        """See `Spec`. Every rank holds the whole linear layer, and one factor of each adapter."""
+        attended, mlp, rank = self.block.attended, self.block.mlp, self.adapter_rank
+        hidden, name = mlp.hidden_size, "block.self_attn.linear_{}_adapter_list.{}."
+        yield Field("linear", "linear.weight", (hidden, hidden), init="out_proj")
+        for part in "qkv" if self.attention_adapters else "":
+            files = name.format(part, self.use)
+            yield Field(f"qkv.down.{part}", files + "0.weight", (rank, 2 * hidden))
+            yield Field(f"qkv.up.{part}", files + "1.weight", (2 * hidden, rank), 0, attended.heads)
+        files = f"block.feed_forward.gate_up_proj_adapter_list.{self.use}."
+        if rank:
+            yield Field("gate_up.down.low", files + "0.weight", (rank, hidden))
+            rows = dict.fromkeys(mlp.inputs, mlp.channels)
+            yield from rows_of("gate_up.up", files + "1.weight", rows, rows, (rank,))
+        for other in self.idle:
+            yield from self._idle_fields(other)
+
+    def _idle_fields(self, use: int) -> Iterator[Field]:
+        """The adapters for another use: every rank holds them unsplit."""
+        hidden, rank = self.block.mlp.hidden_size, self.adapter_rank
+        parts = {part: f"self_attn.linear_{part}_adapter_list" for part in "qkv"} if self.attention_adapters else {}
+        wide = dict.fromkeys(parts, 2 * hidden) | {"gate_up": len(self.block.mlp.inputs) * self.block.mlp.channels}
+        inputs = dict.fromkeys(parts, 2 * hidden) | {"gate_up": hidden}
+        for part, files in {**parts, "gate_up": "feed_forward.gate_up_proj_adapter_list"}.items():
+            yield Field(f"idle.{use}_{part}_down", f"block.{files}.{use}.0.weight", (rank, inputs[part]))
+            yield Field(f"idle.{use}_{part}_up", f"block.{files}.{use}.1.weight", (wide[part], rank))
+
+    def check_ranks(self, size: int) -> None:
+        """See `Spec`."""
+        self.block.check_ranks(size)
+
+    def build(self, place: Place) -> "SharedBlockUse":
+        """See `Spec`."""
+        return SharedBlockUse(self, place)
+
+    def sizes(self, work: Workload) -> Sizes:
+        """See `Spec`: those of the block, for one use.
+
+        The input of attention is twice as wide as the model and stays in memory. Adapters are as wide as what they are added
+        to.
+        """
+        attended, s, H, low = (
+            self.block.attended.sizes(work),
+            work.itemsize,
+            self.block.mlp.hidden_size,
+            self.adapter_rank,
+        )
+        rows, mlp = self.block.attended.rows(work.ranks), self.block.mlp.channels // work.ranks
+        q, kv = rows["q"], rows["k"]
+        adapted = 2 * H + 3 * (q + 2 * kv) + 3 * low if self.attention_adapters else 0
+        elements = {
+            "shared norm": 4 * H, "attention's adapters": adapted, "MLP": H + 4 * mlp,
+            "MLP's adapter": 2 * H + 4 * mlp + low if low else 0,
+        }  # fmt: skip
+        whole = H * work.share
+        projected = work.norm(2 * H) + (3 * low if self.attention_adapters else 0)
+        inner = work.norm(H) + 4 * mlp + whole + low
+        lows = (low,) * (4 if self.attention_adapters else 1) if low else ()
+        return replace(
+            attended,
+            stages={**{name: s * count for name, count in elements.items()}, "attention": attended.stages["attention"] + 2 * s * H},
+            stored=projected + attended.stored + inner,
+            kept=2 * whole + attended.stored + (whole if work.ranks > 1 else 0),
+            gradients=0, peaks=(projected + 2 * whole, inner + 2 * mlp), outputs=(H, H), backward=(H, 2 * H, *lows),
+        )  # fmt: skip
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter, x down^T up^T, which is added to the output of a column-parallel layer.
+
+    rank: of the adapter. rows: this rank's rows of each field of the layer. downs: the names of the low-rank activations:
+    one for each field, or one that all fields use. Every rank has all of `down`; `up` is split like the layer.
+
+    Forward sends nothing. Backward sends one all-reduce of the gradient of the low-rank activations, which makes the
+    gradients of `down` and of x whole. So the layer's own all-reduce of x's gradient must not include this one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        rank: int,
+        downs: Iterable[str],
+        rows: Mapping[str, int],
+        ranks: Ranks,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.ranks, self.rank = ranks, rank
+        self.down = Packed(dict.fromkeys(downs, rank), (in_features,), ranks, dtype, device)
+        self.up = Packed(rows, (rank,), ranks, dtype, device)
+        self.rows = [sum(rows.values())] if len(self.down.sizes) == 1 else list(rows.values())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features), whole -> (..., this rank's rows of all fields)."""
+        low = copy_to_ranks(linear(x, self.down()), self.ranks.group, self.ranks.all_reduce_exact)
+        parts = zip(low.split(self.rank, dim=-1), self.up().split(self.rows), strict=True)
+        fields = [linear(part, up) for part, up in parts]
+        return fields[0] if len(fields) == 1 else torch.cat(fields, dim=-1)
+
+
+class SharedBlockUse(nn.Module):
+    """The parameters of one unit's own for its use of the shared block: a linear layer, and adapters.
+
+    Every rank has all of the linear layer. idle: tensors that files have and the unit does not use; they are kept to be saved
+    again, and get no gradient. lora: low-rank products beside this unit's linear layers, and beside those of the shared block
+    when this unit uses it; None: there are none.
+    """
+
+    lora: Adapters | None
+
+    def __init__(self, spec: SharedBlockUseSpec, place: Place):
+        super().__init__()
+        ranks, where, block = place.ranks, place.where, spec.block
+        hidden, rank = block.mlp.hidden_size, spec.adapter_rank
+        self.linear = nn.Parameter(torch.empty(hidden, hidden, **where))
+        idle = {each.name.removeprefix("idle."): each.shape for each in spec.fields() if each.name.startswith("idle.")}
+        self.idle = nn.ParameterDict(
+            {name: nn.Parameter(torch.empty(shape, **where), requires_grad=False) for name, shape in idle.items()}
+        )
+        self.register_module("lora", None)
+        self.qkv = self.gate_up = None
+        rows = block.attended.rows(ranks.size), block.mlp.rows(ranks.size)
+        if spec.attention_adapters:
+            self.qkv = Adapter(2 * hidden, rank, "qkv", rows[0], ranks, **where)
+        if rank:
+            self.gate_up = Adapter(hidden, rank, ("low",), rows[1], ranks, **where)
+        self._like = block.attended, ranks.size
+
+    def new_state(self, batch: int) -> State:
+        """keys, values: (batch, 0, this rank's key/value heads, head_dim)."""
+        attended, ranks = self._like
+        shape = batch, 0, attended.rows(ranks)["k"] // attended.head_dim, attended.head_dim
+        return State(per_token={name: self.linear.new_zeros(shape, requires_grad=False) for name in ("keys", "values")})
+
+
+class SharedBlock(Attention, Mlp):
+    """norm -> attention -> norm -> MLP, without residual connections. A rank has 1/T of the heads and of the MLP.
+
+    Its parameters are those of both operators side by side, under the names of their own. Forward sends two all-reduces
+    (o_proj, down_proj). Backward sends two, of the gradients of the inputs of qkv and gate_up, and one for each adapter. The
+    communication of the attention over context ranks comes on top.
+    """
+
+    def __init__(self, spec: SharedBlockSpec, place: Place):
+        nn.Module.__init__(self)
+        self.ranks, self.context, self.lora = place.ranks, place.context, None
+        hidden = spec.mlp.hidden_size
+        self.norm = RMSNorm(2 * hidden, spec.norm_eps, **place.where, ranks=place.ranks)
+        self.build_attention(spec.attended, place)
+        self.mlp_norm = RMSNorm(hidden, spec.norm_eps, **place.where, ranks=place.ranks)
+        self.build_mlp(spec.mlp, place)
+
+    def forward(
+        self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse, call: Call, state: State | None = None
+    ) -> torch.Tensor:
+        """x, embeddings: (batch, seq, hidden), whole -> the same shape, whole.
+
+        use: of the unit that calls the block. state: of that use; its keys and values are read and extended.
+        """
+        run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
+        attended = self.attended(run(self._projected, x, embeddings, use), call, state)
+        y = sum_of([Partial(self.o_proj(attended, adapter_of(use.lora, "o_proj")), bias=self.o_proj.bias)], self.ranks)
+        return run(self._mlp, y, use)
+
+    def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
+        """Queries, keys and values."""
+        lora = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
+        return self._adapted(self.qkv, use.qkv, self.norm(torch.cat([x, embeddings], dim=-1)), lora)
+
+    def _mlp(self, y: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
+        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
+        lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
+        inner = self.activated(self._adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora))
+        part = Partial(self.down_proj(inner, adapter_of(use.lora, "down_proj")), bias=self.down_proj.bias)
+        y = sum_of([part], self.ranks, keep_for_recomputation=True)
+        return with_adapter(linear(y, replicated(use.linear, self.ranks)), adapter_of(use.lora, "linear"), y)
+
+    def _adapted(
+        self, layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tensor, lora: Product | None
+    ) -> torch.Tensor:
+        """The output of a layer plus that of its adapter; added in place without gradients, unless a hook may have kept it.
+
+        lora: is added to the layer's own product.
+        """
+        with as_input(x, self.ranks) as whole:
+            y = layer(whole, lora)
+            if adapter is None:
+                return y
+            more = adapter(divide_gradient(whole, self.ranks) if self.ranks.sequence_parallel else x)
+        return y + more if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(more)

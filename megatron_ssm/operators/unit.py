@@ -1,0 +1,126 @@
+"""A residual unit, and a layer, which is a list of units."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ssm.parallel.layers import RMSNorm
+from megatron_ssm.stack.stack import Norm, Unit
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .call import Call
+from .operator import Operator, Partial, Place, as_input, mix, sum_of
+from .shared_block import SharedBlock
+from .state import State
+
+
+class Layer(nn.Module):
+    """The units of a layer, one after the other. Its modules are the norms and operators of all of them, under their names.
+
+    x is the same on every rank, or with sequence parallelism this rank's share of the tokens. Each unit sends what its
+    operators send, and one all-reduce of their sum (with sequence parallelism an all-gather and a reduce-scatter).
+    """
+
+    def __init__(self, units: Iterable[Unit], hidden: int, residual_in_fp32: bool, place: Place):
+        super().__init__()
+        self.units, self.ranks = tuple(units), place.ranks
+        self.residual_in_fp32, self.dtype = residual_in_fp32, place.dtype
+        for unit in self.units:
+            for norm in (unit.norm, unit.post_norm):
+                if norm is not None:
+                    self.add_module(norm.name, RMSNorm(hidden, norm.eps, **place.where, ranks=place.ranks))
+            for part in (*unit.operators, *([unit.side.part] if unit.side else [])):
+                self.add_module(part.name, part.spec.build(place))
+
+    @property
+    def names_with_state(self) -> list[str]:
+        """The names of the operators, and uses of shared blocks, that have a state."""
+        modules: Any = self._modules
+        names = [
+            part.name for unit in self.units for part in (*([unit.side.part] if unit.side else []), *unit.operators)
+        ]
+        return [name for name in names if modules[name].new_state(0) is not None]
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of the residual stream."""
+        first = self.units[0].norm if self.units else None
+        dtype = self.dtype if first is None else self._norm(first).weight.dtype
+        return at_least_fp32(dtype) if self.residual_in_fp32 else dtype
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        call: Call,
+        states: Mapping[str, State] | None = None,
+        shared: Any = (),
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x (batch, seq, hidden) -> the same shape. states: {name of an operator: its state}, which are read and updated.
+
+        shared, embeddings: the shared blocks, and their second input (batch, seq, hidden).
+        """
+        for unit in self.units:
+            x = self._unit(unit, x, call, states or {}, shared, embeddings)
+        return x
+
+    def _unit(
+        self, unit: Unit, x: torch.Tensor, call: Call, states: Mapping[str, State], shared, embeddings
+    ) -> torch.Tensor:
+        """x + r * post(sum_i o_i * operator_i(i_i * pre(x + side(x, e))))."""
+        residual = x.to(self.sum_dtype)
+        if unit.side is not None:
+            assert embeddings is not None, "a shared block needs the embeddings"
+            block: SharedBlock = shared[unit.side.shared]
+            name = unit.side.part.name
+            x = x + block(x, embeddings, getattr(self, name), call, states.get(name))
+        out = self.ranks.recomputation.run(self._recomputed, unit, x, call, states)
+        if isinstance(out, list):
+            out = self._sum(unit, self._mixed(unit, out, call, states))
+        return residual + (out if unit.residual_scale == 1.0 else unit.residual_scale * out)
+
+    def _recomputed(self, unit: Unit, x: torch.Tensor, call: Call, states: Mapping[str, State]) -> Any:
+        """What recomputation repeats: all of the unit, but for operators that must not repeat what they send.
+
+        Returns the unit's output; or, if there is such an operator, what each operator projected or mixed.
+        """
+        operators = self._operators(unit)
+        normed = x if unit.norm is None else self._norm(unit.norm)(x)
+        with as_input(normed, self.ranks) as whole:
+            del normed
+            projected = [
+                operator.project(whole if part.input_scale == 1.0 else part.input_scale * whole)
+                for part, operator in zip(unit.operators, operators, strict=True)
+            ]
+            del whole
+        if all(operator.recomputes_mix for operator in operators):
+            return self._sum(unit, self._mixed(unit, projected, call, states))
+        if not self.ranks.recomputation.is_on:
+            return projected
+        return [
+            mix(operator, each, call, states.get(part.name)) if operator.recomputes_mix else each
+            for part, operator, each in zip(unit.operators, operators, projected, strict=True)
+        ]
+
+    def _mixed(self, unit: Unit, projected: list, call: Call, states: Mapping[str, State]) -> list[Partial]:
+        """The output of each operator, of what it projected; what is mixed already stays as it is."""
+        mixed = []
+        for index, (part, operator) in enumerate(zip(unit.operators, self._operators(unit), strict=True)):
+            each, projected[index] = projected[index], None  # so that it is freed
+            mixed.append(each if isinstance(each, Partial) else mix(operator, each, call, states.get(part.name)))
+        return mixed
+
+    def _sum(self, unit: Unit, mixed: list[Partial]) -> torch.Tensor:
+        scales = [part.output_scale for part in unit.operators]
+        out = sum_of(mixed, self.ranks, scales, keep_for_recomputation=unit.post_norm is not None)
+        return out if unit.post_norm is None else self._norm(unit.post_norm)(out)
+
+    def _operators(self, unit: Unit) -> list[Operator]:
+        modules: Any = self._modules
+        return [modules[part.name] for part in unit.operators]
+
+    def _norm(self, norm: Norm) -> RMSNorm:
+        module: Any = self._modules[norm.name]
+        return module

@@ -1,0 +1,172 @@
+"""The name, shape and split of a parameter, and its place in a tensor of a Hugging Face checkpoint.
+
+A `Field` is one parameter. Several fields may be rows of one tensor in a file: in_proj holds the rows of z, x, B, C and dt,
+one block below the other. An operator's specification lists its fields under names of its own (`in_proj.weight.x`); the stack
+adds where the operator stands (`layers.3.mixer.`). Fields drive loading, saving, training checkpoints, initial values, LoRA
+and sizes. How each is split is explained in docs/concepts/splitting-an-ssm.md.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Field:
+    """One parameter: `name` in our model, its unsplit `shape`, and its rows in Hugging Face's tensor `hf`.
+
+    split: the dimension that is split over the tensor-parallel ranks (None: every rank holds the whole parameter).
+    units: the number of indivisible units along `split` (heads, groups, channels). With fewer units than ranks,
+        ranks/units consecutive ranks hold the same unit. None: rows are split into ceil(rows/ranks) for each rank, and
+        the last ranks may get fewer (the vocabulary).
+    start, stride: our row i is row start + stride * i of Hugging Face's tensor.
+    heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
+        (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it has not.
+    fp32: is stored in at least float32 and has no weight decay (A_log, D, the dt bias).
+    init, init_range: how a new model initializes it (see `models.initialization`), and the numbers for it.
+    """
+
+    name: str
+    hf: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    units: int | None = None
+    start: int = 0
+    stride: int = 1
+    heads: int = 0
+    fp32: bool = False
+    init: str = "linear"
+    init_range: tuple[float, ...] = ()
+
+    def piece(self, rank: int, size: int) -> tuple[slice, ...]:
+        """The part that `rank` of `size` tensor-parallel ranks holds: one slice for each dimension of the unsplit field."""
+        whole = tuple(slice(0, n) for n in self.shape)
+        if self.split is None:
+            return whole
+        length = self.shape[self.split]
+        if self.units is None:
+            width = -(-length // size)
+            start, stop = min(rank * width, length), min((rank + 1) * width, length)
+        else:
+            width = length // self.units * max(1, self.units // size)
+            start = rank // self.copies(size) * width
+            stop = start + width
+        return whole[: self.split] + (slice(start, stop),) + whole[self.split + 1 :]
+
+    def copies(self, size: int) -> int:
+        """How many of `size` tensor-parallel ranks hold each element."""
+        if self.split is None:
+            return size
+        return 1 if self.units is None else max(1, size // self.units)
+
+    def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
+        """The shape of the part that `rank` of `size` holds."""
+        return tuple(s.stop - s.start for s in self.piece(rank, size))
+
+    @property
+    def has_weight_decay(self) -> bool:
+        """Whether the optimizer's weight decay applies: to matrices, but never to A_log, D, norms and biases."""
+        return len(self.shape) > 1 and not self.fp32
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """The shape of Hugging Face's tensor up to this field's last row."""
+        if self.heads:
+            assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
+            channels = self.shape[self.split] // self.heads
+            return (self.heads, *self.shape[: self.split], channels, *self.shape[self.split + 1 :])
+        return (self.start + self.stride * (self.shape[0] - 1) + 1, *self.shape[1:])
+
+    def read(self, tensor: Any, rank: int, size: int) -> Any:
+        """The part of `rank` of `size`, out of Hugging Face's tensor or a safetensors slice object.
+
+        Slice objects do not support steps, so the stride is applied after reading.
+        """
+        first, *rest = self._hf_slices(rank, size)
+        contiguous = (slice(first.start, first.stop), *rest)
+        part = tensor[contiguous][:: first.step]
+        return part.movedim(0, self.split).reshape(self.local_shape(rank, size)) if self.heads else part
+
+    def write(self, tensor: Any, piece: Any, rank: int, size: int) -> None:
+        """Copy `piece`, the part of `rank` of `size`, into Hugging Face's full tensor."""
+        target = tensor[self._hf_slices(rank, size)]
+        if self.heads:
+            piece = piece.unflatten(self.split, (len(target), -1)).movedim(self.split, 0)
+        target.copy_(piece)
+
+    def _hf_slices(self, rank, size) -> tuple[slice, ...]:
+        """The slices of a rank's part in Hugging Face's tensor: rows; or, with `heads`, whole heads or part of one head."""
+        piece = self.piece(rank, size)
+        if not self.heads:
+            first, *rest = piece
+            start, length = self.start + self.stride * first.start, first.stop - first.start
+            return (slice(start, start + self.stride * (length - 1) + 1 if length else start, self.stride), *rest)
+        assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
+        channels, mine = self.shape[self.split] // self.heads, piece[self.split]
+        heads = slice(mine.start // channels, -(-mine.stop // channels), 1)
+        first = mine.start % channels
+        within = slice(first, first + min(channels, mine.stop - mine.start))
+        return (heads, *piece[: self.split], within, *piece[self.split + 1 :])
+
+
+def field_of(parameter: Any) -> Field:
+    """The field that a model's parameter holds; models attach it."""
+    return parameter.field
+
+
+def packed(
+    name: str, rows: Mapping[str, int], units: Mapping[str, int], trailing: tuple[int, ...], bias: bool = False,
+    interleaved: bool = False, hf: str = "",
+) -> Iterator[Field]:  # fmt: skip
+    """The fields of a weight that packs several parameters, and of its bias: `name`.weight.PART and `name`.bias.PART.
+
+    rows: {part: its number of rows}, one block below the other in the file, or interleaved row by row. units: along the rows,
+    see `Field`. trailing: the other dimensions of the weight. hf: the name of the layer in files, if it is not `name`.
+    """
+    hf = hf or name
+    yield from rows_of(f"{name}.weight", f"{hf}.weight", rows, units, trailing, interleaved)
+    if bias:
+        yield from rows_of(f"{name}.bias", f"{hf}.bias", rows, units, (), interleaved, "bias")
+
+
+def rows_of(
+    name: str, hf: str, rows: Mapping[str, int], units: Mapping[str, int], trailing: tuple[int, ...],
+    interleaved: bool = False, init: str = "linear",
+) -> Iterator[Field]:  # fmt: skip
+    """The fields `name`.PART that are rows of the one tensor `hf`; arguments as for `packed`."""
+    start = 0
+    for part, count in rows.items():
+        stride = len(rows) if interleaved else 1
+        yield Field(f"{name}.{part}", hf, (count, *trailing), 0, units[part], start, stride, init=init)
+        start += 1 if interleaved else count
+
+
+def row_parallel(name: str, shape: tuple[int, int], units: int, bias: bool = False, hf: str = "") -> Iterator[Field]:
+    """The fields of a linear layer that is split by input column; every rank holds the whole bias. hf: as for `packed`."""
+    hf = hf or name
+    yield Field(f"{name}.weight", f"{hf}.weight", shape, 1, units, init="out_proj")
+    if bias:
+        yield Field(f"{name}.bias", f"{hf}.bias", shape[:1], init="bias")
+
+
+def hf_shapes(fields: Iterable[Field]) -> dict[str, tuple[int, ...]]:
+    """The full shape of every Hugging Face tensor of a layout, in layout order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for field in fields:
+        shapes[field.hf] = max(shapes.get(field.hf, (0,)), field.hf_shape)
+    return shapes
+
+
+def divides(count: int, size: int, what: str, over: str = "tensor-parallel ranks") -> None:
+    """ValueError unless `size` divides `count`."""
+    if count % size:
+        raise ValueError(f"{count} {what} do not divide over {size} {over} ({count} % {size} = {count % size})")
+
+
+def divide_either_way(count: int, size: int, what: str) -> None:
+    """ValueError unless `size` divides `count`, or `count` divides `size`."""
+    if count % size and size % count:
+        raise ValueError(
+            f"{count} {what} do not divide over {size} tensor-parallel ranks, nor the ranks over the {what}"
+            f" ({count} % {size} = {count % size}, {size} % {count} = {size % count})"
+        )

@@ -1,0 +1,282 @@
+"""A model as data: a stack of layers, each a list of residual units, each with one or several operators.
+
+    unit: x + r * post(sum_i o_i * operator_i(i_i * pre(x + side(x, e))))
+
+pre and post are norms or nothing; side is a block that several units may share, with an input e, the embeddings; r, i and o are
+constants. A family makes a `Stack` from a config.json; models, checkpoints, caches and sizes are made from the stack, and ask
+for no family. docs/architecture.md has a picture.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from .fields import Field
+from .sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+
+
+class Spec(Protocol):
+    """The sizes and constants of an operator: a frozen dataclass.
+
+    history: how many tokens before a block of tokens its convolution reads. recurrence, attention: its sizes, for what choose
+    schedules over context ranks; None if it has none.
+    """
+
+    @property
+    def kinds(self) -> list[tuple[int, int]]:
+        """(index of the first, how many there are) of layers that are equal in size, the most frequent first."""
+        found: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            found.setdefault(repr([unit.sizes for unit in layer]), []).append(index)
+        return sorted(((each[0], len(each)) for each in found.values()), key=lambda kind: -kind[1])
+
+    def with_layers(self, indices: Sequence[int]) -> "Stack":
+        """The same with some of the layers only, and with the shared blocks that they use."""
+        layers = [self.layers[index] for index in indices]
+        used = sorted({unit.side.shared for layer in layers for unit in layer if unit.side is not None})
+        return replace(
+            self, layers=tuple(tuple(unit.with_block(used) for unit in layer) for layer in layers),
+            shared=tuple(replace(self.shared[index], name=str(number)) for number, index in enumerate(used)),
+        )  # fmt: skip
+
+    @property
+    def history(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def recurrence(self) -> RecurrenceSizes | None:
+        """See the class."""
+        ...
+
+    @property
+    def attention(self) -> AttentionSizes | None:
+        """See the class."""
+        ...
+
+    def fields(self) -> Iterator[Field]:
+        """Its parameters, under names of its own and the usual names in files."""
+        ...
+
+    def check_ranks(self, size: int) -> None:
+        """ValueError, with the numbers, if it cannot be split over `size` tensor-parallel ranks."""
+        ...
+
+    def sizes(self, work: Workload) -> Sizes:
+        """What it computes, stores and sends on one rank."""
+        ...
+
+    def build(self, place: Any) -> Any:
+        """The operator, with uninitialized parameters; place: an `operators.operator.Place`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm over the hidden size. name: of the module; hf: of the weight in files."""
+
+    name: str
+    hf: str
+    eps: float
+
+    def field(self, path: str, size: int) -> Field:
+        """Its weight; path: of the layer."""
+        return Field(f"{path}{self.name}.weight", self.hf, (size,), init="one")
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operator in its place. name: of the module; hf: what the names of its tensors in files begin with.
+
+    renamed: pairs (what the usual name of a tensor in files begins with, what this family's begins with, in place of `hf` and
+    that). input_scale, output_scale: the constants i and o of the unit.
+    """
+
+    name: str
+    spec: Spec
+    hf: str
+    renamed: tuple[tuple[str, str], ...] = ()
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def fields(self, path: str) -> Iterator[Field]:
+        """Its parameters; path: of what contains it, such as layers.3."""
+        for each in self.spec.fields():
+            hf = self.hf + each.hf
+            for usual, theirs in self.renamed:
+                if each.hf.startswith(usual):
+                    hf = theirs + each.hf.removeprefix(usual)
+            yield replace(each, name=f"{path}{self.name}.{each.name}", hf=hf)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One use of a shared block: part is what the unit has of its own for it, shared the index of the block."""
+
+    part: Part
+    shared: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A residual unit; see the module. Its operators read the same input, and are summed over the ranks together."""
+
+    operators: tuple[Part, ...]
+    norm: Norm | None = None
+    post_norm: Norm | None = None
+    side: Side | None = None
+    residual_scale: float = 1.0
+
+    @property
+    def sizes(self) -> list[Sizes]:
+        """What its operators, and its use of a shared block, need on one rank."""
+        parts = [*self.operators, *([self.side.part] if self.side else [])]
+        return [part.spec.sizes(Workload()) for part in parts]
+
+    def with_block(self, used: Sequence[int]) -> "Unit":
+        """The same where block used[i] is block i."""
+        if self.side is None:
+            return self
+        return replace(self, side=replace(self.side, shared=used.index(self.side.shared)))
+
+    def fields(self, path: str, hidden: int) -> Iterator[Field]:
+        """The parameters of the unit in the layer at `path`, such as layers.3."""
+        if self.side is not None:
+            yield from self.side.part.fields(path)
+        for norm in (self.norm, self.post_norm):
+            if norm is not None:
+                yield norm.field(path, hidden)
+        for part in self.operators:
+            yield from part.fields(path)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The sizes, constants and parts of one model.
+
+    layers: the units of each layer. shared: blocks that units of several layers use, with one set of weights.
+    residual_in_fp32: whether the residual stream is at least fp32. embedding_scale, logits_scale: constants that multiply the
+    embeddings, and the logits. embeddings, final_norm, head: the names of their tensors in files. aliases: (what names of
+    tensors in files begin with, what else they may begin with). norm_eps: of the final norm.
+
+    raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[tuple[Unit, ...], ...]
+    norm_eps: float
+    tie_embeddings: bool
+    residual_in_fp32: bool = False
+    shared: tuple[Part, ...] = ()
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    embeddings: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    root: str = "model."
+    aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    raw: dict = field(default_factory=dict, compare=False, repr=False)
+    unknown: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    unknown_note: str = field(default="", compare=False, repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def units(self) -> Iterator[tuple[str, Unit]]:
+        """(path of its layer, such as "layers.3.", unit) of every unit."""
+        for index, layer in enumerate(self.layers):
+            for unit in layer:
+                yield f"layers.{index}.", unit
+
+    @property
+    def operators(self) -> Iterator[tuple[str, Spec]]:
+        """(path, specification) of everything that has a state of its own: operators, and uses of shared blocks."""
+        for path, unit in self.units:
+            if unit.side is not None:
+                yield path + unit.side.part.name, unit.side.part.spec
+            for part in unit.operators:
+                yield path + part.name, part.spec
+
+    @property
+    def kinds(self) -> list[tuple[int, int]]:
+        """(index of the first, how many there are) of layers that are equal in size, the most frequent first."""
+        found: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            found.setdefault(repr([unit.sizes for unit in layer]), []).append(index)
+        return sorted(((each[0], len(each)) for each in found.values()), key=lambda kind: -kind[1])
+
+    def with_layers(self, indices: Sequence[int]) -> "Stack":
+        """The same with some of the layers only, and with the shared blocks that they use."""
+        layers = [self.layers[index] for index in indices]
+        used = sorted({unit.side.shared for layer in layers for unit in layer if unit.side is not None})
+        return replace(
+            self, layers=tuple(tuple(unit.with_block(used) for unit in layer) for layer in layers),
+            shared=tuple(replace(self.shared[index], name=str(number)) for number, index in enumerate(used)),
+        )  # fmt: skip
+
+    @property
+    def history(self) -> int:
+        """The most tokens before a block of tokens that a convolution of the model reads."""
+        return max((spec.history for _, spec in self.operators), default=0)
+
+    @property
+    def attentions(self) -> list[AttentionSizes]:
+        """The sizes of each attention, in order."""
+        return [spec.attention for _, spec in self.operators if spec.attention is not None]
+
+    @property
+    def recurrences(self) -> list[RecurrenceSizes]:
+        """The sizes of each recurrence, in order."""
+        return [spec.recurrence for _, spec in self.operators if spec.recurrence is not None]
+
+    def uses(self, shared: int) -> list[str]:
+        """The paths of the uses of a shared block."""
+        return [path + unit.side.part.name for path, unit in self.units if unit.side and unit.side.shared == shared]
+
+    def fields(self) -> tuple[Field, ...]:
+        """Every parameter of the model, in the order of its files."""
+        hidden, vocab = self.hidden_size, self.vocab_size
+        found = [Field("embeddings.weight", self.embeddings, (vocab, hidden), split=0, init="embedding")]
+        for part in self.shared:
+            found.extend(part.fields("shared."))
+        for path, unit in self.units:
+            found.extend(unit.fields(path, hidden))
+        found.append(Field("norm_f.weight", self.final_norm, (hidden,), init="one"))
+        if not self.tie_embeddings:
+            found.append(Field("lm_head.weight", self.head, (vocab, hidden), split=0))
+        return tuple(found)
+
+    def names_in_files(self, hf: str) -> Iterator[str]:
+        """The names under which checkpoints store a tensor: its own first, then older ones and those of tied tensors."""
+        spellings = [hf]
+        for start, others in self.aliases:
+            if hf.startswith(start):
+                spellings += [other + hf.removeprefix(start) for other in others]
+        for name in spellings:
+            yield name
+            yield name.removeprefix(self.root)
+
+    def check_ranks(self, size: int) -> None:
+        """ValueError, with the numbers, if this model cannot be split over `size` tensor-parallel ranks."""
+        if size < 1:
+            raise ValueError(f"{size} tensor-parallel ranks: there must be at least 1")
+        specs = {spec: None for _, spec in self.operators} | {part.spec: None for part in self.shared}
+        for spec in specs:
+            spec.check_ranks(size)
+
+    def to_dict(self, dtype: str) -> dict:
+        """The config.json of a checkpoint of this model whose tensors are stored as `dtype` ('float32', ...)."""
+        kept = {k: v for k, v in self.raw.items() if k not in ("torch_dtype", "dtype", "_name_or_path")}
+        return {**kept, "dtype": dtype}
+
+    @property
+    def elements(self) -> int:
+        """How many numbers the parameters of the model have."""
+        return sum(math.prod(each.shape) for each in self.fields())
