@@ -82,7 +82,7 @@ def measure(family: str, changes: dict[str, Any]) -> list[str]:
             cache.append(str(nbytes))
     layers, hybrid = (
         model.config.num_hidden_layers,
-        len(megatron_ssm.Config.from_dict(model.config.to_dict()).hybrid_layers),
+        len(families.from_dict(model.config.to_dict()).hybrid_layers),
     )
     size = f"{layers}" + (f" ({hybrid} hybrid)" if hybrid else "")
     return [size, *(f"{e:.0e}" for e in errors), f"{ratio:.2f}", "same" if same else "differ", " / ".join(calls[1:]),

@@ -55,7 +55,7 @@ def row(what: str, times: dict[str, float], per: Callable[[float], str]) -> list
 def main() -> None:
     """Measure both claims and publish the table."""
     torch.set_num_threads(1)
-    model = megatron_ssm.initialize(build(megatron_ssm.Config.from_dict(CONFIG)))
+    model = megatron_ssm.initialize(build(families.from_dict(CONFIG)))
     if serve(model, SLOTS) != serve(model, 1):
         raise ValueError("the batch's tokens differ from those of single requests")
     cold, warm = megatron_ssm.Engine(model), megatron_ssm.Engine(model, prefix_bytes=10**9)

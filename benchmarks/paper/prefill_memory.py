@@ -32,9 +32,9 @@ PAPER = {  # the paper's Fig. 3, on A6000 and on A100: one GPU and data parallel
 MEASURED = 1.3 * GB  # the least memory, by the formula, of the prefill that is measured
 
 
-def config_of(shape: str) -> megatron_ssm.Config:
+def config_of(shape: str) -> Stack:
     """megatron_ssm's configuration of a published shape."""
-    return megatron_ssm.Config.from_dict(PUBLISHED[shape].to_dict())
+    return families.from_dict(PUBLISHED[shape].to_dict())
 
 
 def longest(shape: str) -> list[str]:

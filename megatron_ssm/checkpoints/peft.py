@@ -13,15 +13,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_ssm.models.lora import (
-    NOT_TRAINED,
-    Lora,
-    adapter_parameters,
-    attach_lora,
-    lora_fields,
-    lora_targets,
-    remove_lora,
-)
+from megatron_ssm.models.adapters import adapter_parameters, attach_lora, remove_lora
+from megatron_ssm.models.lora import NOT_TRAINED, Lora, lora_fields, lora_targets
 from megatron_ssm.models.model import Model
 from megatron_ssm.stack.fields import hf_shapes
 

@@ -1,5 +1,22 @@
 """The operators of the models (Mamba-1, Mamba-2, attention, MLP, a shared block), residual units, states and the cache.
 
-In: hidden states (the same on every rank) and this rank's part of the cache.
-Out: hidden states; the cache is advanced in place.
+In: hidden states, the same on every rank, and this rank's part of the states.
+Out: hidden states; the states are advanced in place.
 """
+
+from sparsefusion.foundation.lazy import lazy_exports
+
+_HOME = {
+    "Operator": "operator",
+    "Partial": "operator",
+    "Place": "operator",
+    "Call": "call",
+    "State": "state",
+    "Cache": "cache",
+    "AttentionSpec": "attention",
+    "Mamba1Spec": "mamba1",
+    "Mamba2Spec": "mamba2",
+    "MlpSpec": "mlp",
+}
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

@@ -15,7 +15,8 @@ from torch import nn
 
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, rms_norm
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, row_parallel
-from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+from megatron_ssm.stack.sizes import AttentionSizes, Sizes, Workload
+from megatron_ssm.stack.stack import Spec
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
@@ -25,7 +26,7 @@ from .state import State
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Spec):
     """The sizes of an attention: causal, softmax(scale * q k^T) v.
 
     heads, kv_heads: of queries, and of keys and values; heads/kv_heads consecutive query heads use the same key/value head.
@@ -47,8 +48,6 @@ class AttentionSpec:
     qkv_bias: bool = False
     bias: bool = False
 
-    history: int = 0
-    recurrence: RecurrenceSizes | None = None
 
     @property
     def attention(self) -> AttentionSizes:

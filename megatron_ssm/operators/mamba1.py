@@ -22,7 +22,8 @@ from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear, is_plain, rms_norm, with_adapter
 from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
-from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+from megatron_ssm.stack.sizes import RecurrenceSizes, Sizes, Workload
+from megatron_ssm.stack.stack import Spec
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
@@ -35,7 +36,7 @@ SELECTIVE_NUMBERS = 256  # the C kernel of the scan keeps a state for SELECTIVE_
 
 
 @dataclass(frozen=True)
-class Mamba1Spec:
+class Mamba1Spec(Spec):
     """The sizes of a Mamba-1 mixer. heads: each has an x_proj of its own. inner_norm_eps: of norms of dt, B and C; None: there
     are none. dt_range: of new models, the smallest and largest dt, and a floor. interleaved: whether files store the rows of x
     and z in turn. stored_by_head: whether they store what is split by channel with the heads as the first dimension.
@@ -54,7 +55,6 @@ class Mamba1Spec:
     interleaved: bool = False
     stored_by_head: bool = False
 
-    attention: AttentionSizes | None = None
 
     @property
     def history(self) -> int:
@@ -163,12 +163,8 @@ class MambaMixer(Operator):
             dict(conv=conv, state=torch.zeros(batch, self.state_size, self.channels, dtype=wide, device=device))
         )
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[x | z], (batch, seq, 2 * this rank's channels)."""
-        return self.in_proj(x, adapter_of(self.lora, "in_proj"))
-
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
-        """See `Operator`."""
+        """See `Operator`. projected: [x | z], (batch, seq, 2 * this rank's channels)."""
         x, z = projected.chunk(2, dim=-1)
         is_sharded = self.context is not None and call.sharding is not None
         y = self._gated_over_context(x, z, call, state) if is_sharded else self._gated(x, z, call, state)

@@ -31,7 +31,8 @@ from megatron_ssm.ops.scan import ssd
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
-from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+from megatron_ssm.stack.sizes import RecurrenceSizes, Sizes, Workload
+from megatron_ssm.stack.stack import Spec
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
@@ -47,7 +48,7 @@ NO_LIMIT = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
-class Mamba2Spec:
+class Mamba2Spec(Spec):
     """The sizes of a Mamba-2 mixer. groups: heads of a group share B and C, and the gated norm is over a group's channels.
 
     dt_limit: of the step sizes in prompts. dt_range: as for `Mamba1Spec`.
@@ -65,7 +66,6 @@ class Mamba2Spec:
     dt_limit: tuple[float, float] = NO_LIMIT
     dt_range: tuple[float, float, float] = field(default=(0.001, 0.1, 1e-4), compare=False)
 
-    attention: AttentionSizes | None = None
 
     @property
     def channels(self) -> int:
@@ -179,12 +179,8 @@ class Mamba2Mixer(Operator):
         state = torch.zeros(batch, self.heads, self.state_size, self.head_dim, dtype=wide, device=device)
         return State(dict(conv=conv, state=state))
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[z | x | B | C | dt] of this rank."""
-        return self.in_proj(x, adapter_of(self.lora, "in_proj"))
-
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
-        """See `Operator`.
+        """See `Operator`. projected: [z | x | B | C | dt] of this rank.
 
         dt is clamped to the specification's limits, except while decoding. That is what transformers does, so the logits of
         checkpoints with limits depend on it.

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
 from megatron_ssm.stack.fields import Field, divides, packed, row_parallel, rows_of
-from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+from megatron_ssm.stack.sizes import Sizes, Workload
+from megatron_ssm.stack.stack import Spec
 
 from .call import Call
 from .low_rank import adapter_of, adapter_of_parts
@@ -32,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class MlpSpec:
+class MlpSpec(Spec):
     """The sizes of an MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) if it is not gated.
 
     channels: of the inner dimension. packed: whether files store gate and up in one tensor.
@@ -45,9 +46,6 @@ class MlpSpec:
     bias: bool = False
     packed: bool = False
 
-    history: int = 0
-    recurrence: RecurrenceSizes | None = None
-    attention: AttentionSizes | None = None
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import all_gathered_tokens, reduce_scatter_tokens, replicated
 
 from .call import Call
-from .low_rank import Adapters
+from .low_rank import Adapters, adapter_of
 from .state import State, read_speculatively
 
 
@@ -83,6 +83,7 @@ class Operator(nn.Module):
     lora: Adapters | None
     ranks: Ranks
     context: ContextRanks | None
+    in_proj: Any
 
     def __init__(self, place: Place):
         super().__init__()
@@ -92,9 +93,9 @@ class Operator(nn.Module):
     def project(self, x: torch.Tensor) -> Any:
         """x (batch, seq, hidden), whole -> what `mix` takes: a tensor (batch, seq, n), or several. Sends nothing.
 
-        The gradient of x is partial; the unit sums it.
+        The gradient of x is partial; the unit sums it. Unless an operator says otherwise, it is the product with `in_proj`.
         """
-        return x
+        return self.in_proj(x, adapter_of(self.lora, "in_proj"))
 
     def mix(self, projected: Any, call: Call, state: State | None = None) -> Partial:
         """The output, partial; it reads and updates the rows `call.rows` of the state."""

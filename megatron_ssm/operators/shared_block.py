@@ -17,7 +17,8 @@ from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import divide_gradient, replicated
 from megatron_ssm.stack.fields import Field, rows_of
-from megatron_ssm.stack.sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
+from megatron_ssm.stack.sizes import AttentionSizes, Sizes, Workload
+from megatron_ssm.stack.stack import Spec
 
 from .attention import Attention, AttentionSpec
 from .call import Call
@@ -28,15 +29,13 @@ from .state import State
 
 
 @dataclass(frozen=True)
-class SharedBlockSpec:
+class SharedBlockSpec(Spec):
     """norm -> attention -> norm -> MLP. The attention's input is 2 * hidden wide."""
 
     attended: AttentionSpec
     mlp: MlpSpec
     norm_eps: float
 
-    history: int = 0
-    recurrence: RecurrenceSizes | None = None
 
     @property
     def attention(self) -> AttentionSizes:
@@ -66,7 +65,7 @@ class SharedBlockSpec:
 
 
 @dataclass(frozen=True)
-class SharedBlockUseSpec:
+class SharedBlockUseSpec(Spec):
     """What a unit has of its own for its use of a shared block: a linear layer, and low-rank adapters.
 
     use: its number among the uses of all blocks. adapter_rank: of the adapter of the MLP (0: there are none).
@@ -82,8 +81,6 @@ class SharedBlockUseSpec:
     attention_adapters: bool = False
     idle: tuple[int, ...] = ()
 
-    history: int = 0
-    recurrence: RecurrenceSizes | None = None
 
     @property
     def attention(self) -> AttentionSizes:

@@ -10,66 +10,43 @@ for no family. docs/architecture.md has a picture.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from .fields import Field
+from .fields import Field, divide_either_way
 from .sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
 
 
-class Spec(Protocol):
-    """The sizes and constants of an operator: a frozen dataclass.
+class Spec:
+    """The sizes and constants of an operator: the base of frozen dataclasses.
 
     history: how many tokens before a block of tokens its convolution reads. recurrence, attention: its sizes, for what choose
     schedules over context ranks; None if it has none.
     """
 
-    @property
-    def kinds(self) -> list[tuple[int, int]]:
-        """(index of the first, how many there are) of layers that are equal in size, the most frequent first."""
-        found: dict[str, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            found.setdefault(repr([unit.sizes for unit in layer]), []).append(index)
-        return sorted(((each[0], len(each)) for each in found.values()), key=lambda kind: -kind[1])
-
-    def with_layers(self, indices: Sequence[int]) -> "Stack":
-        """The same with some of the layers only, and with the shared blocks that they use."""
-        layers = [self.layers[index] for index in indices]
-        used = sorted({unit.side.shared for layer in layers for unit in layer if unit.side is not None})
-        return replace(
-            self, layers=tuple(tuple(unit.with_block(used) for unit in layer) for layer in layers),
-            shared=tuple(replace(self.shared[index], name=str(number)) for number, index in enumerate(used)),
-        )  # fmt: skip
-
-    @property
-    def history(self) -> int:
-        """See the class."""
-        ...
-
-    @property
-    def recurrence(self) -> RecurrenceSizes | None:
-        """See the class."""
-        ...
-
-    @property
-    def attention(self) -> AttentionSizes | None:
-        """See the class."""
-        ...
+    history: Any = 0
+    recurrence: Any = None
+    attention: Any = None
 
     def fields(self) -> Iterator[Field]:
         """Its parameters, under names of its own and the usual names in files."""
-        ...
+        yield from ()
 
     def check_ranks(self, size: int) -> None:
-        """ValueError, with the numbers, if it cannot be split over `size` tensor-parallel ranks."""
-        ...
+        """ValueError, with the numbers, if it cannot be split over `size` tensor-parallel ranks.
+
+        Unless a specification says more, its fields must divide over the ranks, or the ranks over their units.
+        """
+        for each in self.fields():
+            if each.units is not None:
+                divide_either_way(each.units, size, f"units of {each.name}")
 
     def sizes(self, work: Workload) -> Sizes:
         """What it computes, stores and sends on one rank."""
-        ...
+        return Sizes()
 
     def build(self, place: Any) -> Any:
         """The operator, with uninitialized parameters; place: an `operators.operator.Place`."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

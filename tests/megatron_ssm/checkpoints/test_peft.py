@@ -119,7 +119,7 @@ def check(case, results):
     for loss, _, logits in results:
         torch.testing.assert_close(loss, case.loss.detach(), rtol=EXACT, atol=0)
         torch.testing.assert_close(logits, case.logits.detach(), rtol=EXACT, atol=EXACT)
-    fields = [field for field in fields_of(megatron_ssm.Config.read(case.directory)) if field.name in results[0][1]]
+    fields = [field for field in fields_of(families.read(case.directory)) if field.name in results[0][1]]
     assert_near(assemble(fields, [found for _, found, _ in results]), case.gradients, EXACT)
 
 
@@ -210,7 +210,7 @@ def test_new_adapters(ranks, tp, case):
         return {name: p.detach() for name, p in model.named_parameters() if name not in before}
 
     results = ranks(train, tp)
-    fields = fields_of(megatron_ssm.Config.read(case.directory))
+    fields = fields_of(families.read(case.directory))
     found = assemble([field for field in fields if field.name in results[0]], results)
     assert len(found) == 2 * (3 + 1)
     for name, tensor in assemble([f for f in fields if f.name in results[0]], ranks(train, 1)).items():
@@ -233,7 +233,7 @@ def test_a_line_names_what_peft_refuses(ranks, family, target, dp, caplog):
         ]
 
     def add(rank):
-        model = megatron_ssm.build(megatron_ssm.Config.from_dict(theirs.config.to_dict()), data_group=dist.group.WORLD)
+        model = megatron_ssm.build(families.from_dict(theirs.config.to_dict()), data_group=dist.group.WORLD)
         megatron_ssm.add_lora(model, RANK, ALPHA, ["in_proj", target])
         return [record.message for record in caplog.records]
 

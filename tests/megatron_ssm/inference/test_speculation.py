@@ -28,7 +28,7 @@ def state_of(cache):
     stored = [
         tensor[row, : cache.lengths[row]]
         for layer in cache.states.values()
-        for tensor in layer.keys_and_values()
+        for tensor in layer.per_token.values()
         for row in range(len(cache.lengths))
     ]
     return [cache.lengths, *(t for layer in cache.states.values() for t in layer.fixed.values()), *stored]

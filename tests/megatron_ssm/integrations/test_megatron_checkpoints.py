@@ -43,7 +43,7 @@ def directory(tmp_path_factory):
 def new_model(directory, tp):
     """Megatron's model of a directory's configuration, with other weights."""
     options = {name: value for name, value in CPU.items() if name != "use_cpu_initialization"}  # found by itself
-    return megatron_model(megatron_ssm.Config.read(directory), 64, tp, **options)
+    return megatron_model(families.read(directory), 64, tp, **options)
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (4, 1), (2, 2)])
@@ -263,7 +263,7 @@ def test_megatron_counts_each_gradient_once(ranks, name, tp, directory):
         return sum(counted)
 
     directory(name)
-    config = megatron_ssm.Config.read(directory(name))
+    config = families.read(directory(name))
     fields = megatron_ssm.build(config).named_parameters()
     expected = sum(p.numel() for n, p in fields if n not in ("embeddings.weight", "lm_head.weight"))
     assert sum(ranks(run, tp)) == expected
@@ -334,9 +334,9 @@ def test_what_is_refused(ranks, world, directory):
             with pytest.raises(ValueError, match=message):
                 make(directory("mamba2"))
         if world > 1:
-            raw = {**megatron_ssm.Config.read(directory("mamba2")).raw, "vocab_size": 61}
+            raw = {**families.read(directory("mamba2")).raw, "vocab_size": 61}
             with pytest.raises(ValueError, match="Megatron divides the vocabulary: 61 % 2 = 1"):
-                megatron_model(megatron_ssm.Config.from_dict(raw), 64, 2, **CPU)
+                megatron_model(families.from_dict(raw), 64, 2, **CPU)
 
     directory("mamba2")
     ranks(run, world)

@@ -10,12 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gradients import assert_near, shifted, transformers_loss, whole
 
-import megatron_ssm
-from megatron_ssm import families
 from attention2d import CoreAttention
 from cases import Oracle
 from hf import edit_config, save_hf
 from megatron_cpu import CPU, gradients_of, hybrid_model, join
+from megatron_ssm import families
 from megatron_ssm.integrations import megatron_weights
 from megatron_ssm.integrations.megatron_fields import config_of_layers, spec_options
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model
@@ -319,7 +318,7 @@ def test_unknown_fields_of_a_file_are_ignored(tmp_path):
     """`Config.unknown` names them."""
     save_hf(tmp_path, "mamba2", num_hidden_layers=1)
     edit_config(tmp_path, num_mem_blocks=3, conv_kernel=4)
-    config = megatron_ssm.Config.read(tmp_path)
+    config = families.read(tmp_path)
     options = spec_options(config)
     assert config.unknown == ("num_mem_blocks",)
     assert "conv_kernel" in options and "num_mem_blocks" not in options and stack_spec("mamba2", **options)

@@ -35,7 +35,7 @@ def measure_token(rank, directory, dtype):
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", MARKED)
 def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
-    config = megatron_ssm.Config.read(oracle(name).directory)
+    config = families.read(oracle(name).directory)
     shape = decoding_shape(name, config, world_size, dtype.itemsize, LENGTH)
     calls, nbytes, read, state, keys_and_values = ranks(measure_token, world_size, oracle(name).directory, dtype)[0]
     assert (shape.weight_bytes, shape.state_bytes) == (world_size * read, world_size * (2 * state + keys_and_values))
@@ -45,6 +45,6 @@ def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
 
 
 def test_ranks_that_cannot_split_the_model(oracle):
-    config = megatron_ssm.Config.read(oracle("mamba").directory)
+    config = families.read(oracle("mamba").directory)
     with pytest.raises(ValueError, match="64 channels do not divide over 3"):
         decoding_shape("mamba", config, 3)

@@ -94,7 +94,7 @@ def test_the_longest_prompt_and_the_largest_batch(name, degree, on_cuda, tmp_pat
     """They fit, and one more does not; nothing fits if the weights do not."""
     family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
-    memory = Memory(megatron_ssm.Config.read(tmp_path), degree, on_cuda=on_cuda)
+    memory = Memory(families.read(tmp_path), degree, on_cuda=on_cuda)
     for spare in (0, 10**8, 10**9 + 1):
         budget = memory.weights + spare
         longest = memory.longest_prompt(budget, BATCH)
@@ -119,13 +119,13 @@ def test_cuda_kernels_need_more(name, added, tmp_path):
     """Bytes of a token at the scan, by the kernels' source."""
     family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
-    config = megatron_ssm.Config.read(tmp_path)
+    config = families.read(tmp_path)
     ours, theirs = (Memory(config, on_cuda=on_cuda).stages()["mixer"] for on_cuda in (False, True))
     assert theirs - ours == added
 
 
 def test_arguments_below_one(oracle):
-    memory = Memory(megatron_ssm.Config.read(oracle("mamba").directory))
+    memory = Memory(families.read(oracle("mamba").directory))
     for ask in (lambda: memory.longest_prompt(1e9, 0), lambda: memory.largest_batch(1e9, 8, 0)):
         with pytest.raises(ValueError, match="=0 must be at least 1"):
             ask()
