@@ -1,7 +1,7 @@
 """Decodes a token by a CUDA graph, so that the host launches one graph instead of many kernels.
 
 A graph repeats its kernels on the same addresses. So it is captured for some rows of a cache, and used until the model
-or the cache changes, which `decode_plan.ModelFingerprint` detects at every token. What differs from token to token is
+or the cache changes, which the count of changes (`parallel.tracked`) and the addresses of tensors show at every token. What differs from token to token is
 in buffers that are filled first: token ids and, with attention, positions. The number of keys that attention reads is
 rounded up to a power of two (at least KEYS, at most the capacity of the cache), and the mask is made from the positions
 on the GPU; there is one graph for each number of keys. For each, the first WARM_UPS tokens are computed without a graph,
@@ -36,19 +36,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.operators.attention import Attention, attend_with_cache
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.operators.call import Call, Positions
-from megatron_ssm.parallel.layers import RMSNorm, has_plain_tensors
+from megatron_ssm.parallel.layers import has_plain_tensors, is_altered
+from megatron_ssm.parallel.tracked import generation
 from sparsefusion.collectives import counted as collectives
 
-from .decode_plan import PLANS, ModelFingerprint
-from .native_step import is_altered
-
 DEVICE = "cuda"
+PLANS = 4  # sets of rows whose graphs are kept, per model and thread
 KEYS = 256  # the smallest number of keys that a graph reads
 WARM_UPS = 2  # tokens before a capture
 LIBRARY_MODULES = ("megatron_ssm.", "torch.nn.modules.container")  # whose classes do no work on the host
@@ -104,15 +103,15 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 class DecodingGraphs:
     """The graphs of one model in each thread, for the rows of caches that it decoded last. A copy starts without graphs.
 
-    block: the type of the model's blocks. The graphs of a thread share one memory pool.
+    The graphs of a thread share one memory pool.
     """
 
-    def __init__(self, block: type[nn.Module]):
-        self._block, self._of_thread = block, _ThreadGraphs()
+    def __init__(self) -> None:
+        self._of_thread = _ThreadGraphs()
         self._all: weakref.WeakSet[_RowGraphs] = weakref.WeakSet()  # those of all threads
 
     def __reduce__(self) -> tuple:
-        return DecodingGraphs, (self._block,)
+        return DecodingGraphs, ()
 
     @staticmethod
     def handles(ids: Any) -> bool:
@@ -145,10 +144,10 @@ class DecodingGraphs:
     def _rows(self, model: Any, cache: Cache) -> "_RowGraphs":
         """The graphs for the rows of a cache. Those that are outdated are replaced, and the least recently used dropped."""
         kept = self._of_thread.kept
-        rows = next((rows for rows in kept if rows.fingerprint.is_for_rows(cache.rows, cache)), None)
+        rows = next((rows for rows in kept if rows.is_for(cache)), None)
         kept[:] = [other for other in kept if other is not rows][: PLANS - 1]
         if rows is None or not rows.is_current(model, cache):
-            rows = _RowGraphs(model, self._block, cache)
+            rows = _RowGraphs(model, cache)
             self._all.add(rows)
         kept.insert(0, rows)
         return rows
@@ -186,9 +185,11 @@ def _keys_read(longest: int, capacity: int | None) -> int:
 class _RowGraphs:
     """DecodingGraphs for some rows of a cache: its buffers and, for each number of keys, (graph, logits, what it sends)."""
 
-    def __init__(self, model: Any, block: type[nn.Module], cache: Cache):
+    def __init__(self, model: Any, cache: Cache):
         assert isinstance(cache.rows, slice)  # `_is_decoding_step`
-        self.fingerprint = ModelFingerprint(model, block, cache.rows, cache, _tensors)
+        self._generation, self._layout, self._rows = generation(), weakref.ref(cache.layout), cache.rows
+        self._kept = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]  # so that storages stay
+        self._addresses = _addresses(model, cache)
         self.device, self._settings, self.can_capture = model.device, _settings(model), _is_capturable(model)
         with torch.inference_mode(False):  # buffers made in inference mode could not be filled outside of it
             self._ids, self._positions = torch.zeros(2, cache.batch, 1, dtype=torch.int64, device=self.device)
@@ -197,7 +198,15 @@ class _RowGraphs:
 
     def is_current(self, model: Any, cache: Cache) -> bool:
         """Whether the graphs still compute what the model would."""
-        return self.fingerprint.is_current(cache) and _settings(model) == self._settings
+        return (
+            self._generation == generation()
+            and _settings(model) == self._settings
+            and _addresses(model, cache) == self._addresses
+        )
+
+    def is_for(self, cache: Cache) -> bool:
+        """Whether the graphs are for these rows of this cache."""
+        return self._rows == cache.rows and self._layout() is cache.layout
 
     def logits(self, model: Any, ids: Tensor, cache: Cache, keys: int, capture: Callable) -> Tensor:
         """A copy of the logits (batch, 1, width) that the graph computes. After the warm-up, the graph is captured."""
@@ -272,16 +281,14 @@ def _take_back(counter: collectives.Counter | None, before: collectives.Counter 
     return sent
 
 
-def _tensors(cache: Cache) -> list[Tensor]:
-    return cache.tensors()
+def _addresses(model: Any, cache: Cache) -> list[int]:
+    """Where the tensors of the model and of the cache are."""
+    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), *cache.tensors())]
 
 
 def _settings(model: Any) -> list:
-    """What a step depends on besides tensors, and `ModelFingerprint` does not compare."""
-    modules = list(model.modules())
-    cores = [each.core for each in modules if isinstance(each, Attention)]
-    norms = [each.eps for each in modules if isinstance(each, RMSNorm)]
-    return [cores, norms, model.ranks, model.config]
+    """What a step depends on besides tensors and modules."""
+    return [model.ranks, model.config]
 
 
 def _is_capturable(model: Any) -> bool:

@@ -14,7 +14,7 @@ from attention2d import Attention2D
 from megatron_ssm.context.blocks import check_block_length
 from megatron_ssm.context.token_sharding import KeyValuePlacement, TokenSharding
 from megatron_ssm.decoding.cuda_graphs import DecodingGraphs
-from megatron_ssm.decoding.decode_plan import DecodePlans
+from megatron_ssm.decoding.tapes import Tapes
 from megatron_ssm.inference.transformers_generate import transformers_generate
 from megatron_ssm.operators.attention import attend_with_cache
 from megatron_ssm.operators.cache import Cache
@@ -94,7 +94,7 @@ class Model(nn.Module):
         self.weights: str | None = None
         self.lora: Lora | None = None
         self.graphs = self.context_ranks is None
-        self._decode_plans, self._graphs = DecodePlans(Layer), DecodingGraphs(Layer)
+        self._tapes, self._graphs = Tapes(), DecodingGraphs()
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
         self.shared = nn.ModuleList(part.spec.build(self.place) for part in config.shared)
@@ -285,9 +285,15 @@ class Model(nn.Module):
         return self._call(input_ids, None, cache, CallKind(speculative=True))
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
-        """The logits of decoded tokens by one call of C, which advances the cache as `call` does; None: nothing was done."""
-        is_plain = getattr(self.compute, "__func__", None) is Model.compute and not self._graphs.handles(input_ids)
-        return self._decode_plans.logits(self, input_ids, cache, speculative) if is_plain else None
+        """The logits of decoded tokens by one call of C, which advances the cache as `_call` does; None: nothing was done."""
+        if getattr(self.compute, "__func__", None) is not Model.compute or self._graphs.handles(input_ids):
+            return None
+
+        def about() -> Call:
+            call = self._about(input_ids, None, cache, cache.lengths[cache.rows].tolist(), True, None)
+            return replace(call, speculative=speculative)
+
+        return self._tapes.logits(self, input_ids, cache, speculative, about)
 
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
         """The logits of a decoding step by a CUDA graph, or None if this step has none."""
@@ -399,11 +405,12 @@ class Model(nn.Module):
         x = self.embeddings.embed(input_ids)
         x = x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
         embeddings = x if len(self.shared) else None  # without shared blocks they would only occupy memory
-        layers, give_logits = self._decode_plans.layers(self, call, cache, input_ids.shape[1])
-        for index, layer in layers:
-            x = layer(x, call, self.states_of(cache, index), self.shared, embeddings)
-        if give_logits:
-            return x
+        read = self._tapes.read(self, call, cache, x)
+        if read is not None:
+            x = read
+        else:
+            for index, layer in enumerate(self.layers):
+                x = layer(x, call, self.states_of(cache, index), self.shared, embeddings)
         if call.sharding is not None and logits_to_keep:
             x = call.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x

@@ -1,4 +1,4 @@
-/* The kernels that other kernels call; step.c calls all of them. `type` is the dtype of tensors whose pointers are void.
+/* The kernels that other kernels call; tape.c calls most of them. `type` is the dtype of tensors whose pointers are void.
    Strides and sizes count elements, never bytes. A kernel returns 0, or 1 if it could not allocate memory. */
 #ifndef KERNELS_H
 #define KERNELS_H

@@ -1,13 +1,12 @@
 """The C kernels of this package as functions of torch tensors, and the conditions under which they can be used.
 
-`ops`, `decoding` and the norms of `parallel.layers` and `layers.mamba2` call them, and have an equivalent in torch for
+`ops`, `tape` and the norms of `parallel.layers` and `operators.mamba2` call them, and have an equivalent in torch for
 what the kernels do not support. All tensors are on the CPU and belong to this rank: nothing is communicated. "Typed"
 tensors share one dtype, float32 or bfloat16. The functions record no gradients: each backward pass is a kernel of its
 own, in float32. A function that overwrites a state returns that tensor. A shape that differs from the documented one is
 a ValueError, before any memory is read: unlike torch, the kernels do not broadcast.
 """
 
-import ctypes
 from typing import Any
 
 import torch
@@ -54,11 +53,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "widen": [POINTER] * 3 + [SIZE] * 2 + [INT] * 3,
     "has_products_of": [INT],
     "has_few_rows_of": [INT],
-    "decode": [POINTER, INT],
-    "decode_tokens": [POINTER, INT],
-    "keep_tokens": [POINTER, POINTER, INT],
-    "compare_layouts": [POINTER] * 2 + [SIZE, POINTER, SIZE, INT, POINTER],
-    "have_words": [POINTER] * 2 + [SIZE],
+    "run_tape": [POINTER],
+    "keep_tokens": [POINTER, POINTER],
 }
 LIBRARY = Library("megatron_ssm", SIGNATURES)
 
@@ -68,12 +64,6 @@ def functions() -> Any:
     if LIBRARY.functions is None:
         raise RuntimeError(f"the C kernels of megatron_ssm cannot be used: {LIBRARY.why}")
     return LIBRARY.functions
-
-
-def with_global_lock(name: str, result: Any) -> Any:
-    """A C function of SIGNATURES that keeps Python's global lock, because it reads Python's objects. result: its type."""
-    address = ctypes.cast(getattr(functions(), name), POINTER).value or 0
-    return ctypes.PYFUNCTYPE(result, *SIGNATURES[name])(address)
 
 
 def usable(first: Tensor, *others: Tensor | None) -> bool:

@@ -17,11 +17,12 @@ from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParal
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, row_parallel
 from megatron_ssm.stack.sizes import AttentionSizes, Sizes, Workload
 from megatron_ssm.stack.stack import Spec
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered, rotary_table
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .low_rank import adapter_of, adapter_of_parts
-from .operator import Operator, Partial, Place
+from .operator import Lowered, Operator, Partial, Place, lowered_linear
 from .state import State
 
 
@@ -47,7 +48,6 @@ class AttentionSpec(Spec):
     qk_norm_eps: float | None = None
     qkv_bias: bool = False
     bias: bool = False
-
 
     @property
     def attention(self) -> AttentionSizes:
@@ -146,6 +146,43 @@ class Attention(Operator):
         """See `Operator`."""
         out = self.o_proj(self.attended(projected, call, state), adapter_of(self.lora, "o_proj"))
         return Partial(out, bias=self.o_proj.bias)
+
+    def lower(self, tape: Builder, x: Buffer) -> Lowered:
+        """See `Operator`."""
+        parts = {f"{name}_proj": rows for name, rows in self.rows.items()}
+        qkv = lowered_linear(tape, self.qkv, x, adapter_of_parts(self.lora, parts))
+        y = self.lower_attention(tape, qkv)
+        out = lowered_linear(tape, self.o_proj, y, adapter_of(self.lora, "o_proj"))
+        tape.release(y)
+        return Lowered(out, bias=self.o_proj.bias)
+
+    def lower_attention(self, tape: Builder, qkv: Buffer) -> Buffer:
+        """`attended` on a tape; releases qkv. Prompts are attended in Python."""
+        spec, rows = self.attention_spec, self.rows
+        if tape.prompt:
+            y, path = tape.buffer(rows["q"]), tape.path
+
+            def attend_prompt(call: Any) -> None:
+                about = call.call
+                call.tensor(y).copy_(self.attended(call.tensor(qkv), about, call.cache.states[path]))
+
+            tape.stop(attend_prompt, "attention")
+            tape.release(qkv)
+            return y
+        if self.core is not attend_with_cache or spec.qk_norm_eps is not None:
+            raise NotLowered("an attention with a core or norms of its own")
+        q, k, v = (qkv.columns(first, rows[name]) for name, first in zip("qkv", (0, rows["q"], rows["q"] + rows["k"])))
+        size, table = spec.rope_size or spec.head_dim, None
+        heads, kv_heads = rows["q"] // spec.head_dim, rows["k"] // spec.head_dim
+        if spec.rope_theta:
+            table = rotary_table(spec.rope_theta, size, tape.dtype)
+            for part, count in ((q, heads), (k, kv_heads)):
+                tape.rotate(part, count, spec.head_dim, size, table)
+        slot = tape.append(k, "keys")
+        tape.append(v, "values")
+        y = tape.attend(q, slot, heads, kv_heads, spec.head_dim, self.scale)
+        tape.release(qkv)
+        return y
 
     def attended(self, projected: torch.Tensor, call: Call, state: State | None) -> torch.Tensor:
         """[q | k | v] -> (batch, seq, this rank's heads * head_dim), the input of o_proj."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .call import EVERY_ROW, Rows
-from .state import State
+from .state import Pending, State
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class Snapshot:
         return [*self.fixed, *(tensor for segment in self.segments for tensor in segment)]
 
 
+@dataclass(eq=False)
+class Layout:
+    """What selections of a cache share: a number that changes when its tensors move, and tokens read by a tape that may be
+    taken back.
+    """
+
+    version: int = 0
+    pending: Pending | None = None
+
+
 @dataclass
 class Cache:
     """The state of sequences between two calls of the model, for this rank's channels and heads; see `model.new_cache`.
@@ -51,6 +61,7 @@ class Cache:
     rows: Rows = field(default_factory=lambda: EVERY_ROW)
     kv_lengths: torch.Tensor | None = None
     context_rank: int = 0
+    layout: Layout = field(default_factory=Layout)
 
     def _fixed(self) -> Iterator[torch.Tensor]:
         for state in self.states.values():
@@ -124,13 +135,13 @@ class Cache:
         Where C computed layers: RuntimeError, with nothing done, if tensors of the cache, or those that the model had
         during the call, have moved in memory since then.
         """
-        pending = [state.pending for state in self.states.values() if state.pending is not None]
+        pending = [each.pending for each in (*self.states.values(), self.layout) if each.pending is not None]
         for each in pending:
             each.check(self)
         for each in pending:
             each.advance(self, counts)
-        for state in self.states.values():
-            state.pending = None
+        for each in (*self.states.values(), self.layout):
+            each.pending = None
         self.lengths[self.rows] += torch.tensor(counts)
 
     def stored(self, row: int) -> int:
@@ -158,6 +169,7 @@ class Cache:
         longer = [{name: _longer(t, length) for name, t in state.per_token.items()} for state in states]  # all, or none
         for state, tensors in zip(states, longer, strict=True):
             state.per_token.update(tensors)
+        self.layout.version += 1
 
     def reset(self, row: int) -> None:
         """Empty a row, so that a new sequence can start in it."""

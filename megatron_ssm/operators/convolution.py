@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
 
 from megatron_ssm.ops.convolution import causal_conv
 from megatron_ssm.parallel.layers import Packed
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.parallel.tracked import TrackedModule
 
 from .call import Call
 from .state import State
 
 
-class Convolution(nn.Module):
+class Convolution(TrackedModule):
     """The depthwise causal convolution over this rank's channels, followed by SiLU.
 
     channels: this rank's number of channels of each field. kernel: the number of taps K. shared, pieces: see `Packed`.

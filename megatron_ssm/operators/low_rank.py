@@ -13,6 +13,7 @@ The product is added before the layer's own all-reduce, or takes its input after
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), section 4.1.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -23,9 +24,35 @@ from megatron_ssm.parallel.layers import Packed, Product
 from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import replicated
+from megatron_ssm.parallel.tracked import TrackedModule
 
 
-class LowRank(nn.Module):
+class PartsProduct:
+    """The products beside linear layers that we compute as one, side by side; zeros for those that have none.
+
+    parts: {name: this rank's rows}. x (..., columns) -> (..., rows of all parts on this rank).
+    """
+
+    def __init__(self, adapters: "Adapters", parts: Mapping[str, int]):
+        self.adapters, self.parts = adapters, dict(parts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        adapters = self.adapters
+        made = [
+            adapters[name](x) if name in adapters else x.new_zeros(*x.shape[:-1], rows)
+            for name, rows in self.parts.items()
+        ]
+        return torch.cat(made, dim=-1)
+
+    @property
+    def by_column(self) -> list[tuple[int, "LowRank"]]:
+        """(first row, product) of those that there are."""
+        starts = list(itertools.accumulate(self.parts.values(), initial=0))
+        named = zip(starts, self.parts, strict=False)
+        return [(start, self.adapters[name]) for start, name in named if name in self.adapters]  # type: ignore[misc]
+
+
+class LowRank(TrackedModule):
     """scale * (x A^T) B^T: x (..., this rank's inputs) -> (..., this rank's rows), partial where the layer's output is.
 
     split: the dimension of W that is split (0: rows, 1: columns, None: neither). rank: of the product. inputs: this rank's
@@ -48,7 +75,7 @@ class LowRank(nn.Module):
         pieces: int = 1,
     ):
         super().__init__()
-        self.split, self.scale, self.ranks = split, scale, ranks
+        self.split, self.scale, self.ranks, self.rows = split, scale, ranks, sum(rows.values())
         self.down = nn.Parameter(torch.empty(rank, inputs, dtype=dtype, device=device))
         self.up = Packed(rows, (rank,), ranks, dtype, device, shared, pieces)
 
@@ -80,19 +107,8 @@ def adapter_of(adapters: Adapters | None, name: str) -> Product | None:
     return adapters[name] if adapters is not None and name in adapters else None
 
 
-def adapter_of_parts(adapters: Adapters | None, parts: Mapping[str, int]) -> Product | None:
-    """The products beside linear layers that we compute as one, side by side; zeros for those that have none.
-
-    parts: {name: this rank's rows}.
-    """
+def adapter_of_parts(adapters: Adapters | None, parts: Mapping[str, int]) -> PartsProduct | None:
+    """See `PartsProduct`; None if no part has a product. parts: {name: this rank's rows}."""
     if adapters is None or not any(name in adapters for name in parts):
         return None
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        """(..., columns) -> (..., rows of all parts on this rank)."""
-        made = [
-            adapters[name](x) if name in adapters else x.new_zeros(*x.shape[:-1], rows) for name, rows in parts.items()
-        ]
-        return torch.cat(made, dim=-1)
-
-    return product
+    return PartsProduct(adapters, parts)

@@ -24,12 +24,13 @@ from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
 from megatron_ssm.stack.sizes import RecurrenceSizes, Sizes, Workload
 from megatron_ssm.stack.stack import Spec
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .convolution import Convolution, keep_last_inputs
 from .low_rank import adapter_of
-from .operator import Operator, Partial, Place
+from .operator import Lowered, Operator, Partial, Place, lowered_linear
 from .state import State
 
 SELECTIVE_NUMBERS = 256  # the C kernel of the scan keeps a state for SELECTIVE_NUMBERS / N tokens
@@ -54,7 +55,6 @@ class Mamba1Spec(Spec):
     dt_range: tuple[float, float, float] = field(default=(0.001, 0.1, 1e-4), compare=False)
     interleaved: bool = False
     stored_by_head: bool = False
-
 
     @property
     def history(self) -> int:
@@ -169,6 +169,30 @@ class MambaMixer(Operator):
         is_sharded = self.context is not None and call.sharding is not None
         y = self._gated_over_context(x, z, call, state) if is_sharded else self._gated(x, z, call, state)
         return Partial(self.out_proj(y, adapter_of(self.lora, "out_proj")), bias=self.out_proj.bias)
+
+    def lower(self, tape: Builder, x: Buffer) -> Lowered:
+        """See `Operator`."""
+        channels, heads, (rank, N, _) = self.channels, self.heads, self.splits
+        width, each = rank + 2 * N, channels // heads
+        if heads > 1 and each % 2:
+            raise NotLowered("an odd number of channels per head")  # the kernel reads bfloat16 numbers in pairs
+        xz = lowered_linear(tape, self.in_proj, x, adapter_of(self.lora, "in_proj"))
+        mixed, z = xz.columns(0, channels), xz.columns(channels, channels)
+        convolved = tape.conv(mixed, *self.conv.tensors())
+        parameters = tape.buffer(heads * width)
+        tape.head_matmuls(convolved, parameters, self.x_proj, width, each, (heads, each, each, width, channels))
+        if adapter_of(self.lora, "x_proj") is not None or adapter_of(self.lora, "dt_proj") is not None:
+            raise NotLowered("adapters of x_proj or dt_proj")
+        summed = tape.sum(self.head_ranks, parameters, is_exact=True)
+        if self.inner_norm_eps is not None:
+            tape.inner_norms(summed, heads, rank, N, self.inner_norm_eps)
+        dt = tape.buffer(channels)
+        low = parameters.columns(0, heads * width)
+        tape.head_matmuls(low, dt, self.dt_proj, each, rank, (heads, each * rank, width, each, rank))
+        y = tape.selective_scan(convolved, dt, z, summed, self.A_log, self.D, self.dt_bias, heads, rank, N)
+        tape.release_unless_speculative(xz, convolved, parameters, dt, y)
+        out = lowered_linear(tape, self.out_proj, y, adapter_of(self.lora, "out_proj"))
+        return Lowered(out, bias=self.out_proj.bias)
 
     def _gated(self, x: torch.Tensor, z: torch.Tensor, call: Call, held: State | None) -> torch.Tensor:
         """The input of out_proj, (batch, seq, this rank's channels). Its temporaries are freed when it returns."""

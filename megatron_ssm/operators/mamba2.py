@@ -33,12 +33,13 @@ from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
 from megatron_ssm.stack.sizes import RecurrenceSizes, Sizes, Workload
 from megatron_ssm.stack.stack import Spec
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .convolution import Convolution, keep_last_inputs
 from .low_rank import adapter_of
-from .operator import Operator, Partial, Place
+from .operator import Lowered, Operator, Partial, Place, lowered_linear
 from .state import State
 
 CUDA_SSD_CHUNK = 256  # mamba_chunk_scan_combined keeps a state for each chunk of this many tokens
@@ -65,7 +66,6 @@ class Mamba2Spec(Spec):
     conv_bias: bool = True
     dt_limit: tuple[float, float] = NO_LIMIT
     dt_range: tuple[float, float, float] = field(default=(0.001, 0.1, 1e-4), compare=False)
-
 
     @property
     def channels(self) -> int:
@@ -188,6 +188,28 @@ class Mamba2Mixer(Operator):
         normed, squares = self._normed(*self._scanned(projected, call, state))
         out = self.out_proj(normed, adapter_of(self.lora, "out_proj"))
         return Partial(out, squares, None if squares is None else self._finished, self.out_proj.bias)
+
+    def lower(self, tape: Builder, x: Buffer) -> Lowered:
+        """See `Operator`."""
+        if not (self.local_norm or self.fused_norm):
+            raise NotLowered("a norm over a group on some of the ranks")
+        inner, bc = self.rows["x"], self.rows["B"]
+        projected = lowered_linear(tape, self.in_proj, x, adapter_of(self.lora, "in_proj"))
+        z, xBC = projected.columns(0, inner), projected.columns(inner, inner + 2 * bc)
+        convolved = tape.conv(xBC, *self.conv.tensors())
+        dt = tape.step_sizes(projected.columns(2 * inner + 2 * bc, self.heads), self.dt_bias, self.dt_limit)
+        may_round = isinstance(self.out_proj.weight, RoundedMatrix)
+        sizes = self.heads, self.head_dim, self.groups, self.state_size
+        y = tape.ssd(convolved, dt, self.A_log, self.D, *sizes, may_round)
+        squares = tape.buffer(1, torch.float32) if self.fused_norm else None
+        normed = tape.gated_norm(y, z, self.norm_weight, self.groups, self.eps, squares)
+        tape.release_unless_speculative(projected, convolved, dt, y)
+        out = lowered_linear(tape, self.out_proj, normed, adapter_of(self.lora, "out_proj"))
+        tape.release(normed)
+        if squares is not None and tape.dtype is not torch.float32:
+            narrow, out = out, tape.converted(out, torch.float32)
+            tape.release(narrow)
+        return Lowered(out, squares, self.out_proj.bias, self.group_channels, self.eps)
 
     def _finished(self, out: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         """out * 1/sqrt(mean square + eps) of each token."""

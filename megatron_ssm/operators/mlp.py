@@ -10,10 +10,11 @@ from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParal
 from megatron_ssm.stack.fields import Field, divides, packed, row_parallel, rows_of
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
+from megatron_ssm.tape.builder import Buffer, Builder
 
 from .call import Call
 from .low_rank import adapter_of, adapter_of_parts
-from .operator import Operator, Partial, Place
+from .operator import Lowered, Operator, Partial, Place, lowered_linear
 from .state import State
 
 
@@ -45,7 +46,6 @@ class MlpSpec(Spec):
     gated: bool = True
     bias: bool = False
     packed: bool = False
-
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -119,6 +119,21 @@ class Mlp(Operator):
         return Partial(
             self.down_proj(self.activated(projected), adapter_of(self.lora, "down_proj")), bias=self.down_proj.bias
         )
+
+    def lower(self, tape: Builder, x: Buffer) -> Lowered:
+        """See `Operator`."""
+        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
+        lora = adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts)
+        inner = self.lower_activated(tape, lowered_linear(tape, self.gate_up, x, lora))
+        out = lowered_linear(tape, self.down_proj, inner, adapter_of(self.lora, "down_proj"))
+        tape.release(inner)
+        return Lowered(out, bias=self.down_proj.bias)
+
+    def lower_activated(self, tape: Builder, projected: Buffer) -> Buffer:
+        """`activated` on a tape; releases its input."""
+        y = tape.activate(projected, self.mlp_spec.activation, self.mlp_spec.gated)
+        tape.release(projected)
+        return y
 
     def activated(self, projected: torch.Tensor) -> torch.Tensor:
         """(batch, seq, this rank's rows of gate_up) -> the input of down_proj."""

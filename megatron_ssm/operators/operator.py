@@ -4,21 +4,24 @@ A unit (`unit.py`) gives its operators their input, whole on every rank, and add
 over the ranks. So an operator sends nothing but what its own mathematics needs inside.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_ssm.context.blocks import ContextRanks
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, is_altered
 from megatron_ssm.parallel.operators import copy_to_ranks, in_pieces, reduce_beside, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import all_gathered_tokens, reduce_scatter_tokens, replicated
+from megatron_ssm.parallel.tracked import TrackedModule
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 
 from .call import Call
-from .low_rank import Adapters, adapter_of
+from .low_rank import Adapters, PartsProduct, adapter_of
 from .state import State, read_speculatively
 
 
@@ -69,7 +72,18 @@ class Partial:
     bias: torch.Tensor | None = None
 
 
-class Operator(nn.Module):
+@dataclass(frozen=True)
+class Lowered:
+    """`Partial` on a tape. columns: the sums of squares that normalize the output; `group` numbers, with `eps`, make one."""
+
+    out: Buffer
+    columns: Buffer | None = None
+    bias: torch.Tensor | None = None
+    group: int = 1
+    eps: float = 0.0
+
+
+class Operator(TrackedModule):
     """The base of operators. Its parameters are the fields of its specification, under the same names.
 
     A call has two steps, so that operators of one unit share their input, and so that recomputation can repeat one of them:
@@ -101,6 +115,13 @@ class Operator(nn.Module):
         """The output, partial; it reads and updates the rows `call.rows` of the state."""
         raise NotImplementedError
 
+    def lower(self, tape: Builder, x: Buffer) -> "Lowered":
+        """Write the operations of `project` and `mix` to a tape. NotLowered: there are none, and Python does it.
+
+        What is not computed in C is called, so an operator is lowered only while it and its modules are the library's own.
+        """
+        raise NotLowered(f"{type(self).__name__} has no operations")
+
     def new_state(self, batch: int) -> State | None:
         """An empty state of this rank's part for `batch` sequences; None: the operator has none."""
         return None
@@ -108,6 +129,40 @@ class Operator(nn.Module):
     def copied(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter that every rank holds and uses for its own channels. Backward sums its gradient over the ranks."""
         return copy_to_ranks(parameter, self.ranks.group, self.ranks.all_reduce_exact)
+
+
+def check_plain(*modules: torch.nn.Module) -> None:
+    """NotLowered unless calling the modules does what the library's classes do, so that nobody notices that C does it."""
+    for module in itertools.chain.from_iterable(each.modules() for each in modules):
+        if not type(module).__module__.startswith(("megatron_ssm.", "torch.nn.modules.container")) or is_altered(
+            module
+        ):
+            raise NotLowered(f"{type(module).__name__} has hooks or methods of its own")
+    if any(type(parameter) is not torch.nn.Parameter for each in modules for parameter in each.parameters()):
+        raise NotLowered("parameters of another class")
+
+
+def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) -> Buffer:
+    """A column- or row-parallel layer on a tape, with low-rank products beside it; a row-parallel layer has no bias here."""
+    if any(isinstance(each, Packed) and not each.is_packed for each in layer.modules()):
+        raise NotLowered("packed parameters that lie apart")
+    is_column = isinstance(layer, ColumnParallelLinear)
+    bias = layer.bias() if is_column and layer.bias is not None else None
+    y = tape.matmul(x, layer.weight() if is_column else layer.weight, bias)
+    if isinstance(adapter, PartsProduct):
+        for first, each in adapter.by_column:
+            add_low_rank(tape, y.columns(first, each.rows), x, each.down, each.up(), each.scale)
+    elif adapter is not None:
+        add_low_rank(tape, y, x, adapter.down, adapter.up(), adapter.scale)
+    return y
+
+
+def add_low_rank(tape: Builder, y: Buffer, x: Buffer, down: torch.Tensor, up: torch.Tensor, scale: float = 1.0) -> None:
+    """y += scale * (x down^T) up^T on a tape."""
+    low = tape.matmul(x, down)
+    more = tape.matmul(low, up)
+    tape.add(y, more, scale, into=True)
+    tape.release(low, more)
 
 
 def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:

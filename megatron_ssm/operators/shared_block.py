@@ -7,6 +7,7 @@ token each.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,15 +17,17 @@ from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, Product, 
 from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import divide_gradient, replicated
+from megatron_ssm.parallel.tracked import TrackedModule
 from megatron_ssm.stack.fields import Field, rows_of
 from megatron_ssm.stack.sizes import AttentionSizes, Sizes, Workload
 from megatron_ssm.stack.stack import Spec
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 
 from .attention import Attention, AttentionSpec
 from .call import Call
 from .low_rank import Adapters, adapter_of, adapter_of_parts
 from .mlp import Mlp, MlpSpec
-from .operator import Partial, Place, as_input, sum_of
+from .operator import Partial, Place, add_low_rank, as_input, lowered_linear, sum_of
 from .state import State
 
 
@@ -35,7 +38,6 @@ class SharedBlockSpec(Spec):
     attended: AttentionSpec
     mlp: MlpSpec
     norm_eps: float
-
 
     @property
     def attention(self) -> AttentionSizes:
@@ -80,7 +82,6 @@ class SharedBlockUseSpec(Spec):
     adapter_rank: int = 0
     attention_adapters: bool = False
     idle: tuple[int, ...] = ()
-
 
     @property
     def attention(self) -> AttentionSizes:
@@ -154,7 +155,7 @@ class SharedBlockUseSpec(Spec):
         )  # fmt: skip
 
 
-class Adapter(nn.Module):
+class Adapter(TrackedModule):
     """A low-rank adapter, x down^T up^T, which is added to the output of a column-parallel layer.
 
     rank: of the adapter. rows: this rank's rows of each field of the layer. downs: the names of the low-rank activations:
@@ -188,7 +189,22 @@ class Adapter(nn.Module):
         return fields[0] if len(fields) == 1 else torch.cat(fields, dim=-1)
 
 
-class SharedBlockUse(nn.Module):
+def lower_adapter(tape: Builder, adapter: Adapter | None, y: Buffer, x: Buffer) -> None:
+    """Add the adapter's output for x to y on a tape."""
+    if adapter is None:
+        return
+    if not (adapter.down.is_packed and adapter.up.is_packed):
+        raise NotLowered("packed parameters that lie apart")
+    low, first = tape.matmul(x, adapter.down()), 0
+    for index, up in enumerate(adapter.up().split(adapter.rows)):
+        more = tape.matmul(low.columns(index * adapter.rank, adapter.rank), up)
+        tape.add(y.columns(first, len(up)), more, into=True)
+        tape.release(more)
+        first += len(up)
+    tape.release(low)
+
+
+class SharedBlockUse(TrackedModule):
     """The parameters of one unit's own for its use of the shared block: a linear layer, and adapters.
 
     Every rank has all of the linear layer. idle: tensors that files have and the unit does not use; they are kept to be saved
@@ -251,6 +267,41 @@ class SharedBlock(Attention, Mlp):
         attended = self.attended(run(self._projected, x, embeddings, use), call, state)
         y = sum_of([Partial(self.o_proj(attended, adapter_of(use.lora, "o_proj")), bias=self.o_proj.bias)], self.ranks)
         return run(self._mlp, y, use)
+
+    def lower_use(self, tape: Builder, x: Buffer, embeddings: Buffer, use: SharedBlockUse) -> Buffer:
+        """The output for x and the embeddings on a tape."""
+        if x.dtype is not tape.dtype:
+            raise NotLowered("a residual stream in another dtype")
+        both = tape.concat(x, embeddings)
+        normed = tape.norm(both, self.norm.weight, self.norm.eps)
+        tape.release(both)
+        lora = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
+        qkv = lowered_linear(tape, self.qkv, normed, lora)
+        lower_adapter(tape, use.qkv, qkv, normed)
+        tape.release(normed)
+        attended = self.lower_attention(tape, qkv)
+        y = self._lower_whole(tape, self.o_proj, attended, adapter_of(use.lora, "o_proj"))
+        normed = tape.norm(y, self.mlp_norm.weight, self.mlp_norm.eps)
+        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
+        lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
+        gate_up = lowered_linear(tape, self.gate_up, normed, lora)
+        lower_adapter(tape, use.gate_up, gate_up, normed)
+        tape.release(y, normed)
+        inner = self.lower_activated(tape, gate_up)
+        y = self._lower_whole(tape, self.down_proj, inner, adapter_of(use.lora, "down_proj"))
+        out = tape.matmul(y, use.linear)
+        if (adapter := adapter_of(use.lora, "linear")) is not None:
+            add_low_rank(tape, out, y, adapter.down, adapter.up(), adapter.scale)
+        tape.release(y)
+        return out
+
+    def _lower_whole(self, tape: Builder, layer: Any, x: Buffer, lora: Any) -> Buffer:
+        """The output of a row-parallel layer, whole; releases its input."""
+        part = lowered_linear(tape, layer, x, lora)
+        tape.release(x)
+        y = tape.whole(tape.sum(self.ranks, part), layer.bias)
+        tape.release(part)
+        return y
 
     def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
         """Queries, keys and values."""

@@ -1,22 +1,23 @@
 """A residual unit, and a layer, which is a list of units."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_ssm.parallel.layers import RMSNorm
+from megatron_ssm.parallel.tracked import TrackedModule
 from megatron_ssm.stack.stack import Norm, Unit
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
-from .operator import Operator, Partial, Place, as_input, mix, sum_of
+from .operator import Operator, Partial, Place, as_input, check_plain, mix, sum_of
 from .shared_block import SharedBlock
 from .state import State
 
 
-class Layer(nn.Module):
+class Layer(TrackedModule):
     """The units of a layer, one after the other. Its modules are the norms and operators of all of them, under their names.
 
     x is the same on every rank, or with sequence parallelism this rank's share of the tokens. Each unit sends what its
@@ -65,6 +66,39 @@ class Layer(nn.Module):
         for unit in self.units:
             x = self._unit(unit, x, call, states or {}, shared, embeddings)
         return x
+
+    def lower(
+        self, tape: Builder, path: str, x: Buffer, embeddings: Buffer | None, shared: Sequence[SharedBlock]
+    ) -> None:
+        """Write the operations of the layer to a tape: they update the residual stream x in place. path: "layers.3.".
+
+        NotLowered if C does not compute all of it.
+        """
+        check_plain(self)
+        for unit in self.units:
+            if len(unit.operators) > 1 or unit.norm is None or unit.post_norm is not None:
+                raise NotLowered("a unit of several operators, or with other norms")
+            (part,), (operator,), given = unit.operators, self._operators(unit), x
+            if part.input_scale != 1.0:
+                raise NotLowered("a scaled input")
+            if unit.side is not None and embeddings is not None:
+                block, name = shared[unit.side.shared], unit.side.part.name
+                check_plain(block)
+                tape.path = path + name
+                more = block.lower_use(tape, x, embeddings, getattr(self, name))
+                given = tape.add(x, more)
+                tape.release(more)
+            tape.path = path + part.name
+            norm = self._norm(unit.norm)
+            normed = tape.norm(given, norm.weight, norm.eps)
+            if given is not x:
+                tape.release(given)
+            low = operator.lower(tape, normed)
+            tape.release(normed)
+            summed = tape.sum(self.ranks, low.out, low.columns)
+            scales = unit.residual_scale, part.output_scale
+            tape.residual(x, summed, low.bias, scales, low.group, low.eps)
+            tape.release(low.out, *([low.columns] if low.columns else []))
 
     def _unit(
         self, unit: Unit, x: torch.Tensor, call: Call, states: Mapping[str, State], shared, embeddings

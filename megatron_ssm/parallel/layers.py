@@ -18,6 +18,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 from .operators import copy_to_ranks, reduce_from_ranks
 from .ranks import Ranks
 from .sequence_parallel import all_gathered_tokens, reduce_scatter_tokens, replicated
+from .tracked import TrackedModule
 
 Device = torch.device | str | None
 Product = Callable[[torch.Tensor], torch.Tensor]  # this rank's part of a product with x, such as a `LowRank`
@@ -48,7 +49,7 @@ class _Pack(torch.autograd.Function):
         return None, None, *ctx.split_gradient(grad)
 
 
-class Packed(nn.Module):
+class Packed(TrackedModule):
     """Fields that are parameters of their own, because they are split differently, but are used as one tensor.
 
     sizes: this rank's rows of each field; all fields have the same trailing shape. The parameters are views of one storage,
@@ -129,7 +130,7 @@ class Packed(nn.Module):
             field.data = rows
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(TrackedModule):
     """y = x W^T + b with the rows of W and b split over the ranks.
 
     x (..., in), whole -> y (..., sum of this rank's rows). Sends nothing: the gradient of x is partial, and whoever gives the
@@ -159,7 +160,7 @@ class ColumnParallelLinear(nn.Module):
         return with_adapter(linear(x, self.weight(), self.bias() if self.bias is not None else None), adapter, x)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(TrackedModule):
     """y = x W^T with the columns of W split over the ranks: x (..., this rank's columns) -> y (..., out), partial.
 
     Sends nothing: `whole` sums y over the ranks, or a unit does, with others (`operators.operator.sum_of`). Every rank has
@@ -213,7 +214,7 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.to(at_least_fp32(x.dtype)), x.shape[-1:], eps=eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(TrackedModule):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in at least fp32; whole on every rank.
 
     ranks: those that have other tokens if they are `sequence_parallel`; backward then all-reduces the weight's gradient.
@@ -239,7 +240,7 @@ def vocabulary_range(vocab_size: int, ranks: Ranks) -> tuple[int, int]:
     return min(ranks.rank * width, vocab_size), min((ranks.rank + 1) * width, vocab_size)
 
 
-class VocabularyParallel(nn.Module):
+class VocabularyParallel(TrackedModule):
     """The embedding or the language-model head, with the vocabulary split over the ranks (one object is both if tied).
 
     start, stop: this rank's ids, [start, stop). width: the number of this rank's logits, ceil(vocab_size / ranks), the same

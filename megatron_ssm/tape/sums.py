@@ -1,4 +1,4 @@
-"""The all-reduces of native/step.c and native/tokens.c. C does those that go through shared memory, Python the others."""
+"""The all-reduces of a tape. C does those that go through shared memory, Python the others."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from megatron_ssm.native.arguments import address
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.counted import Counter
 
-from .structs import IN_C, IN_PYTHON, NO_SUM, ONE_RANK, Sum
+from .structs import IN_C, IN_PYTHON, ONE_RANK, SUM_IN_PYTHON, Sum
 
 
-class LayerSum:
-    """An all-reduce over `ranks` of a step's `part`, and exactly of `squares` with it (None: there are none).
+class TapeSum:
+    """An all-reduce over `ranks` of a buffer, and exactly of `squares` with it (None: there are none).
 
-    is_exact: in at least fp32, instead of the model's format. struct: step.c's `Sum`. in_place: the all-reduce that C does
+    is_exact: in at least fp32, instead of the model's format. struct: C's `Sum`. in_place: the all-reduce that C does
     in shared memory, or None.
     """
 
@@ -28,13 +28,13 @@ class LayerSum:
             struct = self.struct
             struct.call, struct.channel, struct.parts, struct.count = c.reduce, c.channel, c.parts, c.count
 
-    def finish(self, code: int, struct: Sum) -> None:
+    def finish(self, code: int) -> None:
         """Finish an all-reduce for which C returned `code`.
 
-        NO_SUM: do it in Python, and write the address of the sum into C's struct. Another code is one of the shared
-        memory: wait for the other ranks, or raise an error.
+        SUM_IN_PYTHON: do it in Python, in place. Another code is one of the shared memory: wait for the other ranks, or raise
+        an error.
         """
-        if code != NO_SUM:
+        if code != SUM_IN_PYTHON:
             assert self.sum_in_c is not None  # only it returns other codes
             return self.sum_in_c.memory.wait(code)
         ranks, part, squares = self._ranks, self._part, self._squares
@@ -46,17 +46,15 @@ class LayerSum:
         elif squares is None:
             whole = ranks.all_reduce_in_format(part, ranks.group)
         else:
-            whole, squares = ranks.reduce_beside(part, squares, ranks.group)
-        # The user's function may return another shape, device or layout.
-        whole = whole.to(part.device, part.dtype).expand_as(part).contiguous()
-        self._kept = whole, squares  # alive until the next call
-        struct.total, struct.squares = whole.data_ptr(), address(squares)
+            whole, columns = ranks.reduce_beside(part, squares, ranks.group)
+            squares.copy_(columns)
+        self._part.copy_(whole)
 
 
 class SentInC:
     """What the all-reduces in C of one call send."""
 
-    def __init__(self, sums: Sequence[LayerSum]):
+    def __init__(self, sums: Sequence[TapeSum]):
         in_c = [each.sum_in_c for each in sums if each.sum_in_c is not None]
         self._memories, self._counter = {each.memory for each in in_c}, in_c[0].counter if in_c else None
         self._sent = Counter()

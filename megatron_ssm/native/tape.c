@@ -1,0 +1,469 @@
+/* Runs a tape: one token of each sequence of a batch, several that may be taken back, or a piece of a prompt. Python is only needed
+   where the tape stops, and for all-reduces that are not done in shared memory. */
+#include <math.h>
+
+#include "tape.h"
+
+/* Rows from which products are done by tile_product, panel_product or integer_product. As in ops/matrices.py. */
+enum { MANY = 48 };
+
+INLINE ptrdiff_t rows_of(const Tape *t) { return t->batch * t->tokens; }
+
+/* Row r of a view. */
+INLINE void *row(const Tape *t, const View *v, ptrdiff_t r, int type) {
+  return at(t->arena + rows_of(t) * v->place, v->first + r * v->stride, type);
+}
+
+/* Products */
+
+typedef int Multiply(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
+                     ptrdiff_t, int, int, int);
+
+static Multiply *multiply(const Tape *t, ptrdiff_t weight_type) {
+  if (rows_of(t) < MANY) return linear;
+  if (t->in_bytes && is_rounded(weight_type)) return integer_product;
+  return has_tile_products() ? tile_product : t->as_integers ? integer_panel_product : panel_product;
+}
+
+/* y = x W^T + bias. n: out, in. */
+static int matmul(const Tape *t, const Op *o, void *y) {
+  const Matrix *m = &o->matrix;
+  return multiply(t, m->type)(m->values, m->scales, o->bias, row(t, &o->x, 0, o->type), y, rows_of(t), o->n[0], o->n[1],
+                              o->x.stride, m->type, o->type, t->threads);
+}
+
+/* The same for each of several heads, with rows or columns of W of its own. n: out, in, heads; from head to head: elements of
+   W, columns of x and of y; from row to row of W: elements. */
+static int head_matmuls(const Tape *t, const Op *o) {
+  ptrdiff_t rows = rows_of(t), heads = o->n[2];
+  int failed = 0, type = o->type, weight_type = o->matrix.type;
+  for (ptrdiff_t h = 0; h < heads; h++) {
+    const void *weight = at(o->matrix.values, h * o->n[3], weight_type);
+    const void *x = at(row(t, &o->x, 0, type), h * o->n[4], type);
+    void *y = at(row(t, &o->y, 0, type), h * o->n[5], type);
+    if (rows >= MANY && heads == 1)
+      failed |= multiply(t, weight_type)(weight, NULL, NULL, x, y, rows, o->n[0], o->n[1], o->x.stride, weight_type, type,
+                                         t->threads);
+    else
+      failed |= strided_linear(weight, NULL, x, y, rows, o->n[0], o->n[1], o->n[6], o->x.stride, o->y.stride, weight_type,
+                               type, t->threads);
+  }
+  return failed;
+}
+
+CLONES static void widen_rows(const void *from, float *to, ptrdiff_t start, ptrdiff_t stop) {
+#pragma omp simd
+  for (ptrdiff_t i = start; i < stop; i++) to[i] = get(from, i, BFLOAT16);
+}
+
+/* The logits of the head, as float32; -inf beyond this rank's part of the vocabulary. n: out, in, width of the logits. y: a
+   temporary, unless the product is the logits. */
+static int head_logits(const Tape *t, const Op *o) {
+  ptrdiff_t rows = rows_of(t), out = o->n[0], width = o->n[2];
+  if (o->type == FLOAT32 && out == width) return matmul(t, o, t->logits);
+  if (out && matmul(t, o, row(t, &o->y, 0, o->type))) return 1;
+#pragma omp parallel for num_threads(t->threads) if (t->threads > 1 && rows > 1)
+  for (ptrdiff_t r = 0; r < rows; r++) {
+    float *to = t->logits + r * width;
+    if (o->type == FLOAT32) memcpy(to, row(t, &o->y, r, FLOAT32), out * sizeof(float));
+    else widen_rows(row(t, &o->y, r, o->type), to, 0, out);
+    for (ptrdiff_t i = out; i < width; i++) to[i] = -INFINITY;
+  }
+  return 0;
+}
+
+/* Rows of numbers */
+
+/* This rank's part of the embeddings: zeros for the ids of other ranks. n: the first id, ids, size. */
+static void embed(const Tape *t, const Op *o) {
+  const Matrix *m = &o->matrix;
+  ptrdiff_t first = o->n[0], ids = o->n[1], size = o->n[2];
+  for (ptrdiff_t r = 0; r < rows_of(t); r++) {
+    ptrdiff_t id = t->ids[r] - first, block = id * (size / BLOCK);
+    void *to = row(t, &o->y, r, o->type);
+    if (id < 0 || id >= ids) memset(to, 0, bytes_of(size, o->type));
+    else if (!is_rounded(m->type)) memcpy(to, at(m->values, id * size, o->type), bytes_of(size, o->type));
+    else
+      widen((const char *)m->values + block * bytes_per_block(m->type), m->scales + block, to, 1, size, m->type, o->type, 1);
+  }
+}
+
+/* y = f x in another type. n: size. */
+INLINE void convert_row(const void *x, void *y, ptrdiff_t size, float factor, int from, int type) {
+#pragma omp simd
+  for (ptrdiff_t i = 0; i < size; i++) put(y, i, factor * get(x, i, from), type);
+}
+CLONES static void convert_any(const void *x, void *y, ptrdiff_t size, float factor, int from, int type) {
+  if (from == FLOAT32 && type == FLOAT32) convert_row(x, y, size, factor, FLOAT32, FLOAT32);
+  else if (from == FLOAT32) convert_row(x, y, size, factor, FLOAT32, BFLOAT16);
+  else if (type == FLOAT32) convert_row(x, y, size, factor, BFLOAT16, FLOAT32);
+  else convert_row(x, y, size, factor, BFLOAT16, BFLOAT16);
+}
+
+/* y = x + f z. n: size. */
+INLINE void add_row(const void *x, const void *z, void *y, ptrdiff_t size, float factor, int x_type, int z_type) {
+#pragma omp simd
+  for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(x, i, x_type) + factor * get(z, i, z_type), x_type);
+}
+CLONES static void add_any(const void *x, const void *z, void *y, ptrdiff_t size, float factor, int x_type, int z_type) {
+  if (x_type == FLOAT32 && z_type == FLOAT32) add_row(x, z, y, size, factor, FLOAT32, FLOAT32);
+  else if (x_type == FLOAT32) add_row(x, z, y, size, factor, FLOAT32, BFLOAT16);
+  else add_row(x, z, y, size, factor, BFLOAT16, BFLOAT16);
+}
+
+/* [x | z] -> y: one after the other in each row. n: the columns of both. */
+static void concat(const Tape *t, const Op *o) {
+  for (ptrdiff_t r = 0; r < rows_of(t); r++) {
+    char *y = row(t, &o->y, r, o->type);
+    memcpy(y, row(t, &o->x, r, o->type), bytes_of(o->n[0], o->type));
+    memcpy(y + bytes_of(o->n[0], o->type), row(t, &o->z, r, o->type), bytes_of(o->n[1], o->type));
+  }
+}
+
+/* y = x + f0 * (f1 * sum + bias), each rounded as torch would; with flag, without x. squares: the sums of squares that normalize the sum, which is
+   FLOAT32 then. */
+INLINE void residual_row(const Op *o, const void *x, const void *sum, const float *squares, void *y, ptrdiff_t size, int type,
+                         int sum_type) {
+  float scale = squares ? 1 / sqrtf(*squares / o->n[1] + o->f[2]) : 1;
+#pragma omp simd
+  for (ptrdiff_t i = 0; i < size; i++) {
+    float added = squares ? rounded(scale * ((const float *)sum)[i], type) : get(sum, i, type);
+    added = o->f[1] * added;
+    if (o->bias) added = rounded(added + get(o->bias, i, type), type);
+    put(y, i, (o->flag ? 0 : get(x, i, sum_type)) + o->f[0] * added, sum_type);
+  }
+}
+CLONES static void residual_any(const Op *o, const void *x, const void *sum, const float *squares, void *y) {
+  if (o->type == FLOAT32) residual_row(o, x, sum, squares, y, o->n[0], FLOAT32, FLOAT32);
+  else if (o->from_type == FLOAT32) residual_row(o, x, sum, squares, y, o->n[0], BFLOAT16, FLOAT32);
+  else residual_row(o, x, sum, squares, y, o->n[0], BFLOAT16, BFLOAT16);
+}
+
+/* n: size, channels of a group of the gated norm. x and y are of from_type. */
+static void residual(const Tape *t, const Op *o) {
+  const Sum *sum = &t->sums[o->sum];
+  ptrdiff_t rows = rows_of(t), share = rows_per_thread(rows, o->n[0], t->threads);
+#pragma omp parallel for num_threads(t->threads) if (share < rows)
+  for (ptrdiff_t start = 0; start < rows; start += share)
+    for (ptrdiff_t r = start; r < rows && r < start + share; r++)
+      residual_any(o, row(t, &o->x, r, o->from_type), at(sum->total, r * o->n[0], sum->squares ? FLOAT32 : o->type),
+                   sum->squares ? sum->squares + r : NULL, row(t, &o->y, r, o->from_type));
+}
+
+enum { GELU, GELU_TANH, SILU, RELU, SQUARED_RELU };
+
+INLINE float activated(float x, int activation) {
+  if (activation == SILU) return x * sigmoid_(x, LEAST_EXPONENT);
+  if (activation == RELU) return x > 0 ? x : 0;
+  if (activation == SQUARED_RELU) return x > 0 ? x * x : 0;
+  if (activation == GELU) return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
+  float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x); /* tanh(u) = 2 sigmoid(2 u) - 1 */
+  return x * sigmoid_(2 * inner, LEAST_EXPONENT);
+}
+
+/* y = activation(x) z, or activation(x) if not gated. */
+INLINE void activate_row(const void *x, const void *z, void *y, ptrdiff_t size, int activation, int gated, int type) {
+#pragma omp simd
+  for (ptrdiff_t i = 0; i < size; i++) {
+    float value = rounded(activated(get(x, i, type), activation), type);
+    put(y, i, gated ? value * get(z, i, type) : value, type);
+  }
+}
+#define ACTIVATE_FOR(NAME, ACTIVATION)                                                                                  \
+  CLONES static void NAME(const void *x, const void *z, void *y, ptrdiff_t size, int gated, int type) {                 \
+    if (type == FLOAT32) activate_row(x, z, y, size, ACTIVATION, gated, FLOAT32);                                       \
+    else activate_row(x, z, y, size, ACTIVATION, gated, BFLOAT16);                                                      \
+  }
+ACTIVATE_FOR(activate_gelu, GELU)
+ACTIVATE_FOR(activate_gelu_tanh, GELU_TANH)
+ACTIVATE_FOR(activate_silu, SILU)
+ACTIVATE_FOR(activate_relu, RELU)
+ACTIVATE_FOR(activate_squared_relu, SQUARED_RELU)
+
+/* n: size, activation. flag: whether it is gated. */
+static void activate(const Tape *t, const Op *o) {
+  void (*functions[])(const void *, const void *, void *, ptrdiff_t, int, int) = {
+      activate_gelu, activate_gelu_tanh, activate_silu, activate_relu, activate_squared_relu};
+  ptrdiff_t rows = rows_of(t), share = rows_per_thread(rows, 8 * o->n[0], t->threads);
+#pragma omp parallel for num_threads(t->threads) if (share < rows)
+  for (ptrdiff_t start = 0; start < rows; start += share)
+    for (ptrdiff_t r = start; r < rows && r < start + share; r++)
+      functions[o->n[1]](row(t, &o->x, r, o->type), row(t, &o->z, r, o->type), row(t, &o->y, r, o->type), o->n[0], o->flag,
+                         o->type);
+}
+
+/* Recurrences */
+
+/* How many sequences from b on are neighbours in the cache. */
+static ptrdiff_t neighbours(const Tape *t, ptrdiff_t b) {
+  ptrdiff_t count = 1;
+  while (b + count < t->batch && t->sequences[b + count] == t->sequences[b] + count) count++;
+  return count;
+}
+
+/* x -> y, (rows, channels). n: channels, taps. bias: may be NULL. */
+static void conv(const Tape *t, const Op *o) {
+  const Slot *s = &t->slots[o->slot];
+  for (ptrdiff_t b = 0, count; b < t->batch; b += count) {
+    count = neighbours(t, b);
+    void *history = at(s->data, t->sequences[b] * s->stride, o->type);
+    causal_conv(row(t, &o->x, b * t->tokens, o->type), o->weight, o->bias, history,
+                row(t, &o->y, b * t->tokens, o->type), t->speculative ? NULL : history, count, t->tokens, o->n[0], o->n[1],
+                t->tokens * o->x.stride, o->x.stride, s->stride, o->type, t->threads);
+  }
+}
+
+/* Advances the inputs of a convolution by the first `count` tokens of sequence b. */
+static void advance_conv(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t count) {
+  const Slot *s = &t->slots[o->slot];
+  void *history = at(s->data, t->sequences[b] * s->stride, o->type);
+  ptrdiff_t channels = o->n[0];
+  for (ptrdiff_t k = 0; k < o->n[1] - 1; k++) {
+    ptrdiff_t token = k + count - (o->n[1] - 1); /* negative: in the history */
+    const void *from = token < 0 ? at(history, (k + count) * channels, o->type)
+                                 : row(t, &o->x, b * t->tokens + token, o->type);
+    memmove(at(history, k * channels, o->type), from, bytes_of(channels, o->type));
+  }
+}
+
+/* y = softplus(x + dt_bias) as float32, clamped to [f0, f1] in prompts. n: heads. */
+static void step_sizes(const Tape *t, const Op *o) {
+  ptrdiff_t rows = rows_of(t), heads = o->n[0];
+  float least = t->prompt ? o->f[0] : -INFINITY, most = t->prompt ? o->f[1] : INFINITY;
+#pragma omp parallel for num_threads(t->threads) if (t->threads > 1 && rows >= MANY)
+  for (ptrdiff_t r = 0; r < rows; r++)
+    for (ptrdiff_t h = 0; h < heads; h++) {
+      float dt = softplus_(get(row(t, &o->x, r, o->type), h, o->type) + o->dt_bias[h], LEAST_EXPONENT);
+      ((float *)row(t, &o->y, r, FLOAT32))[h] = dt < least ? least : dt > most ? most : dt; /* NaN stays */
+    }
+}
+
+/* Where the state of sequence b is, and where it is after the tokens. */
+typedef struct {
+  float *state, *next;
+  ptrdiff_t next_stride;
+} States;
+
+INLINE States states_of(const Tape *t, const Op *o, ptrdiff_t b) {
+  const Slot *s = &t->slots[o->slot];
+  float *state = (float *)s->data + t->sequences[b] * s->stride;
+  if (!t->speculative) return (States){state, state, s->stride};
+  return (States){state, (float *)s->next + b * s->next_stride, s->next_stride};
+}
+
+/* Mamba-2's recurrence of the first `tokens` tokens of `batch` sequences from b on. x: [x | B | C], z: dt as float32. n: heads,
+   channels of a head, groups, N. flag: whether it may round. */
+static int scan_ssd(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, States s) {
+  ptrdiff_t stride = o->x.stride, step = t->tokens * stride, first = b * t->tokens, heads = o->n[0];
+  ptrdiff_t strides[] = {step, stride, step, stride, step, stride, t->slots[o->slot].stride, s.next_stride};
+  void *x = row(t, &o->x, first, o->type), *B = at(x, heads * o->n[1], o->type), *C = at(B, o->n[2] * o->n[3], o->type);
+  return ssd(x, row(t, &o->z, first, FLOAT32), o->A_log, B, C, o->D, s.state, row(t, &o->y, first, o->type), s.next, NULL,
+             strides, batch, tokens, heads, o->n[1], o->n[2], o->n[3], o->type, t->speculative, o->flag, t->threads);
+}
+
+/* Mamba-1's. x: x after the convolution, z: [dt | ...] and, `n[4]` columns further, the gate; parameters: see n. n: channels,
+   heads, rank of dt, N, the columns of the gate's view. matrix.values is unused. The views are x, y (the result), z (dt); the
+   parameters [dt | B | C] of each head are in the sum, or, in a replay, still there; the gate is in `n`. */
+static void scan_selective(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, States s, int gated) {
+  ptrdiff_t channels = o->n[0], heads = o->n[1], rank = o->n[2], N = o->n[3], width = rank + 2 * N, type = o->type;
+  ptrdiff_t first = b * t->tokens, each = t->tokens;
+  View gate = {o->n[4], o->n[5], o->n[6]};
+  void *parameters = at(t->sums[o->sum].total, first * heads * width, type);
+  void *B = at(parameters, rank, type), *C = at(B, N, type);
+  ptrdiff_t strides[] = {each * o->x.stride, o->x.stride, each * o->z.stride, o->z.stride, each * heads * width,
+                         heads * width, each * heads * width, heads * width, each * gate.stride, gate.stride,
+                         t->slots[o->slot].stride, s.next_stride, width};
+  selective_scan(row(t, &o->x, first, type), row(t, &o->z, first, type), o->A_log, B, C, o->D,
+                 gated ? row(t, &gate, first, type) : NULL, o->dt_bias, s.state, row(t, &o->y, first, type), s.next, NULL,
+                 strides, batch, tokens, channels, heads, N, 0, type, t->threads);
+}
+
+static int recurrence(const Tape *t, const Op *o) {
+  int failed = 0;
+  for (ptrdiff_t b = 0, count; b < t->batch; b += count) {
+    count = neighbours(t, b);
+    if (o->kind == SSD) failed |= scan_ssd(t, o, b, count, t->tokens, states_of(t, o, b));
+    else scan_selective(t, o, b, count, t->tokens, states_of(t, o, b), 1);
+  }
+  return failed;
+}
+
+/* Norms of dt, B and C in the sum of x_proj, in place. n: heads, rank of dt, N. f: eps. */
+static void inner_norms(const Tape *t, const Op *o) {
+  ptrdiff_t rank = o->n[1], N = o->n[2], width = rank + 2 * N, cuts[] = {0, rank, rank + N, width};
+  for (ptrdiff_t i = 0; i < rows_of(t) * o->n[0]; i++)
+    for (int k = 0; k < 3; k++) {
+      void *part = at(t->sums[o->sum].total, i * width + cuts[k], o->type);
+      rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], o->f[0], o->type, o->type, 1);
+    }
+}
+
+/* Attention */
+
+/* Rotates the heads of x in place: elements i and i + size/2 of the first `size` of each. weight: (positions, size) of `type`,
+   cosines and then sines. n: heads, head_dim, size. */
+INLINE void rotate_row(void *x, const void *table, ptrdiff_t heads, ptrdiff_t dim, ptrdiff_t size, int type) {
+  ptrdiff_t half = size / 2;
+  for (ptrdiff_t h = 0; h < heads; h++)
+#pragma omp simd
+    for (ptrdiff_t i = 0; i < half; i++) {
+      float c = get(table, i, type), s = get(table, half + i, type);
+      float a = get(x, h * dim + i, type), b = get(x, h * dim + half + i, type);
+      put(x, h * dim + i, a * c - b * s, type);
+      put(x, h * dim + half + i, b * c + a * s, type);
+    }
+}
+
+INLINE ptrdiff_t position(const Tape *t, ptrdiff_t r) { return t->lengths[t->sequences[r / t->tokens]] + r % t->tokens; }
+
+static void rotate(const Tape *t, const Op *o) {
+  for (ptrdiff_t r = 0; r < rows_of(t); r++) {
+    const void *table = at(o->weight, position(t, r) * o->n[2], o->type);
+    void *x = row(t, &o->x, r, o->type);
+    if (o->type == FLOAT32) rotate_row(x, table, o->n[0], o->n[1], o->n[2], FLOAT32);
+    else rotate_row(x, table, o->n[0], o->n[1], o->n[2], BFLOAT16);
+  }
+}
+
+/* Stores x, n[0] numbers of each token, at its position. */
+static void append(const Tape *t, const Op *o) {
+  const Slot *s = &t->slots[o->slot];
+  for (ptrdiff_t r = 0; r < rows_of(t); r++)
+    memcpy(at(s->data, t->sequences[r / t->tokens] * s->stride + position(t, r) * o->n[0], o->type),
+           row(t, &o->x, r, o->type), bytes_of(o->n[0], o->type));
+}
+
+/* The heads of one row that use one key/value head: y = softmax(scale * q k^T) v over `keys` keys. scores: (keys). */
+INLINE void attend_head(const void *q, const void *k, const void *v, void *y, ptrdiff_t keys, ptrdiff_t dim, ptrdiff_t stride,
+                        float scale, float *scores, float *out, int type) {
+  float most = -INFINITY, total = 0;
+  for (ptrdiff_t j = 0; j < keys; j++) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (ptrdiff_t i = 0; i < dim; i++) sum += get(q, i, type) * get(k, j * stride + i, type);
+    scores[j] = scale * sum;
+    most = scores[j] > most ? scores[j] : most;
+  }
+#pragma omp simd reduction(+ : total)
+  for (ptrdiff_t j = 0; j < keys; j++) total += scores[j] = exp_(scores[j] - most);
+  for (ptrdiff_t i = 0; i < dim; i++) out[i] = 0;
+  for (ptrdiff_t j = 0; j < keys; j++) {
+    float weight = scores[j];
+#pragma omp simd
+    for (ptrdiff_t i = 0; i < dim; i++) out[i] += weight * get(v, j * stride + i, type);
+  }
+#pragma omp simd
+  for (ptrdiff_t i = 0; i < dim; i++) put(y, i, out[i] / total, type);
+}
+CLONES static void attend_any(const void *q, const void *k, const void *v, void *y, ptrdiff_t keys, ptrdiff_t dim,
+                              ptrdiff_t stride, float scale, float *scores, float *out, int type) {
+  if (type == FLOAT32) attend_head(q, k, v, y, keys, dim, stride, scale, scores, out, FLOAT32);
+  else attend_head(q, k, v, y, keys, dim, stride, scale, scores, out, BFLOAT16);
+}
+
+/* x: queries. slot: of the keys, the next one of the values. n: heads, key/value heads, head_dim. f: scale. */
+static int attend(const Tape *t, const Op *o) {
+  const Slot *keys = &t->slots[o->slot], *values = keys + 1;
+  ptrdiff_t rows = rows_of(t), heads = o->n[0], shared = heads / o->n[1], dim = o->n[2], stride = o->n[1] * dim;
+  ptrdiff_t longest = 0, work = 0;
+  for (ptrdiff_t r = 0; r < rows; r++) {
+    ptrdiff_t count = position(t, r) + 1;
+    longest = count > longest ? count : longest, work += count;
+  }
+  int failed = 0, several = t->threads > 1 && work * heads * dim >= 1 << 15;
+#pragma omp parallel for num_threads(t->threads) if (several) reduction(| : failed)
+  for (ptrdiff_t task = 0; task < rows * heads; task++) {
+    ptrdiff_t r = task / heads, h = task % heads, sequence = t->sequences[r / t->tokens], head = h / shared * dim;
+    float *scores = malloc((longest + dim) * sizeof(float));
+    if (scores)
+      attend_any(at(row(t, &o->x, r, o->type), h * dim, o->type), at(keys->data, sequence * keys->stride + head, o->type),
+                 at(values->data, sequence * values->stride + head, o->type),
+                 at(row(t, &o->y, r, o->type), h * dim, o->type), position(t, r) + 1, dim, stride, o->f[0], scores,
+                 scores + longest, o->type);
+    failed |= !scores;
+    free(scores);
+  }
+  return failed;
+}
+
+/* The tape */
+
+static int all_reduce(const Sum *s) {
+  return s->done_by == IN_PYTHON ? SUM_IN_PYTHON : s->done_by == IN_C ? s->call(s->channel, s->parts, s->count, 0) : 0;
+}
+
+static int run(Tape *t, const Op *o) {
+  ptrdiff_t rows = rows_of(t);
+  switch (o->kind) {
+    case EMBED: embed(t, o); return 0;
+    case CONVERT:
+      for (ptrdiff_t r = 0; r < rows; r++)
+        convert_any(row(t, &o->x, r, o->from_type), row(t, &o->y, r, o->type), o->n[0], o->f[0], o->from_type, o->type);
+      return 0;
+    case CONCAT: concat(t, o); return 0;
+    case NORM:
+      return rms_norm(row(t, &o->x, 0, o->from_type), o->weight, row(t, &o->y, 0, o->type), rows, o->n[0], o->f[0],
+                      o->from_type, o->type, t->threads);
+    case MATMUL: return matmul(t, o, row(t, &o->y, 0, o->type));
+    case HEAD_MATMULS: return head_matmuls(t, o);
+    case LOGITS: return head_logits(t, o);
+    case CONV: conv(t, o); return 0;
+    case STEP_SIZES: step_sizes(t, o); return 0;
+    case SSD:
+    case SELECTIVE_SCAN: return recurrence(t, o);
+    case INNER_NORMS: inner_norms(t, o); return 0;
+    case GATED_NORM: /* x: the scan's output, z: the gate. n: groups, size of a group, the place of the sums of squares + 1 */
+      return gated_norm(row(t, &o->x, 0, o->type), row(t, &o->z, 0, o->type), o->weight, row(t, &o->y, 0, o->type),
+                        o->n[2] ? (float *)(t->arena + rows * (o->n[2] - 1)) : NULL, rows, o->z.stride, o->n[0], o->n[1],
+                        o->f[0], !o->n[2], o->type, t->threads);
+    case ADD: /* x is of from_type, and so is y */
+      for (ptrdiff_t r = 0; r < rows; r++)
+        add_any(row(t, &o->x, r, o->from_type), row(t, &o->z, r, o->type), row(t, &o->y, r, o->from_type), o->n[0], o->f[0],
+                o->from_type, o->type);
+      return 0;
+    case RESIDUAL: residual(t, o); return 0;
+    case ACTIVATE: activate(t, o); return 0;
+    case ROTATE: rotate(t, o); return 0;
+    case APPEND: append(t, o); return 0;
+    case ATTEND: return attend(t, o);
+  }
+  return 0;
+}
+
+/* Runs the operations from `at` on. 0: they are done. Otherwise the code of what Python must do before it calls again: a sum, or
+   what a STOP stands for. UNUSUAL, before anything is done, for an id outside the vocabulary, and for a sequence whose first
+   token it is, unless they are part of a prompt. After NO_MEMORY the states are invalid. */
+int run_tape(Tape *t) {
+  ptrdiff_t rows = rows_of(t);
+  if (t->at == t->from && !t->prompt) {
+    for (ptrdiff_t b = 0; b < t->batch; b++)
+      if (t->lengths[t->sequences[b]] <= 0) return UNUSUAL;
+    for (ptrdiff_t r = 0; t->ids && r < rows; r++)
+      if (t->ids[r] < 0 || t->ids[r] >= t->vocabulary) return UNUSUAL;
+  }
+  while (t->at < t->to) {
+    const Op *o = &t->ops[t->at++];
+    if (o->kind == STOP) return STOPPED;
+    int code = o->kind == SUM ? all_reduce(&t->sums[o->sum]) : run(t, o) ? NO_MEMORY : 0;
+    if (code) return code;
+  }
+  if (!t->speculative && !t->prompt)
+    for (ptrdiff_t b = 0; b < t->batch; b++) t->lengths[t->sequences[b]] += t->tokens;
+  return 0;
+}
+
+/* After a speculative run: advances the states by the first counts[b] >= 1 tokens of sequence b. */
+int keep_tokens(const Tape *t, const ptrdiff_t *counts) {
+  int failed = 0;
+  for (ptrdiff_t i = t->from; i < t->to; i++) {
+    const Op *o = &t->ops[i];
+    for (ptrdiff_t b = 0; b < t->batch && (o->kind == CONV || o->kind == SSD || o->kind == SELECTIVE_SCAN); b++) {
+      if (o->kind == CONV) { advance_conv(t, o, b, counts[b]); continue; }
+      const Slot *s = &t->slots[o->slot];
+      float *state = (float *)s->data + t->sequences[b] * s->stride;
+      if (o->kind == SSD) failed |= scan_ssd(t, o, b, 1, counts[b], (States){state, state, s->stride});
+      else scan_selective(t, o, b, 1, counts[b], (States){state, state, s->stride}, 0);
+    }
+  }
+  return failed ? NO_MEMORY : 0;
+}

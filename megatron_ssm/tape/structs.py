@@ -1,0 +1,89 @@
+"""The structs of native/tape.h."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from megatron_ssm.native import products
+from megatron_ssm.native.arguments import are_float32
+from megatron_ssm.native.kernels import TYPES
+from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
+
+SUM_IN_PYTHON, NO_MEMORY, UNUSUAL, STOPPED = -1, -2, -3, -4  # results of `run_tape`
+ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
+KINDS = """embed sum convert concat norm matmul head_matmuls logits conv step_sizes ssd selective_scan inner_norms
+    gated_norm add residual activate rotate append attend stop""".split()
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu", "relu2")
+
+
+class Matrix(ctypes.Structure):
+    """A floating-point matrix, or a `RoundedMatrix`."""
+
+    _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
+
+    @classmethod
+    def of(cls, weight: Tensor | RoundedMatrix) -> "Matrix":
+        """The struct of a tensor or a RoundedMatrix."""
+        if isinstance(weight, Tensor):
+            return cls(weight.data_ptr(), None, TYPES[weight.dtype])
+        return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
+
+    @staticmethod
+    def supports(weight: Tensor | RoundedMatrix, dtype: torch.dtype, rows: int) -> bool:
+        """Whether C multiplies this many rows of `dtype` by a matrix without a copy, and faster than torch."""
+        values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+        return (
+            values.is_cpu and products.is_multiplied_by(dtype, values.dtype)
+            and products.is_faster_than_torch(rows, values, dtype)
+            and are_float32(scales) and (scales is None or scales.is_contiguous())
+        )  # fmt: skip
+
+
+class Sum(ctypes.Structure):
+    """An all-reduce."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("call", "channel", "parts", "total", "squares")),
+        *((name, INT) for name in ("count", "done_by")),
+    ]
+
+
+class View(ctypes.Structure):
+    """Columns of a buffer."""
+
+    _fields_ = [("place", SIZE), ("first", SIZE), ("stride", SIZE)]
+
+
+class Op(ctypes.Structure):
+    """An operation."""
+
+    _fields_ = [
+        *((name, INT) for name in ("kind", "type", "from_type", "flag")),
+        *((name, View) for name in "xyz"),
+        ("matrix", Matrix),
+        *((name, POINTER) for name in ("weight", "bias", "A_log", "D", "dt_bias")),
+        ("slot", SIZE),
+        ("sum", SIZE),
+        ("n", SIZE * 8),
+        ("f", FLOAT * 3),
+    ]
+
+
+class Slot(ctypes.Structure):
+    """A tensor of the cache."""
+
+    _fields_ = [("data", POINTER), ("next", POINTER), ("stride", SIZE), ("next_stride", SIZE)]
+
+
+class Tape(ctypes.Structure):
+    """The tape of one call."""
+
+    _fields_ = [
+        ("ops", POINTER),
+        *((name, SIZE) for name in ("start", "stop", "at")),
+        *((name, POINTER) for name in "arena sums slots sequences lengths ids logits".split()),
+        *((name, SIZE) for name in ("batch", "tokens", "vocabulary")),
+        *((name, INT) for name in ("speculative", "prompt", "as_integers", "in_bytes", "threads")),
+    ]
