@@ -16,6 +16,7 @@ FIGURES = (
     models.splitting_an_ssm,
     models.all_reduce_count,
     models.passing_states,
+    models.unit,
     attention.attention_on_a_grid,
     attention.grid_traffic,
     gradients.selective_sparsification,

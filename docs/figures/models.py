@@ -120,3 +120,27 @@ def passing_states() -> Path:
         if index < len(steps) - 1:
             drawing.line([(x + 141, 259), (x + 158, 259)], arrow=True)
     return drawing.save("passing-states")
+
+
+def unit() -> Path:
+    """A residual unit: what its operators share."""
+    drawing = Drawing(760, 330, "A unit: one copy of the input and one sum for all its operators")
+    drawing.box(20, 130, 90, 50, "x", "grey", bold=True)
+    drawing.box(150, 130, 90, 50, "norm", "white")
+    drawing.box(150, 30, 120, 56, "shared block\n(side)", "violet", 14)
+    drawing.box(280, 130, 90, 50, "copy to\nthe ranks", "orange", 14)
+    for number, (name, y) in enumerate((("operator 1", 60), ("operator 2", 190))):
+        drawing.box(410, y, 130, 60, f"{name}\nproject, mix", "blue", 14, bold=True)
+        drawing.line([(370, 155), (390, 155), (390, y + 30), (410, y + 30)], arrow=True)
+        drawing.line([(540, y + 30), (565, y + 30), (565, 155), (585, 155)], arrow=number == 0)
+        drawing.text(475, y + 78, "state", 13, anchor="middle", italic=True)
+    drawing.box(585, 130, 90, 50, "one sum\nover ranks", "orange", 14)
+    drawing.line([(110, 155), (150, 155)], arrow=True)
+    drawing.line([(240, 155), (280, 155)], arrow=True)
+    drawing.line([(65, 130), (65, 58), (150, 58)], arrow=True, dashed=True)
+    drawing.line([(195, 86), (195, 130)], arrow=True, dashed=True)
+    drawing.line([(65, 180), (65, 290), (710, 290), (710, 165)], arrow=True)
+    drawing.line([(675, 155), (697, 155)], arrow=True)
+    drawing.box(697, 142, 26, 26, "+", "grey", bold=True, radius=13)
+    drawing.note(230, 312, "the residual stream: the same on every rank")
+    return drawing.save("unit")

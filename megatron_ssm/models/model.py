@@ -27,6 +27,7 @@ from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel
 from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.parallel.tracked import TrackedModule
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives import counted as collectives
 
@@ -58,7 +59,7 @@ class CallKind:
         return self.prompt or self.is_sharded
 
 
-class Model(nn.Module):
+class Model(TrackedModule):
     """A state-space language model split over the tensor-parallel ranks. Its parameters are uninitialized until loaded.
 
     config: its layers, sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends. data_group:

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from hf import hf_model, save_hf
 from megatron_ssm import load
-from megatron_ssm.decoding.native_step import NativeLayers
-from megatron_ssm.decoding.native_tokens import NativeTokens
 from megatron_ssm.inference.text import write_byte_tokenizer
 
 IDS = torch.arange(18).view(2, 9) % 61
@@ -137,24 +135,6 @@ def one_by_one(model, cached, first=4):
     cache = cached.new_cache(2)
     parts = [model(IDS[:, :first], cache=cache)]
     return torch.cat(parts + [model(IDS[:, t : t + 1], cache=cache) for t in range(first, IDS.shape[1])], dim=1)
-
-
-def counted(kind, patch=setattr):
-    """A list to which each later call of an object of the class `kind` adds one entry for each of its blocks.
-
-    If that is NativeLayers, so does each token that a NativeTokens computes by their code in C.
-    """
-    count, original_call, original_logits = [], kind.__call__, NativeTokens.logits
-    patch(kind, "__call__", lambda *args: (count.extend([1] * len(args[0])), original_call(*args))[1])
-
-    def logits(self, *given):
-        result = original_logits(self, *given)
-        count.extend([1] * len(self.layers) if result is not None else [])
-        return result
-
-    if kind is NativeLayers:
-        patch(NativeTokens, "logits", logits)
-    return count
 
 
 def hooked(model):

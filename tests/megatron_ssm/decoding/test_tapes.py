@@ -1,0 +1,311 @@
+"""Tokens and prompts that a tape computes. Oracles: the same model layer by layer, and token by token."""
+
+import copy
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ssm
+from megatron_ssm.decoding import tapes
+from megatron_ssm.models.adapters import adapter_parameters
+from megatron_ssm.native import kernels, products
+from megatron_ssm.tape import structs
+from serving import IDS, one_by_one, saved
+from sparsefusion.native.library import Library
+
+pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
+
+HYBRID = dict(layers_block_type=["hybrid"] * 2)
+ROTARY = dict(HYBRID, use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=2, add_bias_linear=True)
+MODELS = [
+    ("mamba", dict(use_bias=True)),
+    ("mamba", dict(residual_in_fp32=False)),
+    ("falcon_mamba", dict()),
+    ("mamba2", dict(use_bias=True, n_groups=2)),
+    ("mamba2", dict(n_groups=1, vocab_size=61)),
+    ("zamba", dict(HYBRID, n_mamba_heads=2, hidden_act="silu")),
+    ("zamba", dict(HYBRID, n_mamba_heads=8, mamba_expand=3, mamba_dt_rank=2, mamba_proj_bias=True)),
+    ("zamba2", ROTARY),
+    ("zamba2", dict(HYBRID, num_attention_heads=8, num_key_value_heads=4, hidden_act="gelu_pytorch_tanh")),
+]
+models = pytest.mark.parametrize("family, changes", MODELS)
+DTYPES = (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full))
+# Rows, the tokens that they read, and how many of these are kept.
+CALLS = [
+    ((0, 1), IDS[:, 4:6], (2, 1)), ((1,), IDS[1:, 5:9], (3,)), ((0, 1), IDS[:, 6:8], (1, 1)), ((1,), IDS[1:, :4], (4,)),
+]  # fmt: skip
+
+
+def without_tapes(model):
+    """Let the model compute layer by layer."""
+    model._tapes.logits = model._tapes.read = lambda *_: None
+    return model
+
+
+def stops(model, kind=tapes.DECODE):
+    """How many layers of the model's tape are left to Python; None if there is no tape."""
+    tape = model._tapes.tape(model, kind)
+    return None if tape is None else len(tape.builder.stops)
+
+
+@torch.no_grad()
+def kept(model, ahead):
+    """Logits of the tokens of CALLS that are kept and of another one, and all states then. ahead: by speculative calls."""
+    cache = model.new_cache(2)
+    model.next_logits(IDS[:, :4], cache=cache, prompt=True)
+    logits = []
+    for rows, tokens, counts in CALLS:
+        selected = cache.select(rows)
+        of_rows = model.speculative_logits(tokens, selected) if ahead else [[]] * len(rows)
+        if ahead:
+            selected.accept(counts)
+        for row, ids, count, found in zip(rows, tokens, counts, of_rows, strict=True):
+            alone = cache.select([row])
+            logits += found[:count] if ahead else [model.next_logits(i.view(1, 1), None, alone)[0] for i in ids[:count]]
+    logits.append(model.next_logits(IDS[:, 8:], cache=cache))
+    return [*logits, *(tensor for state in cache.states.values() for tensor in state.fixed.values())]
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("options", DTYPES, ids=str)
+@models
+def test_tokens_equal_those_of_layers(ranks, tp, options, family, changes, tmp_path):
+    """Decoded, and read speculatively with some of them taken back: the states are also those of decoding one by one."""
+    directory = saved(tmp_path, family, **changes)
+
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, **options)
+        by_tape, again, ahead, singly = one_by_one(model, model), one_by_one(model, model), kept(model, 1), kept(model, 0)
+        without = stops(model), stops(model, tapes.SPECULATE)
+        without_tapes(model)
+        return by_tape, again, one_by_one(model, model), ahead, singly, kept(model, ahead=True), without
+
+    for by_tape, again, by_layers, ahead, singly, ahead_by_layers, without in ranks(run, tp):
+        assert without == (0, 0) and torch.equal(by_tape, again)
+        atol = 0.06 if "dtype" in options else 2e-5 if "zamba" in family else 2e-6 * by_layers.abs().max()
+        torch.testing.assert_close(by_tape, by_layers, rtol=0, atol=atol)
+        torch.testing.assert_close(ahead, ahead_by_layers, rtol=0, atol=max(1e-4, 2 * float(atol)))
+        torch.testing.assert_close(ahead, singly, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", (dict(), dict(dtype=torch.bfloat16), dict(weights="int8"), dict(weights="int4")), ids=str)
+@pytest.mark.parametrize("family, changes", [("mamba", {}), ("mamba2", dict(num_heads=16, head_dim=32)), ("zamba2", HYBRID)])
+def test_each_format_of_weights(options, family, changes, tmp_path):
+    """Any number of tokens of a call have the bits of decoding one by one."""
+    directory = saved(tmp_path, family, hidden_size=256, vocab_size=320, **changes)
+    model = megatron_ssm.load(directory, **options)
+    tokens = min(8, products.most_rows(options.get("dtype", torch.float32)))
+    ids = torch.arange(20, 27 + tokens).view(1, -1)
+    ahead, plain = model.new_cache(1), model.new_cache(1)
+    with torch.no_grad():
+        for cache in (ahead, plain):
+            model.next_logits(ids[:, :7], cache=cache, prompt=True)
+        found = model.speculative_logits(ids[:, 7:], ahead)[0]
+        singly = [model.next_logits(ids[:, t : t + 1], None, plain)[0] for t in range(7, ids.shape[1])]
+        by_tape = one_by_one(model, model)
+        assert stops(model) == 0
+        by_layers = one_by_one(without_tapes(model), model)
+    assert torch.equal(found, torch.stack(singly))
+    assert (by_tape - by_layers).norm() < (0.02 if "dtype" in options else 2e-3) * by_layers.norm()
+
+
+@pytest.mark.parametrize("options", DTYPES, ids=str)
+@pytest.mark.parametrize("length", (5, 300))
+@models
+def test_prompts_equal_those_of_layers(options, length, family, changes, tmp_path, monkeypatch):
+    """Also in pieces, whose attention is done in Python."""
+    monkeypatch.setattr(tapes, "PIECE", 128)
+    model = megatron_ssm.load(saved(tmp_path, family, **changes), **options)
+    prompt = torch.randint(61, (2, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        caches = [model.new_cache(2) for _ in range(2)]
+        ours = model(prompt, cache=caches[0])
+        tape = model._tapes.tape(model, tapes.PROMPT)
+        assert all(name.endswith("attention") for name in tape.builder.names if " stop" in name)
+        theirs = without_tapes(model)(prompt, cache=caches[1])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 if not options else 0.05)
+    for one, other in zip(*(cache.states.values() for cache in caches), strict=True):
+        for name in one.fixed:
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-4 if not options else 0.05)
+
+
+@pytest.mark.parametrize("family, changes", [("mamba2", {}), ("zamba2", ROTARY)])
+def test_scattered_rows(family, changes, tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, family, **changes))
+    with torch.no_grad():
+        caches = [model.new_cache(5) for _ in range(2)]
+        prompts, token = torch.arange(30).view(5, 6), torch.tensor([[7], [8], [9]])
+        for cache in caches:
+            model.next_logits(prompts, cache=cache, prompt=True)
+        ours = model.next_logits(token, None, caches[0].select([4, 0, 1]))
+        alone = [model.next_logits(t[None], None, caches[1].select([row])) for t, row in zip(token, (4, 0, 1), strict=True)]
+    assert stops(model) == 0 and caches[0].lengths.tolist() == [7, 7, 6, 6, 7]
+    assert torch.equal(ours, torch.cat(alone))
+    for one, other in zip(*(cache.states.values() for cache in caches), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one.fixed)
+
+
+@pytest.mark.parametrize(
+    "targets", (("in_proj", "out_proj"), ("q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "linear"))
+)
+def test_low_rank_adapters(targets, tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "zamba2", **ROTARY))
+    megatron_ssm.add_lora(model, 2, 4.0, targets)
+    with torch.no_grad():
+        for _, parameter in adapter_parameters(model):
+            parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
+    ours = one_by_one(model, model)
+    assert stops(model) == 0
+    torch.testing.assert_close(ours, one_by_one(without_tapes(model), model), rtol=0, atol=2e-4)
+
+
+# What Python computes, and what is noticed
+
+TOO_LARGE = [("mamba", dict(conv_kernel=9)), ("mamba", dict(state_size=300)), ("mamba2", dict(state_size=257))]
+
+
+@pytest.mark.parametrize("family, changes", TOO_LARGE)
+def test_layers_that_c_does_not_support(family, changes, tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, family, **changes))
+    assert stops(model) is None
+    assert one_by_one(model, model).isfinite().all()
+
+
+def test_a_layer_with_a_hook_is_a_stop(tmp_path):
+    model, called = megatron_ssm.load(saved(tmp_path, "zamba2", **ROTARY)), []
+    before = one_by_one(model, model)
+    model.layers[1].mixer.in_proj.register_forward_hook(lambda *_: called.append(1))
+    hooked = one_by_one(model, model)
+    assert stops(model) == 1 and len(called) == 6
+    torch.testing.assert_close(hooked, before, rtol=0, atol=1e-4)
+    assert "Python" in model._tapes.tape(model, tapes.DECODE).describe()
+
+
+CHANGES = {
+    "a number": lambda model: setattr(model.layers[0].norm, "eps", 0.5),
+    "a parameter in place": lambda model: model.layers[1].mixer.A_log.data.mul_(2),
+    "a parameter": lambda model: setattr(model.layers[0].mixer, "D", torch.nn.Parameter(torch.ones_like(model.layers[0].mixer.D))),
+    "a module": lambda model: setattr(model, "norm_f", copy.deepcopy(model.layers[1].norm)),
+    "a hook": lambda model: model.layers[1].norm.register_forward_hook(lambda _, __, y: 2 * y),
+    "loaded values": lambda model: model.load_state_dict({n: 1.1 * p for n, p in model.state_dict().items()}),
+    "another method": lambda model: setattr(model.layers[0], "forward", lambda x, *_: x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_between_two_tokens_are_noticed(change, tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    with torch.no_grad():
+        caches = [model.new_cache(2) for _ in range(2)]
+        for cache in caches:
+            model(IDS[:, :4], cache=cache)
+            model(IDS[:, 4:5], cache=cache)
+        change(model)
+        ours = model(IDS[:, 5:6], cache=caches[0])
+        torch.testing.assert_close(ours, without_tapes(model)(IDS[:, 5:6], cache=caches[1]), rtol=0, atol=1e-5)
+
+
+def test_parameters_that_have_moved_are_found_by_the_next_prompt(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    one_by_one(model, model)
+    for parameter in model.parameters():
+        parameter.data = 1.1 * parameter.data
+    torch.testing.assert_close(one_by_one(model, model), one_by_one(without_tapes(model), model), rtol=0, atol=1e-5)
+
+
+def test_what_has_moved_cannot_be_accepted(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "zamba2", **ROTARY))
+    with torch.no_grad():
+        cache = model.new_cache(2)
+        model.next_logits(IDS[:, :4], cache=cache, prompt=True)
+        model.speculative_logits(IDS[:, 4:6], cache)
+        cache.allocate(64)
+        with pytest.raises(RuntimeError, match="moved since speculative_logits"):
+            cache.accept([1, 1])
+        with pytest.raises(RuntimeError, match="cannot be copied"):
+            copy.deepcopy(cache)
+
+
+def test_ids_outside_the_vocabulary_change_nothing(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba"))
+    with torch.no_grad():
+        cache = model.new_cache(2)
+        model(IDS[:, :4], cache=cache)
+        states = [tensor.clone() for tensor in cache.tensors()]
+        with pytest.raises(ValueError, match="61"):
+            model(torch.tensor([[1], [61]]), cache=cache)
+    assert cache.lengths.tolist() == [4, 4] and all(map(torch.equal, states, cache.tensors()))
+
+
+def test_copies_and_threads_have_tapes_of_their_own(tmp_path):
+    model, found = megatron_ssm.load(saved(tmp_path, "zamba2", **ROTARY)), []
+    expected = one_by_one(model, model)
+    copied = copy.deepcopy(model)
+    copied.layers[0].norm.eps = 0.5
+    threads = [threading.Thread(target=lambda m=m: found.append(one_by_one(m, m))) for m in (model, copied)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(torch.equal(each, expected) for each in found) == 1
+    assert torch.equal(one_by_one(model, model), expected)
+
+
+def test_without_the_library(tmp_path, monkeypatch):
+    model = megatron_ssm.load(saved(tmp_path, "zamba2", **ROTARY))
+    ours = one_by_one(model, model)
+    monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
+    torch.testing.assert_close(ours, one_by_one(model, model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_the_users_reduction_may_return_another_dtype(ranks, tp, tmp_path):
+    directory = saved(tmp_path, "mamba2", n_groups=1)
+
+    def run(rank):
+        def reduce(tensor, group):
+            total = tensor.double()
+            dist.all_reduce(total, group=group)
+            return total
+
+        model = megatron_ssm.load(directory, dist.group.WORLD, reduce=reduce)
+        return one_by_one(model, model), one_by_one(without_tapes(model), model)
+
+    for ours, theirs in ranks(run, tp):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_token_takes_few_calls_of_python(tmp_path):
+    """A Zamba2 of 24 layers, of which four use shared blocks with adapters."""
+    kinds = ["hybrid" if i % 6 == 5 else "linear_attention" for i in range(24)]
+    sizes = dict(hidden_size=64, num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True)
+    raw = dict(
+        model_type="zamba2", vocab_size=512, num_hidden_layers=24, layers_block_type=kinds, num_attention_heads=4,
+        n_mamba_heads=8, mamba_d_state=16, adapter_rank=8, intermediate_size=256, **sizes,
+    )  # fmt: skip
+    model, calls = megatron_ssm.initialize(megatron_ssm.build(megatron_ssm.families.from_dict(raw))), []
+    with torch.no_grad():
+        cache, token = model.new_cache(1, 64), torch.tensor([[3]])
+        model.next_logits(IDS[:1], cache=cache, prompt=True)
+        model.next_logits(token, cache=cache)
+
+        def profile(frame, event, _):
+            if event == "call" and any(name in frame.f_code.co_filename for name in ("megatron_ssm", "sparsefusion")):
+                calls.append(frame.f_code.co_qualname)
+
+        sys.setprofile(profile)
+        model.next_logits(token, cache=cache)
+        sys.setprofile(None)
+    assert 0 < len(calls) <= 60, calls
+
+
+def test_structs_are_as_large_as_those_of_c():
+    assert structs.Op.n.size == 64 and structs.Tape.threads.offset % 4 == 0
+    names = " ".join(structs.KINDS).upper().split()
+    header = (kernels.LIBRARY.path.parent / "tape.h").read_text() if hasattr(kernels.LIBRARY, "path") else None
+    if header is not None:
+        listed = header[header.index("EMBED") : header.index("STOP\n") + 4].replace(",", " ").split()
+        assert listed == names
