@@ -1,5 +1,5 @@
-"""The fast path for tokens with a cache: several layers in one call of C, or, for decoding one token, a CUDA graph.
+"""The fast paths for tokens with a cache: one call of C for all layers or, for decoding one token, a CUDA graph.
 
-In: the layers of a model and a cache. Out: the hidden states of the next positions, or their logits.
+In: a model, token ids and a cache. Out: logits, or hidden states; the cache is advanced in place.
 Every path gives what the layers' own forward gives.
 """

@@ -2,5 +2,5 @@
 
 In: tensors of which each rank holds a part. Out: sums and gathers, with their gradients.
 A token's all-reduces are called in `layers.py` here and in the mixers of `layers/`, defined in `operators.py`, and executed
-by `ranks.py`. Where C decodes several layers at once, `decoding/native_step.py` calls them.
+by `ranks.py`. Where C runs a tape, `tape/sums.py` calls them.
 """

@@ -13,7 +13,7 @@ from chosen import by_default
 
 import megatron_ssm
 from hf import save_hf
-from megatron_ssm.decoding import native_step
+from megatron_ssm.tape.run import BoundCall
 from shared import die, error_of
 from sparsefusion.collectives import shared_memory
 from sparsefusion.reduction import quantized
@@ -218,7 +218,7 @@ def test_the_last_rank_arrives_after_c_has_stopped_waiting(ranks, tp, name, endi
         cache = model.new_cache(2)
         model(IDS, cache=cache)
         expected = decode(model, deepcopy(cache), 1)[0]
-        original_wait, original_call = shared_memory.SharedMemory.wait, native_step.NativeLayers.__call__
+        original_wait, original_call = shared_memory.SharedMemory.wait, BoundCall.run
         done = []
 
         def tell_the_last_rank_and_wait(memory, code):
@@ -235,7 +235,7 @@ def test_the_last_rank_arrives_after_c_has_stopped_waiting(ranks, tp, name, endi
         if rank < tp - 1:
             monkeypatch.setattr(shared_memory.SharedMemory, "wait", tell_the_last_rank_and_wait)
         else:
-            monkeypatch.setattr(native_step.NativeLayers, "__call__", arrive_after_the_others)
+            monkeypatch.setattr(BoundCall, "run", arrive_after_the_others)
         if ending == "comes late":
             logits = decode(model, cache, 1)[0]
             assert done and torch.equal(logits, expected)
