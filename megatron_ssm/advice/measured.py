@@ -22,6 +22,7 @@ from megatron_ssm.models.initialization import draw
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.parallel.tracked import changed
 from megatron_ssm.sizing.memory import Memory
 from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.sizes import RecurrenceSizes
@@ -322,4 +323,5 @@ def _times_of_reply(model: Model, ids: torch.Tensor, hooks: list[Any]) -> tuple[
         times.append(time.perf_counter())
         while hooks:
             hooks.pop().remove()
+            changed()
     return times[1] - times[0], (times[-1] - times[1 + FIRST]) / NEW

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import serving
 import tiny
 from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
@@ -42,14 +41,13 @@ from megatron_ssm.advice.traffic import (
     seconds_of_attention,
 )
 from megatron_ssm.cli.main import main
-from megatron_ssm.decoding.native_prompt import PromptCall
-from megatron_ssm.decoding.native_step import NativeLayers
 from megatron_ssm.inference.generation import stream
 from megatron_ssm.models.context import schedule_of
 from megatron_ssm.native import kernels
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.tape.run import BoundCall
 from megatron_ssm.training.options import CONTEXT_SCHEDULES, parse_options
 from sparsefusion import Fabric
 from sparsefusion.collectives.shared_memory import kernels as native_sums
@@ -632,9 +630,12 @@ def test_wrong_arguments(files, flags, message, capsys):
 def test_only_ranks_that_divide_nothing_read_prompts_in_c(monkeypatch):
     """As the ranks of a divided model and of a shared sequence do; their tokens are decoded in C."""
     config, device = config_of(**MODELS["mamba"]), MeasuredDevice(1e9)
-    prompts, tokens = (serving.counted(kind, monkeypatch.setattr) for kind in (PromptCall, NativeLayers))
+    kinds, run = [], BoundCall.run
+    monkeypatch.setattr(
+        BoundCall, "run", lambda call, *given: (kinds.append(call.tape.builder.prompt), run(call, *given))[1]
+    )
     device.forward(config, ranks=2, batch=1, tokens=8, seq=8)
     device.forward(config, ranks=1, batch=1, tokens=8, seq=16)
-    assert tokens and not prompts
+    assert kinds and not any(kinds)
     device.forward(config, ranks=1, batch=1, tokens=8, seq=8)
-    assert prompts
+    assert any(kinds)

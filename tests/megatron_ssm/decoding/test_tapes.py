@@ -78,7 +78,12 @@ def test_tokens_equal_those_of_layers(ranks, tp, options, family, changes, tmp_p
 
     def run(rank):
         model = megatron_ssm.load(directory, dist.group.WORLD, **options)
-        by_tape, again, ahead, singly = one_by_one(model, model), one_by_one(model, model), kept(model, 1), kept(model, 0)
+        by_tape, again, ahead, singly = (
+            one_by_one(model, model),
+            one_by_one(model, model),
+            kept(model, 1),
+            kept(model, 0),
+        )
         without = stops(model), stops(model, tapes.SPECULATE)
         without_tapes(model)
         return by_tape, again, one_by_one(model, model), ahead, singly, kept(model, ahead=True), without
@@ -91,8 +96,12 @@ def test_tokens_equal_those_of_layers(ranks, tp, options, family, changes, tmp_p
         torch.testing.assert_close(ahead, singly, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", (dict(), dict(dtype=torch.bfloat16), dict(weights="int8"), dict(weights="int4")), ids=str)
-@pytest.mark.parametrize("family, changes", [("mamba", {}), ("mamba2", dict(num_heads=16, head_dim=32)), ("zamba2", HYBRID)])
+@pytest.mark.parametrize(
+    "options", (dict(), dict(dtype=torch.bfloat16), dict(weights="int8"), dict(weights="int4")), ids=str
+)
+@pytest.mark.parametrize(
+    "family, changes", [("mamba", {}), ("mamba2", dict(num_heads=16, head_dim=32)), ("zamba2", HYBRID)]
+)
 def test_each_format_of_weights(options, family, changes, tmp_path):
     """Any number of tokens of a call have the bits of decoding one by one."""
     directory = saved(tmp_path, family, hidden_size=256, vocab_size=320, **changes)
@@ -141,7 +150,9 @@ def test_scattered_rows(family, changes, tmp_path):
         for cache in caches:
             model.next_logits(prompts, cache=cache, prompt=True)
         ours = model.next_logits(token, None, caches[0].select([4, 0, 1]))
-        alone = [model.next_logits(t[None], None, caches[1].select([row])) for t, row in zip(token, (4, 0, 1), strict=True)]
+        alone = [
+            model.next_logits(t[None], None, caches[1].select([row])) for t, row in zip(token, (4, 0, 1), strict=True)
+        ]
     assert stops(model) == 0 and caches[0].lengths.tolist() == [7, 7, 6, 6, 7]
     assert torch.equal(ours, torch.cat(alone))
     for one, other in zip(*(cache.states.values() for cache in caches), strict=True):
@@ -187,7 +198,9 @@ def test_a_layer_with_a_hook_is_a_stop(tmp_path):
 CHANGES = {
     "a number": lambda model: setattr(model.layers[0].norm, "eps", 0.5),
     "a parameter in place": lambda model: model.layers[1].mixer.A_log.data.mul_(2),
-    "a parameter": lambda model: setattr(model.layers[0].mixer, "D", torch.nn.Parameter(torch.ones_like(model.layers[0].mixer.D))),
+    "a parameter": lambda model: setattr(
+        model.layers[0].mixer, "D", torch.nn.Parameter(torch.ones_like(model.layers[0].mixer.D))
+    ),
     "a module": lambda model: setattr(model, "norm_f", copy.deepcopy(model.layers[1].norm)),
     "a hook": lambda model: model.layers[1].norm.register_forward_hook(lambda _, __, y: 2 * y),
     "loaded values": lambda model: model.load_state_dict({n: 1.1 * p for n, p in model.state_dict().items()}),
