@@ -48,7 +48,6 @@ class AttentionSpec(Spec):
     qkv_bias: bool = False
     bias: bool = False
 
-
     @property
     def attention(self) -> AttentionSizes:
         """See `Spec`."""

@@ -55,7 +55,6 @@ class Mamba1Spec(Spec):
     interleaved: bool = False
     stored_by_head: bool = False
 
-
     @property
     def history(self) -> int:
         """See `Spec`."""

@@ -66,7 +66,6 @@ class Mamba2Spec(Spec):
     dt_limit: tuple[float, float] = NO_LIMIT
     dt_range: tuple[float, float, float] = field(default=(0.001, 0.1, 1e-4), compare=False)
 
-
     @property
     def channels(self) -> int:
         """Those of all heads."""

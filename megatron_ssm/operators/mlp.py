@@ -46,7 +46,6 @@ class MlpSpec(Spec):
     bias: bool = False
     packed: bool = False
 
-
     @property
     def inputs(self) -> tuple[str, ...]:
         """The names of the projections into the MLP."""

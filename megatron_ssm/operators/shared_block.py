@@ -36,7 +36,6 @@ class SharedBlockSpec(Spec):
     mlp: MlpSpec
     norm_eps: float
 
-
     @property
     def attention(self) -> AttentionSizes:
         """See `Spec`."""
@@ -80,7 +79,6 @@ class SharedBlockUseSpec(Spec):
     adapter_rank: int = 0
     attention_adapters: bool = False
     idle: tuple[int, ...] = ()
-
 
     @property
     def attention(self) -> AttentionSizes:

@@ -260,7 +260,9 @@ def test_bf16_is_close_to_fp32(ranks, tp, name, oracle):
         kept = {n.rpartition(".")[2] for n, p in model.named_parameters() if p.dtype == torch.float32}
         assert kept == {"A_log", "D", "dt_bias"}
         cache = model.new_cache(2)
-        assert {t.dtype for layer in cache.states.values() for n, t in layer.fixed.items() if n == "state"} == {torch.float32}
+        assert {t.dtype for layer in cache.states.values() for n, t in layer.fixed.items() if n == "state"} == {
+            torch.float32
+        }
         prefill = model(oracle.ids[:, :-DECODED], cache=cache)
         return torch.cat([prefill, tokens_one_by_one(model, oracle.ids, cache, DECODED)], dim=1)
 
