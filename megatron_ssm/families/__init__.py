@@ -1,7 +1,7 @@
 """The families of models, one file each: how a config.json becomes a stack, and the names of tensors in files.
 
-In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family of the caller's own; nothing else in the package knows
-which families there are.
+In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family of the caller's own; nothing else in the package
+knows which families there are.
 """
 
 import json

@@ -68,8 +68,8 @@ class SharedBlockUseSpec(Spec):
     """What a unit has of its own for its use of a shared block: a linear layer, and low-rank adapters.
 
     use: its number among the uses of all blocks. adapter_rank: of the adapter of the MLP (0: there are none).
-    attention_adapters: whether q, k and v have adapters too. idle: the numbers of other uses whose adapters files repeat with
-    this one; the model keeps them, to save them again.
+    attention_adapters: whether q, k and v have adapters too. idle: the numbers of other uses whose adapters files repeat
+    with this one; the model keeps them, to save them again.
 
     The names of the linear layer in files begin with `linear`, those of adapters with `block.`.
     """
@@ -143,9 +143,10 @@ class SharedBlockUseSpec(Spec):
         projected = work.norm(2 * H) + (3 * low if self.attention_adapters else 0)
         inner = work.norm(H) + 4 * mlp + whole + low
         lows = (low,) * (4 if self.attention_adapters else 1) if low else ()
+        stages = {name: s * count for name, count in elements.items()}
         return replace(
             attended,
-            stages={**{name: s * count for name, count in elements.items()}, "attention": attended.stages["attention"] + 2 * s * H},
+            stages=stages | {"attention": attended.stages["attention"] + 2 * s * H},
             stored=projected + attended.stored + inner,
             kept=2 * whole + attended.stored + (whole if work.ranks > 1 else 0),
             gradients=0, peaks=(projected + 2 * whole, inner + 2 * mlp), outputs=(H, H), backward=(H, 2 * H, *lows),
@@ -189,9 +190,9 @@ class Adapter(nn.Module):
 class SharedBlockUse(nn.Module):
     """The parameters of one unit's own for its use of the shared block: a linear layer, and adapters.
 
-    Every rank has all of the linear layer. idle: tensors that files have and the unit does not use; they are kept to be saved
-    again, and get no gradient. lora: low-rank products beside this unit's linear layers, and beside those of the shared block
-    when this unit uses it; None: there are none.
+    Every rank has all of the linear layer. idle: tensors that files have and the unit does not use; they are kept to be
+    saved again, and get no gradient. lora: low-rank products beside this unit's linear layers, and beside those of the
+    shared block when this unit uses it; None: there are none.
     """
 
     lora: Adapters | None

@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook
 import megatron_ssm
 from megatron_ssm.decoding import decode_plan, native_step
 from megatron_ssm.decoding.decode_plan import ModelFingerprint
-from megatron_ssm.models.model import Block
 from megatron_ssm.native import kernels
 from megatron_ssm.native.versions import Versions, have_versions
 from megatron_ssm.operators.convolution import Convolution
+from megatron_ssm.operators.unit import Layer
 from serving import IDS, counted, hooked, hooked_anew, one_by_one, saved
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
@@ -88,7 +88,7 @@ def with_other_eps(model):
 def of_another_kind(model):
     """A block has another class, with its own forward."""
 
-    class Doubled(Block):
+    class Doubled(Layer):
         def forward(self, *given):
             return 2 * super().forward(*given)
 
@@ -196,7 +196,7 @@ CHANGES_OF_ENDS = {
 def test_changes_before_and_after_the_layers_are_noticed(change, compared, tmp_path):
     wide = dict(hidden_size=64, num_heads=2, head_dim=64)
     model = megatron_ssm.load(saved(tmp_path, "mamba2", **wide, tie_word_embeddings=False), weights="int8")
-    fingerprint = ModelFingerprint(model, Block)
+    fingerprint = ModelFingerprint(model, Layer)
     assert fingerprint.is_current() and fingerprint.is_current()
     CHANGES_OF_ENDS[change](model)
     assert not fingerprint.is_current()
@@ -371,7 +371,7 @@ def test_rows_may_leave_a_cache(tmp_path):
         model(tokens, cache=cache)
     left = copy.deepcopy(cache).select([0])
     for layer in cache.states.values():
-        layer.conv, layer.state = layer.conv[:1], layer.state[:1]
+        layer.fixed = {name: tensor[:1] for name, tensor in layer.fixed.items()}
     cache.lengths = cache.lengths[:1]
     logits = model(IDS[:1, 5:6], cache=cache)
     assert logits.shape == (1, 1, model.config.vocab_size)

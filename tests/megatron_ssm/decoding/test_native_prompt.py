@@ -106,12 +106,12 @@ def test_long_prompts(family, options, integers, threads, tmp_path, monkeypatch,
     count = counted(native_prompt.PromptCall, monkeypatch.setattr)
     prompt = ids(1, 300 if family == "mamba" else 512, vocab=61)  # Mamba-2's chunks are the same in pieces of 256
     cache = model.new_cache(1)
-    ours, state = model(prompt, cache=cache), cache.layers[1].state
+    ours, state = model(prompt, cache=cache), cache.states["layers.1.mixer"]["state"]
     assert len(count) == 2
     hooked_outputs(model)
     cache = model.new_cache(1)
     close(options, ours, model(prompt, cache=cache))
-    close(options, state, cache.layers[1].state)
+    close(options, state, cache.states["layers.1.mixer"]["state"])
 
 
 def form_in_c(integers, stored, x, rows):
@@ -179,7 +179,8 @@ def test_a_model_that_is_called_while_it_reads_a_prompt(tmp_path, pieces):
 def test_a_cache_of_another_dtype_does_not_change_the_plan(tmp_path, pieces):
     model = megatron_ssm.load(saved(tmp_path, "mamba"))
     prompt, cache = ids(1, 6, vocab=61), model.new_cache(1)
-    cache.layers[0].conv = cache.layers[0].conv.bfloat16()
+    fixed = cache.states["layers.0.mixer"].fixed
+    fixed["conv"] = fixed["conv"].bfloat16()
     model(prompt, cache=cache)
     assert not pieces
     model(prompt, cache=model.new_cache(1))
@@ -195,8 +196,9 @@ def test_one_plan_for_all_rows_and_caches(tmp_path, pieces):
     for row in (2, 0):
         assert torch.equal(model(prompt, cache=caches[0].select([row])), expected)
     assert len(pieces) == 3 * 2
-    for layer in caches[0].layers:
-        assert not layer.state[1].any() and not layer.conv[1].any() and torch.equal(layer.state[0], layer.state[2])
+    for layer in caches[0].states.values():
+        state, conv = layer["state"], layer["conv"]
+        assert not state[1].any() and not conv[1].any() and torch.equal(state[0], state[2])
 
 
 @torch.no_grad()

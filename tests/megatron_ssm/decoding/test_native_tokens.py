@@ -78,7 +78,7 @@ def moved(model, cache):
 def without_states(model, cache):
     """The cache has other tensors."""
     for layer in cache.states.values():
-        layer.state = layer.state * 2
+        layer.fixed["state"] = layer.fixed["state"] * 2
 
 
 @pytest.mark.parametrize("is_hooked", (False, True))

@@ -9,6 +9,7 @@ import megatron_ssm
 from benchmarks.support.live_memory import peak_allocated
 from cases import MARKED, SEQ, oracle
 from hf import hf_model
+from megatron_ssm import families
 from megatron_ssm.native import kernels
 from megatron_ssm.ops import matrices
 from megatron_ssm.parallel import operators
