@@ -32,7 +32,7 @@ def family_of(raw: object) -> Family:
     if not isinstance(raw, Mapping):
         raise ValueError(f"a model configuration is a JSON object, not {type(raw).__name__}")
     name = raw.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         hint = ""
         if "d_model" in raw:
             hint = "; it looks like state-spaces' own: python -m megatron_ssm convert translates those"

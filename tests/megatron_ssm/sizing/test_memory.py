@@ -121,7 +121,7 @@ def test_cuda_kernels_need_more(name, added, tmp_path):
     family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
     config = families.read(tmp_path)
-    ours, theirs = (Memory(config, on_cuda=on_cuda).stages()["mixer"] for on_cuda in (False, True))
+    ours, theirs = (Memory(config, on_cuda=on_cuda).stages()["scan"] for on_cuda in (False, True))
     assert theirs - ours == added
 
 
