@@ -247,9 +247,13 @@ class SharedBlock(Attention, Mlp):
         use: of the unit that calls the block. state: of that use; its keys and values are read and extended.
         """
         run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
-        attended = self.attended(run(self._projected, x, embeddings, use), call, state)
-        y = sum_of([Partial(self.o_proj(attended, adapter_of(use.lora, "o_proj")), bias=self.o_proj.bias)], self.ranks)
+        y = self._attention(run(self._projected, x, embeddings, use), use, call, state)
         return run(self._mlp, y, use)
+
+    def _attention(self, qkv: torch.Tensor, use: SharedBlockUse, call: Call, state: State | None) -> torch.Tensor:
+        """The output of the attention, whole. Its temporaries are freed when it returns."""
+        out = self.o_proj(self.attended(qkv, call, state), adapter_of(use.lora, "o_proj"))
+        return sum_of([Partial(out, bias=self.o_proj.bias)], self.ranks)
 
     def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
         """Queries, keys and values."""
@@ -259,8 +263,8 @@ class SharedBlock(Attention, Mlp):
     def _mlp(self, y: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
-        inner = self.activated(self._adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora))
-        part = Partial(self.down_proj(inner, adapter_of(use.lora, "down_proj")), bias=self.down_proj.bias)
+        y = self.activated(self._adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora))
+        part = Partial(self.down_proj(y, adapter_of(use.lora, "down_proj")), bias=self.down_proj.bias)
         y = sum_of([part], self.ranks, keep_for_recomputation=True)
         return with_adapter(linear(y, replicated(use.linear, self.ranks)), adapter_of(use.lora, "linear"), y)
 

@@ -134,10 +134,9 @@ class Memory:
             for name, size in unit.side.part.spec.sizes(work).stages.items():
                 if name != "output":
                     yield name, kept + size
-        normed = s * H
         for count, part in enumerate(unit.operators):  # the outputs of the operators before it are kept
             for name, size in part.spec.sizes(work).stages.items():
-                yield name, kept + x + normed + count * s * H + size
+                yield name, kept + x + count * s * H + size
         yield "sum", kept + x + len(unit.operators) * s * H + residual
 
     @property
