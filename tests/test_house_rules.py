@@ -22,8 +22,8 @@ ROOMS = {
     "attention2d": "layout compute cost schedules".split(),
     "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": (
-        "stack sizing native ops parallel context operators families decoding inference models checkpoints diagnostics training "
-        "advice integrations api serving cli"
+        "stack sizing native ops parallel context operators families decoding inference models checkpoints diagnostics "
+        "training advice integrations api serving cli"
     ).split(),
 }
 FOLDERS = ("examples", "launch", "benchmarks", "tests")

@@ -20,6 +20,7 @@ from transformers.utils import logging
 import megatron_ssm
 from benchmarks.support.tables import markdown, publish
 from hf import cache_name, hf_model
+from megatron_ssm import families
 from ranks import run_ranks
 
 SEQ, DECODED, NEW, BATCH = 64, 4, 16, 2
@@ -80,10 +81,7 @@ def measure(family: str, changes: dict[str, Any]) -> list[str]:
             same &= torch.equal(results[3], tokens)
             calls.append(f"{count:g}")
             cache.append(str(nbytes))
-    layers, hybrid = (
-        model.config.num_hidden_layers,
-        len(families.from_dict(model.config.to_dict()).hybrid_layers),
-    )
+    layers, hybrid = model.config.num_hidden_layers, len(families.from_dict(model.config.to_dict()).attentions)
     size = f"{layers}" + (f" ({hybrid} hybrid)" if hybrid else "")
     return [size, *(f"{e:.0e}" for e in errors), f"{ratio:.2f}", "same" if same else "differ", " / ".join(calls[1:]),
             " / ".join(cache)]  # fmt: skip

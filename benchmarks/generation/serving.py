@@ -14,6 +14,7 @@ import torch
 
 import megatron_ssm
 from benchmarks.support.tables import interleaved, markdown, publish
+from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build
 
 CONFIG = dict(

@@ -19,7 +19,9 @@ import megatron_ssm
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import PUBLISHED
 from benchmarks.support.tables import markdown, publish
+from megatron_ssm import families
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.stack.stack import Stack
 
 GB, BATCH, DEGREES, BUDGETS = 1e9, 256, (1, 2, 4), (48, 80)
 PROMPT, CHUNK = 1024, 64  # tokens of the prompts, and of the chunks in which they are read, for the largest batch

@@ -83,9 +83,9 @@ def selective_scan_over_context(
 ) -> tuple[torch.Tensor, PassedStates]:
     """`ops.scan.selective_scan` in blocks: (y like x, the passed states, with n = N for each channel).
 
-    heads: channels that do not share B and C (heads of a Mamba-1 mixer) are given apart; their outputs and states stand side by
-    side. initial: (batch, N, channels), the state that enters the sequence, the same on every rank (None: zeros); it gets no
-    gradient. Forward sends of each block N + 1 numbers per channel and N back, backward N and N: see `state_passing`.
+    heads: channels that do not share B and C (heads of a Mamba-1 mixer) are given apart; their outputs and states stand side
+    by side. initial: (batch, N, channels), the state that enters the sequence, the same on every rank (None: zeros); it gets
+    no gradient. Forward sends of each block N + 1 numbers per channel and N back, backward N and N: see `state_passing`.
     """
 
     def to_channels(states: torch.Tensor) -> torch.Tensor:

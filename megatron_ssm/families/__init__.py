@@ -1,7 +1,7 @@
 """The families of models, one file each: how a config.json becomes a stack, and the names of tensors in files.
 
-In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family of the caller's own; nothing else in the package knows
-which families there are.
+In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family of the caller's own; nothing else in the package
+knows which families there are.
 """
 
 import json
@@ -32,7 +32,7 @@ def family_of(raw: object) -> Family:
     if not isinstance(raw, Mapping):
         raise ValueError(f"a model configuration is a JSON object, not {type(raw).__name__}")
     name = raw.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         hint = ""
         if "d_model" in raw:
             hint = "; it looks like state-spaces' own: python -m megatron_ssm convert translates those"

@@ -81,7 +81,7 @@ def hybrid_stack(
             path += "mamba_decoder."
         names = tuple((usual, f"{path}mamba.{theirs}") for usual, theirs in renamed)
         layers.append(mixer_layer(mixer, path, eps, "input_layernorm", "mamba", renamed=names, side=side))
-    aliases = [("model.embed_tokens.weight", ("lm_head.weight",))] if tied else []
+    aliases: list[tuple[str, tuple[str, ...]]] = [("model.embed_tokens.weight", ("lm_head.weight",))] if tied else []
     shared = []
     for copy, layer in enumerate(hybrid[:copies]):
         shared.append(Part(str(copy), block, f"model.layers.{layer}.{name}."))  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def read(fields: FieldReader) -> Stack:
         )
     if theta and attended.head_dim % 2:
         raise ValueError(f"rotary embeddings need heads of even size, not {attended.head_dim}")
-    use = dict(adapter_rank=fields.positive("adapter_rank"), attention_adapters=adapted)
+    use: dict[str, Any] = dict(adapter_rank=fields.positive("adapter_rank"), attention_adapters=adapted)
     return hybrid_stack(fields, mixer, hybrid, block, fields.positive("num_mem_blocks"), "shared_transformer", **use)
 
 

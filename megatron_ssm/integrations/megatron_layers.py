@@ -51,7 +51,10 @@ def _context_ranks(pg_collection: Any) -> ContextRanks | None:
 
 
 def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, history: int) -> TokenSharding | None:
-    """How the tokens of x (seq, batch, hidden) are sharded over the context ranks. history: tokens that a convolution reads before a block."""
+    """How the tokens of x (seq, batch, hidden) are sharded over the context ranks.
+
+    history: how many tokens before a block a convolution reads.
+    """
     if context is None:
         return None
     tokens = x.shape[0] * (ranks.size if ranks.sequence_parallel else 1)
@@ -78,8 +81,8 @@ class Mixer(SplitModule, Operator):
     config: Megatron's TransformerConfig. pg_collection: its `tp` are the tensor-parallel ranks, its `cp` the context ranks.
     family, given: see `specs.stack_spec`. There may be more ranks than groups. ValueError for sizes that do not divide.
 
-    Its parameters are the operator's, so its class is both a `Mixer` and that of the operator. Sends what the operator sends,
-    and the sum of its output.
+    Its parameters are the operator's, so its class is both a `Mixer` and that of the operator. Sends what the operator
+    sends, and the sum of its output.
     """
 
     history: int

@@ -4,7 +4,7 @@ A model that `specs.stack_spec` built has our layers, so its parameters are thos
 same parts on the same tensor-parallel ranks: nothing has to be computed, and only saving sends anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -104,23 +104,22 @@ def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
 
 def _check_same(config: ModelStack, given: ModelStack, directory: str | Path) -> None:
     """ValueError if `config`, of Megatron's model, has other weights than `given`, that of the directory."""
-    for name, ours, theirs in _differences(config, given):
-        raise ValueError(f"{directory} has {name}={theirs!r}, and Megatron's model {ours!r}")
+    for where, name, ours, theirs in _differences(config, given):
+        raise ValueError(f"{directory} has {name}={theirs!r}{where}, and Megatron's model {ours!r}")
 
 
-def _differences(config: ModelStack, given: ModelStack) -> Iterator[tuple[str, object, object]]:
-    """(name, value, other value) of sizes and constants in which two stacks differ, as far as they change the weights."""
+def _differences(config: ModelStack, given: ModelStack) -> Iterator[tuple[str, str, object, object]]:
+    """(where, name, value, other value) of what changes the weights and differs in two stacks. where: " in PATH", or ""."""
     named = "family vocab_size hidden_size num_layers norm_eps tie_embeddings".split()
-    pairs = [("", config, given, named)]
-    pairs += [
-        (f"{path}: ", ours, theirs, [each.name for each in fields(ours) if each.compare])  # type: ignore[arg-type]
-        for (path, ours), (_, theirs) in zip(config.operators, given.operators, strict=False)
-    ]
+    pairs: list[tuple[str, Any, Any, list[str]]] = [("", config, given, named)]
+    operators: Iterable[tuple[str, Any]] = config.operators
+    for (path, ours), (_, theirs) in zip(operators, given.operators, strict=False):
+        pairs.append((f" in {path}", ours, theirs, [each.name for each in fields(ours) if each.compare]))
     for where, ours, theirs, names in pairs:
         for name in names:
             values = getattr(ours, name), getattr(theirs, name, None)
             if values[0] != values[1]:
-                yield where + name, *values
+                yield where, name, *values
 
 
 def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Path | None = None) -> None:

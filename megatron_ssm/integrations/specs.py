@@ -1,7 +1,8 @@
 """ModuleSpecs of Megatron-Core that build its models from our layers.
 
 Megatron's pretraining scripts take one by its module and its name: `--spec megatron_ssm.integrations.specs NAME`, where NAME
-is mamba_stack_spec (Mamba-2), mamba1_stack_spec or FAMILY_stack_spec for MambaModel, and gpt_layer_spec for GPTModel. Importing this module imports megatron.core, which takes seconds.
+is mamba_stack_spec (Mamba-2), mamba1_stack_spec or FAMILY_stack_spec for MambaModel, and gpt_layer_spec for GPTModel.
+Importing this module imports megatron.core, which takes seconds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,11 +19,12 @@ def initialize(model: AnyModel, seed: int = 0) -> AnyModel:
     Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
     ranks must use the same seed. Sends nothing.
     """
-    ranks, layers = model.ranks, model.config.num_layers
+    ranks: Any = model.ranks
+    config: Any = model.config
     for parameter in model.parameters():
         field = field_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
-        parameter.copy_(draw(field, layers, generator)[field.piece(ranks.rank, ranks.size)])
+        parameter.copy_(draw(field, config.num_layers, generator)[field.piece(ranks.rank, ranks.size)])
     return model
 
 

@@ -62,10 +62,10 @@ class CallKind:
 class Model(TrackedModule):
     """A state-space language model split over the tensor-parallel ranks. Its parameters are uninitialized until loaded.
 
-    config: its layers, sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends. data_group:
-    the ranks that hold other tokens of the same batch, over which the loss is averaged (None: there are none). dtype: of
-    parameters and activations. device: of the parameters. All ranks make the model together, because that may make a process
-    group. ValueError on every rank if the model cannot be split over the ranks.
+    config: its layers, sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends.
+    data_group: the ranks that hold other tokens of the same batch, over which the loss is averaged (None: there are none).
+    dtype: of parameters and activations. device: of the parameters. All ranks make the model together, because that may make
+    a process group. ValueError on every rank if the model cannot be split over the ranks.
 
     schedule: how sequences are spread over the context ranks, and attended (None: this rank has whole sequences). With it,
     the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
@@ -99,10 +99,8 @@ class Model(TrackedModule):
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
         self.shared = nn.ModuleList(part.spec.build(self.place) for part in config.shared)
-        self.layers = nn.ModuleList(
-            Layer(units, config.hidden_size, config.residual_in_fp32, self.place) for units in config.layers
-        )
-        self._with_state = [layer.names_with_state for layer in self.layers]
+        layers = [Layer(units, config.hidden_size, config.residual_in_fp32, self.place) for units in config.layers]
+        self.layers, self._with_state = nn.ModuleList(layers), [layer.names_with_state for layer in layers]
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)

@@ -12,8 +12,8 @@ from megatron_ssm.stack.fields import Field
 def attach_fields(model: nn.Module, fields: Iterable[Field], ranks: Ranks, is_complete: bool) -> None:
     """Give each parameter its `field` and Megatron's attributes; see `attach_field`.
 
-    fields: of the model and of its adapters. is_complete: whether the model has a parameter for every field (a quantized model has
-    not). AssertionError if the parameters and the layout differ.
+    fields: of the model and of its adapters. is_complete: whether the model has a parameter for every field (a quantized
+    model has not). AssertionError if the parameters and the layout differ.
     """
     fields, parameters = tuple(fields), dict(model.named_parameters())
     names = {field.name for field in fields}

@@ -33,8 +33,8 @@ class AttentionSpec(Spec):
     heads, kv_heads: of queries, and of keys and values; heads/kv_heads consecutive query heads use the same key/value head.
     input_size: of the operator's input, if it is not hidden_size. scale: None is 1/sqrt(head_dim). rope_theta: the base of
     the rotary embedding (0: there are no positions), of the first rope_size elements of each head (0: all). qk_norm_eps: of
-    norms of queries and of keys, over the elements of each head; None: there are none. qkv_bias, bias: whether the projections
-    of queries, keys and values have biases, and that of the output.
+    norms of queries and of keys, over the elements of each head; None: there are none. qkv_bias, bias: whether the
+    projections of queries, keys and values have biases, and that of the output.
     """
 
     hidden_size: int
@@ -108,8 +108,8 @@ class AttentionSpec(Spec):
 class Attention(Operator):
     """Attention between the projections `qkv` and `o_proj`; its parameters may also be those of a larger block.
 
-    Forward sends nothing, but for the attention over context ranks (`Place.core`). Backward sends, with fewer key/value heads
-    than ranks, one all-reduce for the weight of qkv, and one for its bias; and one for each weight of the norms.
+    Forward sends nothing, but for the attention over context ranks (`Place.core`). Backward sends, with fewer key/value
+    heads than ranks, one all-reduce for the weight of qkv, and one for its bias; and one for each weight of the norms.
     """
 
     recomputes_mix = False
@@ -249,9 +249,9 @@ def attend_with_cache(
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, size: int = 0) -> torch.Tensor:
     """Rotary position embedding of x (batch, seq, heads, head_dim): the same shape.
 
-    Of the first `size` elements of each head (0: all), elements i and i + size/2 are rotated by the angle
-    positions * theta^(-2i/size). positions: (batch, seq); padding has position 0. The angles are computed in at least fp32, as
-    in transformers.
+    Of the first `size` elements of each head (0: all), elements i and i + size/2 are rotated by the angle positions *
+    theta^(-2i/size). positions: (batch, seq); padding has position 0. The angles are computed in at least fp32, as in
+    transformers.
     """
     if 0 < size < x.shape[-1]:
         rotated = rotate(x[..., :size], positions, theta)

@@ -47,9 +47,9 @@ class Layout:
 class Cache:
     """The state of sequences between two calls of the model, for this rank's channels and heads; see `model.new_cache`.
 
-    states: {path of the operator, such as layers.3.mixer: its state}. lengths: (rows,) int64 on the CPU, how many tokens each
-    row has read, without padding; the same on all ranks. max_length: how many tokens a model with attention can store per
-    row; None: the cache grows as needed. rows: those that the next call of the model continues.
+    states: {path of the operator, such as layers.3.mixer: its state}. lengths: (rows,) int64 on the CPU, how many tokens
+    each row has read, without padding; the same on all ranks. max_length: how many tokens a model with attention can store
+    per row; None: the cache grows as needed. rows: those that the next call of the model continues.
 
     kv_lengths: if context ranks share the sequences, (ranks, rows) int64 on the CPU, how many keys and values each of them
     holds of each row; the same on all ranks. None: this rank holds all. context_rank: this rank's number among them.

@@ -68,9 +68,10 @@ class Positions:
 class Call:
     """The tokens of one call of the model.
 
-    mask: (batch, seq, 1), 0 at padding; None: there is no padding. decoding: whether the tokens continue sequences one by one
-    (some operators clamp step sizes only in prompts). rows: the rows of the cache that are continued; consecutive ones are a
-    slice, which needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are empty.
+    mask: (batch, seq, 1), 0 at padding; None: there is no padding. decoding: whether the tokens continue sequences one by
+    one (some operators clamp step sizes only in prompts). rows: the rows of the cache that are continued; consecutive ones
+    are a slice, which needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are
+    empty.
 
     sharding: how the tokens are sharded over context ranks (None: every rank has all of them). placement: in models with
     attention and with a cache that context ranks share, where the keys and values are kept. lengths: how many keys and

@@ -38,9 +38,10 @@ SELECTIVE_NUMBERS = 256  # the C kernel of the scan keeps a state for SELECTIVE_
 
 @dataclass(frozen=True)
 class Mamba1Spec(Spec):
-    """The sizes of a Mamba-1 mixer. heads: each has an x_proj of its own. inner_norm_eps: of norms of dt, B and C; None: there
-    are none. dt_range: of new models, the smallest and largest dt, and a floor. interleaved: whether files store the rows of x
-    and z in turn. stored_by_head: whether they store what is split by channel with the heads as the first dimension.
+    """The sizes of a Mamba-1 mixer. heads: each has an x_proj of its own. inner_norm_eps: of norms of dt, B and C; None:
+    there are none. dt_range: of new models, the smallest and largest dt, and a floor. interleaved: whether files store the
+    rows of x and z in turn. stored_by_head: whether they store what is split by channel with the heads as the first
+    dimension.
     """
 
     hidden_size: int
@@ -125,8 +126,8 @@ class MambaMixer(Operator):
     """The selective state-space mixer.
 
     With inner norms, dt, B and C are normalized after their sum, the same on every rank, so nothing more is sent. Channels
-    may form heads with an x_proj each. A rank with whole heads needs no sum there; with more ranks than heads, the ranks that
-    hold the same head (`head_ranks`) sum among themselves.
+    may form heads with an x_proj each. A rank with whole heads needs no sum there; with more ranks than heads, the ranks
+    that hold the same head (`head_ranks`) sum among themselves.
 
     Sends the all-reduce of x_proj, if there are fewer heads than ranks; so does backward, of its gradient. Over context
     ranks, both directions also pass the convolution's inputs and states, or exchange channels (see `context`).
@@ -211,8 +212,9 @@ class MambaMixer(Operator):
     def _gated_over_context(self, mixed: torch.Tensor, z: torch.Tensor, call: Call, held: State | None) -> torch.Tensor:
         """`_gated` of this rank's tokens of a sequence that is spread over the context ranks."""
         context: Any = self.context
-        begins = held is None or call.begins
-        history, state = (None, None) if begins else (held["conv"][call.rows], held["state"][call.rows])
+        history, state = None, None
+        if held is not None and not call.begins:
+            history, state = held["conv"][call.rows], held["state"][call.rows]
         x = context.to_blocks(mixed)
         x, _ = self.conv(x, halo(x, self.kernel - 1, context, history))
         sharding = None if held is None else call.sharding  # without a cache, nobody reads the final state
@@ -231,7 +233,7 @@ class MambaMixer(Operator):
         return [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
 
     def _sum(self, parameters: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); each is then normalized if there are norms."""
+        """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); then each is normalized if it has a norm."""
         parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.all_reduce_exact_once)
         if self.inner_norm_eps is None:
             return parameters

@@ -141,9 +141,9 @@ class Mamba2Mixer(Operator):
 
     Forward sends nothing, or with 1 < groups < ranks an all-reduce; its partial output has the sums of squares beside it if
     there is one group. Backward sends, with fewer groups than ranks, one all-reduce for each tensor that holds B and C (the
-    weights, and biases if there are any, of in_proj and of the convolution); and with 1 < groups < ranks one of the gradients
-    of the sums of squares. Over context ranks, both directions also pass the convolution's inputs and states, or exchange
-    channels (see `context`).
+    weights, and biases if there are any, of in_proj and of the convolution); and with 1 < groups < ranks one of the
+    gradients of the sums of squares. Over context ranks, both directions also pass the convolution's inputs and states, or
+    exchange channels (see `context`).
     """
 
     A_log: nn.Parameter
@@ -239,8 +239,9 @@ class Mamba2Mixer(Operator):
     ) -> torch.Tensor:
         """The output of the scan for this rank's tokens of a sequence that is spread over the context ranks."""
         context: Any = self.context
-        begins = held is None or call.begins
-        history, state = (None, None) if begins else (held["conv"][call.rows], held["state"][call.rows])
+        history, state = None, None
+        if held is not None and not call.begins:
+            history, state = held["conv"][call.rows], held["state"][call.rows]
         xBC, dt = context.to_blocks(mixed), self._step_sizes(dt)
         xBC, _ = self.conv(xBC, halo(xBC, self.kernel - 1, context, history))
         x, B, C = self._parts(xBC)

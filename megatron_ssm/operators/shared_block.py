@@ -71,8 +71,8 @@ class SharedBlockUseSpec(Spec):
     """What a unit has of its own for its use of a shared block: a linear layer, and low-rank adapters.
 
     use: its number among the uses of all blocks. adapter_rank: of the adapter of the MLP (0: there are none).
-    attention_adapters: whether q, k and v have adapters too. idle: the numbers of other uses whose adapters files repeat with
-    this one; the model keeps them, to save them again.
+    attention_adapters: whether q, k and v have adapters too. idle: the numbers of other uses whose adapters files repeat
+    with this one; the model keeps them, to save them again.
 
     The names of the linear layer in files begin with `linear`, those of adapters with `block.`.
     """
@@ -146,9 +146,10 @@ class SharedBlockUseSpec(Spec):
         projected = work.norm(2 * H) + (3 * low if self.attention_adapters else 0)
         inner = work.norm(H) + 4 * mlp + whole + low
         lows = (low,) * (4 if self.attention_adapters else 1) if low else ()
+        stages = {name: s * count for name, count in elements.items()}
         return replace(
             attended,
-            stages={**{name: s * count for name, count in elements.items()}, "attention": attended.stages["attention"] + 2 * s * H},
+            stages=stages | {"attention": attended.stages["attention"] + 2 * s * H},
             stored=projected + attended.stored + inner,
             kept=2 * whole + attended.stored + (whole if work.ranks > 1 else 0),
             gradients=0, peaks=(projected + 2 * whole, inner + 2 * mlp), outputs=(H, H), backward=(H, 2 * H, *lows),
@@ -207,9 +208,9 @@ def lower_adapter(tape: Builder, adapter: Adapter | None, y: Buffer, x: Buffer) 
 class SharedBlockUse(TrackedModule):
     """The parameters of one unit's own for its use of the shared block: a linear layer, and adapters.
 
-    Every rank has all of the linear layer. idle: tensors that files have and the unit does not use; they are kept to be saved
-    again, and get no gradient. lora: low-rank products beside this unit's linear layers, and beside those of the shared block
-    when this unit uses it; None: there are none.
+    Every rank has all of the linear layer. idle: tensors that files have and the unit does not use; they are kept to be
+    saved again, and get no gradient. lora: low-rank products beside this unit's linear layers, and beside those of the
+    shared block when this unit uses it; None: there are none.
     """
 
     lora: Adapters | None
@@ -264,8 +265,7 @@ class SharedBlock(Attention, Mlp):
         use: of the unit that calls the block. state: of that use; its keys and values are read and extended.
         """
         run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
-        attended = self.attended(run(self._projected, x, embeddings, use), call, state)
-        y = sum_of([Partial(self.o_proj(attended, adapter_of(use.lora, "o_proj")), bias=self.o_proj.bias)], self.ranks)
+        y = self._attention(run(self._projected, x, embeddings, use), use, call, state)
         return run(self._mlp, y, use)
 
     def lower_use(self, tape: Builder, x: Buffer, embeddings: Buffer, use: SharedBlockUse) -> Buffer:
@@ -303,6 +303,11 @@ class SharedBlock(Attention, Mlp):
         tape.release(part)
         return y
 
+    def _attention(self, qkv: torch.Tensor, use: SharedBlockUse, call: Call, state: State | None) -> torch.Tensor:
+        """The output of the attention, whole. Its temporaries are freed when it returns."""
+        out = self.o_proj(self.attended(qkv, call, state), adapter_of(use.lora, "o_proj"))
+        return sum_of([Partial(out, bias=self.o_proj.bias)], self.ranks)
+
     def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
         """Queries, keys and values."""
         lora = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
@@ -311,8 +316,8 @@ class SharedBlock(Attention, Mlp):
     def _mlp(self, y: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
-        inner = self.activated(self._adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora))
-        part = Partial(self.down_proj(inner, adapter_of(use.lora, "down_proj")), bias=self.down_proj.bias)
+        y = self.activated(self._adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora))
+        part = Partial(self.down_proj(y, adapter_of(use.lora, "down_proj")), bias=self.down_proj.bias)
         y = sum_of([part], self.ranks, keep_for_recomputation=True)
         return with_adapter(linear(y, replicated(use.linear, self.ranks)), adapter_of(use.lora, "linear"), y)
 

@@ -133,8 +133,8 @@ class Packed(TrackedModule):
 class ColumnParallelLinear(TrackedModule):
     """y = x W^T + b with the rows of W and b split over the ranks.
 
-    x (..., in), whole -> y (..., sum of this rank's rows). Sends nothing: the gradient of x is partial, and whoever gives the
-    layer its input sums it (`operators.copy_to_ranks`).
+    x (..., in), whole -> y (..., sum of this rank's rows). Sends nothing: the gradient of x is partial, and whoever gives
+    the layer its input sums it (`operators.copy_to_ranks`).
 
     rows: this rank's number of rows of each field (z, x, B, C, dt). shared, pieces: see `Packed`.
     """

@@ -12,7 +12,7 @@ Models" (2022), section 4.2.2.
 | `all_gathered_tokens` | all-gather | reduce-scatter, and the all-gather again | before a column-parallel layer |
 | `reduce_scatter_tokens` | reduce-scatter | all-gather | after a row-parallel layer |
 | `replicated` | identity | all-reduce | parameters that every rank has, and uses for its own tokens |
-| `divide_gradient` | identity | divides by T | gathered tokens that all ranks use alike, in a shared block's low-rank adapters |
+| `divide_gradient` | identity | divides by T | gathered tokens that all ranks use alike, in low-rank adapters |
 """
 
 from collections.abc import Iterator

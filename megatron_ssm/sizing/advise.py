@@ -17,8 +17,8 @@ def decoding_shape(name: str, config: Stack, ranks: int, itemsize: int = 2, leng
 
     itemsize: bytes of an element of the weights; states are in at least fp32. A step reads the weights (those that every
     rank holds unsplit count once for each rank), reads and writes every sequence's state, and reads its keys and values. A
-    sum over some of the ranks (a Mamba-1 mixer with fewer heads than ranks) is assumed to cost as much as one over all. ValueError
-    if the model cannot be split over so many ranks.
+    sum over some of the ranks (a Mamba-1 mixer with fewer heads than ranks) is assumed to cost as much as one over all.
+    ValueError if the model cannot be split over so many ranks.
     """
     memory = Memory(config, ranks, itemsize)
     moved = 2 * memory.state_per_sequence + length * memory.keys_and_values_per_token

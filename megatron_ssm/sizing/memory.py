@@ -7,12 +7,12 @@ A prefill of a whole batch at once, with prompts of equal length and without gra
 - weights: every parameter, split as its `Field` says.
 - cache: for each sequence the states of all operators, and the keys and values of its tokens.
 - tokens: batch * prompt.
-- stages: the bytes of one token's activations at each stage of a layer (`Memory.stages`); the largest counts. Operators say them
-  (`stack.sizes.Sizes`).
+- stages: the bytes of one token's activations at each stage of a layer (`Memory.stages`); the largest counts. Operators say
+  them (`stack.sizes.Sizes`).
 - logits: of one position of each sequence.
 
-Where C reads a prompt through several layers in one call, it needs less: the stages are those of
-a piece, and only what enters and leaves the layers has all tokens.
+Where C reads a prompt through several layers in one call, it needs less: the stages are those of a piece, and only what
+enters and leaves the layers has all tokens.
 
 A prompt that is read in chunks needs the cache and the activations of one chunk. In models without attention the number of
 sequences is then limited by their states, whatever their length.
@@ -134,10 +134,9 @@ class Memory:
             for name, size in unit.side.part.spec.sizes(work).stages.items():
                 if name != "output":
                     yield name, kept + size
-        normed = s * H
         for count, part in enumerate(unit.operators):  # the outputs of the operators before it are kept
             for name, size in part.spec.sizes(work).stages.items():
-                yield name, kept + x + normed + count * s * H + size
+                yield name, kept + x + count * s * H + size
         yield "sum", kept + x + len(unit.operators) * s * H + residual
 
     @property

@@ -1,9 +1,9 @@
 """The name, shape and split of a parameter, and its place in a tensor of a Hugging Face checkpoint.
 
 A `Field` is one parameter. Several fields may be rows of one tensor in a file: in_proj holds the rows of z, x, B, C and dt,
-one block below the other. An operator's specification lists its fields under names of its own (`in_proj.weight.x`); the stack
-adds where the operator stands (`layers.3.mixer.`). Fields drive loading, saving, training checkpoints, initial values, LoRA
-and sizes. How each is split is explained in docs/concepts/splitting-an-ssm.md.
+one block below the other. An operator's specification lists its fields under names of its own (`in_proj.weight.x`); the
+stack adds where the operator stands (`layers.3.mixer.`). Fields drive loading, saving, training checkpoints, initial values,
+LoRA and sizes. How each is split is explained in docs/concepts/splitting-an-ssm.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -120,8 +120,8 @@ def packed(
 ) -> Iterator[Field]:  # fmt: skip
     """The fields of a weight that packs several parameters, and of its bias: `name`.weight.PART and `name`.bias.PART.
 
-    rows: {part: its number of rows}, one block below the other in the file, or interleaved row by row. units: along the rows,
-    see `Field`. trailing: the other dimensions of the weight. hf: the name of the layer in files, if it is not `name`.
+    rows: {part: its number of rows}, one block below the other in the file, or interleaved row by row. units: along the
+    rows, see `Field`. trailing: the other dimensions of the weight. hf: the name of the layer in files, if it is not `name`.
     """
     hf = hf or name
     yield from rows_of(f"{name}.weight", f"{hf}.weight", rows, units, trailing, interleaved)

@@ -51,9 +51,9 @@ class Family:
 
     name: the model_type. read: makes the stack from the fields; ValueError for a value that is wrong or not implemented.
     defaults: {our name of a field: its default}, as in transformers' configuration class (None: derived from others).
-    hf_names: {our name: config.json's}, where they differ. supported: {config.json's name: the values that are implemented} of
-    fields that change the model and that `read` does not read. ignored: config.json's names of fields that do not change the
-    model, besides `IGNORED_FIELDS`. unsupported_by_peft: names of linear layers whose adapters PEFT refuses to load.
+    hf_names: {our name: config.json's}, where they differ. supported: {config.json's name: the values that are implemented}
+    of fields that change the model and that `read` does not read. ignored: config.json's names of fields that do not change
+    the model, besides `IGNORED_FIELDS`. unsupported_by_peft: names of linear layers whose adapters PEFT refuses to load.
     from_options: makes the family's own fields of a new model's config.json from training options; None: it cannot.
     shares_blocks: whether some layers use a shared block.
     """

@@ -68,8 +68,8 @@ class Sizes:
     one token of a prompt, besides the operator's input}.
 
     Training, in numbers for each token of the rank: stored from forward to backward; kept, the same where activations are
-    recomputed (sums over ranks, and what attention stores); gradients, the most that exists in backward minus what is freed by
-    then. peaks: the same of functions that are recomputed one by one, everything included.
+    recomputed (sums over ranks, and what attention stores); gradients, the most that exists in backward minus what is freed
+    by then. peaks: the same of functions that are recomputed one by one, everything included.
 
     Messages, in numbers for each token: columns, exact ones in the sum of the unit; outputs, of further sums that may be
     quantized; inner, of exact sums; backward, of sums in backward besides that of the unit's input. parameters: numbers of

@@ -2,9 +2,9 @@
 
     unit: x + r * post(sum_i o_i * operator_i(i_i * pre(x + side(x, e))))
 
-pre and post are norms or nothing; side is a block that several units may share, with an input e, the embeddings; r, i and o are
-constants. A family makes a `Stack` from a config.json; models, checkpoints, caches and sizes are made from the stack, and ask
-for no family. docs/architecture.md has a picture.
+pre and post are norms or nothing; side is a block that several units may share, with an input e, the embeddings; r, i and o
+are constants. A family makes a `Stack` from a config.json; models, checkpoints, caches and sizes are made from the stack,
+and ask for no family. docs/architecture.md has a picture.
 """
 
 import math
@@ -19,8 +19,8 @@ from .sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
 class Spec:
     """The sizes and constants of an operator: the base of frozen dataclasses.
 
-    history: how many tokens before a block of tokens its convolution reads. recurrence, attention: its sizes, for what choose
-    schedules over context ranks; None if it has none.
+    history: how many tokens before a block of tokens its convolution reads. recurrence, attention: its sizes, for what
+    choose schedules over context ranks; None if it has none.
     """
 
     history: Any = 0
@@ -66,8 +66,8 @@ class Norm:
 class Part:
     """An operator in its place. name: of the module; hf: what the names of its tensors in files begin with.
 
-    renamed: pairs (what the usual name of a tensor in files begins with, what this family's begins with, in place of `hf` and
-    that). input_scale, output_scale: the constants i and o of the unit.
+    renamed: pairs (what the usual name of a tensor in files begins with, what this family's begins with, in place of `hf`
+    and that). input_scale, output_scale: the constants i and o of the unit.
     """
 
     name: str
@@ -133,9 +133,9 @@ class Stack:
     """The sizes, constants and parts of one model.
 
     layers: the units of each layer. shared: blocks that units of several layers use, with one set of weights.
-    residual_in_fp32: whether the residual stream is at least fp32. embedding_scale, logits_scale: constants that multiply the
-    embeddings, and the logits. embeddings, final_norm, head: the names of their tensors in files. aliases: (what names of
-    tensors in files begin with, what else they may begin with). norm_eps: of the final norm.
+    residual_in_fp32: whether the residual stream is at least fp32. embedding_scale, logits_scale: constants that multiply
+    the embeddings, and the logits. embeddings, final_norm, head: the names of their tensors in files. aliases: (what names
+    of tensors in files begin with, what else they may begin with). norm_eps: of the final norm.
 
     raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
     """

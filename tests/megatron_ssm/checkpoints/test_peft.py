@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import megatron_ssm
 from cases import assemble
 from hf import assert_same_bytes, hf_model, precisely, tensors_in
+from megatron_ssm import families
 from megatron_ssm.checkpoints.peft import CONFIG, WEIGHTS
 from megatron_ssm.models.lora import lora_targets
 

@@ -21,13 +21,16 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ssm import Engine, families, generate, load
+from megatron_ssm import Engine, generate, load
 from megatron_ssm.cli import commands
 from megatron_ssm.cli.main import parser
 from megatron_ssm.decoding import cuda_graphs
-from megatron_ssm.layers.shared_attention import Positions, attend_with_cache
-from megatron_ssm.models.model import Block, Model
-from megatron_ssm.operators.cache import LayerCache
+from megatron_ssm.families import read
+from megatron_ssm.models.model import Model
+from megatron_ssm.operators.attention import attend_with_cache
+from megatron_ssm.operators.call import Positions
+from megatron_ssm.operators.state import State
+from megatron_ssm.operators.unit import Layer
 from megatron_ssm.parallel import groups
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
@@ -141,9 +144,8 @@ def decode_and_compare(model, caches, rows, tokens):
     usual, usual.graphs = copy.deepcopy(model), False
     assert_near(logits, usual(tokens, None, other.select(rows)))
     assert cache.lengths.equal(other.lengths)
-    for layer, other_layer in zip(cache.layers, other.layers, strict=True):
-        for tensor, oracle in zip(layer.tensors(), other_layer.tensors(), strict=True):
-            assert_near(tensor, oracle)
+    for tensor, oracle in zip(cache.tensors(), other.tensors(), strict=True):
+        assert_near(tensor, oracle)
     return logits
 
 
@@ -166,7 +168,7 @@ def on_meta(family, size, monkeypatch):
         monkeypatch.setattr(Ranks, name, lambda ranks, tensor, group: tensor.clone())
     monkeypatch.setattr(Ranks, "reduce_beside", lambda ranks, tensor, column, group: (tensor.clone(), column.clone()))
     ranks = Ranks() if size == 1 else Ranks("group", 1, size)
-    model = Model(families.read(checkpoint(family)), ranks, device="meta")
+    model = Model(read(checkpoint(family)), ranks, device="meta")
     tokens = torch.zeros(3, 1, dtype=torch.int64, device="meta")
     return model, tokens, tokens.clone(), 8, model.new_cache(5, 12).select([1, 2, 3])
 
@@ -182,8 +184,8 @@ def test_a_step_neither_reads_values_nor_moves_them(family, size, monkeypatch):
 
 
 def looks_for_padding(patch):
-    whole = LayerCache.append
-    patch(LayerCache, "append", lambda *given, padded: whole(*given, padded=True))
+    whole = State.append
+    patch(State, "append", lambda *given, **new: whole(*given[:4], True, **new))
 
 
 def positions_from_the_host(patch):
@@ -207,8 +209,8 @@ def copies_to_the_host(patch):
 
 
 def rows_by_mask(patch):
-    whole = LayerCache.read
-    patch(LayerCache, "read", lambda *given: (given[0].conv[given[0].conv[:, 0, 0] > 0], whole(*given))[1])
+    whole = State.__getitem__
+    patch(State, "__getitem__", lambda *given: [held := whole(*given), held[held.flatten(1)[:, 0] > 0]][0])
 
 
 OFFENDERS = (
@@ -531,7 +533,7 @@ def test_models_and_caches_are_freed_at_once(captured):
         caches = two_caches(model)
         for t in range(3):
             decode_and_compare(model, caches, [0], MORE[:1, t : t + 1])
-        layers.append(weakref.ref(caches[0].layers[0]))
+        layers.append(weakref.ref(caches[0].states["layers.0.mixer"]))
     assert [layer() is not None for layer in layers] == [False] * cuda_graphs.PLANS + [True]
     assert alive(captured) == [False] + [True] * cuda_graphs.PLANS
     thread = threading.Thread(target=decode_and_compare, args=(model, caches, [0], MORE[:1, :1]))
@@ -711,7 +713,7 @@ def test_ranks_keep_the_same_graphs(ranks, world, monkeypatch):
             *_, freed, another = caches
             for cache in caches[:-1]:
                 decode(cache)
-            layer = weakref.ref(freed.layers[0])
+            layer = weakref.ref(freed.states["layers.0.mixer"])
             if dist.get_rank() == 0:
                 del cache, freed, caches[-2]
                 assert layer() is None
@@ -789,7 +791,7 @@ def test_a_custom_reduce_is_not_captured():
 def test_a_bias_of_a_shared_block_is_noticed(kind):
     """As a parameter, and as a tensor that is none."""
     model = loaded("zamba2")
-    fingerprint = cuda_graphs.ModelFingerprint(model, Block)
+    fingerprint = cuda_graphs.ModelFingerprint(model, Layer)
     assert fingerprint.is_current()
     model.shared[0].o_proj.bias = kind(torch.zeros(len(model.shared[0].o_proj.weight)))
     assert not fingerprint.is_current() and not fingerprint.is_current()

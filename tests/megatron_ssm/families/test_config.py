@@ -26,14 +26,14 @@ CLASSES = {
     "zamba2": Zamba2Config,
 }  # fmt: skip
 
-SAME_IN_ALL_FAMILIES = {  # our field: names of transformers' attribute, of which a class has some
+SAME_IN_ALL_FAMILIES = {  # our size or constant, of the stack or of its first mixer: names of transformers' attribute, of which a class has some
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
     "state_size": ("state_size", "mamba_d_state"),
     "num_layers": ("num_hidden_layers",),
     "conv_kernel": ("conv_kernel", "mamba_d_conv"),
     "norm_eps": ("layer_norm_epsilon", "rms_norm_eps"),
-    "use_bias": ("use_bias", "mamba_proj_bias", "add_bias_linear"),
+    "bias": ("use_bias", "mamba_proj_bias", "add_bias_linear"),
     "tie_embeddings": ("tie_word_embeddings",),
 }
 MAMBA_FIELDS = {
@@ -41,7 +41,7 @@ MAMBA_FIELDS = {
     "conv_bias": ("use_conv_bias", "mamba_conv_bias"),
     "residual_in_fp32": ("residual_in_fp32",),
     "inner_norm_eps": ("mixer_rms_eps",),
-    "intermediate_size": ("intermediate_size",),
+    "channels": ("intermediate_size",),
 }
 MAMBA2_FIELDS = {
     "conv_bias": ("use_conv_bias",), "residual_in_fp32": ("residual_in_fp32",), "heads": ("num_heads",),
@@ -49,12 +49,11 @@ MAMBA2_FIELDS = {
 }  # fmt: skip
 ZAMBA_FIELDS = {"heads": ("n_mamba_heads",), "dt_rank": ("mamba_dt_rank",), "conv_bias": ("mamba_conv_bias",)}
 ZAMBA2_FIELDS = {"heads": ("n_mamba_heads",), "head_dim": ("mamba_headdim",), "groups": ("mamba_ngroups",)}
-SHARED_BLOCK_FIELDS = {
+ATTENTION_FIELDS = {
     "heads": ("num_attention_heads",), "kv_heads": ("num_key_value_heads",), "head_dim": ("attention_head_dim",),
-    "feed_forward_size": ("intermediate_size",), "activation": ("hidden_act",), "tied": ("tie_word_embeddings",),
-    "blocks": ("num_mem_blocks",), "bias": ("add_bias_linear",), "adapter_rank": ("adapter_rank",),
-    "attention_adapters": ("use_shared_attention_adapter",),
 }  # fmt: skip
+MLP_FIELDS = {"channels": ("intermediate_size",), "activation": ("hidden_act",), "bias": ("add_bias_linear",)}
+USE_FIELDS = {"adapter_rank": ("adapter_rank",), "attention_adapters": ("use_shared_attention_adapter",)}
 FIELDS = {  # that only this family has
     "mamba": MAMBA_FIELDS,
     "falcon_mamba": MAMBA_FIELDS,
@@ -65,29 +64,53 @@ FIELDS = {  # that only this family has
 
 
 def assert_same(ours, theirs, attributes):
-    """Assert that each of our fields equals the attributes of transformers' configuration, those that it has."""
+    """Assert that our numbers equal those attributes of transformers' configuration that it has.
+
+    ours: what has the numbers, the first object that does. attributes: {our name: names of theirs}.
+    """
     compared = 0
     for name, their_names in attributes.items():
+        number = next(getattr(each, name) for each in ours if hasattr(each, name))
         for attribute in their_names:
             if hasattr(theirs, attribute):
-                assert getattr(ours, name) == getattr(theirs, attribute), name
+                assert number == getattr(theirs, attribute), name
                 compared += 1
     assert compared >= len(attributes) - 4
 
 
+def mixer_of(stack):
+    """The mixer of the first layer; the others are equal."""
+    (first, *others) = [layer[0].operators[0].spec for layer in stack.layers]
+    assert all(each == first for each in others)
+    return first
+
+
+def uses_of(stack):
+    """[(layer, use of a shared block, index of the block)] of the hybrid layers."""
+    sides = [(index, unit.side) for index, (unit,) in enumerate(stack.layers) if unit.side is not None]
+    return [(index, side.part.spec, side.shared) for index, side in sides]
+
+
 def assert_same_configuration(ours, theirs):
     """Assert that our Stack and transformers' configuration describe the same model."""
-    assert_same(ours, theirs, {**SAME_IN_ALL_FAMILIES, **FIELDS[ours.family]})
+    mixer, uses = mixer_of(ours), uses_of(ours)
+    assert_same((ours, mixer), theirs, {**SAME_IN_ALL_FAMILIES, **FIELDS[ours.family]})
+    assert {unit.norm.eps for (unit,) in ours.layers} == {ours.norm_eps}
     low = theirs.time_step_min if ours.family == "zamba2" else 0.0
-    assert ours.dt_limit == tuple(getattr(theirs, "time_step_limit", (low, math.inf)))
-    assert ours.dt_init == (theirs.time_step_min, theirs.time_step_max, theirs.time_step_floor)
+    assert getattr(mixer, "dt_limit", (0.0, math.inf)) == tuple(getattr(theirs, "time_step_limit", (low, math.inf)))
+    assert mixer.dt_range == (theirs.time_step_min, theirs.time_step_max, theirs.time_step_floor)
     kinds = getattr(theirs, "layers_block_type", [])
-    assert ours.hybrid_layers == tuple(i for i, kind in enumerate(kinds) if kind == "hybrid")
-    assert (ours.shared is not None) == bool(ours.hybrid_layers)
-    if ours.shared is not None:
-        assert_same(ours.shared, theirs, SHARED_BLOCK_FIELDS)
+    assert [index for index, *_ in uses] == [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    blocks = min(getattr(theirs, "num_mem_blocks", 1), len(uses)) if theirs.tie_word_embeddings else len(uses)
+    assert len(ours.shared) == (blocks if uses else 0)
+    assert [shared for *_, shared in uses] == [number % blocks for number in range(len(uses))]
+    for _, use, _ in uses:
+        attended = use.block.attended
+        assert_same((attended,), theirs, ATTENTION_FIELDS)
+        assert_same((use.block.mlp,), theirs, MLP_FIELDS)
+        assert_same((use,), theirs, USE_FIELDS)
         rope = theirs.rope_parameters["rope_theta"] if getattr(theirs, "use_mem_rope", False) else 0.0
-        assert ours.shared.rope_theta == rope
+        assert attended.rope_theta == rope
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -126,7 +149,7 @@ def test_transformers_other_name_of_the_layers(base):
     """transformers reads layer_types as well, and prefers it."""
     layers = ["hybrid", "linear_attention", "linear_attention", "hybrid"]
     for written in (base | dict(layers_block_type=None), base):
-        assert families.from_dict({**written, "layer_types": layers}).hybrid_layers == (0, 3)
+        assert [index for index, *_ in uses_of(families.from_dict({**written, "layer_types": layers}))] == [0, 3]
         kinds = CLASSES[base["model_type"]].from_dict({**written, "layer_types": layers}).layers_block_type
         assert kinds == layers
 
@@ -145,7 +168,7 @@ def test_transformers_other_name_of_the_layers(base):
 )
 def test_ways_to_write_the_base_of_the_rotary_embedding(written, theta):
     raw = {**ZAMBA2, "use_mem_rope": True, **written}
-    assert families.from_dict(raw).shared.rope_theta == theta
+    assert families.from_dict(raw).shared[0].spec.attended.rope_theta == theta
     if theta:
         assert Zamba2Config.from_dict(raw).rope_parameters["rope_theta"] == theta
 
@@ -169,7 +192,7 @@ def test_old_names_of_the_hub_are_known(base):
 def test_ways_to_write_an_infinite_limit(limit, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**MAMBA2, "time_step_limit": limit}))
-    assert families.read(path).dt_limit == (0.0, math.inf)
+    assert mixer_of(families.read(path)).dt_limit == (0.0, math.inf)
 
 
 REFUSED = [  # (configuration, changes, part of the message)
@@ -298,16 +321,11 @@ INDIVISIBLE = [  # (configuration, changes, ranks that cannot split it, the equa
     (ZAMBA, dict(n_mamba_heads=1), 3, "64 channels do not divide over 3 tensor-parallel ranks (64 % 3 = 1)"),
     (ZAMBA, dict(hidden_size=48, n_mamba_heads=6), 4, "6 mamba heads do not divide over 4 tensor-parallel ranks, nor"),
     (ZAMBA, {}, 8, "4 attention heads do not divide over 8 tensor-parallel ranks (4 % 8 = 4)"),
-    (ZAMBA, dict(num_key_value_heads=2), 4, "2 key/value heads do not divide over 4 tensor-parallel ranks (2 % 4 = 2)"),
-    (ZAMBA, dict(intermediate_size=50), 4, "50 channels of the shared MLP do not divide over 4 tensor-parallel ranks"),
+    (ZAMBA, dict(num_attention_heads=6, num_key_value_heads=3), 2, "3 key/value heads do not divide over 2"),
+    (ZAMBA, dict(num_attention_heads=12, num_key_value_heads=6), 4, "(6 % 4 = 2, 4 % 6 = 4)"),
+    (ZAMBA, dict(intermediate_size=50), 4, "50 channels of the MLP do not divide over 4 tensor-parallel ranks"),
     (ZAMBA2, dict(n_mamba_heads=2), 4, "2 heads do not divide over 4 tensor-parallel ranks (2 % 4 = 2)"),
     (ZAMBA2, dict(hidden_size=24, n_mamba_heads=6, mamba_ngroups=3), 2, "3 groups do not divide over 2"),
-    (
-        ZAMBA2,
-        dict(num_key_value_heads=1),
-        2,
-        "1 key/value heads do not divide over 2 tensor-parallel ranks (1 % 2 = 1)",
-    ),
 ]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import megatron_ssm
 from hf import assert_same_bytes, save_hf, tensors_in
 from megatron_cpu import CPU, hybrid_model, join, save_without_cuda
+from megatron_ssm import families
 from megatron_ssm.integrations import specs
 from megatron_ssm.integrations.megatron_layers import FUSED_NORMS, HybridLayer, Stack
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model, save_hugging_face

@@ -54,11 +54,11 @@ def assert_near(found, expected):
 
 def contents_of(cache):
     """Copies of all tensors of a cache, and of its lengths."""
-    return [t.clone() for layer in cache.states.values() for t in layer.tensors()], cache.lengths.clone()
+    return [t.clone() for t in cache.tensors()], cache.lengths.clone()
 
 
 def addresses(cache):
-    return [t.data_ptr() for layer in cache.states.values() for t in layer.tensors()]
+    return [t.data_ptr() for t in cache.tensors()]
 
 
 # Rows
@@ -156,14 +156,14 @@ def test_a_fork_copies_one_row_only(ranks, world):
         with LargestTensor() as largest:
             for source, target in ((2, 0), (3, 5)):
                 cache.fork(source, target)
-        assert largest.elements == max(t[0].numel() for layer in cache.states.values() for t in layer.tensors())
+        assert largest.elements == max(t[0].numel() for t in cache.tensors())
         after, lengths_after = contents_of(cache)
         for t, u in zip(before, after, strict=True):
             assert t[[1, 2, 3, 4]].equal(u[[1, 2, 3, 4]])
         assert lengths_after.tolist() == [lengths[2], *lengths[1:5], lengths[3]]
-        for layer in cache.states.values():
+        for state in cache.states.values():
             for source, target in ((2, 0), (3, 5)):
-                held = (layer.conv, layer.state, *(t[:, : lengths[source]] for t in layer.tensors()[2:]))
+                held = (*state.fixed.values(), *(t[:, : lengths[source]] for t in state.per_token.values()))
                 assert all(t[target].equal(t[source]) for t in held)
 
     on_ranks_of_families(ranks, world, run, HYBRIDS)
@@ -220,8 +220,8 @@ def test_later_snapshots_share_keys_and_values_with_earlier_ones(ranks, world, c
         hybrids = len(model.config.attentions)
         assert (len(held[0] & held[1]), len(held[1] & held[2])) == (2 * hybrids, 4 * hybrids)
         for snapshot in (first, second, third):
-            for segment in zip(*snapshot.segments, strict=True):
-                assert sum(len(keys) for keys, _ in segment) == snapshot.length
+            for parts in zip(*snapshot.segments, strict=True):
+                assert sum(map(len, parts)) == snapshot.length
         extend(model, cache, [3], MORE[3:, 6:])
         for snapshot, count in ((third, 6), (first, 0), (second, 4)):
             cache.restore(1, snapshot)
@@ -260,7 +260,7 @@ def test_a_cache_of_a_given_length_never_moves(ranks, world, chosen):
 
     def run(model):
         cache = model.new_cache(4, 21)
-        before, tensors = addresses(cache), [t for layer in cache.states.values() for t in layer.tensors()]
+        before, tensors = addresses(cache), cache.tensors()
         changes = [
             lambda: model(SEQUENCES, MASK, cache),
             lambda: extend(model, cache, [0, 1], MORE[:2, :4]),  # a slice of rows
@@ -278,7 +278,7 @@ def test_a_cache_of_a_given_length_never_moves(ranks, world, chosen):
             with torch.no_grad():
                 change()
             assert addresses(cache) == before
-            assert all(t is u for t, u in zip(tensors, (t for c in cache.layers for t in c.tensors()), strict=True))
+            assert all(t is u for t, u in zip(tensors, cache.tensors(), strict=True))
 
     on_ranks_of_families(ranks, world, run, chosen)
 
@@ -335,7 +335,7 @@ def test_a_failed_allocation_changes_nothing(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(cache_module, "_longer", longer)
             assert attempt(cache.reserve, 30) == ("RuntimeError", "no memory")
-        assert {t.shape[1] for layer in cache.states.values() for t in layer.tensors()[2:]} == {9}
+        assert {t.shape[1] for state in cache.states.values() for t in state.per_token.values()} == {9}
         assert_near(extend(model, cache, [3], MORE[3:])[0], alone(model, 3, MORE[3])[0])
 
 

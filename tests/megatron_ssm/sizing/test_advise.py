@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import megatron_ssm
 from cases import MARKED, oracle
+from megatron_ssm import families
 from megatron_ssm.sizing.advise import decoding_shape
 
 __all__ = ["oracle"]

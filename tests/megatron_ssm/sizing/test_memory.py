@@ -9,6 +9,7 @@ import megatron_ssm
 from benchmarks.support.live_memory import peak_allocated
 from cases import MARKED, SEQ, oracle
 from hf import hf_model
+from megatron_ssm import families
 from megatron_ssm.native import kernels
 from megatron_ssm.ops import matrices
 from megatron_ssm.parallel import operators
@@ -120,7 +121,7 @@ def test_cuda_kernels_need_more(name, added, tmp_path):
     family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).config.save_pretrained(tmp_path)
     config = families.read(tmp_path)
-    ours, theirs = (Memory(config, on_cuda=on_cuda).stages()["mixer"] for on_cuda in (False, True))
+    ours, theirs = (Memory(config, on_cuda=on_cuda).stages()["scan"] for on_cuda in (False, True))
     assert theirs - ours == added
 
 
