@@ -5,17 +5,22 @@ import itertools
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from sparsefusion.foundation.command_line import shortened
+
 from .counted import all_gather_small
 
 SHOWN = 320  # bytes of each rank's arguments that are gathered first
 MOST = 2**16  # bytes after which no more are gathered
+PATIENCE_S = 5.0  # after which a rank that waits for others to come says so
 EQUAL = 80  # characters before the difference that an error shows
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # a tensor (n,) of this rank -> those of all ranks, (P, n)
@@ -61,10 +66,11 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     return int(gathered[0, 1])
 
 
-def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
+def gather_in_store(store: dist.Store, rank: int, world: int, place: str = "") -> Gather:
     """A function that gathers an integer tensor (n,) of each rank as (world, n) for `agree`, without a process group.
 
-    store: the one in which the ranks meet. Keys begin with "agree". A call removes them before it returns, because the store
+    store: the one in which the ranks meet. place: its address; if it is given, a rank that waits for more than PATIENCE_S
+    prints for whom. Keys begin with "agree". A call removes them before it returns, because the store
     may outlive this process: torchrun may keep it when it starts the ranks again. Rank 0, whose process may hold the store,
     returns last.
     """
@@ -73,6 +79,8 @@ def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         key = f"agree-{next(numbers)}"
         store.set(f"{key}/{rank}", json.dumps(tensor.tolist()))
+        if place:
+            _print_if_late(store, rank, [f"{key}/{other}" for other in range(world)], key, place)
         if rank == 0:
             rows = [json.loads(store.get(f"{key}/{other}")) for other in range(world)]
             store.set(key, json.dumps(rows))
@@ -83,6 +91,17 @@ def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
         return torch.tensor(rows, dtype=tensor.dtype)
 
     return gather
+
+
+def _print_if_late(store: dist.Store, rank: int, keys: Sequence[str], result: str, place: str) -> None:
+    """Wait for the keys of all ranks, or on others than rank 0 for its `result`; print who is missing after PATIENCE_S."""
+    try:
+        store.wait([result] if rank else list(keys), timedelta(seconds=PATIENCE_S))
+    except dist.DistStoreError:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        line = f"rank {rank}: waiting for {len(missing)} of {len(keys)} ranks at {place}: {shortened(who)}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _leave(store: dist.Store, rank: int, world: int, key: str) -> None:
