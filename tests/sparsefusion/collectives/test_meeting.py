@@ -61,6 +61,16 @@ def test_an_address_that_is_none_is_an_error_at_once(monkeypatch, address, port,
     assert str(refused.value).startswith(message)
 
 
+def test_a_rank_that_does_not_come_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(agreement, "PATIENCE_S", 0.01)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.2), wait_for_workers=False)
+    store.set("agree-0/1", "[]")
+    message = "rank 0: 1 of 3 ranks did not come to node:29500 in time: rank 2"
+    with pytest.raises(LauncherError, match=f"^{message}$"):
+        agree(gather_in_store(store, 0, 3, "node:29500"), "cpu", lambda: "the same")
+    assert capsys.readouterr().err == "rank 0: waiting for 1 of 3 ranks at node:29500: rank 2\n"
+
+
 def test_a_port_that_is_taken_is_named(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
