@@ -24,11 +24,11 @@ from megatron_ssm.parallel.groups import (
     check_world,
     device_of_rank,
     join,
-    launched_ranks,
     replicas,
     shut_down,
 )
 from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.launcher import launched_ranks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -27,6 +27,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_ssm.configs.config import Config
 from megatron_ssm.inference.text import stop_tokens
+from sparsefusion.foundation.command_line import run
+from sparsefusion.foundation.launcher import adopt_launcher
 
 from .evaluation_ranks import EvaluatedModel, batch_size_of, check_integer, check_switch
 
@@ -210,6 +212,8 @@ def _device(name: str | None) -> str:
 
 def main() -> None:
     """lm-eval's command line, with this model class."""
+    if code := run("lm_eval", adopt_launcher):
+        raise SystemExit(code)
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -28,9 +28,10 @@ from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.model import Model
-from megatron_ssm.parallel.groups import check_device, device_of_rank, join, launched_ranks, shut_down
+from megatron_ssm.parallel.groups import check_device, device_of_rank, join, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
 from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.launcher import launched_ranks
 
 from .channel import Channel
 from .connections import allow_files
@@ -177,7 +178,11 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
     size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.ranks.size} rank(s)"
 
     def announce() -> None:
-        Printer(True).print(f"megatron-ssm: serving {inputs.served.name} at {where} ({size})\n")
+        line = f"megatron-ssm: serving {inputs.served.name} at {where} ({size})"
+        try:
+            Printer(True).print(f"{line}\n")
+        except OSError as error:  # a full disk does not end the server
+            log.warning(f"{line}; stdout cannot be written: {error.strerror}")
 
     run_server(
         engine, channel, inputs.served, inputs.keys, inputs.hosts, Service(limits), listener, arguments.drain_timeout,

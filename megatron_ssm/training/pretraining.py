@@ -28,11 +28,11 @@ from megatron_ssm.parallel.groups import (
     device_of_rank,
     initialize,
     join,
-    launched_ranks,
     shut_down,
 )
 from megatron_ssm.parallel.heartbeat import Busy, watched
 from sparsefusion.foundation.command_line import Failure
+from sparsefusion.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 
 from .inputs import Inputs, read_on_all_ranks, without_effect
 from .interruption import Interruption
@@ -86,6 +86,8 @@ def _run(
         progress.print_line(f"pretrain: {options.describe()}")
         for line in without_effect(options, groups.data_context_ranks):
             progress.print_line(line)
+        if tasks := ranks_that_slurm_did_not_start():
+            progress.print_line(f"one rank: SLURM_NTASKS is {tasks}, and this process was not started by srun")
         run_on_rank_0(lambda: progress.print_line(_summary(model, groups, inputs)), f"cannot read {inputs.out}")
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")
