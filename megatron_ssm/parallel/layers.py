@@ -51,8 +51,8 @@ class _Pack(torch.autograd.Function):
 class Packed(nn.Module):
     """Fields that are parameters of their own, because they are split differently, but are used as one tensor.
 
-    sizes: this rank's rows of each field; all fields have the same trailing shape. The parameters are views of one storage,
-    so that reading them as one tensor needs no copy.
+    sizes: this rank's rows of each field; all fields have the same trailing shape. The parameters lie side by side in the
+    memory of one tensor, so that reading them as one tensor needs no copy.
 
     shared: the names of consecutive fields that are the same on several ranks. They have `pieces` different pieces, and
     each piece is on ranks.size / pieces consecutive ranks, whose gradients are summed in backward: by one all-reduce over
@@ -72,7 +72,7 @@ class Packed(nn.Module):
         super().__init__()
         self.sizes, self.ranks, self.shared, self.pieces = dict(sizes), ranks, tuple(shared), pieces
         self._storage = torch.empty(sum(sizes.values()), *trailing, dtype=dtype, device=device)
-        for name, rows in zip(sizes, self._storage.split(list(sizes.values())), strict=True):
+        for name, rows in zip(sizes, self._rows(), strict=True):
             self.register_parameter(name, nn.Parameter(rows))
 
     @property
@@ -125,8 +125,17 @@ class Packed(nn.Module):
         """Move the parameters into one storage again."""
         fields = self.fields
         self._storage = torch.cat([field.data for field in fields])
-        for field, rows in zip(fields, self._storage.split(list(self.sizes.values())), strict=True):
+        for field, rows in zip(fields, self._rows(), strict=True):
             field.data = rows
+
+    def _rows(self) -> list[torch.Tensor]:
+        """The rows of each field, in the memory of the storage.
+
+        Each has a `torch.UntypedStorage` of its own: safetensors and accelerate drop or refuse tensors of a state_dict that
+        share one.
+        """
+        rows = self._storage.split(list(self.sizes.values()))
+        return [part if part.is_meta else torch.from_dlpack(part) for part in rows]
 
 
 class ColumnParallelLinear(nn.Module):
