@@ -1,5 +1,6 @@
 """Models from Hugging Face directories and back: each rank reads only its own slices; saving gathers tensor by tensor."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -297,14 +298,18 @@ def _save_replica(
 
 
 def _take_part(plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
-    """The steps of `_save_replica` on the ranks of another replica: they gather what `fully_shard` has divided."""
+    """The steps of `_save_replica` on the ranks of another replica."""
     yield None
     for tensors in plan.values():
-        for parameters in tensors.values():
-            for parameter in parameters:
-                undivided(parameter)
+        help_gather(tensors)
         yield None
     yield None
+
+
+def help_gather(tensors: dict[str, list[nn.Parameter]]) -> None:
+    """What ranks of other replicas do while one calls `gather` for these tensors: gather what `fully_shard` has divided."""
+    for parameter in itertools.chain(*tensors.values()):
+        undivided(parameter)
 
 
 def undivided(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Training data from text and JSON lines: documents, tokens, the batch of each step, and measures to compare a model with."""
+"""Training data from text and JSON lines: documents, tokens, the batch of each step, measures to compare a model with."""
 
 import contextlib
 import json

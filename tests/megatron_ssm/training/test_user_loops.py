@@ -1,5 +1,8 @@
 """Training loops of users, with what torch has for them. Oracle: the same loop on one rank, in float64."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,8 +54,11 @@ def test_fully_shard(ranks, name, tp, dp, oracle, tmp_path):
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("data", "tensor"))
         data, tensor = mesh["data"], mesh["tensor"].get_group()
         model = megatron_ssm.load(directory, tensor, dtype=torch.float64, data_group=data.get_group())
+        packed = weakref.ref(model.layers[0].mixer.in_proj.weight.fields[0].packed)
         for block in model.layers:
             fully_shard(block, mesh=data)
+        gc.collect()
+        assert packed() is None, "undivided parameters stay in memory"
         fully_shard(model, mesh=data)
         register_fsdp_forward_method(model, "loss")
         norms = train(model, ids, rank // tp, dp)
