@@ -14,6 +14,7 @@ _HOME = {
     "stream": "inference.generation",
     "Engine": "inference.engine",
     "initialize": "models.initialization",
+    "parameter_groups": "models.parameters",
     "add_lora": "models.lora",
     "merge_lora": "models.lora",
     "load_lora": "checkpoints.peft",

@@ -24,7 +24,7 @@ from megatron_ssm.models.initialization import draw
 from megatron_ssm.models.model import Model
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.sizing.memory import Memory
-from megatron_ssm.training.trainer import clip_gradients, grad_norm
+from megatron_ssm.training.gradients import clip_gradients, grad_norm
 from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.collectives.shared_memory import connect

@@ -6,6 +6,7 @@ ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums 
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import Candidate
 from megatron_ssm.configs.config import Config
+from megatron_ssm.configs.layouts import layout
 from megatron_ssm.sizing.advise import SUM_BYTES, block_outputs, inner_sums
 from megatron_ssm.sizing.memory import Memory
 from sparsefusion import FORMATS, Fabric
@@ -148,6 +150,13 @@ def backward_sums(config: Config, ranks: int, tokens: int) -> Iterator[Message]:
         rows = 2 * config.groups * config.state_size
         for width in (config.hidden_size, config.conv_kernel, 1):
             yield Message("all_reduce", SUM_BYTES * rows * width, ranks, config.num_layers)
+
+
+def replicated_gradients(config: Config, ranks: int) -> Iterator[Message]:
+    """The mean, once per step, of the gradients of what every tensor-parallel rank has: norms, some biases, ..."""
+    sizes = [math.prod(f.shape) for f in layout(config) if f.split is None and ".idle." not in f.name]
+    if ranks > 1:
+        yield Message("all_reduce", SUM_BYTES * sum(sizes), ranks)
 
 
 def passed_states(config: Config, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:

@@ -1,5 +1,6 @@
 """Models from Hugging Face directories and back: each rank reads only its own slices; saving gathers tensor by tensor."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,6 +18,7 @@ from megatron_ssm.configs.layouts import field_of, hf_shapes
 from megatron_ssm.layers.mamba1 import MambaMixer
 from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
+from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.native.products import BLOCK
 from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, narrowed, quantize
@@ -265,7 +267,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
         groups,
         model.device,
     )
-    errors: Iterator[str | None] = iter([None] * (len(plan) + 2))
+    errors = _take_part(plan)
     if all(group is None or dist.get_rank(group) == 0 for group in copies):
         errors = _save_replica(model, target, plan)
     for error in errors:
@@ -295,6 +297,27 @@ def _save_replica(
     yield attempt("close", config, model.directory, {hf: name for name, tensors in plan.items() for hf in tensors})
 
 
+def _take_part(plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
+    """The steps of `_save_replica` on the ranks of another replica."""
+    yield None
+    for tensors in plan.values():
+        help_gather(tensors)
+        yield None
+    yield None
+
+
+def help_gather(tensors: dict[str, list[nn.Parameter]]) -> None:
+    """What ranks of other replicas do while one calls `gather` for these tensors: gather what `fully_shard` has divided."""
+    for parameter in itertools.chain(*tensors.values()):
+        undivided(parameter)
+
+
+def undivided(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter. The ranks among which `fully_shard` has divided it gather it together."""
+    full_tensor = getattr(parameter, "full_tensor", None)
+    return parameter if full_tensor is None else full_tensor()
+
+
 def broadcast(value: str | None, group: ProcessGroup | None, device: torch.device) -> str | None:
     """Rank 0's value, on every rank of the group."""
     if group is None:
@@ -312,8 +335,8 @@ def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Paramete
             "a model with LoRA adapters is saved after merge_lora(model); save_lora writes the adapters alone"
         )
     tensors: dict[str, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        tensors.setdefault(field_of(parameter).hf, []).append(parameter)
+    for parameter, field in fields_of(model).items():
+        tensors.setdefault(field.hf, []).append(parameter)
     sizes = {hf: _nbytes(parameters) for hf, parameters in tensors.items()}
     return {file: {hf: tensors[hf] for hf in names} for file, names in file_plan(sizes, file_bytes).items()}
 
@@ -330,19 +353,19 @@ def gather(model: Model, hf: str, parameters: list[nn.Parameter]) -> torch.Tenso
     if ranks.rank == 0:
         full = torch.empty(hf_shapes([field_of(p) for p in parameters])[hf], dtype=parameters[0].dtype)
     for parameter in parameters:
-        field = field_of(parameter)
+        field, whole = field_of(parameter), undivided(parameter)
         for rank in range(0, ranks.size, field.copies(ranks.size)):
             if 0 in (shape := field.local_shape(rank, ranks.size)):
                 continue
             if ranks.rank == 0:
-                part: torch.Tensor = parameter
+                part = whole
                 if rank:
                     part = torch.empty(shape, dtype=parameter.dtype, device=model.device)
                     dist.recv(part, group=ranks.group, group_src=rank)
                 field.write(full, part, rank, ranks.size)
                 del part  # or it would stay in memory while the next one is received
             elif ranks.rank == rank:
-                dist.send(parameter.contiguous(), group=ranks.group, group_dst=0)
+                dist.send(whole.contiguous(), group=ranks.group, group_dst=0)
     if full is not None and field_of(parameters[0]).fp32:
         narrow = full.to(model.dtype)
         full = narrow if narrow.to(full.dtype).equal(full) else full

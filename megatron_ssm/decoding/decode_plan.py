@@ -55,7 +55,7 @@ class DecodePlans(threading.local):
 
         tokens: how many of each row the call reads. The second value: whether the last callable returns the logits.
         """
-        if cache is None or not _is_supported(info) or not cache.layers[0].state.is_cpu:
+        if cache is None or not cache.batch or not _is_supported(info) or not cache.layers[0].state.is_cpu:
             return list(enumerate(model.layers)), False
         if not info.decoding and model.ranks.group is None:
             return self._prompt_layers(model, info, cache, tokens) or list(enumerate(model.layers)), False

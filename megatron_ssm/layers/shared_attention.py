@@ -66,9 +66,9 @@ class Positions:
         """The positions in a call with `seq` new tokens per row. mask: (batch, seq, 1), 0 at padding; None: no padding."""
         padding = torch.zeros(batch, dtype=torch.int64) if mask is None else (mask == 0).sum((1, 2)).cpu()
         starts = torch.zeros(batch, dtype=torch.int64) if cache is None else cache.lengths[cache.rows]
-        longest = seq if cache is None else int((starts + seq - padding).max())
+        longest = seq if cache is None else max((starts + seq - padding).tolist(), default=seq)
         new = (torch.arange(seq) + (starts - padding).unsqueeze(1)).to(device)
-        if mask is None and (starts == starts[0]).all() and (seq == 1 or not starts[0]):
+        if mask is None and (starts == starts[:1]).all() and (seq == 1 or not starts.any()):
             return cls(new, longest, seq > 1, None)
         keys = new if cache is None else torch.arange(longest, device=device).expand(batch, -1)
         seen = (keys.unsqueeze(1) <= new.clamp(min=0).unsqueeze(2)) & (keys >= 0).unsqueeze(1)  # padding sees token 0
@@ -79,7 +79,7 @@ class Positions:
         """The positions of this rank's tokens of a chunk that context ranks share."""
         starts = torch.zeros(batch, dtype=torch.int64) if cache is None else cache.lengths[cache.rows]
         new = sharding.positions + starts.unsqueeze(1)
-        return cls(new.to(device), int(starts.max()) + sharding.length, True, None)
+        return cls(new.to(device), max(starts.tolist(), default=0) + sharding.length, True, None)
 
     @classmethod
     def of_one(cls, new: torch.Tensor, keys: int) -> "Positions":

@@ -6,6 +6,7 @@ from attention2d import Attention2D, Tree
 from attention2d.compute.tile import attend, merge
 from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.layers.cache import BatchInfo, LayerCache
+from megatron_ssm.layers.shared_attention import attend_with_cache
 from sparsefusion.collectives.counted import Counter
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out (batch, tokens, heads, head_dim) and lse (batch, tokens, heads)
@@ -39,6 +40,8 @@ class ContextAttention:
 
         Differentiable for sharded tokens without a cache. A cache gets k and v appended.
         """
+        if not len(q) and cache is None:  # all context ranks have no rows, which schedules refuse
+            return attend_with_cache(q, k, v, scale, info, cache)
         if cache is None and info.sharding is not None:
             out = self.schedule(q, k, v, causal=True, scale=scale)
             assert isinstance(out, torch.Tensor)

@@ -72,6 +72,18 @@ def trainer_on(tp, run: Options, vocab=VOCAB, device="cpu") -> Trainer:
     return trainer(run, initialize(tp, device, context=run.context_parallel_size), vocab, device)
 
 
+def rounding_differently(trainer: Trainer) -> Trainer:
+    """The trainer; each tensor-parallel rank gets slightly other gradients of what all of them hold.
+
+    So do ranks with different numbers of threads, or on different processors.
+    """
+    error = 1e-4 * trainer.model.ranks.rank
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad and parameter.field.split is None:
+            parameter.register_hook(lambda gradient: gradient + error)
+    return trainer
+
+
 def pieces(trainer: Trainer) -> dict:
     """{name: this rank's piece} of every parameter."""
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}

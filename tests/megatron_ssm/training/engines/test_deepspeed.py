@@ -11,7 +11,7 @@ import tiny
 from fp32_runs import FP32, MODELS, close, one_rank, run_of
 from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.configs.config import Config
-from megatron_ssm.configs.layouts import field_of
+from megatron_ssm.configs.layouts import field_of, layout
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.training.data import Tokens
 from megatron_ssm.training.deepspeed_settings import read_settings
@@ -182,6 +182,21 @@ def test_clipping_counts_each_element_once(ranks, tmp_path, tp, dp, stage):
         assert torch.allclose(curve, whole, rtol=1e-5, atol=0)
         # DeepSpeed's own norm of the clipped gradient counts copies several times: it is no longer the limit.
         assert stage == 0 or tp == 2 or theirs > 1.01 * run.clip_grad
+
+
+@pytest.mark.parametrize("stage, tp, dp", [(0, 2, 1), (1, 2, 2), (2, 2, 2), (3, 2, 2)])
+def test_copies_of_parameters_stay_equal(ranks, tmp_path, stage, tp, dp):
+    """The partitions of two tensor-parallel ranks do not end at the same element, because their vocabularies differ."""
+    run, vocab = run_of(stage, folder=tmp_path, mamba_num_groups=2), 9
+
+    def train(rank):
+        trainer = tiny.rounding_differently(tiny.trainer_on(tp, run, vocab))
+        tiny.curve(trainer, 3, vocab=vocab)
+        with trainer.whole_parameters():
+            return tiny.pieces(trainer), layout(trainer.model.config)
+
+    parameters, fields = zip(*ranks(train, tp * dp), strict=True)
+    tiny.assembled(parameters, fields[0], tp)  # asserts it
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
