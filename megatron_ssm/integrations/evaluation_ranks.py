@@ -164,7 +164,7 @@ def _meet(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
 def _load(directory: str | Path, tp: int, options: dict[str, Any]) -> Model:
     groups = replicas(tp, options["device"])
     return load(
-        directory, groups.tensor, None, getattr(torch, options["dtype"]), device_of_rank(options["device"]),
+        directory, groups.tensor, None, options["dtype"], device_of_rank(options["device"]),
         options["reduce"], weights=options["weights"],
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def serve(arguments: Namespace) -> None:
             device_of_rank(device),
         )
         models = [
-            load(directory, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
+            load(directory, group, None, arguments.dtype, device_of_rank(device), arguments.reduce,
                  weights=arguments.weights)
             for directory in (arguments.model, arguments.draft) if directory is not None
         ]  # fmt: skip
