@@ -54,10 +54,10 @@ def load(
 
     directory: with config.json, and safetensors files or pytorch_model.bin.
 
-    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations, or its name, or "auto"
-    for the dtype that config.json names, else that of the stored embeddings; A_log, D and the dt bias are at least fp32.
-    device: of the parameters. data_group: the ranks that hold other tokens of the same batch, over which `model.loss`
-    averages (None: there are none).
+    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations, or "auto" for the
+    dtype that config.json names, else that of the stored embeddings; A_log, D and the dt bias are at least fp32. device: of
+    the parameters. data_group: the ranks that hold other tokens of the same batch, over which `model.loss` averages (None:
+    there are none).
 
     reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
     `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
@@ -89,10 +89,9 @@ def load(
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
 
     def open_files() -> tuple[Config, dict[str, Any], torch.dtype]:
-        _check_arguments(directory, reduce, weights, sequence_parallel)
-        named = None if dtype == "auto" else as_dtype(dtype)
+        _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
         config, tensors = _open(Path(directory), group, data_group, context, exchange_channels, stack)
-        return config, tensors, named or _stored_dtype(config, tensors)
+        return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
     def compared(opened: tuple[Config, dict[str, Any], torch.dtype]) -> tuple:
         how = "callable" if callable(reduce) else reduce
@@ -118,21 +117,23 @@ def load(
     return model
 
 
-def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype that parameters may have, from itself or its name; ValueError for any other value."""
-    found: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in FLOATS.values():
-        raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
+def dtype_of(name: object) -> Any:
+    """The floating-point torch.dtype of a name, or "auto"; ValueError for any other name."""
+    found = name if name == "auto" else getattr(torch, str(name), None)
+    if found not in ("auto", *FLOATS.values()):
+        raise ValueError(f"dtype={name} is neither auto nor the name of a floating-point torch dtype")
     return found
 
 
 def _stored_dtype(config: Config, tensors: dict[str, Any]) -> torch.dtype:
     """The dtype that config.json names, else that of the first tensor, the embeddings."""
-    name = config.raw.get("dtype") or config.raw.get("torch_dtype")
-    return FLOATS[next(iter(tensors.values())).get_dtype()] if name is None else as_dtype(name)
+    named = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
+    return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
 
 
-def _check_arguments(directory: str | Path, reduce: object, weights: str | None, sequence_parallel: bool) -> None:
+def _check_arguments(
+    directory: str | Path, dtype: object, reduce: object, weights: str | None, sequence_parallel: bool
+) -> None:
     """ValueError or FileNotFoundError for arguments of `load` that are not supported."""
     if sequence_parallel and weights is not None:
         raise ValueError(f"sequence_parallel=True is for training, and weights={weights!r} for generation")
@@ -140,6 +141,8 @@ def _check_arguments(directory: str | Path, reduce: object, weights: str | None,
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, *ROUNDED_FORMATS):
         raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(ROUNDED_FORMATS)}")
+    if dtype not in ("auto", *FLOATS.values()):
+        raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"{directory} is not a directory")
 

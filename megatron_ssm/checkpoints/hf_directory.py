@@ -49,7 +49,7 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
     """
     paths = weight_files(directory)
     if not paths:
-        raise FileNotFoundError(f"{directory} holds no weights: no {WEIGHTS}, {INDEX}, {BIN} or {BIN_INDEX}")
+        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX} nor {BIN} nor {BIN_INDEX}")
     tensors: dict[str, Any] = {}
     for path in paths:
         found = _open_safetensors(path, stack) if path.suffix == ".safetensors" else read_bin(path)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.convert import EMBEDDING, convert
-from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.configs.config import Config, read_for_ranks
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.generation import stream
@@ -62,7 +62,8 @@ def generate(arguments: Namespace) -> None:
         schedule = None
         if groups.context is not None:
             schedule = schedule_of("auto", groups.context, inputs.config, tensor, len(inputs.prompt), 1, training=False)
-        model = load(arguments.model, groups.tensor, schedule, arguments.dtype, device_of_rank(device), arguments.reduce,
+        dtype = dtype_of(arguments.dtype)
+        model = load(arguments.model, groups.tensor, schedule, dtype, device_of_rank(device), arguments.reduce,
                      weights=arguments.weights)  # fmt: skip
         with model:  # its CUDA graphs are released before the groups are destroyed
             _generate_and_print(model, inputs, arguments, is_printing=groups.rank == 0)

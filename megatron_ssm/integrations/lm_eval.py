@@ -25,7 +25,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
-from megatron_ssm.checkpoints.hf import as_dtype
+from megatron_ssm.checkpoints.hf import dtype_of
 from megatron_ssm.inference.text import stop_tokens
 
 from .evaluation_ranks import EvaluatedModel, batch_size_of, check_integer, check_switch
@@ -73,7 +73,8 @@ class MegatronSsmLM(TemplateLM):
             check_integer("max_length", max_length)
         check_switch("add_bos_token", add_bos_token)
         self.batch_size = batch_size_of(batch_size)
-        options = dict(dtype=_dtype(dtype), device=_device(device), reduce=reduce, weights=weights)
+        options = dict(dtype=str(dtype).removeprefix("torch."), device=_device(device), reduce=reduce, weights=weights)
+        dtype_of(options["dtype"])  # an error before ranks are started
         self._evaluated = EvaluatedModel(pretrained, tp, **options)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(pretrained)
         self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
@@ -186,14 +187,6 @@ class MegatronSsmLM(TemplateLM):
             "seed": index,
             **given,
         }
-
-
-def _dtype(name: Any) -> str:
-    """The name of a floating-point dtype, or "auto"."""
-    plain = str(name).removeprefix("torch.")
-    if plain != "auto":
-        as_dtype(plain)
-    return plain
 
 
 def _device(name: str | None) -> str:

@@ -235,7 +235,7 @@ def test_damaged_files(theirs, tmp_path):
     path.write_bytes(pickle.dumps(_RunsCode()))
     assert_refused(theirs, tmp_path / "out", "is not a complete file of tensors")
     path.unlink()
-    assert_refused(theirs, tmp_path / "out", "holds no weights: no model.safetensors,")
+    assert_refused(theirs, tmp_path / "out", "holds neither model.safetensors nor")
     (theirs / "config.json").unlink()
     assert_refused(theirs, tmp_path / "out", "no model configuration")
 

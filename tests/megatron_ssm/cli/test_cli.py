@@ -302,7 +302,7 @@ def test_a_launchers_ranks_find_that_they_cannot_share_the_model(ranks, world, d
 REMOVED_ON_ONE_RANK = {  # {file: words of the error}
     "config.json": "config.json does not exist",
     "tokenizer.json": "tokenizer.json does not exist",
-    "model.safetensors": "holds no weights: no model.safetensors,",
+    "model.safetensors": "holds neither model.safetensors nor",
     "prompt": "No such file or directory",
 }
 
