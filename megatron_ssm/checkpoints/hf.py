@@ -29,7 +29,7 @@ from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
 
 from .agreement import run_and_compare
-from .hf_directory import FILE_BYTES, Writer, file_plan, match_tensors, open_tensors
+from .hf_directory import FILE_BYTES, FLOATS, Writer, file_plan, match_tensors, open_tensors
 
 log = logging.getLogger("megatron_ssm")
 
@@ -41,7 +41,7 @@ def load(
     directory: str | Path,
     group: ProcessGroup | None = None,
     context: Attention2D | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
     data_group: ProcessGroup | None = None,
@@ -52,11 +52,14 @@ def load(
     recompute: bool = False,
     exchange_channels: bool = False,
 ) -> Model:
-    """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
+    """A model from a Hugging Face directory, split over the ranks of `group`.
 
-    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations; A_log, D
-    and the dt bias are at least fp32. device: of the parameters. data_group: the ranks that hold other tokens
-    of the same batch, over which `model.loss` averages (None: there are none).
+    directory: with config.json, and safetensors files or pytorch_model.bin.
+
+    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations, or "auto" for the
+    dtype that config.json names, else that of the stored embeddings; A_log, D and the dt bias are at least fp32. device: of
+    the parameters. data_group: the ranks that hold other tokens of the same batch, over which `model.loss` averages (None:
+    there are none).
 
     reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
     `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
@@ -87,32 +90,47 @@ def load(
     """
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
 
-    def open_files() -> tuple[Config, dict[str, Any]]:
+    def open_files() -> tuple[Config, dict[str, Any], torch.dtype]:
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
-        return _open(Path(directory), group, data_group, context, exchange_channels, stack)
+        config, tensors = _open(Path(directory), group, data_group, context, exchange_channels, stack)
+        return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
-    def compared(opened: tuple[Config, dict[str, Any]]) -> tuple:
+    def compared(opened: tuple[Config, dict[str, Any], torch.dtype]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
         flags = sequence_parallel, recompute, exchange_channels
-        return dtype, torch.device(device).type, how, weights, replicas, repr(context), flags, opened[0]
+        return opened[2], torch.device(device).type, how, weights, replicas, repr(context), flags, opened[0]
 
     def part_of_model(each: ProcessGroup) -> str:  # the same on ranks that hold other tokens
         return "" if each is group else f"part {0 if group is None else group.rank()} of the model"
 
     def build_and_fill() -> Model:
-        options = dtype, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
+        options = found, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
         model = build(config, group, data_group, *options, nullcontext() if weights else None)
         _read_parameters(model, tensors, weights, directory)
         return model
 
     with ExitStack() as stack:
-        config, tensors = run_and_compare(open_files, compared, groups, device, part_of_model)
+        config, tensors, found = run_and_compare(open_files, compared, groups, device, part_of_model)
         model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
     model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.describe_unknown())
     return model
+
+
+def dtype_of(name: object) -> Any:
+    """The floating-point torch.dtype of a name, or "auto"; ValueError for any other name."""
+    found = name if name == "auto" else getattr(torch, str(name), None)
+    if found not in ("auto", *FLOATS.values()):
+        raise ValueError(f"dtype={name} is neither auto nor the name of a floating-point torch dtype")
+    return found
+
+
+def _stored_dtype(config: Config, tensors: dict[str, Any]) -> torch.dtype:
+    """The dtype that config.json names, else that of the first tensor, the embeddings."""
+    named = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
+    return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
 
 
 def _check_arguments(
@@ -125,8 +143,8 @@ def _check_arguments(
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, *ROUNDED_FORMATS):
         raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(ROUNDED_FORMATS)}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is not a floating-point torch dtype")
+    if dtype not in ("auto", *FLOATS.values()):
+        raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"{directory} is not a directory")
 

@@ -54,7 +54,8 @@ def parser() -> Parser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     """How a model is loaded and computed."""
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32",
+                        help="of weights and activations; auto: the checkpoint's (default: float32)")  # fmt: skip
     parser.add_argument(
         "--weights", choices=("int8", "int4"), help="keep the matrices in 8 or 4 bits (default: in --dtype)"
     )

@@ -79,15 +79,16 @@ class Config:
 
     @classmethod
     def from_dict(cls, raw: dict) -> "Config":
-        """From the dictionary of a Hugging Face config.json.
+        """From the dictionary of a Hugging Face config.json, where null means that a field is left out.
 
         ValueError if a field has a wrong type, a value that is not supported, or one that contradicts other fields.
         """
         family = _supported_family(raw)
+        given = {name: value for name, value in raw.items() if value is not None}
         for name, allowed in supported_values(family).items():
-            if name in raw and raw[name] not in allowed:
-                raise ValueError(f"{family} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
-        fields = FieldReader(family, raw)
+            if name in given and given[name] not in allowed:
+                raise ValueError(f"{family} with {name}={given[name]!r} is not implemented (only {allowed[0]!r})")
+        fields = FieldReader(family, given)
         layers, hidden = fields.positive("num_hidden_layers", MAX_LAYERS), fields.positive("hidden_size")
         hybrid = _hybrid_layers(fields, layers)
         return cls(
@@ -102,11 +103,11 @@ class Config:
             residual_in_fp32="residual_in_fp32" in fields.defaults and fields.boolean("residual_in_fp32"),
             tie_embeddings=fields.boolean("tie_word_embeddings"),
             dt_init=(fields.number("time_step_min"), fields.number("time_step_max"), fields.number("time_step_floor")),
-            eos_token_ids=token_ids(raw.get("eos_token_id")),
+            eos_token_ids=token_ids(given.get("eos_token_id")),
             hybrid_layers=hybrid,
             shared=_shared_block(fields) if hybrid else None,
             raw=dict(raw),
-            unknown=unknown_fields(family, raw),
+            unknown=unknown_fields(family, given),
             **(_mamba2_fields if family.endswith("2") else _mamba_fields)(fields),
         )
 
@@ -305,9 +306,11 @@ def _shared_block(fields: FieldReader) -> SharedBlockConfig:
 
 
 def _rope_theta(fields: FieldReader) -> float:
-    """The base of the rotary embedding (0: the model has none); ValueError if the embedding is a scaled one."""
+    """The base of the rotary embedding (0: the model has none); ValueError if the embedding is not the default one."""
     if not fields.boolean("use_mem_rope"):
         return 0.0
+    if fields.boolean("use_long_context"):  # Zyphra's code scales the base; transformers only warns
+        raise ValueError(f"{fields.family} with use_long_context=True is not implemented (only False)")
     parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
     if not isinstance(parameters, dict):
         raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object")

@@ -48,8 +48,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "zamba2": _SHARED_BLOCK | dict(
         hidden_size=2560, state_size=64, num_hidden_layers=54, num_heads=8, n_groups=1, head_dim=None,
         feed_forward_size=None, num_attention_heads=32, num_key_value_heads=None, num_mem_blocks=1,
-        use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, rope_parameters=None,
-        rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
+        use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, use_long_context=False,
+        rope_parameters=None, rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
     ),
 }  # fmt: skip
 _COMMON_DEFAULTS: dict[str, Any] = dict(
@@ -63,33 +63,34 @@ ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "swish", "relu")  # supporte
 SUPPORTED_VALUES: dict[str, tuple] = {
     "hidden_mamba_act": ("silu", "swish"),
     "rms_norm": (True,),
-    "attn_layer_idx": (None, []),
-    "attn_cfg": (None, {}),
-    "d_intermediate": (None, 0),
+    "attn_layer_idx": ([],),
+    "attn_cfg": ({},),
+    "d_intermediate": (0,),
     "quantization_config": (None,),
+    "gated_linear_unit": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "head_bias": (False,),
     "attention_dropout": (0,),
 }
 
-# Known fields that do not change what the model computes: names in old checkpoints of the Hub, options of training and
-# initialization, and transformers' own switches. (norm_before_gate is among them, because transformers always gates before
-# the norm, whatever it says.)
+# Known fields that do not change what the model computes: names in old checkpoints of the Hub, whose sizes the tensors
+# repeat, options of training, initialization and generation, and transformers' own switches. (norm_before_gate is among
+# them, because transformers always gates before the norm, whatever it says.)
 IGNORED_FIELDS = frozenset(
-    """_name_or_path architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size
-    chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner d_model d_state decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    expand ffn_hidden_size finetuning_task forced_bos_token_id forced_eos_token_id fused_add_norm gated_linear_unit
-    id2label initializer_range is_decoder kv_channels label2id layer_types length_penalty max_length
-    max_position_embeddings min_length model_type n_layer no_repeat_ngram_size norm_before_gate num_beam_groups num_beams
-    num_logits_to_keep num_query_groups num_return_sequences output_attentions output_hidden_states output_scores
-    pad_vocab_size_multiple prefix problem_type pruned_heads remove_invalid_values repetition_penalty
-    rescale_prenorm_residual return_dict return_dict_in_generate sep_token_id ssm_cfg suppress_tokens
-    task_specific_params temperature tf_legacy_loss time_step_init_scheme time_step_scale tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p use_associative_scan use_bfloat16 use_cache
-    use_falcon_mambapy use_long_context use_mamba_kernels use_mambapy use_mem_eff_path bos_token_id pad_token_id
-    eos_token_id""".split()
+    """_attn_implementation_autoset _name_or_path architectures attn_implementation auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner
+    d_model d_state decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id expand exponential_decay_length_penalty ffn_hidden_size
+    finetuning_task forced_bos_token_id forced_eos_token_id fused_add_norm id2label initializer_range is_decoder
+    kv_channels label2id layer_types length_penalty max_length max_position_embeddings min_length model_type n_layer
+    no_repeat_ngram_size norm_before_gate num_beam_groups num_beams num_logits_to_keep num_query_groups
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id pad_vocab_size_multiple
+    prefix problem_type pruned_heads remove_invalid_values repetition_penalty rescale_prenorm_residual return_dict
+    return_dict_in_generate sep_token_id ssm_cfg suppress_tokens task_specific_params temperature tf_legacy_loss
+    time_step_init_scheme time_step_scale tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p use_associative_scan use_bfloat16 use_cache use_falcon_mambapy use_mamba_kernels use_mambapy
+    use_mem_eff_path""".split()
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.sampling import log_probabilities
 from megatron_ssm.models.model import Model
@@ -164,7 +164,7 @@ def _meet(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
 def _load(directory: str | Path, tp: int, options: dict[str, Any]) -> Model:
     groups = replicas(tp, options["device"])
     return load(
-        directory, groups.tensor, None, getattr(torch, options["dtype"]), device_of_rank(options["device"]),
+        directory, groups.tensor, None, dtype_of(options["dtype"]), device_of_rank(options["device"]),
         options["reduce"], weights=options["weights"],
     )  # fmt: skip
 

@@ -222,12 +222,11 @@ def initialize(
 
     tensor, context: the sizes of these groups. `tensor` consecutive ranks hold the parts of a model, `context` such groups
     in a row share each sequence and form a replica, and all replicas are data parallel. All ranks of the world call it
-    together. One rank needs neither torch.distributed nor Megatron. ValueError on every rank if parallel_state is already
-    set up with other sizes, or with pipeline parallelism.
+    together, also a single one. (`Groups()` are those of one rank without torch.distributed and Megatron.) ValueError on
+    every rank if parallel_state is already set up with other sizes, or with pipeline parallelism.
     """
     world = join(tensor, device, timeout, init_method, context)
-    if world == 1:
-        return Groups()
+    join_alone(device, timeout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state

@@ -21,7 +21,7 @@ from megatron_ssm.api.calls import Served
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.disk_space import is_lack_of_memory
-from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.configs.config import Config, read_for_ranks
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.inference.engine import Engine
@@ -69,7 +69,7 @@ def serve(arguments: Namespace) -> None:
             device_of_rank(device),
         )
         models = [
-            load(directory, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
+            load(directory, group, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
                  weights=arguments.weights)
             for directory in (arguments.model, arguments.draft) if directory is not None
         ]  # fmt: skip

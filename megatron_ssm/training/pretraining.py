@@ -60,13 +60,13 @@ def pretrain(options: Options) -> None:
             raise ValueError("--use-distributed-optimizer needs --device cuda: Megatron has it for CUDA's tensors only")
 
     try:
-        join(tensor, device, context=context, check=check)
+        world = join(tensor, device, context=context, check=check)
         place = device_of_rank(device)
         with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
             continues = until_the_end.enter_context(only_run(Path(options.out)))
             run = replace(options, resume="auto") if continues else options
             inputs = read_on_all_ranks(run, place, watch.busy)
-            groups = initialize(tensor, device, context=context)
+            groups = initialize(tensor, device, context=context) if world > 1 else Groups()
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
             _run(inputs, groups, place, interruption, watch.busy, is_restarted=run != options)
     finally:

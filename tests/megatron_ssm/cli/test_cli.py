@@ -18,7 +18,7 @@ import pytest
 import torch
 from programs import Fork, completed
 
-from hf import save_hf
+from hf import edit_config, save_hf
 from megatron_ssm import generate, load
 from megatron_ssm.cli import commands
 from megatron_ssm.cli import main as __main__
@@ -201,8 +201,12 @@ def test_json_of_two_ranks_of_torchrun(directory):
 
 
 @pytest.mark.full
-def test_json_of_one_token_in_bfloat16(directory):
-    report = output_of("--model", directory, "--max-new-tokens", 1, "--dtype", "bfloat16", "--json", "--local_rank=0")
+@pytest.mark.parametrize("dtype", ("bfloat16", "auto"))
+def test_json_of_one_token_in_bfloat16(directory, tmp_path, dtype):
+    """auto is what config.json names."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    edit_config(tmp_path, dtype="bfloat16")
+    report = output_of("--model", tmp_path, "--max-new-tokens", 1, "--dtype", dtype, "--json", "--local_rank=0")
     assert (len(report["tokens"]), report["tpot_s"]) == (1, None)
     assert report["cache_bytes"] == cache_bytes(tp=1, itemsize=2)
 
