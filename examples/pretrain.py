@@ -8,10 +8,13 @@ import sys
 
 from megatron_ssm.training.options import parse_options
 from sparsefusion.foundation.command_line import leave_on_interrupt, run, silence_third_parties
+from sparsefusion.foundation.launcher import adopt_launcher
 
 
 def main() -> int:
     """Parse the options before torch is imported, then train; returns the exit code."""
+    if code := run("pretrain.py", adopt_launcher):
+        return code
     options = parse_options()
     leave_on_interrupt()
     silence_third_parties()

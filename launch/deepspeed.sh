@@ -15,7 +15,7 @@ cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 
 free_port='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
-port=${MASTER_PORT:-$(python3 -c "$free_port")} # deepspeed's own is fixed: two runs on one machine could not start
+port=${MASTER_PORT:-$(python3 -I -c "$free_port")} # deepspeed's own is fixed: two runs on one machine could not start
 
 launcher=
 pass() { # SIGNAL; to the group, or ends this script before there is one

@@ -16,6 +16,7 @@ _HOME = {
     "initialize": "models.initialization",
     "add_lora": "models.adapters",
     "merge_lora": "models.adapters",
+    "parameter_groups": "models.parameters",
     "load_lora": "checkpoints.peft",
     "save_lora": "checkpoints.peft",
     "Stack": "stack.stack",

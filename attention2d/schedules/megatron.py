@@ -55,6 +55,8 @@ class CoreAttention(nn.Module):
         window = None if config.window_size is None or tuple(config.window_size) == (-1, -1) else config.window_size
         refuse_features(
             window_size=window, qk_clip=getattr(config, "qk_clip", None), softmax_type=None if kind == "vanilla" else kind,
+            fp8_dot_product_attention=getattr(config, "fp8_dot_product_attention", None),
+            fp8_multi_head_attention=getattr(config, "fp8_multi_head_attention", None),
             attention_type=None if attention_type == "self" else attention_type, **others,
         )  # fmt: skip
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

@@ -17,7 +17,7 @@ from benchmarks.support.anonymous_memory import peak_growth, return_freed_blocks
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import random_model, training_step
 from benchmarks.support.tables import markdown, print_or_publish
-from megatron_ssm.parallel.groups import initialize
+from megatron_ssm.parallel.groups import Groups, initialize
 from megatron_ssm.sizing.activations import TrainingMemory
 
 TOKENS = 32_768
@@ -65,7 +65,7 @@ def measure(out: str, number: str) -> None:
     torch.set_num_threads(1)
     return_freed_blocks()
     cell = CELLS[int(number)]
-    groups = initialize(cell.tensor, context=cell.context)
+    groups = initialize(cell.tensor, context=cell.context) if cell.ranks > 1 else Groups()
     schedule = None if groups.context is None else Ring(groups.context)
     saving = dict(sequence_parallel=cell.sequence_parallel, recompute=cell.recompute)
     sizes = dict(hidden_size=256, num_layers=2, **MODELS[cell.name])

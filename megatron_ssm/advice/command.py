@@ -12,11 +12,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_ssm import families
 from megatron_ssm.checkpoints.agreement import run_and_compare
-from megatron_ssm.parallel.groups import device_of_rank, join, launched_ranks, shut_down
+from megatron_ssm.parallel.groups import device_of_rank, join, shut_down
 from megatron_ssm.stack.stack import Stack
 from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.foundation.command_line import Failure, Printer, check_number
+from sparsefusion.foundation.launcher import launched_ranks, this_rank
 
 from .devices import DEVICES, LARGEST, SMALLEST, Device, read_device
 from .divisions import Computes, Generation, Training, generation_divisions, training_divisions
@@ -92,7 +93,7 @@ def advise(arguments: Namespace) -> None:
         generates = generation_divisions(config, ranks, generation, fabric, device)
     finally:
         shut_down()
-    printer = Printer(is_enabled=int(os.environ.get("RANK", 0)) == 0)
+    printer = Printer(is_enabled=this_rank() == 0)
     if arguments.json:
         content = {"device": device.name, "ranks": ranks, "training": as_json(trains, training)}
         content["generation"] = as_json(generates, generation)

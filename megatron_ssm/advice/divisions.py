@@ -4,6 +4,7 @@ A division has `tensor` x `context` x `data` ranks. A training step takes
 
     micro-batches * (forward + backward [+ forward, with recomputation] + tensor-parallel sums + messages of context ranks)
     + what backward does not hide of the sums of gradients + the gradient norm, clipping and AdamW
+    + the sum of the gradients of what every tensor-parallel rank has
 
 and a reply takes the time to its first token (TTFT) and of each token that follows (TPOT), all of them of the slowest rank.
 """
@@ -30,6 +31,7 @@ from .traffic import (
     chosen_tokens,
     exact_sums,
     passed_states,
+    replicated_gradients,
     seconds_after_backward,
     seconds_of,
     seconds_of_attention,
@@ -189,7 +191,8 @@ def _training(
     weights, embedding = Memory(config, tensor, FP32).weights, FP32 * config.vocab_size * config.hidden_size / tensor
     parts = {
         "compute": compute,
-        "tensor-parallel sums": micro_batches * (rest + by_format[format]),
+        "tensor-parallel sums": micro_batches * (rest + by_format[format])
+        + between.seconds(replicated_gradients(config, tensor)),
         "context ranks": micro_batches * (
             attention_seconds
             + seconds_of(passed_states(config, tensor, context, job.micro_batch, True), fabric, device.wait)

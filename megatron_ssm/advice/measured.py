@@ -27,7 +27,7 @@ from megatron_ssm.sizing.memory import Memory
 from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.sizes import RecurrenceSizes
 from megatron_ssm.stack.stack import Stack
-from megatron_ssm.training.trainer import clip_gradients, grad_norm
+from megatron_ssm.training.gradients import clip_gradients, grad_norm
 from sparsefusion import Fabric
 from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.collectives.shared_memory import connect

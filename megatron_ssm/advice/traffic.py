@@ -6,6 +6,7 @@ ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums 
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -144,6 +145,13 @@ def backward_sums(config: Stack, ranks: int, tokens: int) -> Iterator[Message]:
         for numbers in sizes.parameters:
             yield Message("all_reduce", SUM_BYTES * numbers, ranks, count)
     yield Message("all_reduce", SUM_BYTES * tokens, ranks, 3)  # largest logit, sum of exponentials, logit of the label
+
+
+def replicated_gradients(config: Stack, ranks: int) -> Iterator[Message]:
+    """The mean, once per step, of the gradients of what every tensor-parallel rank has: norms, some biases, ..."""
+    sizes = [math.prod(f.shape) for f in config.fields() if f.split is None and ".idle." not in f.name]
+    if ranks > 1:
+        yield Message("all_reduce", SUM_BYTES * sum(sizes), ranks)
 
 
 def passed_states(config: Stack, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:

@@ -9,7 +9,8 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_ssm.inference.text import read_text, read_tokenizer_config, special_tokens
+from megatron_ssm.inference.special_tokens import read_tokenizer_config, special_tokens
+from megatron_ssm.inference.text import read_text
 
 from .errors import bad_request
 
@@ -30,7 +31,7 @@ class ChatTemplate:
             path = Path(directory) / "tokenizer_config.json"
             text = _default(config.get("chat_template"), path)
         self.path = None if text is None else path
-        self._special_tokens = special_tokens(config)
+        self._special_tokens = special_tokens(directory)
         try:
             self._template = None if text is None else _environment().from_string(text)
         except jinja2.TemplateError as error:
@@ -85,7 +86,9 @@ def _to_json(
 
 
 def _default(template: Any, path: Path) -> str | None:
-    """The template itself, or the one named "default" in a list of named templates; None if there is none."""
+    """The template itself, or the one named "default" in a list or an object of named templates; None if there is none."""
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
     named = template if isinstance(template, list) else [{"name": "default", "template": template}]
     if template is None:
         return None

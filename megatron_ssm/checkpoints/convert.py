@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 
 from megatron_ssm import families
 from megatron_ssm.families import read_json
-from megatron_ssm.stack.fields import hf_shapes
 from megatron_ssm.stack.reader import FieldReader
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
@@ -26,10 +25,20 @@ from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
 from .agreement import first_line
 from .deepspeed_files import is_deepspeed
 from .deepspeed_models import hugging_face_tensors
-from .hf_directory import FILE_BYTES, FLOATS, INDEX, WEIGHTS, Writer, file_plan, match_tensors, open_tensors
+from .hf_directory import (
+    BIN,
+    BIN_INDEX,
+    FILE_BYTES,
+    INDEX,
+    WEIGHTS,
+    Writer,
+    file_plan,
+    match_tensors,
+    open_tensors,
+    weight_files,
+)
 from .shards import new_file
 
-BIN = "pytorch_model.bin"
 EMBEDDING, EMBEDDINGS, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
 EPSILON = 1e-5  # of every norm in state-spaces' models
 
@@ -81,7 +90,7 @@ def convert(source: str | Path, target: str | Path | None = None, file_bytes: in
         raise FileNotFoundError(f"{source} is not a directory")
     if target is not None:
         _check_target(source, Path(target))
-    if is_deepspeed(source) and not any((source / name).is_file() for name in (WEIGHTS, INDEX, BIN)):
+    if is_deepspeed(source) and not weight_files(source):
         return _from_deepspeed(source, target, file_bytes)
     raw = read_json(source)
     if isinstance(raw, dict) and "d_model" in raw and "model_type" not in raw:
@@ -95,16 +104,18 @@ def _check_target(source: Path, target: Path) -> None:
         raise ValueError(f"{target} is not a directory")
     if target.is_dir() and source.samefile(target):
         raise ValueError(f"{target} is the directory to be converted; name another")
-    held = [name for name in ("config.json", WEIGHTS, INDEX, BIN) if (target / name).exists()]
+    held = [name for name in ("config.json", WEIGHTS, INDEX, BIN, BIN_INDEX) if (target / name).exists()]
     if held:
         raise ValueError(f"{target} already holds a model ({held[0]}); name another directory")
 
 
 def hugging_face_config(raw: dict[str, Any]) -> dict[str, Any]:
     """state-spaces' config.json as Hugging Face's; ValueError for a field or value that has no counterpart."""
+    raw = _without_nulls(raw)
     ssm = raw.get("ssm_cfg") or {}
     if not isinstance(ssm, dict):
         raise ValueError(f"config.json: ssm_cfg={ssm!r} must be an object")
+    ssm = _without_nulls(ssm)
     layer = ssm.get("layer", "Mamba1")
     family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer) if isinstance(layer, str) else None
     if family is None:
@@ -136,6 +147,10 @@ def hugging_face_config(raw: dict[str, Any]) -> dict[str, Any]:
         limit = FieldReader(families.FAMILIES[family], config).limits("time_step_limit")
         config["time_step_limit"] = [{"__float__": "Infinity"} if x == math.inf else x for x in limit]
     return config
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def state_spaces_config(config: Stack) -> dict[str, Any]:
@@ -179,7 +194,7 @@ def _expand(inner: int, hidden: int) -> int:
 def _check_fields(values: dict[str, Any], supported: dict[str, Any], known: Iterable[str], prefix: str) -> None:
     """ValueError for a field that is unknown, or one of `supported` ({field: its only value}) that has another value."""
     for name, value in values.items():
-        if name in supported and value not in (supported[name], None):
+        if name in supported and value != supported[name]:
             raise ValueError(f"config.json: {prefix}{name}={value!r} has no counterpart (only {supported[name]!r})")
         if name not in supported and name not in known:
             raise ValueError(f"config.json: {prefix}{name} is not a field of state-spaces' checkpoints")
@@ -189,29 +204,16 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
     """From state-spaces' files; `raw`: their config.json."""
     config_json = hugging_face_config(raw)
     config = families.from_dict(config_json)
-    tensors = _read_bin(source / BIN)
-    shapes = hf_shapes(config.fields())
-    names = {hf: EMBEDDING if hf == EMBEDDINGS else hf for hf in shapes}
-    for hf, name in names.items():
-        if name not in tensors:
-            raise ValueError(f"{source / BIN} has no tensor {name} {shapes[hf]}")
-        if tuple(tensors[name].shape) != shapes[hf]:
-            raise ValueError(
-                f"{source / BIN}: {name} is {tuple(tensors[name].shape)}, its configuration says {shapes[hf]}"
-            )
-    tied = config.tie_embeddings and HEAD in tensors
-    if tied and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
-        raise ValueError(f"{source / BIN}: {HEAD} differs from {EMBEDDING}, but tie_embeddings is true")
-    unused = sorted(set(tensors) - set(names.values()) - ({HEAD} if tied else set()))
-    if unused:
-        raise ValueError(f"{source / BIN} has {len(unused)} tensors without a counterpart, such as {unused[0]}")
-    rows = [_row(name, hf, tensors[name]) for hf, name in names.items()]
-    rows += [_row(HEAD, "", tensors[HEAD])] if tied else []
-    if target is not None:
-        dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
-        written = {hf: tensors[name] for hf, name in names.items()}
-        with _writer(target, written) as writer:
-            writer.close({**config_json, "dtype": dtype}, source, _write_files(writer, written, file_bytes))
+    with ExitStack() as stack:
+        slices = open_tensors(source, stack)
+        names = match_tensors(config, slices, source)
+        tensors = {hf: slices[name][:] for hf, name in names.items()}
+        rows = [_row(name, hf, tensors[hf]) for hf, name in names.items()]
+        rows += [_row(name, "", slices[name][:]) for name in sorted(slices.keys() - set(names.values()))]  # tied
+        if target is not None:
+            dtype = str(tensors[EMBEDDINGS].dtype).removeprefix("torch.")
+            with _writer(target, tensors) as writer:
+                writer.close({**config_json, "dtype": dtype}, source, _write_files(writer, tensors, file_bytes))
     return rows
 
 
@@ -250,35 +252,6 @@ def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> 
 
 def _row(source: str, target: str, tensor: torch.Tensor) -> Row:
     return Row(source, target, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _read_bin(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pytorch_model.bin, mapped from the file; the unpickler runs no code of the file.
-
-    ValueError, naming the file, for anything but a complete file of floating-point tensors that are each stored in full.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        named = all(isinstance(name, str) and torch.is_tensor(t) for name, t in tensors.items())
-    except Exception as error:  # a damaged or foreign pickle may raise anything
-        raise ValueError(f"{path} is not a complete file of tensors ({first_line(error)})") from None
-    if not named:
-        raise ValueError(f"{path} holds something else than named tensors")
-    for name, tensor in tensors.items():
-        _check_stored(path, name, tensor)
-        if tensor.dtype not in FLOATS.values():
-            raise ValueError(f"{path}: {name} is {tensor.dtype}, not a floating-point type")
-    return tensors
-
-
-def _check_stored(path: Path, name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the file holds each element of a tensor once, so that nothing written is larger than the file."""
-    strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    if not strided or tensor.untyped_storage().nbytes() < tensor.nbytes:
-        kind = "an expanded view" if strided else f"a {tensor.layout} tensor on {tensor.device}"
-        raise ValueError(f"{path}: {name} {tuple(tensor.shape)} is {kind}, not a tensor stored in full")
 
 
 def _write_files(writer: Writer, tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str, str]:

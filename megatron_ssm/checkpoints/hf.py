@@ -1,5 +1,6 @@
 """Models from Hugging Face directories and back: each rank reads only its own slices; saving gathers tensor by tensor."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -15,6 +16,7 @@ from attention2d import Attention2D
 from megatron_ssm import families
 from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
+from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.native.products import BLOCK
 from megatron_ssm.operators.operator import Operator
 from megatron_ssm.ops.huge_pages import HugePages
@@ -28,7 +30,7 @@ from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
 
 from .agreement import run_and_compare
-from .hf_directory import FILE_BYTES, Writer, file_plan, match_tensors, open_tensors
+from .hf_directory import FILE_BYTES, FLOATS, Writer, file_plan, match_tensors, open_tensors
 
 log = logging.getLogger("megatron_ssm")
 
@@ -40,7 +42,7 @@ def load(
     directory: str | Path,
     group: ProcessGroup | None = None,
     context: Attention2D | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
     data_group: ProcessGroup | None = None,
@@ -51,11 +53,14 @@ def load(
     recompute: bool = False,
     exchange_channels: bool = False,
 ) -> Model:
-    """A model from a Hugging Face directory (config.json and safetensors), split over the ranks of `group`.
+    """A model from a Hugging Face directory, split over the ranks of `group`.
 
-    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations; A_log, D
-    and the dt bias are at least fp32. device: of the parameters. data_group: the ranks that hold other tokens
-    of the same batch, over which `model.loss` averages (None: there are none).
+    directory: with config.json, and safetensors files or pytorch_model.bin.
+
+    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations, or "auto" for the
+    dtype that config.json names, else that of the stored embeddings; A_log, D and the dt bias are at least fp32. device: of
+    the parameters. data_group: the ranks that hold other tokens of the same batch, over which `model.loss` averages (None:
+    there are none).
 
     reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
     `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
@@ -86,32 +91,47 @@ def load(
     """
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
 
-    def open_files() -> tuple[Stack, dict[str, Any]]:
+    def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
-        return _open(Path(directory), group, data_group, context, exchange_channels, stack)
+        config, tensors = _open(Path(directory), group, data_group, context, exchange_channels, stack)
+        return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
-    def compared(opened: tuple[Stack, dict[str, Any]]) -> tuple:
+    def compared(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
         flags = sequence_parallel, recompute, exchange_channels
-        return dtype, torch.device(device).type, how, weights, replicas, repr(context), flags, opened[0]
+        return opened[2], torch.device(device).type, how, weights, replicas, repr(context), flags, opened[0]
 
     def part_of_model(each: ProcessGroup) -> str:  # the same on ranks that hold other tokens
         return "" if each is group else f"part {0 if group is None else group.rank()} of the model"
 
     def build_and_fill() -> Model:
-        options = dtype, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
+        options = found, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
         model = build(config, group, data_group, *options, nullcontext() if weights else None)
         _read_parameters(model, tensors, weights, directory)
         return model
 
     with ExitStack() as stack:
-        config, tensors = run_and_compare(open_files, compared, groups, device, part_of_model)
+        config, tensors, found = run_and_compare(open_files, compared, groups, device, part_of_model)
         model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
     model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
     if config.unknown and model.ranks.rank == 0:
         log.warning(config.unknown_note)
     return model
+
+
+def dtype_of(name: object) -> Any:
+    """The floating-point torch.dtype of a name, or "auto"; ValueError for any other name."""
+    found = name if name == "auto" else getattr(torch, str(name), None)
+    if found not in ("auto", *FLOATS.values()):
+        raise ValueError(f"dtype={name} is neither auto nor the name of a floating-point torch dtype")
+    return found
+
+
+def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
+    """The dtype that config.json names, else that of the first tensor, the embeddings."""
+    named = dtype_of(config.raw.get("dtype") or config.raw.get("torch_dtype") or "auto")
+    return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
 
 
 def _check_arguments(
@@ -124,8 +144,8 @@ def _check_arguments(
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, *ROUNDED_FORMATS):
         raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(ROUNDED_FORMATS)}")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} is not a floating-point torch dtype")
+    if dtype not in ("auto", *FLOATS.values()):
+        raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"{directory} is not a directory")
 
@@ -266,7 +286,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
         groups,
         model.device,
     )
-    errors: Iterator[str | None] = iter([None] * (len(plan) + 2))
+    errors = _take_part(plan)
     if all(group is None or dist.get_rank(group) == 0 for group in copies):
         errors = _save_replica(model, target, plan)
     for error in errors:
@@ -296,6 +316,27 @@ def _save_replica(
     yield attempt("close", config, model.directory, {hf: name for name, tensors in plan.items() for hf in tensors})
 
 
+def _take_part(plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
+    """The steps of `_save_replica` on the ranks of another replica."""
+    yield None
+    for tensors in plan.values():
+        help_gather(tensors)
+        yield None
+    yield None
+
+
+def help_gather(tensors: dict[str, list[nn.Parameter]]) -> None:
+    """What ranks of other replicas do while one calls `gather` for these tensors: gather what `fully_shard` has divided."""
+    for parameter in itertools.chain(*tensors.values()):
+        undivided(parameter)
+
+
+def undivided(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter. The ranks among which `fully_shard` has divided it gather it together."""
+    full_tensor = getattr(parameter, "full_tensor", None)
+    return parameter if full_tensor is None else full_tensor()
+
+
 def broadcast(value: str | None, group: ProcessGroup | None, device: torch.device) -> str | None:
     """Rank 0's value, on every rank of the group."""
     if group is None:
@@ -313,8 +354,8 @@ def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Paramete
             "a model with LoRA adapters is saved after merge_lora(model); save_lora writes the adapters alone"
         )
     tensors: dict[str, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        tensors.setdefault(field_of(parameter).hf, []).append(parameter)
+    for parameter, field in fields_of(model).items():
+        tensors.setdefault(field.hf, []).append(parameter)
     sizes = {hf: _nbytes(parameters) for hf, parameters in tensors.items()}
     return {file: {hf: tensors[hf] for hf in names} for file, names in file_plan(sizes, file_bytes).items()}
 
@@ -331,19 +372,19 @@ def gather(model: Model, hf: str, parameters: list[nn.Parameter]) -> torch.Tenso
     if ranks.rank == 0:
         full = torch.empty(hf_shapes([field_of(p) for p in parameters])[hf], dtype=parameters[0].dtype)
     for parameter in parameters:
-        field = field_of(parameter)
+        field, whole = field_of(parameter), undivided(parameter)
         for rank in range(0, ranks.size, field.copies(ranks.size)):
             if 0 in (shape := field.local_shape(rank, ranks.size)):
                 continue
             if ranks.rank == 0:
-                part: torch.Tensor = parameter
+                part = whole
                 if rank:
                     part = torch.empty(shape, dtype=parameter.dtype, device=model.device)
                     dist.recv(part, group=ranks.group, group_src=rank)
                 field.write(full, part, rank, ranks.size)
                 del part  # or it would stay in memory while the next one is received
             elif ranks.rank == rank:
-                dist.send(parameter.contiguous(), group=ranks.group, group_dst=0)
+                dist.send(whole.contiguous(), group=ranks.group, group_dst=0)
     if full is not None and field_of(parameters[0]).fp32:
         narrow = full.to(model.dtype)
         full = narrow if narrow.to(full.dtype).equal(full) else full

@@ -1,11 +1,11 @@
-"""The files of a Hugging Face directory: safetensors found and checked against a configuration, or written completely."""
+"""The files of a Hugging Face directory: weights found and checked against a configuration, or written completely."""
 
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from .disk_space import DiskSpace, HiddenFolder
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names
 FILE_BYTES = 4 * 10**9  # the largest file that is written, unless a single tensor is larger
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COMPARED_ROWS = 1024  # rows of two copies of a tensor that are read and compared at once
 LONGEST_NAME = 255  # bytes in the name of a file
+_LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The files that `Writer` copies from the directory a model was loaded from.
 COMPANION_FILES = (
@@ -39,49 +41,111 @@ COMPANION_FILES = (
 def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
     """{name: safetensors slice} of every tensor in the directory. The files are closed with `stack`.
 
+    If there are no safetensors, pytorch_model.bin is read, or the files of its index; its tensors are `StoredTensor`s.
+
     Opening compares each file's header with the file's size, so that no size is used before it is checked. ValueError or
     FileNotFoundError, naming the file, if one is missing, truncated or damaged, or if two of them hold the same tensor.
     """
-    if (directory / WEIGHTS).is_file():
-        names = [WEIGHTS]
-    elif (directory / INDEX).is_file():
-        names = _files_in_index(directory / INDEX)
-    else:
-        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX}")
+    paths = weight_files(directory)
+    if not paths:
+        raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX} nor {BIN} nor {BIN_INDEX}")
     tensors: dict[str, Any] = {}
-    for name in names:
-        path = directory / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is named in {INDEX} but does not exist")
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a complete safetensors file ({error})") from None
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error})") from None
-        found = {key: file.get_slice(key) for key in file.keys()}
+    for path in paths:
+        found = _open_safetensors(path, stack) if path.suffix == ".safetensors" else read_bin(path)
         if repeated := sorted(found.keys() & tensors.keys()):
-            raise ValueError(f"{path} holds {repeated[0]}, which another file of {INDEX} holds too")
+            raise ValueError(f"{path} holds {repeated[0]}, which another file of the index holds too")
         tensors |= found
     return tensors
 
 
-def _files_in_index(path: Path) -> list[str]:
-    """The names of the safetensors files; ValueError unless the file is an index of files beside it."""
+def weight_files(directory: Path) -> list[Path]:
+    """The files with the weights of a model, safetensors before others; none if there are no weights.
+
+    FileNotFoundError for a file that an index names and that does not exist, ValueError for a wrong index.
+    """
+    for single, index in ((WEIGHTS, INDEX), (BIN, BIN_INDEX)):
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            return _files_in_index(directory / index, Path(single).suffix)
+    return []
+
+
+def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """{name: slice} of one file, which is closed with `stack`."""
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a complete safetensors file ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+    return {key: file.get_slice(key) for key in file.keys()}
+
+
+class StoredTensor:
+    """A tensor that is mapped from a pytorch_model.bin, with the methods of a safetensors slice."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """The sizes of its dimensions."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Its dtype, as safetensors names it."""
+        return next(name for name, dtype in FLOATS.items() if dtype is self._tensor.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+
+def read_bin(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a pytorch_model.bin, mapped from the file; the unpickler runs no code of the file.
+
+    ValueError, naming the file, for anything but a complete file of floating-point tensors that are each stored in full.
+    """
+    try:
+        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        named = all(isinstance(name, str) and torch.is_tensor(t) for name, t in tensors.items())
+    except Exception as error:  # a damaged or foreign pickle may raise anything
+        raise ValueError(f"{path} is not a complete file of tensors ({first_line(error)})") from None
+    if not named:
+        raise ValueError(f"{path} holds something else than named tensors")
+    for name, tensor in tensors.items():
+        _check_stored(path, name, tensor)
+        if tensor.dtype not in FLOATS.values():
+            raise ValueError(f"{path}: {name} is {tensor.dtype}, not a floating-point type")
+    return {name: StoredTensor(tensor) for name, tensor in tensors.items()}
+
+
+def _check_stored(path: Path, name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the file holds each element of a tensor once, so that nothing written is larger than the file."""
+    strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    if not strided or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        kind = "an expanded view" if strided else f"a {tensor.layout} tensor on {tensor.device}"
+        raise ValueError(f"{path}: {name} {tuple(tensor.shape)} is {kind}, not a tensor stored in full")
+
+
+def _files_in_index(path: Path, suffix: str) -> list[Path]:
+    """The files with this suffix that an index names; ValueError unless they are all beside it."""
     names: list[str] = []
     try:
         names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        valid = all(map(_is_file_name, names))
+        valid = all(_is_file_name(name, suffix) for name in names)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         valid = False
     if not valid:
-        raise ValueError(f"{path} is not an index of safetensors files in its directory")
-    return names
+        raise ValueError(f"{path} is not an index of {suffix} files in its directory")
+    for name in names:
+        if not (path.parent / name).is_file():
+            raise FileNotFoundError(f"{path.parent / name} is named in {path.name} but does not exist")
+    return [path.parent / name for name in names]
 
 
-def _is_file_name(name: str) -> bool:
-    """Whether it can name a safetensors file in the directory of the index, and leads nowhere else."""
-    is_plain = Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+def _is_file_name(name: str, suffix: str) -> bool:
+    """Whether it can name a file in the directory of the index, and leads nowhere else."""
+    is_plain = Path(name).name == name and name.endswith(suffix) and "\0" not in name
     return is_plain and len(os.fsencode(name)) <= LONGEST_NAME
 
 
@@ -91,26 +155,35 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
     ValueError for a tensor that is missing, has another shape or dtype, or is not part of such a model, and for copies of a
     tied tensor that differ.
     """
-    names: dict[str, str] = {}
-    known: set[str] = set()
-    for hf, shape in hf_shapes(config.fields()).items():
-        known.update(config.names_in_files(hf))
-        name = next((n for n in config.names_in_files(hf) if n in tensors), None)
-        if name is None:
-            raise ValueError(f"{directory} has no tensor {hf} {shape}")
+    absent = _absent_layers(config, tensors)
+    if absent:  # no need to list the tensors of as many layers as config.json may say
+        config = config.with_layers(range(absent[0] + 1))
+    shapes = hf_shapes(config.fields())
+    spellings = {hf: list(config.names_in_files(hf)) for hf in shapes}
+    names = {hf: next((n for n in spellings[hf] if n in tensors), "") for hf in shapes}
+    if missing := [hf for hf, name in names.items() if not name]:
+        rest = f"; it lacks {len(missing)} tensors" if len(missing) > 1 else ""
+        rest = f"; it lacks {len(absent)} whole layers" if absent else rest
+        raise ValueError(f"{directory} has no tensor {missing[0]} {shapes[missing[0]]}{rest}")
+    for hf, name in names.items():
         found = tuple(tensors[name].get_shape())
-        if found != shape:
-            raise ValueError(f"{directory}: {name} is {found}, its configuration says {shape}")
+        if found != shapes[hf]:
+            raise ValueError(f"{directory}: {name} is {found}, its configuration says {shapes[hf]}")
         if tensors[name].get_dtype() not in FLOATS:
             raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
-        names[hf] = name
-        _check_copies(tensors, name, set(config.names_in_files(hf)) & set(tensors), directory)
-    unused = sorted(set(tensors) - known)
+        _check_copies(tensors, name, set(spellings[hf]) & set(tensors), directory)
+    unused = sorted(set(tensors) - {name for known in spellings.values() for name in known})
     if unused:
         raise ValueError(
             f"{directory} has {len(unused)} tensors that a {config.family} model does not use, such as {unused[0]}"
         )
     return names
+
+
+def _absent_layers(config: Stack, tensors: Iterable[str]) -> list[int]:
+    """The layers of which there is no tensor at all."""
+    stored = {int(number[1]) for name in tensors if (number := _LAYER.search(name))}
+    return [layer for layer in range(config.num_layers) if layer not in stored]
 
 
 def _check_copies(tensors: dict[str, Any], name: str, copies: set[str], directory: str | Path) -> None:

@@ -20,7 +20,7 @@ from megatron_ssm.stack.fields import hf_shapes
 
 from .agreement import first_line, run_and_compare
 from .disk_space import DiskSpace, HiddenFolder
-from .hf import broadcast, gather
+from .hf import broadcast, gather, help_gather
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -66,6 +66,8 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
         if model.ranks.rank == 0:
             error = _write(Path(directory), whole, _configuration(model, lora, base_model))
         error = broadcast(error, model.ranks.group, model.device)
+    else:
+        help_gather(tensors)
     for group in copies:
         error = broadcast(error, group, model.device)
     if error:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm.checkpoints.agreement import run_and_compare
-from megatron_ssm.checkpoints.convert import convert
-from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.checkpoints.convert import EMBEDDING, convert
+from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.generation import stream
@@ -24,12 +25,12 @@ from megatron_ssm.parallel.groups import (
     check_world,
     device_of_rank,
     join,
-    launched_ranks,
     replicas,
     shut_down,
 )
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.launcher import launched_ranks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -62,7 +63,7 @@ def generate(arguments: Namespace) -> None:
         schedule = None
         if groups.context is not None:
             schedule = schedule_of("auto", groups.context, inputs.config, tensor, len(inputs.prompt), 1, training=False)
-        dtype = getattr(torch, arguments.dtype)
+        dtype = dtype_of(arguments.dtype)
         model = load(arguments.model, groups.tensor, schedule, dtype, device_of_rank(device), arguments.reduce,
                      weights=arguments.weights)  # fmt: skip
         with model:  # its CUDA graphs are released before the groups are destroyed
@@ -182,9 +183,12 @@ def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
 
 # convert
 
+TOKENIZER = "EleutherAI/gpt-neox-20b"  # of state-spaces' published models
+TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json"
+
 
 def convert_checkpoint(arguments: Namespace) -> None:
-    """Run `convert`: print a table with one line per tensor, and what was written."""
+    """Run `convert`: print a table with one line per tensor, and what was written; or where a tokenizer can be had."""
     rows = convert(arguments.model, None if arguments.dry_run else arguments.out)
     table = [("tensor", "becomes", "shape", "dtype")]
     table += [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]
@@ -194,3 +198,9 @@ def convert_checkpoint(arguments: Namespace) -> None:
         out.print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
     done = "nothing written (--dry-run)" if arguments.dry_run else f"written to {arguments.out}"
     out.print(f"{len(rows)} tensors, {done}\n")
+    is_from_state_spaces = any(row.source == EMBEDDING for row in rows)
+    if is_from_state_spaces and not arguments.dry_run and not (Path(arguments.out) / "tokenizer.json").exists():
+        out.print(
+            f"there is no tokenizer; state-spaces' own models have that of {TOKENIZER}, which this fetches:\n"
+            f"hf download {TOKENIZER} {TOKENIZER_FILES} --local-dir {shlex.quote(arguments.out)}\n"
+        )

@@ -7,10 +7,11 @@ import argparse
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from megatron_ssm.families import read_for_ranks
-from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
+from megatron_ssm.parallel.local_launch import accept_passed_interrupts, handle_like_sigterm, run_local_ranks
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (
     LIMIT,
@@ -19,8 +20,8 @@ from sparsefusion.foundation.command_line import (
     leave_on_interrupt,
     run,
     silence_third_parties,
-    this_rank,
 )
+from sparsefusion.foundation.launcher import adopt_launcher, this_rank
 
 
 def parser() -> Parser:
@@ -53,7 +54,8 @@ def parser() -> Parser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     """How a model is loaded and computed."""
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32",
+                        help="of weights and activations; auto: the checkpoint's (default: float32)")  # fmt: skip
     parser.add_argument(
         "--weights", choices=("int8", "int4"), help="keep the matrices in 8 or 4 bits (default: in --dtype)"
     )
@@ -159,6 +161,8 @@ def _add_hidden(parser: argparse.ArgumentParser, *flags: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a command line (None: that of the process); returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if code := run("megatron_ssm", adopt_launcher):
+        return code
     arguments = parser().parse_args(argv)
     if arguments.command in ("generate", "serve"):
         return {"generate": _generate, "serve": _serve}[arguments.command](arguments, argv)
@@ -195,6 +199,8 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         _check(arguments, name, bound, 2**16 if name == "port" else LIMIT)
     if arguments.token_budget <= arguments.slots:
         parser().error(f"--token-budget {arguments.token_budget} must be above --slots {arguments.slots}")
+    if not arguments.host.strip():
+        parser().error("--host is empty: it must be a host name or an address (0.0.0.0: every network)")
     tensor = arguments.tp or 1
     if "WORLD_SIZE" not in os.environ and tensor > 1:  # checked before ranks start and import torch
         models = [directory for directory in (arguments.model, arguments.draft) if directory is not None]
@@ -202,6 +208,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         return code or run_local_ranks(argv, tensor, passes_signals=True)
     leave_on_interrupt()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
+    handle_like_sigterm()
     if arguments.rendezvous and this_rank() == 0:  # from run_local_ranks
         accept_passed_interrupts()
     silence_third_parties()
@@ -276,6 +283,9 @@ def run_and_exit() -> NoReturn:
         code = main()
     except KeyboardInterrupt:
         code = 130
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    with suppress(OSError):  # a full disk, which does not change the exit code
+        if sys.stderr is not None:
+            sys.stderr.flush()
     os._exit(code)

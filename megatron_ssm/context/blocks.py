@@ -72,11 +72,11 @@ class ContextRanks:
 
     def to_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, tokens of this rank, ...) -> (batch * blocks of this rank, block length, ...); a view if x has no gaps."""
-        return x.reshape(x.shape[0] * self.blocks_per_rank, -1, *x.shape[2:])
+        return x.reshape(x.shape[0] * self.blocks_per_rank, x.shape[1] // self.blocks_per_rank, *x.shape[2:])
 
     def from_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `to_blocks`."""
-        return x.reshape(x.shape[0] // self.blocks_per_rank, -1, *x.shape[2:])
+        return x.reshape(x.shape[0] // self.blocks_per_rank, x.shape[1] * self.blocks_per_rank, *x.shape[2:])
 
 
 def shift(values: torch.Tensor, context: ContextRanks, step: int) -> torch.Tensor:

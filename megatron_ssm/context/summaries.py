@@ -101,7 +101,7 @@ def _weighted_products(rows, columns, weights, dtype):
     batch, seq, heads, width = columns.shape
     groups, size = rows.shape[2:]
     # The heads of a group stand side by side: (batch, seq, groups, heads of it * width).
-    weighted = (columns.to(dtype) * weights.unsqueeze(-1)).view(batch, seq, groups, -1)
+    weighted = (columns.to(dtype) * weights.unsqueeze(-1)).view(batch, seq, groups, heads // groups * width)
     with torch.autocast(columns.device.type, enabled=False):  # states are at least fp32
         products = torch.matmul(rows.to(dtype).permute(0, 2, 3, 1), weighted.transpose(1, 2))
     return products.view(batch, groups, size, heads // groups, width).transpose(2, 3).reshape(batch, heads, size, width)

@@ -1,11 +1,11 @@
 """Decodes a token by a CUDA graph, so that the host launches one graph instead of many kernels.
 
 A graph repeats its kernels on the same addresses. So it is captured for some rows of a cache, and used until the model
-or the cache changes, which the count of changes (`parallel.tracked`) and the addresses of tensors show at every token. What differs from token to token is
-in buffers that are filled first: token ids and, with attention, positions. The number of keys that attention reads is
-rounded up to a power of two (at least KEYS, at most the capacity of the cache), and the mask is made from the positions
-on the GPU; there is one graph for each number of keys. For each, the first WARM_UPS tokens are computed without a graph,
-by the function that is captured afterwards.
+or the cache changes, which the count of changes (`parallel.tracked`) and the addresses of tensors show at every token. What
+differs from token to token is in buffers that are filled first: token ids and, with attention, positions. The number of
+keys that attention reads is rounded up to a power of two (at least KEYS, at most the capacity of the cache), and the mask
+is made from the positions on the GPU; there is one graph for each number of keys. For each, the first WARM_UPS tokens are
+computed without a graph, by the function that is captured afterwards.
 
 A token is decoded without a graph if
 

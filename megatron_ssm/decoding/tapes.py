@@ -67,7 +67,12 @@ class Tapes(threading.local):
         ):
             return None
         batch, tokens = ids.shape
-        if not 0 < tokens <= (MOST_TOKENS if speculative else 1) or cache.batch != batch or not cache.lengths.is_cpu:
+        if (
+            not 0 < tokens <= (MOST_TOKENS if speculative else 1)
+            or not batch
+            or cache.batch != batch
+            or not cache.lengths.is_cpu
+        ):
             return None
         tape = self.tape(model, SPECULATE if speculative else DECODE)
         if tape is None or not tape.is_fast(batch * tokens):
@@ -97,7 +102,7 @@ class Tapes(threading.local):
         if tape is not None and not tape.has_addresses():
             self._made.clear()
             tape = self.tape(model, PROMPT)
-        if tape is None or batch > PIECE:
+        if tape is None or not 0 < batch <= PIECE:
             return None
         pieces = math.ceil(tokens / (PIECE // batch))
         sizes = {tokens // pieces, math.ceil(tokens / pieces)}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ssm.ops.optional_imports import version_of
-from sparsefusion.foundation.command_line import Printer, this_rank
+from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.launcher import this_rank
 from sparsefusion.native.library import Library, file_of
 
 from .known_problems import LIBRARIES, find_problems, torch_build, usable_cores, value_or_unknown

@@ -6,6 +6,7 @@ knows which families there are.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,14 @@ def family_of(raw: object) -> Family:
 
 
 def from_dict(raw: Mapping[str, Any]) -> Stack:
-    """The stack of a Hugging Face config.json.
+    """The stack of a Hugging Face config.json, where null means that a field is left out.
 
     ValueError if a field has a wrong type, a value that is not supported, or one that contradicts other fields.
     """
     family = family_of(raw)
-    family.check_supported(raw)
-    return family.read(FieldReader(family, raw))
+    given = {name: value for name, value in raw.items() if value is not None}
+    family.check_supported(given)
+    return replace(family.read(FieldReader(family, given)), raw=dict(raw))
 
 
 def read(directory: str | Path) -> Stack:

@@ -13,8 +13,8 @@ from .zamba import NAMES, PLAIN, SHARED_BLOCK, hybrid_layers, hybrid_stack, new_
 DEFAULTS: dict[str, Any] = MIXER | SHARED_BLOCK | dict(
     hidden_size=2560, state_size=64, num_hidden_layers=54, num_heads=8, n_groups=1, head_dim=None,
     feed_forward_size=None, num_attention_heads=32, num_key_value_heads=None, num_mem_blocks=1,
-    use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, rope_parameters=None,
-    rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
+    use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, use_long_context=False,
+    rope_parameters=None, rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
 )  # fmt: skip
 GATED_NORM_EPS = 1e-5
 DEFAULT_KINDS = (
@@ -50,9 +50,11 @@ def read(fields: FieldReader) -> Stack:
 
 
 def rope_theta(fields: FieldReader) -> float:
-    """The base of the rotary embedding (0: the model has none); ValueError if the embedding is a scaled one."""
+    """The base of the rotary embedding (0: the model has none); ValueError if the embedding is not the default one."""
     if not fields.boolean("use_mem_rope"):
         return 0.0
+    if fields.boolean("use_long_context"):  # Zyphra's code scales the base; transformers only warns
+        raise ValueError(f"{fields.family.name} with use_long_context=True is not implemented (only False)")
     parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
     if not isinstance(parameters, dict):
         raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object")

@@ -44,7 +44,7 @@ def generate(
         stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
                stop_tokens, stop_strings, seed, pad_token_id, min_new_tokens)
     )  # fmt: skip
-    return torch.stack(columns, dim=1)
+    return torch.stack(columns, dim=1) if columns else torch.empty(0, 0, dtype=torch.int64)
 
 
 def stream(
@@ -78,7 +78,7 @@ def stream(
         fill = operator.index(pad_token_id)
         if not -(2**63) <= fill < 2**63:
             raise ValueError(f"pad_token_id={fill} must fit in 64 bits")
-        engine = Engine(model, slots=batch)  # it allocates its cache, which may fail on one rank alone
+        engine = Engine(model, slots=max(1, batch))  # it allocates its cache, which may fail on one rank alone
         engines.append(engine)
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         for row, prompt in enumerate(prompts):

@@ -8,13 +8,15 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ssm.stack.reader import token_ids
 from megatron_ssm.stack.stack import Stack
+
+from .special_tokens import add_tokens, special_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,9 +31,10 @@ MOST_COMPOSED = 4  # characters that NFC may compose to one
 
 
 def load_tokenizer(directory: str | Path) -> "Tokenizer":
-    """The `tokenizers.Tokenizer` in directory/tokenizer.json; truncation and padding are off, whatever the file says.
+    """The `tokenizers.Tokenizer` in directory/tokenizer.json, with the tokens that other files there add to it.
 
-    FileNotFoundError if that file does not exist, ValueError if it cannot be read as a tokenizer; both name it.
+    Truncation and padding are off, whatever the file says. FileNotFoundError if that file does not exist, ValueError if it
+    cannot be read as a tokenizer; both name it, and ValueError a wrong file of the others.
     """
     from tokenizers import Tokenizer
 
@@ -42,6 +45,7 @@ def load_tokenizer(directory: str | Path) -> "Tokenizer":
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing more specific
         raise ValueError(f"{path} is not a tokenizer that the tokenizers package can read: {error}") from error
+    add_tokens(tokenizer, directory)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -65,18 +69,9 @@ def stop_tokens(directory: str | Path, config: Stack, tokenizer: "Tokenizer | No
         ids = token_ids(values.get("eos_token_id")) or config.eos_token_ids
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a generation configuration") from None
-    name = special_tokens(read_tokenizer_config(directory)).get("eos_token")
+    name = special_tokens(directory).get("eos_token")
     end = None if name is None or tokenizer is None else tokenizer.token_to_id(name)
     return ids if end is None or end in ids else (*ids, end)
-
-
-def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
-    """The object in tokenizer_config.json; empty if there is no such file. ValueError names a wrong file."""
-    path = Path(directory) / "tokenizer_config.json"
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a tokenizer configuration") from None
 
 
 def read_text(path: str | Path) -> str:
@@ -85,13 +80,6 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a text in UTF-8") from None
-
-
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """{field, such as eos_token: token} of a tokenizer_config.json, where a token is a text or an object with its text."""
-    fields = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in fields.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def most_characters(tokenizer: "Tokenizer", tokens: int) -> int | None:

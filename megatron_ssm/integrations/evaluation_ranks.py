@@ -17,13 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.sampling import log_probabilities
 from megatron_ssm.models.model import Model
-from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, launched_ranks, replicas, shut_down
-from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank
+from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, replicas, shut_down
+from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank, start_rank
+from sparsefusion.foundation.launcher import launched_ranks
 
+MODULE = "megatron_ssm.integrations.evaluation_ranks"  # this one: as a program it is called __main__
 DEFAULT_BATCH = 8
 SCORED = 256  # positions whose log-probabilities are computed at once, to limit memory
 
@@ -89,10 +91,8 @@ class EvaluatedModel:
         if tp > 1 and launched_ranks() == 1 and not dist.is_initialized():
             self._folder = tempfile.TemporaryDirectory(prefix="megatron-ssm-")  # only this user can read or write it
             arguments = [f"file://{self._folder.name}/store", str(directory), json.dumps(options)]
-            command = [sys.executable, "-m", "megatron_ssm.integrations.evaluation_ranks", *arguments]
             for rank in range(1, tp):
-                environment = environment_of_rank(rank, tp)
-                self._others.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True))
+                self._others.append(start_rank(MODULE, arguments, rank, tp, stdin=subprocess.PIPE, text=True))
             os.environ.update({k: v for k, v in environment_of_rank(0, tp).items() if k.startswith("GLOO")})
             _meet(arguments[0], 0, tp, options)
         self.model = _load(directory, tp, options)
@@ -164,7 +164,7 @@ def _meet(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
 def _load(directory: str | Path, tp: int, options: dict[str, Any]) -> Model:
     groups = replicas(tp, options["device"])
     return load(
-        directory, groups.tensor, None, getattr(torch, options["dtype"]), device_of_rank(options["device"]),
+        directory, groups.tensor, None, dtype_of(options["dtype"]), device_of_rank(options["device"]),
         options["reduce"], weights=options["weights"],
     )  # fmt: skip
 

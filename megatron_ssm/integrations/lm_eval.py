@@ -25,8 +25,10 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
-from megatron_ssm import families
+from megatron_ssm.checkpoints.hf import dtype_of
 from megatron_ssm.inference.text import stop_tokens
+from sparsefusion.foundation.command_line import run
+from sparsefusion.foundation.launcher import adopt_launcher
 
 from .evaluation_ranks import EvaluatedModel, batch_size_of, check_integer, check_switch
 
@@ -40,8 +42,8 @@ class MegatronSsmLM(TemplateLM):
     pretrained: a Hugging Face directory with a tokenizer. batch_size: sequences per call of the model; "auto" is 8.
     max_length: the most tokens of a sequence (None: what transformers' configuration says, else 2048). max_gen_toks: how
     many tokens are generated where a task does not say it.
-    add_bos_token: as in lm-eval's `hf`. device: "cpu", or "cuda" where there is a GPU. dtype: a name, or "auto": the dtype
-    that config.json names, else float32. For it, reduce and weights see `megatron_ssm.load`.
+    add_bos_token: as in lm-eval's `hf`. device: "cpu", or "cuda" where there is a GPU. dtype: a name, or "auto". For
+    it, reduce and weights see `megatron_ssm.load`.
 
     ValueError for a model argument or generation option that is not implemented or out of range.
     """
@@ -73,7 +75,8 @@ class MegatronSsmLM(TemplateLM):
             check_integer("max_length", max_length)
         check_switch("add_bos_token", add_bos_token)
         self.batch_size = batch_size_of(batch_size)
-        options = dict(dtype=_dtype(dtype, pretrained), device=_device(device), reduce=reduce, weights=weights)
+        options = dict(dtype=str(dtype).removeprefix("torch."), device=_device(device), reduce=reduce, weights=weights)
+        dtype_of(options["dtype"])  # an error before ranks are started
         self._evaluated = EvaluatedModel(pretrained, tp, **options)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(pretrained)
         self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
@@ -188,18 +191,6 @@ class MegatronSsmLM(TemplateLM):
         }
 
 
-def _dtype(name: Any, directory: str) -> str:
-    """The name of a floating-point dtype; that of the checkpoint's config.json for "auto"."""
-    if name == "auto":
-        raw = families.read(directory).raw
-        name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    plain = str(name).removeprefix("torch.")
-    found = getattr(torch, plain, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={name} is neither auto nor the name of a floating-point torch dtype")
-    return plain
-
-
 def _device(name: str | None) -> str:
     """ "cpu" or "cuda". lm-eval's command line says "cuda:0" where nobody asked for it, also where there is no GPU."""
     kind = str(name or "cpu").split(":")[0]
@@ -210,6 +201,8 @@ def _device(name: str | None) -> str:
 
 def main() -> None:
     """lm-eval's command line, with this model class."""
+    if code := run("lm_eval", adopt_launcher):
+        raise SystemExit(code)
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -3,7 +3,7 @@
 Activations have Megatron's order, (seq, batch, hidden); with context parallelism each rank has its tokens in zigzag order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
 from attention2d import Attention2D, CoreAttention
@@ -37,6 +38,18 @@ def _placement(config: Any) -> dict[str, Any]:
     """The dtype and the device of new parameters."""
     on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
     return dict(dtype=config.params_dtype, device="cpu" if on_cpu else torch.cuda.current_device())
+
+
+def _refuse(config: Any, names: Iterable[str], where: str) -> None:
+    """ValueError if one of these options of a TransformerConfig is set: there, it would change nothing."""
+    for name in names:
+        if value := getattr(config, name, None):
+            raise ValueError(f"{name}={value!r} is not supported by {where}")
+
+
+def _refuse_other_precisions(config: Any) -> None:
+    """ValueError for products of 8 and 4 bits, which only Transformer Engine's linear layers have."""
+    _refuse(config, ("fp8", "fp4"), "the linear layers of this spec, which compute in params_dtype")
 
 
 def _tensor_ranks(config: Any, pg_collection: Any) -> Ranks:
@@ -93,6 +106,7 @@ class Mixer(SplitModule, Operator):
         **_: Any,
     ) -> "Mixer":  # fmt: skip
         """The operator, made a `Mixer`."""
+        _refuse_other_precisions(config)
         ranks, ours = _tensor_ranks(config, pg_collection), config_of_layers(config, family, given)
         ours.check_ranks(ranks.size)
         (part,) = ours.layers[0][0].operators
@@ -132,6 +146,29 @@ def _check_residual_stream(options: Mapping[str, Any]) -> None:
     """ValueError for the option of Megatron's that gives the residual stream another dtype."""
     if options.get("residual_in_fp32"):
         raise ValueError("residual_in_fp32: hybrid layers have one residual stream, in the dtype of the parameters")
+
+
+# Options of Megatron's attention that Zamba's shared block does not have.
+_NOT_IN_SHARED_BLOCK = (
+    "attention_dropout", "window_size", "qk_layernorm", "qk_clip", "add_qkv_bias", "attention_output_gate",
+)  # fmt: skip
+
+
+class LocalCoreAttention(CoreAttention):
+    """`CoreAttention` between Megatron's own linear layers. ValueError for options that these layers do not have."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any):
+        _refuse_other_precisions(config)
+        super().__init__(config, *arguments, **options)
+
+
+class Attention(SelfAttention):
+    """Megatron's attention; ValueError for qk_layernorm, unless the spec has these norms."""
+
+    def __init__(self, config: Any, submodules: Any, *arguments: Any, **options: Any):
+        if submodules.q_layernorm is None:
+            _refuse(config, ("qk_layernorm", "multi_latent_attention"), "the attention of this spec")
+        super().__init__(config, submodules, *arguments, **options)
 
 
 class HybridLayer(MambaLayer):
@@ -224,6 +261,7 @@ class Stack(MambaStack):
         self, config: Any, submodules: Any, family: str, given: Mapping[str, Any], post_layer_norm: bool = True,
         pg_collection: Any = None, **options: Any,
     ) -> None:  # fmt: skip
+        _refuse_other_precisions(config)
         if families.FAMILIES[family].shares_blocks:
             _check_residual_stream(options)
         super().__init__(config, submodules, post_layer_norm=False, pg_collection=pg_collection, **options)
@@ -241,8 +279,7 @@ class Stack(MambaStack):
             raise ValueError(
                 f"{groups.pp.size()} pipeline stages: only the first has the embeddings that all blocks need"
             )
-        if config.attention_dropout:
-            raise ValueError(f"attention_dropout={config.attention_dropout} is not supported by the shared block")
+        _refuse(config, _NOT_IN_SHARED_BLOCK, "the shared block")
         ours, ranks = self.model_config(), _tensor_ranks(config, groups)
         self.context_ranks = _context_ranks(groups)
         core = attend_with_cache if self.context_ranks is None else _context_attention(ours, config, groups)

@@ -51,23 +51,40 @@ def megatron_model(config: ModelStack, max_sequence_length: int, tensor_ranks: i
     The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
     TransformerConfig, such as params_dtype. use_cpu_initialization is by default True, and the model on the CPU, unless
     Megatron's `model_parallel_cuda_manual_seed` has been called on a machine with CUDA, without which Megatron initializes
-    no weights on a GPU. ValueError for a model that Megatron cannot split: its vocabulary must divide over the ranks.
+    no weights on a GPU.
+
+    Megatron divides the vocabulary evenly. If it does not divide, rows are added to the embeddings and the output layer.
+    Their logits are the lowest number, so loss and gradients are those of the model without them. Saving leaves them out.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if config.vocab_size % tensor_ranks:
-        rest = config.vocab_size % tensor_ranks
-        raise ValueError(
-            f"Megatron divides the vocabulary: {config.vocab_size} % {tensor_ranks} = {rest} (pad the embeddings)"
-        )
     on_cpu = dict(use_cpu_initialization=not (torch.cuda.is_available() and get_cuda_rng_tracker().is_initialized()))
     megatron_config = TransformerConfig(**on_cpu | transformer_options(config, tensor_ranks) | options)
     spec = stack_spec(config.family, **spec_options(config))
-    sizes: dict[str, Any] = dict(vocab_size=config.vocab_size, max_sequence_length=max_sequence_length)
+    padded = -(-config.vocab_size // tensor_ranks) * tensor_ranks
+    sizes: dict[str, Any] = dict(vocab_size=padded, max_sequence_length=max_sequence_length)
     sizes["share_embeddings_and_output_weights"] = config.tie_embeddings
-    model, pattern = model_class()
-    return model(megatron_config, spec, **sizes, **{pattern: layer_pattern(config)})
+    make, pattern = model_class()
+    model = make(megatron_config, spec, **sizes, **{pattern: layer_pattern(config)})
+    if padded > config.vocab_size:
+        _hide_padding(model, config.vocab_size)
+    return model
+
+
+def _hide_padding(model: Any, vocab_size: int) -> None:
+    """Make the logits of the ids from `vocab_size` on the lowest number; `our_config` then has this vocab_size."""
+    model.unpadded_vocab_size = vocab_size
+    padded, rank = model.vocab_size, _stack(model).tp_group.rank()
+
+    def hide(_layer: nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = output  # of this rank's ids, or gathered
+        first = 0 if logits.shape[-1] == padded else rank * logits.shape[-1]
+        ids = torch.arange(first, first + logits.shape[-1], device=logits.device)
+        return logits.masked_fill(ids >= vocab_size, torch.finfo(logits.dtype).min), bias
+
+    if model.post_process:
+        model.output_layer.register_forward_hook(hide)
 
 
 def our_config(model: Any) -> ModelStack:
@@ -85,7 +102,8 @@ def our_config(model: Any) -> ModelStack:
         what = f"layers {', '.join(sorted(symbols))}" if symbols else f"positions {model.position_embedding_type}"
         raise ValueError(f"a {stack.family} model with {what} has no counterpart in Hugging Face's format")
     tied = bool(model.share_embeddings_and_output_weights)
-    return stack.model_config(vocab_size=model.vocab_size, tie_word_embeddings=tied)
+    vocab_size = getattr(model, "unpadded_vocab_size", model.vocab_size)
+    return stack.model_config(vocab_size=vocab_size, tie_word_embeddings=tied)
 
 
 def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
@@ -159,11 +177,15 @@ def _stack(model: Any) -> Any:
 
 @torch.no_grad()
 def _copy(ours: nn.Module, model: nn.Module, into_megatron: bool) -> None:
-    """Copy this rank's parts from one model to the other."""
+    """Copy this rank's parts from one model to the other. Megatron's may have more rows, of a padded vocabulary."""
     theirs = {our_name(name): p for name, p in model.named_parameters()}
     parts = dict(ours.named_parameters())
     if set(theirs) != set(parts):
         raise ValueError(f"the models differ in the parameters {', '.join(sorted(set(theirs) ^ set(parts)))}")
     for name, part in parts.items():
-        source, target = (part, theirs[name]) if into_megatron else (theirs[name], part)
-        target.copy_(source)
+        rows, padding = theirs[name][: len(part)], theirs[name][len(part) :]
+        if into_megatron:
+            rows.copy_(part)
+            padding.zero_()
+        else:
+            part.copy_(rows)

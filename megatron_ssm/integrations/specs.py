@@ -16,7 +16,7 @@ from megatron.core.ssm.mamba_block import MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,7 +26,16 @@ from attention2d import CoreAttention
 from megatron_ssm.families import FAMILIES
 
 from .megatron_fields import check_given
-from .megatron_layers import FUSED_NORMS, HybridLayer, Mixer, Norm, Refused, Stack
+from .megatron_layers import (
+    FUSED_NORMS,
+    Attention,
+    HybridLayer,
+    LocalCoreAttention,
+    Mixer,
+    Norm,
+    Refused,
+    Stack,
+)
 
 FUSED = {ours: theirs for theirs, ours in FUSED_NORMS.items()}
 
@@ -40,9 +49,15 @@ def core_attention(**grid: int | bool) -> ModuleSpec:
 
 
 def with_core_attention(layer_spec: ModuleSpec, **grid: int | bool) -> ModuleSpec:
-    """A copy of a transformer layer's ModuleSpec, such as get_gpt_layer_local_spec's, with `core_attention(**grid)`."""
+    """A copy of a transformer layer's ModuleSpec, such as get_gpt_layer_local_spec's, with `core_attention(**grid)`.
+
+    With Megatron's own linear layers, the layer refuses the TransformerConfig's fp8 and fp4.
+    """
     spec = copy.deepcopy(layer_spec)
-    spec.submodules.self_attention.submodules.core_attention = core_attention(**grid)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = core_attention(**grid)
+    if attention.linear_qkv is ColumnParallelLinear:
+        attention.core_attention.module = LocalCoreAttention
     return spec
 
 
@@ -55,7 +70,8 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
 
     The sizes are those of Megatron's TransformerConfig. given: fields of the family's config.json in Hugging Face's format
     that a TransformerConfig does not have, such as conv_kernel, num_mem_blocks, adapter_rank or use_mem_rope. ValueError if
-    one of them is unknown, or, when the model is built, contradicts the TransformerConfig.
+    one of them is unknown, or, when the model is built, contradicts the TransformerConfig. So is one for options of the
+    TransformerConfig that the layers do not have: fp8, fp4, qk_layernorm and, in shared blocks, other options of attention.
 
     Nothing that the spec builds needs CUDA or Transformer Engine. In distributed checkpoints the tensors of
     stack_spec("mamba2") have the keys and the division of those of Megatron's own mamba_stack_spec.
@@ -84,7 +100,7 @@ def _attention_layer() -> ModuleSpec:
     layer = TransformerLayerSubmodules(
         input_layernorm=Norm,
         self_attention=ModuleSpec(
-            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            module=Attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
         ),
         self_attn_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=FUSED,

@@ -45,10 +45,10 @@ def check_inputs(
 ) -> torch.Tensor | None:
     """The mask as (batch, seq, 1) in `dtype`, or None if it masks nothing.
 
-    ValueError if input_ids is not (batch, seq) with ids of the vocabulary, if the cache has another number of rows, or if
-    the mask is not (batch, seq) of 0 and 1 with zeros only on the left of rows that begin.
+    ValueError if input_ids is not (batch, seq), seq >= 1, with ids of the vocabulary, if the cache has another number of
+    rows, or if the mask is not (batch, seq) of 0 and 1 with zeros only on the left of rows that begin. There may be no rows.
     """
-    if not torch.is_tensor(input_ids) or input_ids.ndim != 2 or input_ids.numel() == 0:
+    if not torch.is_tensor(input_ids) or input_ids.ndim != 2 or input_ids.shape[1] == 0:
         given = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
         raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {given}")
     if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
@@ -64,7 +64,7 @@ def check_ids(ids: torch.Tensor, vocab_size: int, name: str) -> None:
 
     One token per row on a GPU is not checked: the host would wait for the GPU at every decoded token.
     """
-    if ids.is_cuda and ids.shape[1] == 1:
+    if not ids.numel() or ids.is_cuda and ids.shape[1] == 1:
         return
     if ids.numel() <= FEW:
         numbers = ids.flatten().tolist()

@@ -284,7 +284,7 @@ class Model(TrackedModule):
         return self._call(input_ids, None, cache, CallKind(speculative=True))
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
-        """The logits of decoded tokens by one call of C, which advances the cache as `_call` does; None: nothing was done."""
+        """The logits of decoded tokens by one call of C, which advances the cache as `_call` does; None: not done."""
         if getattr(self.compute, "__func__", None) is not Model.compute or self._graphs.handles(input_ids):
             return None
 
@@ -453,7 +453,7 @@ class Model(TrackedModule):
         """The mean cross-entropy in nats of predicting labels[b, t] after input_ids[b, :t + 1]: labels are already shifted.
 
         input_ids, labels: (batch, seq) int64, the same on all tensor-parallel ranks; positions with `ignore_index` do not
-        count, and if no position counts, the loss is 0.
+        count, and if no position counts, the loss is 0. A replica may have no rows, (0, seq): it adds nothing.
         The mean is over the tokens of all ranks of `data_group`, and each of them gets the same value. The gradient on a
         rank is the share of its own tokens, to be summed over that group. Sends all-reduces of 1 and of 2 values per
         position over the tensor-parallel ranks, and one of 2 values over the data group. ValueError for ids outside the

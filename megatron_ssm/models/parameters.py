@@ -24,10 +24,11 @@ def attach_fields(model: nn.Module, fields: Iterable[Field], ranks: Ranks, is_co
 
 
 def attach_field(parameter: Any, field: Field, ranks: Ranks) -> None:
-    """Give a parameter its `field`, and the attributes that Megatron reads.
+    """Give a parameter its `field`, and the attributes that Megatron and other libraries read.
 
     tensor_model_parallel, partition_dim and partition_stride say how it is split. Megatron's norm of the gradients leaves
-    out what is `shared`: here, the parts that an earlier rank also holds. AssertionError if the layout has another shape.
+    out what is `shared`: here, the parts that an earlier rank also holds. _no_weight_decay is state-spaces' mark of what the
+    optimizer shall not decay. AssertionError if the layout has another shape.
     """
     shape = field.local_shape(ranks.rank, ranks.size)
     if shape != tuple(parameter.shape):
@@ -38,3 +39,30 @@ def attach_field(parameter: Any, field: Field, ranks: Ranks) -> None:
     parameter.partition_dim = field.split if parameter.tensor_model_parallel else -1
     parameter.partition_stride = 1
     parameter.shared = parameter.tensor_model_parallel and ranks.rank % copies > 0
+    if not field.has_weight_decay:
+        parameter._no_weight_decay = True
+
+
+def fields_of(model: Any) -> dict[nn.Parameter, Field]:
+    """{parameter: its field} of a `Model`, in the order of the parameters.
+
+    torch's `fully_shard` puts DTensors in place of the parameters, without their attributes; these are attached first.
+    """
+    if not all(hasattr(parameter, "field") for parameter in model.parameters()):
+        model.attach_fields()
+    parameters: Any = model.parameters()
+    return {parameter: parameter.field for parameter in parameters}
+
+
+def parameter_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups of the parameters of a `Model` that are trained: those with weight decay, and those without.
+
+    Weight decay applies to matrices, not to A_log, D, the dt bias, norms and biases; a parameter without it has the
+    attribute `_no_weight_decay`, as in state-spaces' Mamba. Call it after `fully_shard`, which replaces the parameters.
+    """
+    fields = {parameter: field for parameter, field in fields_of(model).items() if parameter.requires_grad}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p, field in fields.items() if field.has_weight_decay == decays], "weight_decay": decay}
+        for decays, decay in ((True, weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]

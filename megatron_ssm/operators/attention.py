@@ -171,7 +171,10 @@ class Attention(Operator):
             return y
         if self.core is not attend_with_cache or spec.qk_norm_eps is not None:
             raise NotLowered("an attention with a core or norms of its own")
-        q, k, v = (qkv.columns(first, rows[name]) for name, first in zip("qkv", (0, rows["q"], rows["q"] + rows["k"])))
+        q, k, v = (
+            qkv.columns(first, rows[name])
+            for name, first in zip("qkv", (0, rows["q"], rows["q"] + rows["k"]), strict=True)
+        )
         size, table = spec.rope_size or spec.head_dim, None
         heads, kv_heads = rows["q"] // spec.head_dim, rows["k"] // spec.head_dim
         if spec.rope_theta:

@@ -7,6 +7,7 @@ which can be restored into any row, any number of times.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -135,12 +136,13 @@ class Cache:
         Where C computed layers: RuntimeError, with nothing done, if tensors of the cache, or those that the model had
         during the call, have moved in memory since then.
         """
-        pending = [each.pending for each in (*self.states.values(), self.layout) if each.pending is not None]
+        parts: tuple[Any, ...] = (*self.states.values(), self.layout)
+        pending = [each.pending for each in parts if each.pending is not None]
         for each in pending:
             each.check(self)
         for each in pending:
             each.advance(self, counts)
-        for each in (*self.states.values(), self.layout):
+        for each in parts:
             each.pending = None
         self.lengths[self.rows] += torch.tensor(counts)
 

@@ -37,9 +37,9 @@ class Positions:
         padding = torch.zeros(batch, dtype=torch.int64) if mask is None else (mask == 0).sum((1, 2)).cpu()
         has_cache = starts is not None
         starts = torch.zeros(batch, dtype=torch.int64) if starts is None else starts
-        longest = int((starts + seq - padding).max()) if has_cache else seq
+        longest = max((starts + seq - padding).tolist(), default=seq) if has_cache else seq
         new = (torch.arange(seq) + (starts - padding).unsqueeze(1)).to(device)
-        if mask is None and (starts == starts[0]).all() and (seq == 1 or not starts[0]):
+        if mask is None and (starts == starts[:1]).all() and (seq == 1 or not starts.any()):
             return cls(new, longest, seq > 1, None)
         keys = torch.arange(longest, device=device).expand(batch, -1) if has_cache else new
         seen = (keys.unsqueeze(1) <= new.clamp(min=0).unsqueeze(2)) & (keys >= 0).unsqueeze(1)  # padding sees token 0
@@ -52,7 +52,7 @@ class Positions:
         """The positions of this rank's tokens of a chunk that context ranks share; starts: as for `of`."""
         starts = torch.zeros(batch, dtype=torch.int64) if starts is None else starts
         new = sharding.positions + starts.unsqueeze(1)
-        return cls(new.to(device), int(starts.max()) + sharding.length, True, None)
+        return cls(new.to(device), max(starts.tolist(), default=0) + sharding.length, True, None)
 
     @classmethod
     def of_one(cls, new: torch.Tensor, keys: int) -> "Positions":

@@ -7,6 +7,7 @@ from attention2d.compute.tile import attend, merge
 from megatron_ssm.context.token_sharding import TokenSharding
 from sparsefusion.collectives.counted import Counter
 
+from .attention import attend_with_cache
 from .call import Call
 from .state import State
 
@@ -41,6 +42,8 @@ class ContextAttention:
 
         Differentiable for sharded tokens without a cache. A state gets k and v appended.
         """
+        if not len(q) and state is None:  # all context ranks have no rows, which schedules refuse
+            return attend_with_cache(q, k, v, scale, call, state)
         if state is None and call.sharding is not None:
             out = self.schedule(q, k, v, causal=True, scale=scale)
             assert isinstance(out, torch.Tensor)

@@ -287,7 +287,7 @@ class Mamba2Mixer(Operator):
             return kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
         wide = at_least_fp32(self.norm_weight.dtype)
         y = y.to(wide) * F.silu(z.to(wide))
-        local = y.view(*y.shape[:-1], self.groups, -1)
+        local = y.unflatten(-1, (self.groups, -1))
         squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
         if not fused:
             squares = squares if self.local_norm else self._sum_of_group(squares)

@@ -275,7 +275,7 @@ class SharedBlock(Attention, Mlp):
         both = tape.concat(x, embeddings)
         normed = tape.norm(both, self.norm.weight, self.norm.eps)
         tape.release(both)
-        lora = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
+        lora: Any = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
         qkv = lowered_linear(tape, self.qkv, normed, lora)
         lower_adapter(tape, use.qkv, qkv, normed)
         tape.release(normed)
@@ -290,7 +290,8 @@ class SharedBlock(Attention, Mlp):
         inner = self.lower_activated(tape, gate_up)
         y = self._lower_whole(tape, self.down_proj, inner, adapter_of(use.lora, "down_proj"))
         out = tape.matmul(y, use.linear)
-        if (adapter := adapter_of(use.lora, "linear")) is not None:
+        adapter: Any = adapter_of(use.lora, "linear")
+        if adapter is not None:
             add_low_rank(tape, out, y, adapter.down, adapter.up(), adapter.scale)
         tape.release(y)
         return out

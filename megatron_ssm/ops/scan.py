@@ -277,11 +277,12 @@ def _ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Ten
     """`ssd` of one token, without D."""
     batch, _, heads, head_dim = x.shape
     groups, size = B.shape[2:]
+    repeat = heads // groups
     decay = torch.exp(dt[:, 0] * A)[..., None, None]
-    dt_x = (dt[:, 0].unsqueeze(-1) * x[:, 0]).view(batch, groups, -1, 1, head_dim)
+    dt_x = (dt[:, 0].unsqueeze(-1) * x[:, 0]).view(batch, groups, repeat, 1, head_dim)
     B, C = (t.view(batch, groups, 1, size) for t in (B, C))
     state = torch.addcmul((B.unsqueeze(-1) * dt_x).view_as(state), decay, state)
-    y = torch.matmul(C.unsqueeze(-2), state.view(batch, groups, -1, size, head_dim))
+    y = torch.matmul(C.unsqueeze(-2), state.view(batch, groups, repeat, size, head_dim))
     return y.view(batch, 1, heads, head_dim), state
 
 

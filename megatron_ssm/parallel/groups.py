@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from sparsefusion.collectives.agreement import agree, gather_in_store
+from sparsefusion.collectives.meeting import meet
+from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, this_rank
 
 TIMEOUT = datetime.timedelta(minutes=5)  # of a collective, after which a lost rank ends the run
 
@@ -74,11 +76,6 @@ class Groups:
         return 1 if self.data_context is None else self.data_context.size()
 
 
-def launched_ranks() -> int:
-    """How many ranks torchrun or the deepspeed launcher started (1: none of them did)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def check_world(tensor: int, world: int, context: int = 1) -> None:
     """ValueError unless replicas of `tensor` x `context` ranks divide a world of `world` ranks."""
     for name, size in dict(tensor=tensor, context=context).items():
@@ -101,15 +98,16 @@ def join(
     context: int = 1,
     check: Callable[[], object] = lambda: None,
 ) -> int:
-    """Initialize torch.distributed from torchrun's environment variables, unless it is, or there is only one rank.
+    """Initialize torch.distributed from the launcher's environment variables, unless it is, or there is only one rank.
 
-    device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: torchrun's address). check:
+    device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: MASTER_ADDR). check:
     raises an error if this rank cannot take part, for instance because it has no such device. Returns the size of the world.
 
     ValueError on every rank, before they meet, if `tensor` x `context` does not divide it. The ranks compare the kinds of
     their devices and the outcomes of `check` in the store in which they meet, 16 bytes each, before they make the group:
     ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on every rank if they
-    differ; an error that all ranks have is raised as it is. If torch.distributed is initialized, ranks call `check` alone.
+    differ; an error that all ranks have is raised as it is. LauncherError on one rank if its variables are wrong, or rank 0
+    cannot be reached. If torch.distributed is initialized, ranks call `check` alone.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     check_world(tensor, world, context)
@@ -122,11 +120,15 @@ def join(
         check()
         return f"the device of each rank\ncomputes on {kind}"
 
-    rank, store = int(os.environ["RANK"]), None if init_method else _store_of_restart(world, timeout)
-    if store is None:
-        store, *_ = next(rendezvous(init_method or "env://", rank, world, timeout=timeout))
+    adopt_launcher()
+    rank, place = this_rank(), ""
+    if init_method:
+        store, *_ = next(rendezvous(init_method, rank, world, timeout=timeout))
         store.set_timeout(timeout)
-    agree(gather_in_store(dist.PrefixStore("join", store), rank, world), "cpu", compared)
+    else:
+        store, place = meet(timeout)
+        store = _for_this_restart(store, world)
+    agree(gather_in_store(dist.PrefixStore("join", store), rank, world, place), "cpu", compared)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world, store=store)
     return world
@@ -139,8 +141,8 @@ def join_alone(device: str = "cpu", timeout: datetime.timedelta = TIMEOUT) -> No
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def _store_of_restart(world: int, timeout: datetime.timedelta) -> dist.Store | None:
-    """torchrun's store with keys of their own for ranks that it has restarted on one node; None otherwise.
+def _for_this_restart(store: dist.Store, world: int) -> dist.Store:
+    """torchrun's store, with keys of their own for ranks that it has restarted on one node.
 
     Without them, gloo reads the addresses of the ranks before, and waits for them. On several nodes, whose numbers of
     restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun give each restart a new store, if its
@@ -149,9 +151,8 @@ def _store_of_restart(world: int, timeout: datetime.timedelta) -> dist.Store | N
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not restarts or not is_shared or os.environ.get("LOCAL_WORLD_SIZE") != str(world):
-        return None
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.PrefixStore(f"restart {restarts}", dist.TCPStore(*address, world, is_master=False, timeout=timeout))
+        return store
+    return dist.PrefixStore(f"restart {restarts}", store)
 
 
 def replicas(
@@ -221,12 +222,11 @@ def initialize(
 
     tensor, context: the sizes of these groups. `tensor` consecutive ranks hold the parts of a model, `context` such groups
     in a row share each sequence and form a replica, and all replicas are data parallel. All ranks of the world call it
-    together. One rank needs neither torch.distributed nor Megatron. ValueError on every rank if parallel_state is already
-    set up with other sizes, or with pipeline parallelism.
+    together, also a single one. (`Groups()` are those of one rank without torch.distributed and Megatron.) ValueError on
+    every rank if parallel_state is already set up with other sizes, or with pipeline parallelism.
     """
     world = join(tensor, device, timeout, init_method, context)
-    if world == 1:
-        return Groups()
+    join_alone(device, timeout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state

@@ -277,4 +277,5 @@ def _described(error: RuntimeError) -> str:
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk: the process must end nevertheless
+        print(line, file=sys.stderr, flush=True)

@@ -52,8 +52,8 @@ class _Pack(torch.autograd.Function):
 class Packed(TrackedModule):
     """Fields that are parameters of their own, because they are split differently, but are used as one tensor.
 
-    sizes: this rank's rows of each field; all fields have the same trailing shape. The parameters are views of one storage,
-    so that reading them as one tensor needs no copy.
+    sizes: this rank's rows of each field; all fields have the same trailing shape. The parameters lie side by side in the
+    memory of one tensor, so that reading them as one tensor needs no copy.
 
     shared: the names of consecutive fields that are the same on several ranks. They have `pieces` different pieces, and
     each piece is on ranks.size / pieces consecutive ranks, whose gradients are summed in backward: by one all-reduce over
@@ -72,9 +72,10 @@ class Packed(TrackedModule):
     ):
         super().__init__()
         self.sizes, self.ranks, self.shared, self.pieces = dict(sizes), ranks, tuple(shared), pieces
-        self._storage = torch.empty(sum(sizes.values()), *trailing, dtype=dtype, device=device)
-        for name, rows in zip(sizes, self._storage.split(list(sizes.values())), strict=True):
+        whole = torch.empty(sum(sizes.values()), *trailing, dtype=dtype, device=device)
+        for name, rows in zip(sizes, self._rows(whole), strict=True):
             self.register_parameter(name, nn.Parameter(rows))
+        self._keep(whole)
 
     @property
     def fields(self) -> list[nn.Parameter]:
@@ -83,8 +84,9 @@ class Packed(TrackedModule):
 
     def forward(self) -> torch.Tensor:
         """(sum of rows, *trailing): the rows of all fields, in their order."""
-        fields = self.fields
-        whole = self._storage if self.is_packed else torch.cat([field.detach() for field in fields])
+        fields, whole = self.fields, self._packed()
+        if whole is None:
+            whole = torch.cat([field.detach() for field in fields])
         if not torch.is_grad_enabled():
             return whole
         return _Pack.apply(whole, self._split_gradient, *fields)
@@ -103,31 +105,54 @@ class Packed(TrackedModule):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the parameters still are the rows of the storage (optimizers and `.to()` may have moved them)."""
-        address, dtype = self._storage.data_ptr(), self._storage.dtype
-        for field in self.fields:
+        """Whether the parameters still are the rows of one tensor (optimizers and `.to()` may have moved them)."""
+        return self._packed() is not None
+
+    def _packed(self) -> torch.Tensor | None:
+        """The tensor of all rows, if the parameters still are its rows."""
+        fields = self.fields
+        whole = getattr(fields[0], "packed", None)
+        if whole is None or whole.dtype != fields[-1].dtype:
+            return None
+        address = whole.data_ptr()
+        for field in fields:
             if field.data_ptr() != address:
-                return False
+                return None
             address += field.numel() * field.element_size()
-        return field.dtype == dtype
+        return whole
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Packed":
-        """`.to()`, `.bfloat16()`, ...: they move each parameter to a storage of its own."""
+        """`.to()`, `.bfloat16()`, ...: they move each parameter to memory of its own."""
         super()._apply(fn, recurse)
-        self._pack()
+        if hasattr(self.fields[0], "packed"):  # else `fully_shard` has replaced them
+            self._pack()
         return self
 
     def __setstate__(self, state: dict) -> None:
-        """After a deep copy, whose parameters have a storage each."""
+        """After a deep copy, whose parameters have memory of their own."""
         super().__setstate__(state)
         self._pack()
 
     def _pack(self) -> None:
-        """Move the parameters into one storage again."""
+        """Move the parameters into one tensor again."""
         fields = self.fields
-        self._storage = torch.cat([field.data for field in fields])
-        for field, rows in zip(fields, self._storage.split(list(self.sizes.values())), strict=True):
+        whole = torch.cat([field.data for field in fields])
+        for field, rows in zip(fields, self._rows(whole), strict=True):
             field.data = rows
+        self._keep(whole)
+
+    def _rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each field, in the memory of `whole`.
+
+        Each has a `torch.UntypedStorage` of its own: safetensors and accelerate drop or refuse tensors of a state_dict that
+        share one.
+        """
+        rows = whole.split(list(self.sizes.values()))
+        return [part if part.is_meta else torch.from_dlpack(part) for part in rows]
+
+    def _keep(self, whole: torch.Tensor) -> None:
+        """Make `whole` an attribute of the first field, so that it is freed where `fully_shard` replaces the fields."""
+        self.fields[0].packed = whole  # type: ignore[attr-defined]
 
 
 class ColumnParallelLinear(TrackedModule):
@@ -197,11 +222,8 @@ def has_own_methods(module: nn.Module) -> bool:
 
 
 def has_plain_tensors(module: nn.Module) -> bool:
-    """Whether tensors are attributes of a module that are neither parameters nor buffers. Their replacement is not noticed.
-
-    The storage of `Packed` does not count: its parameters are views of it.
-    """
-    return type(module) is not Packed and any(isinstance(value, torch.Tensor) for value in vars(module).values())
+    """Whether a module has tensors that are neither parameters nor buffers, whose replacement would not be noticed."""
+    return any(isinstance(value, torch.Tensor) for value in vars(module).values())
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

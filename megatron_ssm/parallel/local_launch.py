@@ -1,38 +1,45 @@
 """Starts a command once per rank on this machine: what `--tp N` does without a launcher. Does not import torch."""
 
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from types import FrameType
+from typing import Any
+
+from .processes import end_with
 
 GRACE_S = 5.0  # seconds that the other ranks have to end by themselves after one has failed, or after SIGTERM
 
 PASSED_INTERRUPT = signal.SIGUSR1  # what rank 0 gets for a Ctrl-C that is passed on
-BLOCKED = {signal.SIGINT, PASSED_INTERRUPT}  # in the ranks
+LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
+BLOCKED = {signal.SIGINT, PASSED_INTERRUPT, *LIKE_SIGTERM}  # in the ranks
 
 
 def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -> int:
     """Run `python -m megatron_ssm ARGV` as `ranks` processes, which meet over a file; returns the exit code of the command.
 
     0 if all ranks end well. If one fails, the others are ended, and the code is that of the first to fail, or 1, with a line
-    on stderr, if a signal killed it. 130 after Ctrl-C, which the ranks themselves do not see. 143 after SIGTERM. No rank
-    outlives this call.
+    on stderr, if a signal killed it. 130 after Ctrl-C, which the ranks themselves do not see. 143 after SIGTERM, SIGHUP or
+    SIGQUIT. No rank outlives this call, and on Linux none outlives this process.
 
-    passes_signals: Ctrl-C and SIGTERM are passed on to rank 0, which ends the command; its exit code then counts, and the
-    others have GRACE_S to follow. Rank 0 calls `accept_passed_interrupts`.
+    passes_signals: Ctrl-C and SIGTERM (also instead of SIGHUP and SIGQUIT) are passed on to rank 0, which ends the command;
+    its exit code then counts, and the others have GRACE_S to follow. Rank 0 calls `accept_passed_interrupts`.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:  # only this user can read or write it
-        command = [sys.executable, "-m", "megatron_ssm", *argv, "--rendezvous", f"file://{folder}/store"]
+        arguments = [*argv, "--rendezvous", f"file://{folder}/store"]
         processes: list[subprocess.Popen] = []
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        handle_like_sigterm()
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # the ranks inherit this
             for rank in range(ranks):
-                processes.append(subprocess.Popen(command, env=environment_of_rank(rank, ranks)))
+                processes.append(start_rank("megatron_ssm", arguments, rank, ranks))
             if passes_signals:
                 signal.signal(signal.SIGINT, lambda *_: processes[0].send_signal(PASSED_INTERRUPT))
                 signal.signal(signal.SIGTERM, lambda number, _: processes[0].send_signal(number))
@@ -42,6 +49,37 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
             return 130
         finally:
             _end(processes, 0.0 if passes_signals else GRACE_S)
+
+
+def start_rank(module: str, arguments: list[str], rank: int, ranks: int, **streams: Any) -> subprocess.Popen:
+    """Start `python -m MODULE ARGUMENTS` as one of `ranks` local ranks, which on Linux is killed when this process ends.
+
+    It imports from the folders that this process imports from, and from no others: `python -m` would begin with the current
+    folder, which may be a downloaded checkpoint's. streams: see `subprocess.Popen`.
+    """
+    # The end of another thread than the main one, in which the process goes on, would count as the end of the process.
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+    program = (
+        f"import sys; sys.path[:] = {[*map(str, sys.path)]!a}; from {__name__} import run_module; "
+        f"run_module({module!r}, {parent})"
+    )
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -E, -s and the like
+    command = [sys.executable, *options, "-c", program, *arguments]
+    return subprocess.Popen(command, env=environment_of_rank(rank, ranks), **streams)
+
+
+def run_module(module: str, parent: int | None) -> None:
+    """In the process of a rank: run a module as `python -m` does. parent: the process with which this one ends."""
+    if parent is not None:
+        end_with(parent)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def handle_like_sigterm() -> None:
+    """Let SIGHUP and SIGQUIT do what SIGTERM does; a SIGHUP that `nohup` has ignored stays ignored."""
+    for number in LIKE_SIGTERM:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 def accept_passed_interrupts() -> None:

@@ -1,7 +1,8 @@
-"""Which process a rank is, so that another rank of the same machine can kill exactly this process; which one started it; and
-its watchdog, which kills it if it hangs.
+"""Which process a rank is, so that another rank of the same machine can kill exactly this process; which one started it, and
+how it ends with that one; and its watchdog, which kills it if it hangs.
 """
 
+import ctypes
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAMESPACES = ("pid", "net")
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,17 @@ def launching_process() -> str:
         return folder[1]
     parent = Process.of(os.getppid())
     return f"{parent}, {parent.machine} {parent.started}" if parent.machine else ""
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, and end it now if that has happened. Only on Linux.
+
+    parent: the process that started this one, in its main thread: the kernel acts when the thread ends that did it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 # What a watchdog runs. Its arguments: the process that started it, the seconds that it allows at first, and how many more it

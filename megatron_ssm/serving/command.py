@@ -21,17 +21,18 @@ from megatron_ssm.api.calls import Served
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.disk_space import is_lack_of_memory
-from megatron_ssm.checkpoints.hf import load
+from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.model import Model
-from megatron_ssm.parallel.groups import check_device, device_of_rank, join, launched_ranks, shut_down
+from megatron_ssm.parallel.groups import check_device, device_of_rank, join, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.launcher import launched_ranks
 
 from .channel import Channel
 from .connections import allow_files
@@ -69,7 +70,7 @@ def serve(arguments: Namespace) -> None:
             device_of_rank(device),
         )
         models = [
-            load(directory, group, None, getattr(torch, arguments.dtype), device_of_rank(device), arguments.reduce,
+            load(directory, group, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
                  weights=arguments.weights)
             for directory in (arguments.model, arguments.draft) if directory is not None
         ]  # fmt: skip
@@ -178,7 +179,11 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
     size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.ranks.size} rank(s)"
 
     def announce() -> None:
-        Printer(True).print(f"megatron-ssm: serving {inputs.served.name} at {where} ({size})\n")
+        line = f"megatron-ssm: serving {inputs.served.name} at {where} ({size})"
+        try:
+            Printer(True).print(f"{line}\n")
+        except OSError as error:  # a full disk does not end the server
+            log.warning(f"{line}; stdout cannot be written: {error.strerror}")
 
     run_server(
         engine, channel, inputs.served, inputs.keys, inputs.hosts, Service(limits), listener, arguments.drain_timeout,

@@ -11,33 +11,33 @@ from typing import Any
 COMMON_VALUES: dict[str, tuple] = {
     "hidden_mamba_act": ("silu", "swish"),
     "rms_norm": (True,),
-    "attn_layer_idx": (None, []),
-    "attn_cfg": (None, {}),
-    "d_intermediate": (None, 0),
+    "attn_layer_idx": ([],),
+    "attn_cfg": ({},),
+    "d_intermediate": (0,),
     "quantization_config": (None,),
+    "gated_linear_unit": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "head_bias": (False,),
     "attention_dropout": (0,),
 }
 
-# Known fields that do not change what the model computes: names in old checkpoints of the Hub, options of training and
-# initialization, and transformers' own switches. (norm_before_gate is among them, because transformers always gates before
-# the norm, whatever it says.)
+# Known fields that do not change what the model computes: names in old checkpoints of the Hub, whose sizes the tensors
+# repeat, options of training, initialization and generation, and transformers' own switches. (norm_before_gate is among
+# them, because transformers always gates before the norm, whatever it says.)
 IGNORED_FIELDS = frozenset(
-    """_name_or_path architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens chunk_size
-    chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner d_model d_state decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    expand ffn_hidden_size finetuning_task forced_bos_token_id forced_eos_token_id fused_add_norm gated_linear_unit
-    id2label initializer_range is_decoder kv_channels label2id layer_types length_penalty max_length
-    max_position_embeddings min_length model_type n_layer no_repeat_ngram_size norm_before_gate num_beam_groups num_beams
-    num_logits_to_keep num_query_groups num_return_sequences output_attentions output_hidden_states output_scores
-    pad_vocab_size_multiple prefix problem_type pruned_heads remove_invalid_values repetition_penalty
-    rescale_prenorm_residual return_dict return_dict_in_generate sep_token_id ssm_cfg suppress_tokens
-    task_specific_params temperature tf_legacy_loss time_step_init_scheme time_step_scale tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p use_associative_scan use_bfloat16 use_cache
-    use_long_context use_mamba_kernels use_mambapy use_mem_eff_path bos_token_id pad_token_id
-    eos_token_id""".split()
+    """_attn_implementation_autoset _name_or_path architectures attn_implementation auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner
+    d_model d_state decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id expand exponential_decay_length_penalty ffn_hidden_size
+    finetuning_task forced_bos_token_id forced_eos_token_id fused_add_norm id2label initializer_range is_decoder
+    kv_channels label2id layer_types length_penalty max_length max_position_embeddings min_length model_type n_layer
+    no_repeat_ngram_size norm_before_gate num_beam_groups num_beams num_logits_to_keep num_query_groups
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id pad_vocab_size_multiple
+    prefix problem_type pruned_heads remove_invalid_values repetition_penalty rescale_prenorm_residual return_dict
+    return_dict_in_generate sep_token_id ssm_cfg suppress_tokens task_specific_params temperature tf_legacy_loss
+    time_step_init_scheme time_step_scale tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p use_associative_scan use_bfloat16 use_cache use_mamba_kernels use_mambapy use_mem_eff_path""".split()
 )
 
 
@@ -86,7 +86,7 @@ class Family:
     def check_supported(self, raw: Mapping[str, Any]) -> None:
         """ValueError for a field with a value that is not implemented."""
         for name, allowed in {**COMMON_VALUES, **self.supported}.items():
-            if raw.get(name) is not None and raw[name] not in allowed:
+            if name in raw and raw[name] not in allowed:
                 raise ValueError(f"{self.name} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
 
     def unknown_fields(self, names: Mapping[str, Any] | list[str]) -> tuple[str, ...]:

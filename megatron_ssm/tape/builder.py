@@ -23,7 +23,7 @@ class NotLowered(Exception):
 
 @dataclass(frozen=True)
 class Buffer:
-    """Columns of a temporary tensor (rows, stride): `width` of them from `first` on. place: its bytes per row in the arena."""
+    """Columns of a temporary tensor (rows, stride): `width` of them from `first` on. place: the bytes before it, per row."""
 
     place: int
     width: int
@@ -124,7 +124,7 @@ class Builder:
 
     def mark(self) -> tuple:
         """A point to which `reset` goes back."""
-        lists = (self.ops, self.names, self.sums, self.slots, self.tables, self.kept)
+        lists: tuple[Any, ...] = (self.ops, self.names, self.sums, self.slots, self.tables, self.kept)
         return (*map(len, lists), dict(self.stops), set(self.weights), list(self._free))
 
     def reset(self, mark: tuple) -> None:
@@ -269,7 +269,7 @@ class Builder:
             raise NotLowered("a large state")
         y, z = self.buffer(x.width), gate.view
         n = x.width, heads, rank, state, z.place, z.first, z.stride
-        tensors = dict(A_log=A_log, D=D, dt_bias=dt_bias)
+        tensors: dict[str, Any] = dict(A_log=A_log, D=D, dt_bias=dt_bias)
         self._add("selective_scan", x=x, y=y, z=dt, **tensors, slot=self.slot("state"), sum=parameters.number, n=n)
         return y
 
@@ -290,7 +290,7 @@ class Builder:
     def add(self, x: Buffer, z: Buffer, factor: float = 1.0, into: bool = False) -> Buffer:
         """x + factor * z, in x's dtype. into: overwrite x."""
         y = x if into else self.buffer(x.width, x.dtype)
-        kinds = dict(from_type=TYPES[x.dtype], type=TYPES[z.dtype])
+        kinds: dict[str, Any] = dict(from_type=TYPES[x.dtype], type=TYPES[z.dtype])
         self._add("add", x=x, y=y, z=z, n=(x.width,), f=(factor,), **kinds)
         return y
 

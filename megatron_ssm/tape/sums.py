@@ -31,8 +31,8 @@ class TapeSum:
     def finish(self, code: int) -> None:
         """Finish an all-reduce for which C returned `code`.
 
-        SUM_IN_PYTHON: do it in Python, in place. Another code is one of the shared memory: wait for the other ranks, or raise
-        an error.
+        SUM_IN_PYTHON: do it in Python, in place. Another code is one of the shared memory: wait for the other ranks, or
+        raise an error.
         """
         if code != SUM_IN_PYTHON:
             assert self.sum_in_c is not None  # only it returns other codes

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
+from megatron_ssm.inference.special_tokens import special_tokens
 from megatron_ssm.inference.text import (
     BYTE_END_OF_TEXT_ID,
     END_OF_TEXT,
     load_tokenizer,
-    read_tokenizer_config,
-    special_tokens,
     write_byte_tokenizer,
     write_whole_files,
 )
@@ -97,7 +96,7 @@ class _ByteTokenizer:
 def _end_of_text_id(tokenizer: "Tokenizer", folder: Path) -> int:
     """The id of the end-of-text token: the eos_token of the tokenizer's configuration, otherwise one of the usual names."""
     names = [END_OF_TEXT, "</s>"]
-    own = special_tokens(read_tokenizer_config(folder)).get("eos_token")
+    own = special_tokens(folder).get("eos_token")
     for name in names if own is None else [own, *names]:
         if (token_id := tokenizer.token_to_id(name)) is not None:
             return token_id

@@ -1,10 +1,11 @@
-"""Training data from text files: documents, tokens, the batch of each step, and measures to compare a model with."""
+"""Training data from text and JSON lines: documents, tokens, the batch of each step, measures to compare a model with."""
 
 import contextlib
+import json
 import os
 import random
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,42 @@ TOKENIZED_PER_S = 100_000  # characters; a slow tokenizer on a slow processor
 
 # Documents
 
+JSON_LINES = (".jsonl", ".ndjson")
+JSON_ARRAY = re.compile(r'\s*\[\s*\{[^{}]*"text"\s*:')  # of documents
+EXPECTED = "expected UTF-8 text or JSON lines (.jsonl)"
+SUFFIXES = dict.fromkeys((".bin", ".idx"), "of Megatron's indexed datasets")
+MAGIC = {  # the first bytes of files
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"BZh91AY": "compressed by bzip2",
+    b"\xfd7zXZ\0": "compressed by xz",
+    b"\x04\x22\x4d\x18": "compressed by lz4",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "Parquet",
+    b"ARROW1\0\0": "Arrow",
+    b"\xff\xff\xff\xff": "a stream of Arrow",
+    b"MMIDIDX\0\0": "of Megatron's indexed datasets",
+    b"\x93NUMPY": "an array of NumPy",
+    b"\x89HDF": "HDF5",
+    b"%PDF-": "PDF",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
 
 def read_documents(paths: Path | str | Iterable[Path | str], separator: str | None = None) -> list[str]:
     """The documents in files of UTF-8 text.
 
-    Each file is a document. A directory stands for all files below it in sorted order, except those whose path has a name
-    that begins with a dot. With `separator`, each line that is equal to it ends a document. Documents of white space alone
-    are dropped. ValueError, naming the file or directory, if one cannot be read or a file is not UTF-8; and if no document
-    is left.
+    Each file is a document. With `separator`, each line that is equal to it ends a document. In JSON lines (.jsonl, .ndjson;
+    .json, if its first line is such an object) each line is an object, and its string `text` is a document. A directory
+    stands for all files below it in sorted order, except those whose path has a name that begins with a dot. Documents of
+    white space alone are dropped.
+
+    ValueError, naming the file or directory, if one cannot be read, if a file is not UTF-8 or has another format, which is
+    named if it is a known one, and if a line of JSON lines has no such string; and if no document is left.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    texts = [_read_text(file) for path in paths for file in _files(Path(path))]
-    if separator is not None:
-        texts = [part for text in texts for part in _split_at_lines(text, separator)]
-    documents = [text for text in texts if text.strip()]
+    documents = [text for path in paths for file in _files(Path(path)) for text in _documents_of(file, separator)]
     if not documents:
         raise ValueError(f"no text in {', '.join(map(str, paths)) or 'an empty list of paths'}")
     return documents
@@ -54,14 +77,62 @@ def _raise_unreadable(error: OSError) -> None:
     raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
+def _documents_of(path: Path, separator: str | None) -> Iterator[str]:
+    """The documents of a file that are not white space alone."""
+    text = _read_text(path)
+    if path.suffix in JSON_LINES or path.suffix == ".json" and _is_record(text.lstrip().partition("\n")[0]):
+        texts = _text_fields(path, text)
+    elif path.suffix == ".json" and JSON_ARRAY.match(text):
+        raise ValueError(f"{EXPECTED}, but {path} is a JSON array: write one object per line")
+    else:
+        texts = iter([text] if separator is None else _split_at_lines(text, separator))
+    return (text for text in texts if text.strip())
+
+
+def _text_fields(path: Path, lines: str) -> Iterator[str]:
+    """The field `text` of each line. ValueError if a line is not an object with such a string."""
+    for number, line in enumerate(lines.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} of {path} is not JSON: {error}") from None
+        text = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f"line {number} of {path} is not a JSON object with a string `text`")
+        if re.search("[\ud800-\udfff]", text):
+            raise ValueError(f"line {number} of {path}: `text` has half of a surrogate pair, which is no character")
+        yield text
+
+
+def _is_record(line: str) -> bool:
+    """Whether a line is a JSON object with the field `text`."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        return isinstance(record, dict) and "text" in record
+    return False
+
+
 def _read_text(path: Path) -> str:
+    """The text of a file, without a byte-order mark."""
     try:
-        return path.read_bytes().decode("utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    kind = SUFFIXES.get(path.suffix) or next((kind for magic, kind in MAGIC.items() if data.startswith(magic)), None)
+    if kind is not None:
+        raise ValueError(f"{EXPECTED}, but {path} is {kind}")
+    try:
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise ValueError(f"{path} is not UTF-8: byte 0x{byte:02x} at byte offset {error.start}") from error
+        raise ValueError(
+            f"{EXPECTED}, but {path} is not UTF-8: byte 0x{byte:02x} at byte offset {error.start}"
+        ) from error
+    if "\0" in text:
+        raise ValueError(f"{EXPECTED}, but {path} is not text: byte 0x00 at byte offset {data.index(0)}")
+    return text
 
 
 def _split_at_lines(text: str, line: str) -> list[str]:

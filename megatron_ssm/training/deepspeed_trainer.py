@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron_ssm.checkpoints.disk_space import DiskSpace, sync_directory
 from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.models.model import Model
+from megatron_ssm.models.parameters import parameter_groups
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
 from megatron_ssm.stack.fields import field_of
@@ -40,19 +41,15 @@ from sparsefusion.foundation.command_line import Failure, shortened
 
 from .data import Tokens
 from .deepspeed_settings import within_depth
-from .options import Options
-from .trainer import (
-    SequenceLoss,
-    Trainer,
+from .gradients import (
+    Gradients,
+    average_divided_gradients,
+    average_replicated_gradients,
     clip_gradients,
-    decay_groups,
-    entries,
-    evaluate,
-    gathered_state,
     grad_norm,
-    torch_adamw,
-    unfilled_state,
 )
+from .options import Options
+from .trainer import SequenceLoss, Trainer, entries, evaluate, gathered_state, torch_adamw, unfilled_state
 
 OLDEST = "0.19.8"  # version of DeepSpeed that skips steps that are not finite in every stage
 
@@ -109,7 +106,7 @@ class DeepSpeedTrainer(Trainer):
             self._engine.step()  # only counts the micro-batch
         return loss.detach()
 
-    def _gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def _gradients(self) -> Gradients:
         """(parameter, the part of its gradient that this rank holds), after the last micro-batch."""
         for parameter in self.model.parameters():
             part = self._part_of_gradient(parameter) if self._is_updated(parameter) else None
@@ -128,14 +125,32 @@ class DeepSpeedTrainer(Trainer):
         fragment = getattr(parameter, "_hp_mapping", None)
         return None if fragment is None else fragment.get_lp_grad_fragment(parameter._index_in_param_group)
 
+    def _average_copies(self) -> None:
+        gradients = list(self._gradients())
+        if self._stage in (1, 2):
+            parts = ((parameter, self._part(parameter), gradient) for parameter, gradient in gradients)
+            average_divided_gradients(self.model, parts, self.groups.data_context)
+        else:
+            average_replicated_gradients(self.model, gradients)
+            self._set_gradients(gradients)
+
+    def _part(self, parameter: Any) -> slice:
+        """The elements of a parameter, as a vector, whose gradient this rank holds with ZeRO 1 and 2."""
+        address = parameter._hp_mapping.lp_fragment_address
+        return slice(address.start, address.start + address.numel)
+
+    def _set_gradients(self, gradients: Gradients) -> None:
+        """With ZeRO 3, set what may be copies: gradients in bf16."""
+        for parameter, gradient in gradients if self._stage == 3 else ():
+            self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
+
     def _norm(self) -> torch.Tensor:
         return grad_norm(self.model, self._gradients(), self.groups.data_context if self._stage else None)
 
     def _clip(self, norm: torch.Tensor) -> None:
         gradients = list(self._gradients())
         clip_gradients(self.model, norm, self.options.clip_grad, gradients)
-        for parameter, gradient in gradients if self._stage == 3 else ():  # a copy, if it is in bf16
-            self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
+        self._set_gradients(gradients)
 
     def _add_pending_gradients(self) -> list[str]:
         added = []
@@ -165,10 +180,10 @@ class DeepSpeedTrainer(Trainer):
             self._fill_gradients(0.0)
 
     def _fill_gradients(self, value: float) -> None:
-        for parameter, gradient in list(self._gradients()):
+        gradients = list(self._gradients())
+        for _, gradient in gradients:
             gradient.fill_(value)
-            if self._stage == 3:  # a copy, if it is in bf16
-                self._deepspeed.utils.safe_set_local_grad(parameter, gradient)
+        self._set_gradients(gradients)
 
     def evaluate(self, tokens: Tokens, leaves: Callable[[], bool] | None = None) -> float | None:
         """See `trainer.evaluate`. The engine computes the loss, because ZeRO 3 gathers parameters in its forward pass."""
@@ -293,7 +308,7 @@ class DeepSpeedTrainer(Trainer):
     def _optimizer_order(self) -> list[str]:
         """The names of the parameters in the order in which ZeRO 0 writes their moments."""
         names = {parameter: name for name, parameter in self.named_parameters()}
-        return [names[p] for group in decay_groups(self.model, self.options) for p in group["params"]]
+        return [names[p] for group in parameter_groups(self.model, self.options.weight_decay) for p in group["params"]]
 
     @torch.no_grad()
     def _set(self, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -20,12 +20,12 @@ from megatron_ssm import families
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
-from megatron_ssm.parallel.groups import launched_ranks
 from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import agree
 from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.foundation.launcher import launched_ranks
 
 from .corpus import Corpus
 from .data import Batches, Tokens

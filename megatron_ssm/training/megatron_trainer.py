@@ -17,17 +17,8 @@ from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.parallel.groups import join_alone
 from megatron_ssm.parallel.megatron_ddp import megatron_ddp, megatron_optimizer
 
-from .trainer import (
-    Gradients,
-    SequenceLoss,
-    Trainer,
-    adamw,
-    clip_gradients,
-    gathered_state,
-    grad_norm,
-    torch_adamw,
-    unfilled_state,
-)
+from .gradients import Gradients, average_divided_gradients, clip_gradients, grad_norm
+from .trainer import SequenceLoss, Trainer, adamw, gathered_state, torch_adamw, unfilled_state
 
 
 class MegatronTrainer(Trainer):
@@ -91,6 +82,10 @@ class DividedMegatronTrainer(MegatronTrainer):
     def _parts(self) -> Gradients:
         """(parameter, the elements of its gradient that this rank has summed), after the last micro-batch."""
         return ((parameter, gradient.view(-1)[self._part(parameter)]) for parameter, gradient in self._gradients())
+
+    def _average_copies(self) -> None:
+        parts = ((parameter, self._part(parameter), gradient) for parameter, gradient in self._parts())
+        average_divided_gradients(self.model, parts, self.groups.data_context)
 
     def _norm(self) -> torch.Tensor:
         return grad_norm(self.model, self._parts(), self.groups.data_context)

@@ -33,7 +33,9 @@ class Options:
     ValueError if a value is out of range or contradicts another one.
     """
 
-    data: tuple[str, ...] = _option((), "text files or folders; a document is a file", required=True)
+    data: tuple[str, ...] = _option(
+        (), "text files or folders; a document is a file, or the `text` of a line of JSON lines (.jsonl)", required=True
+    )
     out: str = _option(
         "", "directory for checkpoints, and at the end for the model in Hugging Face format", required=True
     )

@@ -26,13 +26,13 @@ from megatron_ssm.parallel.groups import (
     device_of_rank,
     initialize,
     join,
-    launched_ranks,
     shut_down,
 )
 from megatron_ssm.parallel.heartbeat import Busy, watched
 from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Failure
+from sparsefusion.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 
 from .inputs import Inputs, read_on_all_ranks, without_effect
 from .interruption import Interruption
@@ -60,13 +60,13 @@ def pretrain(options: Options) -> None:
             raise ValueError("--use-distributed-optimizer needs --device cuda: Megatron has it for CUDA's tensors only")
 
     try:
-        join(tensor, device, context=context, check=check)
+        world = join(tensor, device, context=context, check=check)
         place = device_of_rank(device)
         with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
             continues = until_the_end.enter_context(only_run(Path(options.out)))
             run = replace(options, resume="auto") if continues else options
             inputs = read_on_all_ranks(run, place, watch.busy)
-            groups = initialize(tensor, device, context=context)
+            groups = initialize(tensor, device, context=context) if world > 1 else Groups()
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
             _run(inputs, groups, place, interruption, watch.busy, is_restarted=run != options)
     finally:
@@ -86,6 +86,8 @@ def _run(
         progress.print_line(f"pretrain: {options.describe()}")
         for line in without_effect(options, groups.data_context_ranks):
             progress.print_line(line)
+        if tasks := ranks_that_slurm_did_not_start():
+            progress.print_line(f"one rank: SLURM_NTASKS is {tasks}, and this process was not started by srun")
         run_on_rank_0(lambda: progress.print_line(_summary(model, groups, inputs)), f"cannot read {inputs.out}")
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")

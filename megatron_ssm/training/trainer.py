@@ -7,19 +7,18 @@ each of its sequences, and its tensor-parallel ranks read the same tokens.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.models.model import Model
+from megatron_ssm.models.parameters import parameter_groups
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.parallel.groups import Groups
 from megatron_ssm.parallel.torch_ddp import ordered_ddp
@@ -29,6 +28,13 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
 from .data import IGNORE_INDEX, Batches, Tokens, windows
+from .gradients import (
+    Gradients,
+    average_replicated_gradients,
+    clip_gradients,
+    grad_norm,
+    whole_gradients,
+)
 from .options import Options
 
 
@@ -45,64 +51,17 @@ def learning_rate(options: Options, step: int) -> float:
 
 
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
-    """AdamW (see `ops.fused_adam`). Weight decay applies to matrices, not to A_log, D, norms and biases."""
+    """AdamW (see `ops.fused_adam`) of `parameter_groups`."""
     betas = (options.adam_beta1, options.adam_beta2)
-    return fused_adam.adamw(decay_groups(model, options), lr=options.lr, betas=betas, eps=options.adam_eps)
+    groups = parameter_groups(model, options.weight_decay)
+    return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
 
 
 def torch_adamw(model: Model, options: Options) -> torch.optim.AdamW:
     """The same as torch's AdamW, which the engines need that divide its state."""
     betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(decay_groups(model, options), options.lr, betas, options.adam_eps, fused=True)
-
-
-def decay_groups(model: Model, options: Options) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups of the parameters that are trained: with weight decay, and without."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in parameters if field_of(p).has_weight_decay]
-    others = [p for p in parameters if not field_of(p).has_weight_decay]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
-
-
-def whole_gradients(model: Model) -> Gradients:
-    """(parameter, its gradient) of the parameters that have one."""
-    return ((parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
-
-
-@torch.no_grad()
-def grad_norm(
-    model: Model, gradients: Gradients | None = None, divided_over: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """The 2-norm of the whole model's gradient: a scalar tensor, the same on every rank.
-
-    gradients: (parameter, the part of its gradient that this rank holds); None: `whole_gradients`. divided_over: the ranks
-    over which these parts are divided, of any shapes; None: this rank holds whole gradients.
-
-    Each element counts once, however many ranks hold it: of a parameter that c tensor-parallel ranks hold, each rank adds
-    1/c of the squares. All-reduces one element over `divided_over`, and one over the tensor-parallel ranks.
-    """
-    ranks = model.ranks
-    total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
-    for parameter, gradient in whole_gradients(model) if gradients is None else gradients:
-        total += gradient.to(total.dtype).square().sum() / field_of(parameter).copies(ranks.size)
-    if divided_over is not None:
-        dist.all_reduce(total, group=divided_over)
-    return ranks.all_reduce_exact(total, ranks.group).sqrt()
-
-
-@torch.no_grad()
-def clip_gradients(model: Model, norm: torch.Tensor, limit: float, gradients: Gradients | None = None) -> None:
-    """Scale every gradient by limit / (norm + 1e-6) if norm > limit, as torch and Megatron do; limit 0 is no limit.
-
-    gradients: see `grad_norm`.
-    """
-    if limit and norm > limit:
-        for _, gradient in whole_gradients(model) if gradients is None else gradients:
-            gradient.mul_((limit / (norm + 1e-6)).to(gradient.dtype))
+    groups = parameter_groups(model, options.weight_decay)
+    return torch.optim.AdamW(groups, options.lr, betas, options.adam_eps, fused=True)
 
 
 def sequence_loss(model: Model, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -223,6 +182,7 @@ class Trainer:
                 problem = str(error).partition(": ")[2].partition(". ")[0]
                 raise Failure(f"step {step + 1}: {problem}, so training stops") from None
         added = self._add_pending_gradients()
+        self._average_copies()
         norm = self._norm()
         loss, rate = float(total), learning_rate(self.options, step)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -300,6 +260,10 @@ class Trainer:
         """The share of one micro-batch in the loss of the step."""
         device = self.model.device
         return self.loss(inputs.to(device), labels.to(device)).to(at_least_fp32(self.model.dtype)) / self.accumulation
+
+    def _average_copies(self) -> None:
+        """Make the gradients of copies that tensor-parallel ranks hold the same; see `average_replicated_gradients`."""
+        average_replicated_gradients(self.model, self._gradients())
 
     def _norm(self) -> torch.Tensor:
         return grad_norm(self.model, self._gradients())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
+from sparsefusion.foundation.launcher import adopt_launcher
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -119,6 +120,8 @@ def _positive(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (None: that of this process) and return its exit code."""
+    if code := run("sparsefusion", adopt_launcher):
+        return code
     arguments = parser().parse_args(argv)
     leave_on_interrupt()
     silence_third_parties()

@@ -5,17 +5,23 @@ import itertools
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from sparsefusion.foundation.command_line import shortened
+from sparsefusion.foundation.launcher import LauncherError
+
 from .counted import all_gather_small
 
 SHOWN = 320  # bytes of each rank's arguments that are gathered first
 MOST = 2**16  # bytes after which no more are gathered
+PATIENCE_S = 5.0  # after which a rank that waits for others to come says so
 EQUAL = 80  # characters before the difference that an error shows
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # a tensor (n,) of this rank -> those of all ranks, (P, n)
@@ -61,18 +67,21 @@ def agree(gather: Gather, device: torch.device | str, asked: Callable[[], object
     return int(gathered[0, 1])
 
 
-def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
+def gather_in_store(store: dist.Store, rank: int, world: int, place: str = "") -> Gather:
     """A function that gathers an integer tensor (n,) of each rank as (world, n) for `agree`, without a process group.
 
     store: the one in which the ranks meet. Keys begin with "agree". A call removes them before it returns, because the store
     may outlive this process: torchrun may keep it when it starts the ranks again. Rank 0, whose process may hold the store,
-    returns last.
+    returns last. place: the address of the store. If it is given, a rank that waits for more than PATIENCE_S prints for
+    whom, and the gather raises LauncherError, which names them, if they have not come within the store's time-out.
     """
     numbers = itertools.count()
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         key = f"agree-{next(numbers)}"
         store.set(f"{key}/{rank}", json.dumps(tensor.tolist()))
+        if place:
+            _wait_for_ranks(store, rank, [f"{key}/{other}" for other in range(world)], key, place)
         if rank == 0:
             rows = [json.loads(store.get(f"{key}/{other}")) for other in range(world)]
             store.set(key, json.dumps(rows))
@@ -83,6 +92,22 @@ def gather_in_store(store: dist.Store, rank: int, world: int) -> Gather:
         return torch.tensor(rows, dtype=tensor.dtype)
 
     return gather
+
+
+def _wait_for_ranks(store: dist.Store, rank: int, keys: Sequence[str], result: str, place: str) -> None:
+    """Wait for the keys of all ranks, on others than rank 0 for its `result`; after PATIENCE_S, print whose are missing."""
+    awaited = [result] if rank else list(keys)
+    try:
+        store.wait(awaited, timedelta(seconds=PATIENCE_S))
+    except dist.DistStoreError:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        who = shortened(f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}")
+        number = f"{len(missing)} of {len(keys)} ranks"
+        print(f"rank {rank}: waiting for {number} at {place}: {who}", file=sys.stderr, flush=True)
+        try:
+            store.wait(awaited)
+        except dist.DistError:  # the time-out, or rank 0 has ended after its own
+            raise LauncherError(f"rank {rank}: {number} did not come to {place} in time: {who}") from None
 
 
 def _leave(store: dist.Store, rank: int, world: int, key: str) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from sparsefusion.collectives.agreement import agree, from_first, gather_in_store
+from sparsefusion.collectives.meeting import meet
 from sparsefusion.foundation.command_line import Failure
+from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, this_rank
 
 from .cost_model import Fabric, check_writable
 from .measurement import collective_calls, measure
@@ -26,7 +27,7 @@ def measure_command(arguments: argparse.Namespace) -> None:
     than two ranks run; --ranks asks for more than run; arguments or devices differ; rank 0 may not write the file. On
     every rank, Failure: rank 0 could not write the file in the end.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = launched_ranks()
     if world < 2:
         raise ValueError("measure needs 2 ranks or more: torchrun --nproc-per-node 2 -m sparsefusion measure --out F")
     if wrong := [count for count in arguments.ranks or () if not 2 <= count <= world]:
@@ -51,11 +52,12 @@ def _join(arguments: argparse.Namespace) -> str:
     The ranks compare their arguments and devices in the launcher's store before they join, because ranks that join with
     different backends wait for one another.
     """
+    adopt_launcher()
+    rank, world = this_rank(), launched_ranks()
     use_cuda = arguments.device == "cuda" or (arguments.device is None and torch.cuda.is_available())
     device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if use_cuda else "cpu"
-    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
-    store.set_timeout(TIMEOUT)
-    agree(gather_in_store(store, rank, world), "cpu", lambda: _checked(arguments, device, rank))
+    store, place = meet(TIMEOUT)
+    agree(gather_in_store(store, rank, world, place), "cpu", lambda: _checked(arguments, device, rank))
     if use_cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if use_cuda else "gloo"

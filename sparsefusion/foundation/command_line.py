@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
+from .launcher import LauncherError, this_rank
+
 RANK_0_GRACE_S = 5.0  # how long the other ranks wait for rank 0 to print an error
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the numbers of errors of a full disk
 LIMIT = 2**31  # numbers of options are below this, unless they have a limit of their own
@@ -105,11 +107,6 @@ def shortened(value: object, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-def this_rank() -> int:
-    """The rank that the launcher gave to this process; 0 if it runs alone."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def print_on_rank_0(line: str) -> None:
     """Print a line to stderr on rank 0, before all ranks exit for the same reason.
 
@@ -170,13 +167,16 @@ def leave_on_interrupt() -> None:
 def run(name: str, command: Callable[[], object]) -> int:
     """Run `command()` and return the exit code of the process.
 
-    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0. 1: a `Failure`, printed in the same way; a full disk
-    or no more memory, printed as one line with the rank; or any other exception, printed with its traceback and its rank.
-    130: Ctrl-C. name: how the line begins.
+    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0 (a `LauncherError` on each rank that has it). 1: a
+    `Failure`, printed in the same way; a full disk or no more memory, printed as one line with the rank; or any other
+    exception, printed with its traceback and its rank. 130: Ctrl-C. name: how the line begins.
     """
     try:
         command()
         return 0
+    except LauncherError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        return 2
     except INPUT_ERRORS as error:
         print_on_rank_0(f"{name}: {' '.join(str(error).split())}")
         return 2

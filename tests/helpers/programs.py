@@ -13,20 +13,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_ssm.cli.main import run_and_exit
 from megatron_ssm.parallel import local_launch
 
 PYTHON = [sys.executable, "-m", "megatron_ssm"]
 
 
 class Fork:
-    """`python -m megatron_ssm ARGUMENTS` in a fork, with methods of subprocess.Popen. Local ranks are forks of the fork.
+    """`python -m megatron_ssm ARGUMENTS` in a fork, with methods of subprocess.Popen. Local ranks are forks of the fork,
+    which run the program of their command line, `python -c PROGRAM ARGUMENTS`.
 
     stdin, stdout, stderr: files; stdout may be subprocess.PIPE; None: those of this process.
     """
 
     def __init__(self, command, env=None, stdin=None, stdout=None, stderr=None, start_new_session=False, text=False):
-        assert command[: len(PYTHON)] == PYTHON, command
+        program, arguments = _split(command)
         self.returncode, self.stdout, reader = None, None, None
         if stdout == subprocess.PIPE:
             reader, stdout = os.pipe()
@@ -38,8 +38,8 @@ class Fork:
                 if start_new_session:
                     os.setsid()
                 _begin_anew(env, (stdin, stdout, stderr))
-                sys.argv = ["megatron_ssm", *map(str, command[len(PYTHON) :])]
-                run_and_exit()
+                sys.argv = ["megatron_ssm", *map(str, arguments)]
+                exec(program, {})
             finally:
                 os._exit(1)
         if reader is not None:
@@ -81,6 +81,14 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+def _split(command):
+    """The program that Python runs, and its arguments."""
+    if command[: len(PYTHON)] == PYTHON:
+        return "from megatron_ssm.cli.main import run_and_exit; run_and_exit()", command[len(PYTHON) :]
+    place = command.index("-c")
+    return command[place + 1], command[place + 2 :]
+
+
 def completed(arguments, timeout=120):
     """The subprocess.CompletedProcess of the command line, without input."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -98,7 +106,7 @@ def _begin_anew(env, streams):
     """In the fork: signals, files, the environment and loggers as in a new process."""
     # Garbage of the tests' process is not collected here: its sockets would close numbers that are used again.
     gc.freeze()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.disable()
@@ -114,4 +122,7 @@ def _begin_anew(env, streams):
         os.environ.clear()
         os.environ.update(env)
     logging.root.handlers.clear()
-    local_launch.subprocess = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    local_launch.subprocess = SimpleNamespace(
+        Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired,
+        _args_from_interpreter_flags=subprocess._args_from_interpreter_flags,
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 import warnings
 
 import torch
+import torch.distributed as dist
 
 from megatron_ssm import families
 from megatron_ssm.parallel.groups import Groups, initialize
@@ -69,7 +70,20 @@ def curve(trainer: Trainer, steps=STEPS, start=0, vocab=VOCAB) -> torch.Tensor:
 
 def trainer_on(tp, run: Options, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer on the calling rank; each replica is split over `tp` x run.context_parallel_size ranks."""
-    return trainer(run, initialize(tp, device, context=run.context_parallel_size), vocab, device)
+    groups = initialize(tp, device, context=run.context_parallel_size) if dist.is_initialized() else None
+    return trainer(run, groups, vocab, device)
+
+
+def rounding_differently(trainer: Trainer) -> Trainer:
+    """The trainer; each tensor-parallel rank gets slightly other gradients of what all of them hold.
+
+    So do ranks with different numbers of threads, or on different processors.
+    """
+    error = 1e-4 * trainer.model.ranks.rank
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad and parameter.field.split is None:
+            parameter.register_hook(lambda gradient: gradient + error)
+    return trainer
 
 
 def pieces(trainer: Trainer) -> dict:

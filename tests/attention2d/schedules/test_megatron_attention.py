@@ -151,6 +151,7 @@ REFUSED = {
     "window_size=\\(4, 0\\)": partial(make_core_attention, window_size=(4, 0)),
     "softmax_type=learnable": partial(make_core_attention, softmax_type="learnable"),
     "qk_clip=True": partial(make_core_attention, qk_clip=True),
+    "fp8_dot_product_attention=True": partial(make_core_attention, fp8_dot_product_attention=True),
     "attention_type=cross": partial(make_core_attention, kind="cross"),
     "k_channels=4": partial(make_core_attention, arguments=dict(k_channels=4)),
     "cp_comm_type='ring' is none of p2p, all_gather, a2a, a2a\\+p2p, 2d": partial(

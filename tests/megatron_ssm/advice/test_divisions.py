@@ -36,6 +36,7 @@ from megatron_ssm.advice.traffic import (
     exact_sums,
     gradient_sums,
     passed_states,
+    replicated_gradients,
     seconds_after_backward,
     seconds_of,
     seconds_of_attention,
@@ -98,7 +99,7 @@ def test_tensor_parallel_sums_of_a_step(ranks, tp, name):
     config, rows = config_of(**MODELS[name]), SEQ * BATCH
     of_blocks = [(rows * nbytes, count) for nbytes, count in block_outputs(config)]
     messages = [Message("all_reduce", nbytes, tp, count) for nbytes, count in of_blocks]
-    messages += [*exact_sums(config, tp, rows), *backward_sums(config, tp, rows)]
+    messages += [*exact_sums(config, tp, rows), *backward_sums(config, tp, rows), *replicated_gradients(config, tp)]
     predicted = sum(each.nbytes * each.count for each in messages)
     assert {nbytes - NORM_BYTES for nbytes, _ in ranks(counted, tp, tp, MODELS[name])} == {predicted}
 
@@ -200,7 +201,8 @@ def test_the_times_of_a_step_by_hand():
     tokens, hidden, layers, x_proj = 64, config.hidden_size, config.num_layers, config.dt_rank + 2 * config.state_size
     messages = (2 * layers + 2) * (ALPHA + BETA * 4 * tokens * hidden)
     messages += 2 * layers * (ALPHA + BETA * 4 * tokens * x_proj) + 3 * (ALPHA + BETA * 4 * tokens)
-    assert by_sizes[2, 1, 1].seconds == pytest.approx(4 * (1.5 + messages))
+    norms = ALPHA + BETA * 4 * (layers + 1) * hidden
+    assert by_sizes[2, 1, 1].seconds == pytest.approx(4 * (1.5 + messages) + norms)
     assert found[0] is by_sizes[1, 1, 2] and "TP" in why(found[0], found[1])
 
 

@@ -52,7 +52,10 @@ def configure(directory, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-@pytest.mark.parametrize("place", ("tokenizer_config.json", "a list of templates", "chat_template.jinja"))
+PLACES = ("tokenizer_config.json", "a list of templates", "an object of templates", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_those_of_transformers(directory, name, place):
     template = TEMPLATES[name]
@@ -60,14 +63,31 @@ def test_prompts_are_those_of_transformers(directory, name, place):
     if place == "chat_template.jinja":
         (directory / place).write_text(template)
     else:
-        several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
-        configure(directory, chat_template=several if place == "a list of templates" else template)
+        several = {"tool_use": "no", "default": template}
+        named = [{"name": name, "template": text} for name, text in several.items()]
+        written = {"a list of templates": named, "an object of templates": several}.get(place, template)
+        configure(directory, chat_template=written)
     ours, theirs = ChatTemplate(directory), AutoTokenizer.from_pretrained(directory)
     for chat in CHATS:
         text = ours.render(chat)
         assert text == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert load_tokenizer(directory).encode(text, add_special_tokens=False).ids == ids
+
+
+def test_special_tokens_of_other_files(directory):
+    """The names that special_tokens_map.json, extra_special_tokens and the class of the tokenizer give to tokens."""
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}{{ image_token }}{{ boi_token }}"
+    (directory / "chat_template.jinja").write_text(template)
+    older = dict(eos_token=dict(content="<|im_end|>", lstrip=False, normalized=False, rstrip=False, single_word=False))
+    (directory / "special_tokens_map.json").write_text(json.dumps(older | dict(image_token="<image>")))
+    extra = dict(extra_special_tokens=dict(boi_token="<boi>"))
+    for config in (extra, extra | dict(tokenizer_class="GPTNeoXTokenizerFast")):
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        theirs = AutoTokenizer.from_pretrained(directory)
+        text = ChatTemplate(directory).render(CHATS[0])
+        assert text == theirs.apply_chat_template(CHATS[0], tokenize=False, add_generation_prompt=True)
+        assert "<|im_end|>" in text and "<image><boi>" in text
 
 
 @pytest.mark.parametrize(
@@ -108,7 +128,7 @@ def test_a_template_that_is_not_valid_is_named(directory):
         ChatTemplate(directory)
 
 
-@pytest.mark.parametrize("template", ([{"nam": "x"}], [{"name": "default", "template": None}], ["abc"], 5, {}))
+@pytest.mark.parametrize("template", ([{"nam": "x"}], [{"name": "default", "template": None}], ["abc"], 5, {"a": 1}))
 def test_a_field_that_is_no_template_is_named(directory, template):
     configure(directory, chat_template=template)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template must be a text, or a list of objects"):

@@ -94,8 +94,16 @@ BROKEN = {  # name: (corruption of a valid directory, type of the error, words o
     "8-bit floats": (
         rewritten(lambda t: t.update({NORM: torch.ones(32).to(torch.float8_e4m3fn)})), ValueError, "is F8_E4M3",
     ),
-    "another family": (lambda d: edit_config(d, model_type="mamba"), ValueError, "its configuration says"),
+    "another family": (lambda d: edit_config(d, model_type="mamba"), ValueError, "it lacks 6 tensors"),
     "more layers": (lambda d: edit_config(d, num_hidden_layers=3), ValueError, "has no tensor backbone.layers.2."),
+    "10,000 layers": (
+        lambda d: edit_config(d, num_hidden_layers=10_000), ValueError,
+        "has no tensor backbone.layers.2.norm.weight (32,); it lacks 9998 whole layers",
+    ),
+    "two tensors missing": (
+        rewritten(lambda t: [t.pop(name) for name in (NORM, "backbone.norm_f.weight")]), ValueError,
+        f"has no tensor {NORM} (32,); it lacks 2 tensors",
+    ),
     "fewer layers": (lambda d: edit_config(d, num_hidden_layers=1), ValueError, "tensors that a mamba2 model does not"),
     "untied without a head": (
         rewritten(lambda t: t.pop("lm_head.weight")), ValueError, "has no tensor lm_head.weight (61, 32)",
@@ -144,6 +152,10 @@ BROKEN_HYBRIDS = {  # of a model with two hybrid layers, each with its own block
     "a layer more": (
         lambda d: edit_config(d, num_hidden_layers=3),
         "layers_block_type has 2 layers, num_hidden_layers=3",
+    ),
+    "10,000 blocks": (  # each layer holds adapters for half of the others, so their number is quadratic
+        lambda d: edit_config(d, num_hidden_layers=10_000, layers_block_type=["hybrid"] * 10_000),
+        "has no tensor model.layers.2.linear.weight (32, 32); it lacks 9998 whole layers",
     ),
     "three blocks": (lambda d: edit_config(d, tie_word_embeddings=False, num_mem_blocks=1), "has no tensor"),
     "no adapter": (rewritten(lambda t: t.pop(ADAPTER)), f"has no tensor {ADAPTER} (6, 32)"),

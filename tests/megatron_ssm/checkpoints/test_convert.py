@@ -134,11 +134,13 @@ def test_published_configurations():
 
 BROKEN_STATE = {
     "has no tensor backbone.norm_f.weight": lambda s: s.pop("backbone.norm_f.weight"),
-    "without a counterpart, such as backbone.rotary": lambda s: s.update({"backbone.rotary": torch.zeros(2)}),
+    "has 1 tensors that a mamba model does not use, such as backbone.rotary": lambda s: s.update(
+        {"backbone.rotary": torch.zeros(2)}
+    ),
     "backbone.norm_f.weight is (3,), its configuration says (32,)": lambda s: s.update(
         {"backbone.norm_f.weight": torch.zeros(3)}
     ),
-    "lm_head.weight differs from backbone.embedding.weight": lambda s: s.update(
+    "backbone.embedding.weight and lm_head.weight differ, but its configuration makes them one": lambda s: s.update(
         {"lm_head.weight": torch.zeros(64, 32)}
     ),
     "is torch.int64, not a floating-point type": lambda s: s.update({"backbone.norm_f.weight": torch.arange(32)}),
@@ -212,6 +214,13 @@ def test_configurations_without_a_counterpart(theirs, tmp_path, words):
     assert_refused(theirs, tmp_path / "out", words)
 
 
+def test_null_in_a_configuration():
+    """It is as if the field were left out."""
+    ssm = {"layer": "Mamba2", "headdim": None, "flavour": None}
+    with_nulls = {**MODEL, "ssm_cfg": ssm, "pad_vocab_size_multiple": None, "rms_norm": None, "colour": None}
+    assert hugging_face_config(with_nulls) == hugging_face_config({**MODEL, "ssm_cfg": {"layer": "Mamba2"}})
+
+
 class _RunsCode:
     def __reduce__(self):
         return exec, ("raise SystemExit('code in a checkpoint was run')",)
@@ -226,7 +235,7 @@ def test_damaged_files(theirs, tmp_path):
     path.write_bytes(pickle.dumps(_RunsCode()))
     assert_refused(theirs, tmp_path / "out", "is not a complete file of tensors")
     path.unlink()
-    assert_refused(theirs, tmp_path / "out", "pytorch_model.bin does not exist")
+    assert_refused(theirs, tmp_path / "out", "holds neither model.safetensors nor")
     (theirs / "config.json").unlink()
     assert_refused(theirs, tmp_path / "out", "no model configuration")
 
@@ -335,6 +344,13 @@ def test_command(theirs, tmp_path, capsys):
     assert lines[-1] == f"{len(lines) - 2} tensors, nothing written (--dry-run)"
     assert main(["convert", "--model", str(theirs), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
+    fetch = (
+        "hf download EleutherAI/gpt-neox-20b tokenizer.json tokenizer_config.json special_tokens_map.json --local-dir"
+    )
+    assert capsys.readouterr().out.splitlines()[-1] == f"{fetch} {tmp_path / 'out'}"
+    (theirs / "tokenizer.json").write_text("{}")  # then it is copied, and there is nothing to fetch
+    assert main(["convert", "--model", str(theirs), "--out", str(tmp_path / "complete")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"tensors, written to {tmp_path / 'complete'}")
     shutil.rmtree(theirs)
     capsys.readouterr()
     assert main(["convert", "--model", str(theirs), "--dry-run"]) == 2

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 from programs import Fork, completed
 
-from hf import save_hf
+from hf import edit_config, save_hf
 from megatron_ssm import generate, load
 from megatron_ssm.cli import commands
 from megatron_ssm.cli import main as __main__
@@ -114,9 +115,44 @@ def test_text(directory):
     assert result.stdout.decode("utf-8") == text_of(greedy_tokens(directory)) + "\n"
 
 
-def test_two_local_ranks_print_the_same_text(directory):
-    """As they are started by hand."""
-    assert output_of(*full_length(directory), "--tp", 2) == text_of(greedy_tokens(directory))
+def test_two_local_ranks_print_the_same_text(directory, tmp_path):
+    """As they are started by hand, with the console script, in a folder that a stranger has filled: no rank imports from it.
+
+    Python imports from the folder of the script first.
+    """
+    (tmp_path / "folder").mkdir()
+    for name in ("torch", "numpy", "safetensors", "json", "megatron_ssm"):
+        (tmp_path / "folder" / f"{name}.py").write_text("raise SystemExit('from the current folder')")
+    (tmp_path / "megatron-ssm").write_text("from megatron_ssm.cli.main import run_and_exit; run_and_exit()")
+    command = [sys.executable, tmp_path / "megatron-ssm", "generate", *full_length(directory), "--prompt", PROMPT]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*map(str, command), "--tp", "2"], cwd=tmp_path / "folder", env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert (result.returncode, other_output(result.stderr)) == (0, b"")
+    assert result.stdout.decode("utf-8") == text_of(greedy_tokens(directory)) + "\n"
+
+
+def test_tasks_of_srun_are_ranks(directory, tmp_path):
+    """Slurm's variables alone say which they are; rank 0 prints."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = []
+    with open(tmp_path / "stderr", "wb") as stderr:
+        for task in range(2):
+            environment = {
+                **os.environ, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1",
+                "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "MASTER_PORT": str(port),
+            }  # fmt: skip
+            command = [*PYTHON, *full_length(directory), "--json", "--prompt", PROMPT]
+            processes.append(Fork(command, env=environment, stdout=subprocess.PIPE, stderr=stderr))
+    printed = [process.stdout.read() for process in processes]
+    assert [process.wait(LIMIT_S) for process in processes] == [0, 0], (tmp_path / "stderr").read_text()
+    for process in processes:
+        process.stdout.close()
+    report = json.loads(printed[0])
+    assert (report["tp"], report["tokens"], printed[1]) == (2, greedy_tokens(directory), b"")
 
 
 @pytest.mark.full
@@ -165,8 +201,12 @@ def test_json_of_two_ranks_of_torchrun(directory):
 
 
 @pytest.mark.full
-def test_json_of_one_token_in_bfloat16(directory):
-    report = output_of("--model", directory, "--max-new-tokens", 1, "--dtype", "bfloat16", "--json", "--local_rank=0")
+@pytest.mark.parametrize("dtype", ("bfloat16", "auto"))
+def test_json_of_one_token_in_bfloat16(directory, tmp_path, dtype):
+    """auto is what config.json names."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    edit_config(tmp_path, dtype="bfloat16")
+    report = output_of("--model", tmp_path, "--max-new-tokens", 1, "--dtype", dtype, "--json", "--local_rank=0")
     assert (len(report["tokens"]), report["tpot_s"]) == (1, None)
     assert report["cache_bytes"] == cache_bytes(tp=1, itemsize=2)
 

@@ -26,7 +26,8 @@ CLASSES = {
     "zamba2": Zamba2Config,
 }  # fmt: skip
 
-SAME_IN_ALL_FAMILIES = {  # our size or constant, of the stack or of its first mixer: names of transformers' attribute, of which a class has some
+# Our size or constant, of the stack or of its first mixer: names of transformers' attribute, of which a class has some.
+SAME_IN_ALL_FAMILIES = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
     "state_size": ("state_size", "mamba_d_state"),
@@ -188,6 +189,18 @@ def test_old_names_of_the_hub_are_known(base):
     assert families.from_dict({**base, **OLD_NAMES}).unknown == ()
 
 
+def test_long_context_scales_only_the_rotary_embedding():
+    assert families.from_dict({**ZAMBA2, "use_long_context": True}) == families.from_dict(ZAMBA2)
+
+
+@pytest.mark.parametrize("base", (MAMBA, MAMBA2, FALCON, ZAMBA, ZAMBA2), ids=CLASSES)
+def test_null_is_as_if_the_field_were_left_out(base):
+    names = "hidden_act rms_norm attention_dropout zebra time_step_limit use_long_context d_intermediate eos_token_id"
+    config = families.from_dict({**base, **dict.fromkeys(names.split())})
+    assert config == families.from_dict(base)
+    assert config.unknown == ()
+
+
 @pytest.mark.parametrize("limit", [[0.0, {"__float__": "Infinity"}], [0, math.inf], None])
 def test_ways_to_write_an_infinite_limit(limit, tmp_path):
     path = tmp_path / "config.json"
@@ -218,6 +231,9 @@ REFUSED = [  # (configuration, changes, part of the message)
     (MAMBA2, dict(d_intermediate=128), "d_intermediate=128"),
     (MAMBA2, dict(is_encoder_decoder=True), "is_encoder_decoder=True"),
     (MAMBA, dict(head_bias=True), "head_bias=True"),
+    (ZAMBA2, dict(use_mem_rope=True, use_long_context=True), "zamba2 with use_long_context=True is not implemented"),
+    (ZAMBA2, dict(use_mem_rope=True, use_long_context="yes"), "use_long_context='yes' must be true or false"),
+    (ZAMBA2, dict(gated_linear_unit=False), "gated_linear_unit=False is not implemented (only True)"),
     (MAMBA2, dict(intermediate_size=96), "intermediate_size=96 is not expand * hidden_size = 64"),
     (MAMBA, dict(intermediate_size=0), "intermediate_size=0 must be a positive integer"),
     (FALCON, dict(hidden_act="gelu"), "falcon_mamba with hidden_act='gelu' is not implemented (only 'silu')"),

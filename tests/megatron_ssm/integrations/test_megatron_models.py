@@ -12,7 +12,7 @@ from gradients import assert_near, shifted, transformers_loss, whole
 
 from attention2d import CoreAttention
 from cases import Oracle
-from hf import edit_config, save_hf
+from hf import assert_same_bytes, edit_config, save_hf, tensors_in
 from megatron_cpu import CPU, gradients_of, hybrid_model, join
 from megatron_ssm import families
 from megatron_ssm.integrations import megatron_weights
@@ -23,8 +23,11 @@ from megatron_ssm.integrations.specs import gpt_layer_spec, mamba_stack_spec, st
 EXACT = 5e-11
 CASES = {
     "mamba2-1-group": ("mamba2", dict(n_groups=1, time_step_limit=(0.02, 0.2))),
-    "mamba2-2-groups": ("mamba2", dict(n_groups=2, use_bias=True, tie_word_embeddings=True, conv_kernel=3)),
-    "mamba": ("mamba", dict(use_bias=True, tie_word_embeddings=False, time_step_rank=5)),
+    "mamba2-2-groups": (
+        "mamba2",
+        dict(n_groups=2, use_bias=True, tie_word_embeddings=True, conv_kernel=3, vocab_size=61),
+    ),
+    "mamba": ("mamba", dict(use_bias=True, tie_word_embeddings=False, time_step_rank=5, vocab_size=61)),
     "falcon": ("falcon_mamba", dict(mixer_rms_eps=0.01, intermediate_size=96, use_conv_bias=False)),
     "zamba": ("zamba", dict(mamba_proj_bias=True, num_hidden_layers=3, hidden_act="silu")),
     "zamba2": (
@@ -49,7 +52,7 @@ def oracle(tmp_path_factory):
         if name not in made:
             family, changes = CASES[name]
             directory = tmp_path_factory.mktemp(name)
-            made[name] = Oracle(directory, family, changes | dict(vocab_size=64), torch.float64)
+            made[name] = Oracle(directory, family, dict(vocab_size=64) | changes, torch.float64)
             made[name].ids = made[name].ids[:, :65]
         return made[name]
 
@@ -64,7 +67,13 @@ def run_model(oracle, tp, cp, **options):
     model = megatron_model(config, 64, tp, **options)
     load_hugging_face(model, oracle.directory)
     loss, found = gradients_of(model, *shifted(oracle.ids))
-    return loss, {megatron_weights.our_name(name): gradient for name, gradient in found.items()}
+    found = {megatron_weights.our_name(name): gradient for name, gradient in found.items()}
+    for name in {"embeddings.weight", "lm_head.weight"} & found.keys():  # with rows that pad the vocabulary
+        per_rank = -(-config.vocab_size // tp)
+        rows = min(per_rank, config.vocab_size - dist.get_rank() % tp * per_rank)
+        assert not found[name][rows:].any()
+        found[name] = found[name][:rows]
+    return loss, found
 
 
 def check(oracle, results, tp):
@@ -293,6 +302,18 @@ def test_the_example_in_the_guide(ranks, tp, capfd):
     program = re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[1]
     ranks(lambda rank: exec(program.replace("=2", f"={tp}"), {}), tp)
     assert 5 < float(capfd.readouterr().out) < 6
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+def test_the_example_of_weights_in_the_guide(ranks, tp, tmp_path, monkeypatch):
+    """As it is printed, on one rank and on two, with the vocabulary of the demo's model."""
+    page = (Path(__file__).parents[3] / "docs/guides/megatron.md").read_text()
+    program = re.search(r"^```py\n(.*?)^```", page.split("### Checkpoints")[1], re.MULTILINE | re.DOTALL)[1]
+    save_hf(tmp_path / "DIR", "mamba2", vocab_size=257, num_hidden_layers=2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", str(tp))
+    ranks(lambda rank: exec(program, {}), tp)
+    assert_same_bytes(tensors_in(tmp_path / "OTHER"), tensors_in(tmp_path / "DIR"))
 
 
 # What is refused

@@ -105,6 +105,22 @@ def test_gradients_of_the_tokens_before_each_block(ranks, name, cp, order, oracl
             assert_near({"gradient": found[:, token]}, {"gradient": expected[:, token]}, 1e-12)
 
 
+@pytest.mark.parametrize("name, cp", (("mamba", 2), ("zamba2-2-groups-adapters-rope", 2), ("mamba2-2-groups", 3)))
+def test_a_batch_without_rows(ranks, name, cp, oracle):
+    """Its loss and gradients are 0."""
+    oracle = oracle(name, torch.float64)
+
+    def run(rank):
+        spread = Ring(dist.group.WORLD)
+        model = megatron_ssm.load(oracle.directory, context=spread, dtype=torch.float64)
+        part = spread.shard(oracle.ids[:0])
+        loss = model.loss(part, part, seq=oracle.ids.shape[1])
+        loss.backward()
+        return loss.item(), any(gradient.any() for gradient in gradients(model).values())
+
+    assert ranks(run, cp) == [(0, False)] * cp
+
+
 @pytest.mark.parametrize("cp, schedule", ((2, "ring"), (4, "2d")))
 @pytest.mark.parametrize("name", ("mamba", "zamba2-2-groups-adapters-rope"))
 def test_logits_and_gradients_in_fp32(ranks, name, cp, schedule, oracle):

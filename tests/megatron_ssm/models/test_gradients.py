@@ -145,12 +145,27 @@ def test_labels_outside_the_vocabulary(ranks, tp, oracle):
 @pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba2-2-groups-adapters-rope"))
 def test_loss_over_data_parallel_ranks(ranks, tp, dp, name, oracle):
     """Replicas have different rows and numbers of ignored labels, but the loss and gradients are those of one batch."""
-    oracle = oracle(name, torch.float64)
-    ids = torch.randint(oracle.vocab, (dp, 30), generator=torch.Generator().manual_seed(4))
+    ids = torch.randint(61, (dp, 30), generator=torch.Generator().manual_seed(4))
     rows = [shifted(ids[i : i + 1], ignored=0.4 * i, seed=i) for i in range(dp)]
-    inputs, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    counts = labels.ne(-100).sum(1)
+    counts = torch.cat([labels for _, labels in rows]).ne(-100).sum(1)
     assert counts[0] != counts[-1] > 0
+    check_replicas(ranks, oracle(name, torch.float64), tp, rows)
+
+
+@pytest.mark.parametrize("name, tp", [(name, 1) for name in (*FEW, "zamba-2-heads-biases", "falcon")] + [(FEW[2], 2)])
+def test_a_replica_without_rows(ranks, name, tp, oracle):
+    """It adds nothing to the loss and the gradients, and sends what the others send."""
+    ids = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(4))
+    check_replicas(ranks, oracle(name, torch.float64), tp, [shifted(ids), shifted(ids[:0])])
+
+
+def check_replicas(ranks, oracle, tp, rows):
+    """Assert that the loss, and the replicas' sum of gradients, are those of one rank.
+
+    rows: each replica's (inputs, labels).
+    """
+    dp = len(rows)
+    inputs, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
 
     def run(rank):
         tensor = [dist.new_group(range(i * tp, (i + 1) * tp)) for i in range(dp)][rank // tp]
@@ -166,6 +181,7 @@ def test_loss_over_data_parallel_ranks(ranks, tp, dp, name, oracle):
     results = ranks(run, tp * dp)
     for loss, _ in results:
         torch.testing.assert_close(loss, expected, rtol=2 * EXACT, atol=0)
+        assert torch.equal(loss, results[0][0])
     for replica in range(dp):
         shards = [shard for _, shard in results[replica * tp : (replica + 1) * tp]]
         assert_near(whole(oracle, shards), whole(oracle, [alone]), 2 * EXACT)

@@ -125,6 +125,19 @@ def test_a_sequence_of_one_token(ranks, tp, name, oracle):
         torch.testing.assert_close(result, expected, rtol=0, atol=oracle.tolerance)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups", "zamba2-2-groups-adapters-rope"))
+@torch.no_grad()
+def test_a_batch_without_rows(name, dtype, oracle):
+    """Its logits have no rows either, in a prefill, in decoding, and in the tokens that are generated."""
+    ids = oracle(name).ids[:0]
+    model = megatron_ssm.load(oracle(name).directory, dtype=dtype)
+    cache = model.new_cache(0)
+    found = [model(ids), *(model(part, cache=cache) for part in (ids, ids[:, :1], ids[:, :3]))]
+    assert [logits.shape for logits in found] == [(0, seq, model.config.vocab_size) for seq in (SEQ, SEQ, 1, 3)]
+    assert megatron_ssm.generate(model, ids).shape == (0, 0) and model.generate(ids).shape == ids.shape
+
+
 @pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("seed", by_default(range(2), range(60)))

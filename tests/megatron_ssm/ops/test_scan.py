@@ -46,6 +46,20 @@ def test_dtypes(kind, dtype, tolerance):
         assert ours["carried"].dtype == ours["state"].dtype == torch.promote_types(dtype, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("kind, seq", [(kind, seq) for kind in KINDS for seq in (1, 70)])
+def test_a_batch_without_rows(kind, seq, dtype):
+    fast, plain = KINDS[kind]
+    inputs = inputs_of(kind, batch=0, seq=seq, dtype=dtype)
+    ours = everything(fast, inputs)
+    assert worst(ours, everything(plain, inputs)) == 0
+    assert all(
+        tensor.shape == inputs[name].shape and not tensor.any() for name, tensor in ours.items() if name in inputs
+    )
+    with torch.no_grad():
+        assert fast(**inputs)[0].shape == inputs["x"].shape
+
+
 @pytest.mark.parametrize("kind", ("selective", "ssd"))
 def test_bf16_inputs_are_summed_in_fp32(kind):
     inputs = inputs_of(kind, seq=200, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.parallel.groups import check_world, initialize, join
+from megatron_ssm.parallel.groups import Groups, check_world, initialize, join
 from ranks import run_agent
 from serving import attempt
 
@@ -39,6 +39,16 @@ def test_a_parallel_state_of_another_tensor_parallel_degree(ranks, world):
 
     error = ("ValueError", "Megatron's parallel_state already has 2 tensor-parallel ranks, not 1")
     assert ranks(run, world) == [(error, 2)] * world
+
+
+def test_one_rank_without_a_launcher_has_a_parallel_state_too(ranks):
+    def run(rank):
+        dist.destroy_process_group()
+        groups = initialize()
+        sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()
+        return groups, sizes, dist.get_world_size()
+
+    assert ranks(run, 1) == [(Groups(), (1, 1), 1)]
 
 
 @pytest.mark.parametrize("tensor", (0, -1))

@@ -1,5 +1,6 @@
 """The command line of the server. Oracle: its documentation."""
 
+import os
 import re
 import shutil
 import socket
@@ -38,6 +39,7 @@ def test_help_loads_neither_torch_nor_the_server():
     "flags, message",
     [
         (["--tp", "0"], "--tp 0 must be at least 1"),
+        (["--host", ""], "--host is empty: it must be a host name or an address (0.0.0.0: every network)"),
         (["--slots", "0"], "--slots 0 must be at least 1"),
         (["--slots", "600"], "--token-budget 512 must be above --slots 600"),
         (["--port", "-1"], "--port -1 must be at least 0"),
@@ -122,6 +124,20 @@ def test_caches_that_do_not_fit(family, slots, length):
         f"--slots {slots} --max-length {length}: there is no memory for the caches of so many slots of that"
     )
     assert re.search(r"\(tried to allocate \d+ bytes\)$", error)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_under_stdout_does_not_end_the_server(monkeypatch, caplog):
+    """The address is logged instead."""
+    monkeypatch.setattr(command, "run_server", lambda *arguments: arguments[-2]())  # it announces, and ends
+    flags = ["serve", "--model", str(checkpoint("mamba2")), "--device", "cpu", "--port", "0"]
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        serve(cli.parser().parse_args(flags))
+    line = caplog.records[-1].getMessage()
+    assert re.search(
+        r"serving \S+ at http://127.0.0.1:\d+ .*; stdout cannot be written: No space left on device$", line
+    )
 
 
 def test_ipv6():

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from megatron_ssm.serving.command import bind
 from servers import IGNORE_EOS, LIMIT_S, events, expected, server, with_template
 
 LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0, **IGNORE_EOS}
@@ -220,6 +221,20 @@ def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank,
         assert sorted(map(str, results)) == ["503"] * 4 + ["server_error"] * 4
     else:
         assert results == ["broken off"] * 8
+
+
+@pytest.mark.parametrize(
+    "number", (signal.SIGKILL, signal.SIGHUP, pytest.param(signal.SIGQUIT, marks=pytest.mark.full))
+)
+def test_no_rank_outlives_the_process_that_was_started(directory, tmp_path, number):
+    """SIGHUP and SIGQUIT do what SIGTERM does. After SIGKILL, too, another server can have the address."""
+    with server(directory, tmp_path / "log", tp=2) as running:
+        assert running.post("/v1/completions", SHORT).status_code == 200
+        running.process.send_signal(number)
+        assert running.process.wait(LIMIT_S) == (-number if number == signal.SIGKILL else 0)
+        running.process.stdout.read()  # returns when the last rank has ended
+        address = urlsplit(running.url)
+        bind(address.hostname, address.port).close()
 
 
 @pytest.mark.full

@@ -1,7 +1,10 @@
 """Training data. Oracles: brute force over small texts and streams, counting by hand, definitions."""
 
+import bz2
 import errno
+import gzip
 import importlib.util
+import lzma
 import math
 import os
 import sys
@@ -97,6 +100,58 @@ def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
         read_documents(tmp_path)
     (tmp_path / "closed").rename(tmp_path / "open")
     assert read_documents(tmp_path) == ["a/text", "closed/text"]
+
+
+def test_json_lines(tmp_path):
+    """Each line's `text` is a document. Other objects of a .json file are text, as source code is."""
+    lines = '{"text": "one\\n--\\n€", "meta": {"text": 1}}\n\n{"id": 3, "text": "\\ud83d\\ude00"}\r\n{"text": " "}\n'
+    for name in ("a.jsonl", "b.ndjson", "c.json"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" * (name == "a.jsonl") + lines.encode())
+        assert read_documents([tmp_path / name], separator="--") == ["one\n--\n€", "\U0001f600"]
+    (tmp_path / "d.json").write_text('{\n "text": "x"\n}\n')
+    (tmp_path / "e.txt").write_text('{"text": "x"}\n')
+    assert read_documents([tmp_path / "d.json", tmp_path / "e.txt"]) == ['{\n "text": "x"\n}\n', '{"text": "x"}\n']
+
+
+@pytest.mark.parametrize(
+    "lines, rule",
+    [
+        ('{"text": "a"}\n{"text": 3}', r"line 2 of \S*f.jsonl is not a JSON object with a string `text`$"),
+        ('\n{"content": "a"}', r"line 2 of \S*f.jsonl is not a JSON object with a string `text`$"),
+        ('["text"]', r"line 1 of \S*f.jsonl is not a JSON object"),
+        ('{"text": "a"}\nfree text', r"line 2 of \S*f.jsonl is not JSON: Expecting value"),
+        ('{\n"text": "a"\n}', r"line 1 of \S*f.jsonl is not JSON"),
+        ("[" * 10**5, r"line 1 of \S*f.jsonl is not JSON"),
+        (r'{"text": "a\ud800"}', r"line 1 of \S*f.jsonl: `text` has half of a surrogate pair"),
+        ('{"text": ""}\n', r"no text in \S*f.jsonl$"),
+    ],
+)
+def test_errors_in_json_lines(tmp_path, lines, rule):
+    (tmp_path / "f.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=rule):
+        read_documents([tmp_path / "f.jsonl"])
+
+
+@pytest.mark.parametrize(
+    "name, data, kind",
+    [
+        ("text_document.bin", b"a\0b\0", "of Megatron's indexed datasets"),
+        ("text_document.idx", b"MMIDIDX\0\0\1", "of Megatron's indexed datasets"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}'), "compressed by gzip"),
+        ("a.bz2", bz2.compress(b"a"), "compressed by bzip2"),
+        ("a.xz", lzma.compress(b"a"), "compressed by xz"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\0", "compressed by zstd"),
+        ("a.parquet", b"PAR1\x15\x04", "Parquet"),
+        ("a.arrow", b"ARROW1\0\0", "Arrow"),
+        ("a.txt", "a".encode("utf-16"), "UTF-16"),
+        ("a.tar", b"a" + bytes(511), "not text: byte 0x00 at byte offset 1"),
+        ("a.json", b'[\n {"text": "a"}]', "a JSON array: write one object per line"),
+    ],
+)
+def test_other_formats_are_named(tmp_path, name, data, kind):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"^expected UTF-8 text or JSON lines \(.jsonl\), but \S*{name} is {kind}$"):
+        read_documents(tmp_path)
 
 
 def test_document_errors_name_the_file(tmp_path):

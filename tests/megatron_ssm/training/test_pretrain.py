@@ -753,6 +753,13 @@ def test_an_error_is_all_that_the_script_prints(here):
     assert (code, out, err) == (2, "", "pretrain.py: cannot read none: No such file or directory\n")
 
 
+def test_tasks_of_a_launcher_that_are_no_ranks(here):
+    """Each of two processes would train alone."""
+    code, out, err = script("--data", "none", "--out", "out", OMPI_COMM_WORLD_SIZE="2")
+    assert (code, out) == (2, "") and err.startswith("pretrain.py: there are 2 ranks (")
+    assert err.count("\n") == 1 and "RANK is not set" in err
+
+
 @pytest.mark.full
 def test_other_ranks_are_silent(here):
     assert script("--data", "none", "--global-batch-size", "3", RANK="1", WORLD_SIZE="2") == (2, "", "")

@@ -82,6 +82,20 @@ def test_curves(ranks, tp, dp, model, micro):
     check_curves(ranks, tp, dp, model, micro)
 
 
+@pytest.mark.parametrize("tp, dp, model", [(2, 2, "mamba2 groups"), (3, 1, "falcon"), (2, 1, "zamba2 untied")])
+def test_copies_of_parameters_stay_equal(ranks, tp, dp, model):
+    """Bit for bit, although each rank computes slightly different gradients of them."""
+    run = tiny.options(**MODELS[model] | (dict(hidden_size=12) if tp == 3 else {}))
+
+    def train(rank):
+        trainer = tiny.rounding_differently(tiny.trainer_on(tp, run))
+        tiny.curve(trainer, 3)
+        return tiny.pieces(trainer), trainer.model.config.fields()
+
+    parameters, fields = zip(*ranks(train, tp * dp), strict=True)
+    tiny.assembled(parameters, fields[0], tp)  # asserts it
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("model", MODELS)
@@ -227,6 +241,8 @@ def test_only_matrices_have_weight_decay(model):
     names = {parameter: name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     decayed, others = adamw(trainer.model, tiny.options(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    marked = {parameter for parameter in names if getattr(parameter, "_no_weight_decay", False)}
+    assert marked == {*others["params"]}
     assert all(not re.search(NO_DECAY, names.pop(parameter)) for parameter in decayed["params"])
     assert all(re.search(NO_DECAY, names.pop(parameter)) for parameter in others["params"])
     assert not names

@@ -184,6 +184,21 @@ def test_clipping_counts_each_element_once(ranks, tmp_path, tp, dp, stage):
         assert stage == 0 or tp == 2 or theirs > 1.01 * run.clip_grad
 
 
+@pytest.mark.parametrize("stage, tp, dp", [(0, 2, 1), (1, 2, 2), (2, 2, 2), (3, 2, 2)])
+def test_copies_of_parameters_stay_equal(ranks, tmp_path, stage, tp, dp):
+    """The partitions of two tensor-parallel ranks do not end at the same element, because their vocabularies differ."""
+    run, vocab = run_of(stage, folder=tmp_path, mamba_num_groups=2), 9
+
+    def train(rank):
+        trainer = tiny.rounding_differently(tiny.trainer_on(tp, run, vocab))
+        tiny.curve(trainer, 3, vocab=vocab)
+        with trainer.whole_parameters():
+            return tiny.pieces(trainer), trainer.model.config.fields()
+
+    parameters, fields = zip(*ranks(train, tp * dp), strict=True)
+    tiny.assembled(parameters, fields[0], tp)  # asserts it
+
+
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_divides(ranks, tmp_path, tp, dp, stage):

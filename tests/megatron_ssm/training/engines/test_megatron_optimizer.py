@@ -37,7 +37,7 @@ DIVIDED = dict(engine="megatron", use_distributed_optimizer=True, params_dtype="
 
 def options(engine="megatron", **changes):
     chosen = DIVIDED if engine == "megatron" else dict(engine=engine, params_dtype="float32")
-    return tiny.options(**chosen, **dict(micro_batch_size=1) | changes)
+    return tiny.options(**chosen | dict(micro_batch_size=1) | changes)
 
 
 def trainer_on(tp, run, vocab=tiny.VOCAB):
@@ -97,6 +97,20 @@ def test_clipping_counts_each_element_once(ranks, tp, dp):
     whole = tiny.curve(oracle, 2)
     for curve in ranks(lambda rank: tiny.curve(with_large_gradients(trainer_on(tp, run)), 2), tp * dp):
         assert torch.allclose(curve, whole, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("tp, dp, divides", [(2, 2, True), (2, 1, False)])
+def test_copies_of_parameters_stay_equal(ranks, tp, dp, divides):
+    """The shares of two tensor-parallel ranks do not end at the same element, because their vocabularies differ."""
+    run = options(mamba_num_groups=2, use_distributed_optimizer=divides)
+
+    def train(rank):
+        trainer = tiny.rounding_differently(trainer_on(tp, run))
+        tiny.curve(trainer, 3)
+        return tiny.pieces(trainer), trainer.model.config.fields()
+
+    parameters, fields = zip(*ranks(train, tp * dp), strict=True)
+    tiny.assembled(parameters, fields[0], tp)  # asserts it
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])

@@ -1,0 +1,127 @@
+"""The gradients of a model that is split over ranks, after backward: equal copies, their norm, and clipping.
+
+They are whole on every replica, or divided over the replicas: by an engine, or by torch's `fully_shard`, whose gradients are
+DTensors. Everything here works on the part that this rank holds.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_ssm.models.model import Model
+from megatron_ssm.models.parameters import fields_of
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
+
+
+def whole_gradients(model: Model) -> Gradients:
+    """(parameter, its gradient) of the parameters that have one."""
+    return ((parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
+
+
+def replicated_parameters(model: Model) -> list[nn.Parameter]:
+    """The trained parameters of which every tensor-parallel rank holds all: norms, biases of row-parallel layers, ...
+
+    Several ranks may also hold the same rows of B and C; the layers sum the gradients of these in backward.
+    """
+    return [
+        parameter for parameter, field in fields_of(model).items() if parameter.requires_grad and field.split is None
+    ]
+
+
+@torch.no_grad()
+def average_replicated_gradients(model: Model, gradients: Gradients | None = None) -> None:
+    """Make the gradients of `replicated_parameters` the same on all tensor-parallel ranks: their mean, in place.
+
+    Each rank computes them from the same numbers, but with another number of threads, or on another processor, it rounds
+    differently, and the copies would drift apart. Call it once per optimizer step, after the last backward; with a
+    `torch.amp.GradScaler`, before `unscale_`. If a gradient of this rank's own part is not finite on one rank, they become
+    NaN on all ranks, so that each rank's scaler skips the step and lowers its scale.
+
+    gradients: (parameter, its gradient, or the same part of it on all tensor-parallel ranks); None: `whole_gradients`.
+    All-reduces those of `replicated_parameters` over the tensor-parallel ranks, as one tensor.
+    """
+    ranks, replicated = model.ranks, set(replicated_parameters(model))
+    given = [(p, _local(gradient)) for p, gradient in (whole_gradients(model) if gradients is None else gradients)]
+    parts = [gradient for parameter, gradient in given if parameter in replicated]
+    if ranks.group is None or not parts:
+        return
+    flat = torch.cat([part.flatten().to(at_least_fp32(part.dtype)) for part in parts])
+    flat += 0 * torch.stack([gradient.sum(dtype=flat.dtype) for _, gradient in given]).sum()  # 0, or NaN
+    mean = ranks.all_reduce_exact(flat, ranks.group) / ranks.size
+    for part, values in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values.view_as(part))
+
+
+@torch.no_grad()
+def average_divided_gradients(
+    model: Model, parts: Iterable[tuple[nn.Parameter, slice, torch.Tensor]], divided_over: dist.ProcessGroup | None
+) -> None:
+    """`average_replicated_gradients` for an engine whose ranks hold parts that differ between tensor-parallel ranks.
+
+    parts: (parameter, the elements of it as a vector, their gradient) on this rank. divided_over: the ranks over which the
+    gradients are divided; they all-reduce them first.
+    """
+    parameters = replicated_parameters(model)
+    if model.ranks.group is None or not parameters:
+        return
+    sizes = [fields_of(model)[parameter].shape for parameter in parameters]
+    flat = torch.zeros(sum(map(math.prod, sizes)), dtype=at_least_fp32(model.dtype), device=model.device)
+    whole = dict(zip(parameters, flat.split([*map(math.prod, sizes)]), strict=True))
+    held = [(gradient, whole[parameter][part]) for parameter, part, gradient in parts if parameter in whole]
+    for gradient, values in held:
+        values.copy_(gradient.view_as(values))
+    if divided_over is not None:
+        dist.all_reduce(flat, group=divided_over)
+    average_replicated_gradients(model, whole.items())
+    for gradient, values in held:
+        gradient.copy_(values.view_as(gradient))
+
+
+@torch.no_grad()
+def grad_norm(
+    model: Model, gradients: Gradients | None = None, divided_over: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """The 2-norm of the whole model's gradient: a scalar tensor, the same on every rank.
+
+    gradients: (parameter, the part of its gradient that this rank holds); None: `whole_gradients`. divided_over: the ranks
+    over which these parts are divided, of any shapes; None: this rank holds whole gradients, or DTensors.
+
+    Each element counts once, however many ranks hold it: of a parameter that c tensor-parallel ranks hold, each rank adds
+    1/c of the squares. All-reduces one element over `divided_over` or the mesh of the DTensors, and one over the
+    tensor-parallel ranks.
+    """
+    ranks, fields = model.ranks, fields_of(model)
+    total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
+    sums: dict[Any, torch.Tensor] = {}  # of squares, by the mesh of the gradients; None: plain tensors
+    for parameter, gradient in whole_gradients(model) if gradients is None else gradients:
+        mesh = getattr(gradient, "device_mesh", None)
+        squares = gradient.to(total.dtype).square().sum() / fields[parameter].copies(ranks.size)
+        sums[mesh] = sums[mesh] + squares if mesh in sums else squares
+    for mesh, squares in sums.items():
+        total += squares if mesh is None else squares.full_tensor()  # type: ignore[attr-defined]
+    if divided_over is not None:
+        dist.all_reduce(total, group=divided_over)
+    return ranks.all_reduce_exact(total, ranks.group).sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(model: Model, norm: torch.Tensor, limit: float, gradients: Gradients | None = None) -> None:
+    """Scale every gradient by limit / (norm + 1e-6) if norm > limit, as torch and Megatron do; limit 0 is no limit.
+
+    gradients: see `grad_norm`.
+    """
+    if limit and norm > limit:
+        for _, gradient in whole_gradients(model) if gradients is None else gradients:
+            _local(gradient).mul_((limit / (norm + 1e-6)).to(gradient.dtype))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this rank holds, in its memory; another tensor as it is."""
+    to_local = getattr(gradient, "to_local", None)
+    return gradient if to_local is None else to_local()
