@@ -188,8 +188,8 @@ class ColumnParallelLinear(TrackedModule):
 class RowParallelLinear(TrackedModule):
     """y = x W^T with the columns of W split over the ranks: x (..., this rank's columns) -> y (..., out), partial.
 
-    Sends nothing: `whole` sums y over the ranks, or a unit does, with others (`operators.operator.sum_of`). Every rank has
-    all of the bias, which is added once, after the sum.
+    Sends nothing: a unit sums y over the ranks, with that of others (`operators.operator.sum_of`). Every rank has all of the
+    bias, which is added once, after the sum.
     """
 
     def __init__(

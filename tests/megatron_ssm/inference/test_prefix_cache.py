@@ -29,9 +29,9 @@ families_of_worlds = pytest.mark.parametrize(
 
 def entry(length, sizes=(3, 5), after=None):
     """A snapshot that holds tensors of these many bytes for itself, and logits of as many as `length`."""
-    new = [[torch.zeros(sizes[1], dtype=torch.int8), torch.zeros(0, dtype=torch.int8)]]
+    new = [torch.zeros(sizes[1], dtype=torch.int8), torch.zeros(0, dtype=torch.int8)]
     segments = (*(after.segments if after else ()), new)
-    return Snapshot(length, [[torch.zeros(sizes[0], dtype=torch.int8)]], segments), torch.zeros(7, dtype=torch.int8)
+    return Snapshot(length, [torch.zeros(sizes[0], dtype=torch.int8)], segments), torch.zeros(7, dtype=torch.int8)
 
 
 def distinct_bytes(entries):

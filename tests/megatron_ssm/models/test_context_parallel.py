@@ -92,7 +92,7 @@ def test_gradients_of_the_tokens_before_each_block(ranks, name, cp, order, oracl
     one = megatron_ssm.load(oracle.directory, dtype=torch.float64)
     expected = embedding_gradients(one, lambda: one.loss(inputs, labels))
     block = 48 // (cp * (2 if order == "zigzag" else 1))
-    near = [token for token in range(48 - block) if token % block >= block - (one.config.conv_kernel - 1)]
+    near = [token for token in range(48 - block) if token % block >= block - one.config.history]
 
     def run(rank):
         spread = Ring(dist.group.WORLD, order)

@@ -1,7 +1,5 @@
 """The names of context schedules. Oracle: the schedules of attention2d."""
 
-from dataclasses import replace
-
 import pytest
 import torch.distributed as dist
 
@@ -13,6 +11,15 @@ from sparsefusion import Fabric
 from sparsefusion.fabric.curve import Curve
 
 SIZES = dict(tensor_ranks=1, seq=64, batch=1)
+
+
+def grouped(family, groups):
+    """The stack of a family's checkpoint, with so many query heads per key/value head."""
+    raw = families.read(checkpoint(family)).raw
+    if groups == 1:
+        return families.from_dict(raw)
+    kv_heads = raw["num_attention_heads"] // groups
+    return families.from_dict(raw | dict(num_key_value_heads=kv_heads, use_shared_attention_adapter=False))
 
 
 @pytest.mark.parametrize("world", (2, 4))
@@ -41,18 +48,16 @@ def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups
 
     The bytes of the search's reason are those that attention2d sends.
     """
-    config = families.read(checkpoint(family))
-    if groups > 1:
-        config = replace(config, shared=replace(config.shared, kv_heads=config.shared.heads // groups))
+    config = grouped(family, groups)
 
     def run(rank):
         found, chosen = (
             schedule_of(name, dist.group.WORLD, config, 1, 24 * world + 1, 2) for name in ("search", "auto")
         )
-        if config.shared is None:
+        if not config.attentions:
             return repr(found) == repr(chosen), found.reason
-        sizes = dict(batch=2, seq=24 * world + 1, heads=config.shared.heads, kv_heads=config.shared.kv_heads)
-        volumes = [each.volume(**sizes, head_dim=config.shared.head_dim, itemsize=4) for each in (found, chosen)]
+        sizes = dict(batch=2, seq=24 * world + 1, **vars(config.attentions[0]))
+        volumes = [each.volume(**sizes, itemsize=4) for each in (found, chosen)]
         sent = [volume.forward + volume.backward for volume in volumes]
         assert f"a rank sends {volumes[0].forward:,} bytes" in found.reason
         assert "grids by prediction, forward and backward" in found.reason
@@ -66,8 +71,7 @@ def test_a_search_finds_what_sends_the_fewest_bytes(ranks, world, family, groups
 @pytest.mark.parametrize("world, groups, name", [(2, 1, "Ulysses"), (4, 1, "Ulysses"), (4, 2, "USP")])
 def test_the_reason_of_a_search_names_the_schedule(ranks, world, groups, name):
     """Its plan leaves lse where it is computed. groups: query heads per key/value head."""
-    config = families.read(checkpoint("zamba2"))
-    config = replace(config, shared=replace(config.shared, kv_heads=config.shared.heads // groups))
+    config = grouped("zamba2", groups)
 
     def run(rank):
         reason = schedule_of("search", dist.group.WORLD, config, **SIZES).reason

@@ -1,7 +1,6 @@
 """Models whose scans exchange channels between context ranks, and the choice of it. Oracles: transformers, formulas."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -132,7 +131,8 @@ def test_wrong_requests_are_one_error_on_every_rank(ranks, world, oracle):
 
     def run(rank):
         spread = Ring(dist.group.WORLD)
-        config = replace(families.read(directory), heads=2)
+        raw = families.read(directory).raw
+        config = families.from_dict(raw | dict(num_heads=2, head_dim=raw["expand"] * raw["hidden_size"] // 2))
         return (
             attempt(megatron_ssm.load, directory, context=spread, exchange_channels=rank == 0),
             attempt(check_schedule, spread, config, None, exchange_channels=True),
@@ -148,9 +148,10 @@ def test_wrong_requests_are_one_error_on_every_rank(ranks, world, oracle):
 
 def forms(config, ranks, seq, batch):
     """Bytes that a rank sends in fp32, by the formulas of docs/concepts/passing-states.md: (states, channels or None)."""
-    channels, n = config.intermediate_size, config.state_size
-    heads = config.heads if config.groups else channels
-    groups = max(1, config.groups or config.heads)
+    mixer = config.layers[0][0].operators[0].spec
+    channels, n = mixer.channels, mixer.state_size
+    heads = mixer.heads if hasattr(mixer, "groups") else channels
+    groups = mixer.groups if hasattr(mixer, "groups") else mixer.heads
     s, d = batch * channels * n, batch * heads
     tokens = batch * (2 * ranks * -(-seq // (2 * ranks))) // ranks
     is_sliced = ranks > 2 and heads % ranks == 0
@@ -164,12 +165,12 @@ def forms(config, ranks, seq, batch):
 @pytest.mark.parametrize("world", (2, 3, 4, 5))
 def test_a_search_takes_the_form_that_sends_less(ranks, world):
     """In every family; sizes that do not divide over 3 or 5 ranks pass states."""
-    families = {family: families.read(checkpoint(family)) for family in ("mamba", "mamba2", "zamba", "zamba2")}
+    configs = {family: families.read(checkpoint(family)) for family in ("mamba", "mamba2", "zamba", "zamba2")}
     lengths = (8 * world, 64 * world + 1)
 
     def run(rank):
         found = {}
-        for family, config in families.items():
+        for family, config in configs.items():
             for seq in lengths:
                 plan, exchanges = scan_plan(dist.group.WORLD, config, 1, seq, 2)
                 found[family, seq] = exchanges, plan.bytes_per_rank, plan.hash
@@ -178,7 +179,7 @@ def test_a_search_takes_the_form_that_sends_less(ranks, world):
     results = ranks(run, world)
     assert all(found == results[0] for found in results)
     for (family, seq), (exchanges, sent, _) in results[0].items():
-        states, channels = forms(families[family], world, seq, 2)
+        states, channels = forms(configs[family], world, seq, 2)
         assert sent == (channels if exchanges else states), (family, seq)
         assert exchanges == (channels is not None and channels < states), (family, seq)
     assert {exchanges for exchanges, *_ in results[0].values()} == ({True, False} if world in (2, 4) else {False})
@@ -237,7 +238,7 @@ def test_layers_send_what_the_plans_say(ranks, name, cp, oracle):
         return sent, scan_plan(dist.group.WORLD, config, 1, seq, len(oracle.ids))
 
     states, channels = forms(config, cp, seq, len(oracle.ids))
-    step_sizes = 0 if cp > 2 else 4 * len(oracle.ids) * (config.heads if config.groups else config.intermediate_size)
+    step_sizes = 0 if cp > 2 else 4 * len(oracle.ids) * config.recurrences[0].heads
     for (exchanging, passing), (plan, exchanges) in ranks(run, cp):
         assert exchanges and plan.bytes_per_rank == channels
         # On two ranks the plan gathers step sizes, of which the model sends half.

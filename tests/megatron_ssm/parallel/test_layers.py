@@ -1,4 +1,4 @@
-"""Tensor-parallel operators and layers. Oracles: plain sums over the ranks' tensors, torch's Linear and Embedding."""
+"""Tensor-parallel layers and sums over ranks. Oracles: plain sums of tensors, torch's Linear and Embedding."""
 
 import copy
 from dataclasses import replace
@@ -11,6 +11,7 @@ from torch import nn
 
 import megatron_ssm
 from hf import save_hf
+from megatron_ssm.operators.operator import Partial, as_input, sum_of
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
     Packed,
@@ -309,7 +310,8 @@ def test_column_parallel_linear(ranks, world, bias):
                 kind, field = name.split(".")
                 parameter.copy_(whole[kind][rows(rank)].split([2, 3])["ab".index(field)])
         mine = x.clone().requires_grad_()
-        out = ours(mine)
+        with as_input(mine, ours.ranks) as whole_x:
+            out = ours(whole_x)
         out.backward(weight[..., rows(rank)])
         grads = [torch.cat([p.grad for p in packed.parameters()]) for packed in (ours.weight, ours.bias) if packed]
         return out.detach(), mine.grad, grads
@@ -336,7 +338,7 @@ def test_row_parallel_linear(ranks, world, bias):
             if bias:
                 ours.bias.copy_(layer.bias)
         part = x[..., mine].clone().requires_grad_()
-        out = ours(part)
+        out = sum_of([Partial(ours(part), bias=ours.bias)], ours.ranks)
         out.backward(weight)
         return out.detach(), part.grad, [p.grad for p in ours.parameters()]
 
@@ -363,7 +365,9 @@ def test_only_row_parallel_outputs_use_reduce(ranks, world):
         chosen = replace(exact, format=reduce)
         column = ColumnParallelLinear(4, {"a": 3}, False, chosen, torch.float64)
         row = RowParallelLinear(3, 4, False, chosen, torch.float64)
-        row(column(normal(2, 4).requires_grad_())).sum().backward()
+        with as_input(normal(2, 4).requires_grad_(), chosen) as x:
+            part = row(column(x))
+        sum_of([Partial(part)], chosen).sum().backward()
         return len(reduced)
 
     assert ranks(called, world) == [1] * world
