@@ -22,7 +22,7 @@ class NativePrompt(NativeLayers):
     def call_for(self, caches: Sequence[LayerCache], rows: Rows, tokens: int) -> "PromptCall | None":
         """What reads `tokens` tokens of each of some rows of these layers' caches, in place of the layers.
 
-        None if C does not support these caches, or does not have the fastest products for so many tokens.
+        None if C does not support these caches, or has no kernel for the products of so many tokens.
         """
         held = [cache.read(rows) for cache in caches]
         batch = len(held[0][0])
@@ -48,9 +48,8 @@ class NativePrompt(NativeLayers):
         seq, parts = x.shape[1], []
         for i in range(pieces):
             piece = slice(i * seq // pieces, (i + 1) * seq // pieces)
-            for layer, struct in zip(self._native_layers, self._structs, strict=True):
+            for struct in self._structs:
                 struct.tokens = piece.stop - piece.start
-                struct.as_integers, struct.in_bytes = layer.integer_forms(len(x) * struct.tokens)
             part = x[:, piece].contiguous()
             parts.append(torch.empty_like(part))
             self._compute(part, part if given is x else given[:, piece].contiguous(), parts[-1])

@@ -21,7 +21,6 @@ from megatron_ssm.layers.pending_tokens import KeptTokens
 from megatron_ssm.native import kernels, products
 from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
-from megatron_ssm.ops.matrices import IN_STEP, INTEGER_PANELS, INTEGERS, MANY, product_form
 from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
@@ -104,7 +103,7 @@ class NativeLayer:
             typed["gated_weight"] = mixer.norm_weight
         else:
             matrices |= dict(x_proj=mixer.x_proj, dt_proj=mixer.dt_proj)
-        supported = _is_supported(typed, float32, matrices, len(conv) * (ahead or 1))
+        supported = _is_supported(typed, float32, matrices, len(conv) * (ahead or 1), mixer.heads)
         return cls(block, typed, float32, matrices, workspace, ahead, prompt_rows) if supported else None
 
     def __init__(
@@ -125,7 +124,7 @@ class NativeLayer:
         )  # fmt: skip
         self._workspace, self.dtype, self._kept = workspace, norm.weight.dtype, []
         self._row_sizes = conv.shape[1:], state.shape[1:]
-        self._stored = {values.dtype for values in _values(matrices)}
+        self._products = _products(matrices, mixer.heads)
         self.layer.next_state, self.layer.next_stride = self.layer.state, self.layer.state_stride
         if ahead is not None:
             after = self._tensor("next_state", *state.shape, dtype=torch.float32)
@@ -143,17 +142,8 @@ class NativeLayer:
         )
 
     def is_fast(self, rows: int) -> bool:
-        """Whether step.c has the fastest products for so many tokens, and supports them."""
-        if rows < MANY:
-            return all(rows <= products.most_rows(dtype, self.dtype) for dtype in self._stored)
-        has_gaps = not self.layer.mamba2 and self.layer.heads > 1  # between the rows of a head in x_proj's matrix
-        forms = (product_form(dtype, self.dtype, rows) for dtype in self._stored)
-        return not has_gaps and all(form in IN_STEP for form in forms)
-
-    def integer_forms(self, rows: int) -> tuple[bool, bool]:
-        """Whether so many tokens are multiplied fastest by bfloat16 matrices as integers, and by rounded ones in 8 bits."""
-        forms = {stored: product_form(stored, self.dtype, rows) for stored in self._stored if rows >= MANY}
-        return forms.get(torch.bfloat16) == INTEGER_PANELS, INTEGERS in forms.values()
+        """Whether C has kernels for the products of so many tokens."""
+        return all(products.has_kernel(dtype, self.dtype, rows, *layout) for dtype, *layout in self._products)
 
     def _tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the workspace (dtype None: the model's); its address is written into the C struct."""
@@ -325,18 +315,28 @@ def _mamba2_sizes(mixer: Mamba2Mixer) -> dict[str, float]:
                 inner_eps=mixer.eps)  # fmt: skip
 
 
-def _values(matrices: dict[str, Tensor | RoundedMatrix]) -> list[Tensor]:
-    """The matrices of a layer; of rounded ones the integers."""
-    return [m if isinstance(m, Tensor) else m.values for m in matrices.values()]
+def _has_gaps(name: str, heads: int) -> bool:
+    """Whether step.c multiplies head by head: in x_proj their columns are side by side, in dt_proj their results."""
+    return name in ("x_proj", "dt_proj") and heads > 1
+
+
+def _products(matrices: dict[str, Tensor | RoundedMatrix], heads: int) -> set[tuple]:
+    """(dtype, columns, whether there are gaps) of the matrices of a layer."""
+    values = {name: m if isinstance(m, Tensor) else m.values for name, m in matrices.items()}
+    return {(v.dtype, products.columns_of(v), _has_gaps(name, heads)) for name, v in values.items()}
 
 
 def _is_supported(
-    typed: dict[str, Any], float32: dict[str, Tensor], matrices: dict[str, Tensor | RoundedMatrix], batch: int
+    typed: dict[str, Any],
+    float32: dict[str, Tensor],
+    matrices: dict[str, Tensor | RoundedMatrix],
+    batch: int,
+    heads: int,
 ) -> bool:
     """Whether step.c supports the dtypes and sizes of these tensors, and all of them are contiguous."""
     return (
         usable(typed["norm"], *typed.values()) and are_float32(*float32.values())
-        and all(Matrix.supports(weight, typed["norm"].dtype, batch) for weight in matrices.values())
+        and all(Matrix.supports(m, typed["norm"].dtype, batch, _has_gaps(name, heads)) for name, m in matrices.items())
         and typed["conv"].shape[-1] <= LONGEST_KERNEL and float32["state"].shape[-2] <= LARGEST_STATE
         and all(t is None or t.is_contiguous() for t in (*typed.values(), *float32.values()))
     )  # fmt: skip

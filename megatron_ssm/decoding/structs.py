@@ -25,12 +25,12 @@ class Matrix(ctypes.Structure):
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
 
     @staticmethod
-    def supports(weight: Tensor | RoundedMatrix, dtype: torch.dtype, rows: int) -> bool:
-        """Whether step.c multiplies so many rows of `dtype` by a matrix without a copy, and faster than torch."""
+    def supports(weight: Tensor | RoundedMatrix, dtype: torch.dtype, rows: int, has_gaps: bool = False) -> bool:
+        """Whether C multiplies so many rows of `dtype` by a matrix without a copy. has_gaps: see `products.has_kernel`."""
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         return (
-            values.is_cpu and products.is_multiplied_by(dtype, values.dtype)
-            and products.is_faster_than_torch(rows, values, dtype)
+            values.is_cpu and values.is_contiguous() and not torch.is_autocast_enabled("cpu")
+            and products.has_kernel(values.dtype, dtype, rows, products.columns_of(values), has_gaps)
             and are_float32(scales) and (scales is None or scales.is_contiguous())
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ class Layer(ctypes.Structure):
         *((name, POINTER) for name in (*_POINTERS, *_WORKSPACE)),
         *((name, SIZE) for name in _SIZES),
         *((name, FLOAT) for name in ("least_dt", "most_dt", "eps", "inner_eps")),
-        *((name, INT) for name in ("type", "sum_type", "mamba2", "speculative", "as_integers", "in_bytes")),
+        *((name, INT) for name in ("type", "sum_type", "mamba2", "speculative")),
     ]
 
 

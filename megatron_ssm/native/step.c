@@ -5,9 +5,7 @@
 
 #include "step.h"
 
-/* Rows from which all products are done by tile_product, panel_product or integer_product: `decode` gets so many only where one
-   of them is possible, and the fastest. As in ops/matrices.py. */
-enum { MANY = 48 };
+enum { MANY = 48 }; /* rows for which threads share fill_dt */
 
 /* A layer and its cache. Void pointers are to tensors of `type`, except for those that decode has in Layers. */
 typedef struct {
@@ -36,33 +34,21 @@ typedef struct {
   float inner_eps;              /* of Mamba-2's gated norm, or of Falcon-Mamba's norms of dt, B and C; negative: none */
   int type, sum_type, mamba2;   /* sum_type: of the residual stream; mamba2: whether this is a Mamba-2 layer */
   int speculative;              /* whether `decode` leaves history and state as they are, and `keep_tokens` advances them */
-  int as_integers;              /* whether MANY rows are multiplied by BFLOAT16 matrices as integers */
-  int in_bytes;                 /* whether MANY rows are rounded to 8 bits to multiply them by INT8 and INT4 matrices */
 } Layer;
 
-typedef int Multiply(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
-                     ptrdiff_t, int, int, int);
-
-/* The product of MANY rows of x with a matrix of the layer. */
-static Multiply *multiply_many(const Layer *l, ptrdiff_t weight_type) {
-  if (l->in_bytes && is_rounded(weight_type)) return integer_product;
-  return has_tile_products() ? tile_product : l->as_integers ? integer_panel_product : panel_product;
-}
-
+/* Python checks before that there is a kernel for each product. */
 static int project(const Layer *l, const Matrix *m, const void *bias, const void *x, void *y, ptrdiff_t rows, ptrdiff_t out,
                    ptrdiff_t in, int threads) {
-  Multiply *multiply = rows < MANY ? linear : multiply_many(l, m->type);
-  return multiply(m->values, m->scales, bias, x, y, rows, out, in, in, m->type, l->type, threads);
+  Product p = {m->values, m->scales, bias, x, y, rows, out, in, in, in, out, m->type, l->type, threads};
+  return multiply(&p);
 }
 
-/* The product with the columns of a head in x_proj, or with its rows of dt_proj, which begin with element `first`: `rows` rows
-   of x. Of MANY there is one head, so that there are no gaps in the matrix and y. */
+/* The product with the columns of a head in x_proj, or with its rows of dt_proj, which begin with element `first`. */
 static int project_head(const Layer *l, const Matrix *m, ptrdiff_t first, const void *x, void *y, ptrdiff_t rows,
                         ptrdiff_t out, ptrdiff_t in, ptrdiff_t stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int threads) {
   const void *weight = at(m->values, first, m->type);
-  if (rows >= MANY)
-    return multiply_many(l, m->type)(weight, NULL, NULL, x, y, rows, out, in, x_stride, m->type, l->type, threads);
-  return strided_linear(weight, NULL, x, y, rows, out, in, stride, x_stride, y_stride, m->type, l->type, threads);
+  Product p = {weight, NULL, NULL, x, y, rows, out, in, stride, x_stride, y_stride, m->type, l->type, threads};
+  return multiply(&p);
 }
 
 /* What mamba_in and mamba_out have in `work`, (rows, size + 5 channels). xz: x before the convolution and z, (rows, 2
@@ -152,7 +138,7 @@ static int mamba2_scan(const Layer *l, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t t
   void *x = at(w.xBC, first * mixed, type), *B = at(x, l->channels, type), *C = at(B, l->groups * l->N, type);
   return ssd(x, l->dt + first * l->heads, l->A_log, B, C, l->D, l->state + b * l->state_stride,
              at(w.scanned, first * l->channels, type), next, NULL, strides, batch, tokens, l->heads,
-             l->channels / l->heads, l->groups, l->N, type, l->speculative, is_rounded(l->out_proj.type), threads);
+             l->channels / l->heads, l->groups, l->N, type, l->speculative, is_quantized(l->out_proj.type), threads);
 }
 
 /* Mamba-2's dt. */

@@ -2,13 +2,13 @@
 #ifndef STEP_H
 #define STEP_H
 
-#include "rounded.h"
+#include "quantized.h"
 
 enum { NO_SUM = -1, NO_MEMORY = -2 };  /* results of `decode`, besides 0 and the codes of an all-reduce in shared memory */
 enum { UNUSUAL = -3 };                 /* another one of `decode_tokens` */
 enum { ONE_RANK, IN_C, IN_PYTHON };    /* who does an all-reduce */
 
-/* A matrix (out, in), as `linear` takes it. */
+/* A matrix (out, in), as in Product. */
 typedef struct {
   const void *values;
   const float *scales; /* of INT8 and INT4, otherwise NULL */

@@ -23,7 +23,7 @@ static void embed(const Tokens *t, int64_t id, void *to) {
   const Matrix *m = &t->embeddings;
   ptrdiff_t row = id - t->first, block = row * (t->size / BLOCK);
   if (row < 0 || row >= t->rows) memset(to, 0, bytes_of(t->size, t->type));
-  else if (!is_rounded(m->type)) memcpy(to, at(m->values, row * t->size, t->type), bytes_of(t->size, t->type));
+  else if (!is_quantized(m->type)) memcpy(to, at(m->values, row * t->size, t->type), bytes_of(t->size, t->type));
   else
     widen((const char *)m->values + block * bytes_per_block(m->type), m->scales + block, to, 1, t->size, m->type, t->type, 1);
 }

@@ -1,18 +1,15 @@
 """Prompts that step.c reads in pieces. Oracle: the same model with hooks, which make it call its layers."""
 
-from functools import partial
-
 import pytest
 import torch
 
 import megatron_ssm
 from megatron_ssm.decoding import decode_plan, native_prompt
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops import matrices
 from serving import IDS, counted, hooked, ids, saved
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
-needs_tiles = pytest.mark.skipif(not products.has_tile_products(), reason="no AMX")
+needs_tiles = pytest.mark.skipif(products.instructions() != "AMX", reason="no AMX")
 
 BOTH_HYBRID = dict(layers_block_type=["hybrid"] * 2)
 MODELS = [
@@ -23,17 +20,11 @@ MODELS = [
     ("zamba", dict(BOTH_HYBRID, n_mamba_heads=2)),
 ]
 FORMATS = [dict(), dict(dtype=torch.bfloat16)]
-if products.most_rows(torch.bfloat16) < 8:
-    del FORMATS[1]  # this processor has instructions for bfloat16, but no AMX: torch is faster for a piece
 
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """A list with an entry for each layer of each call that reads a prompt in C; pieces have up to 8 tokens.
-
-    The layers themselves multiply in x's own dtype: as integers, bfloat16 numbers would be rounded otherwise.
-    """
-    monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
+    """A list with an entry for each layer of each call that reads a prompt in C; pieces have up to 8 tokens."""
     for module in (native_prompt, decode_plan):
         monkeypatch.setattr(module, "PIECE", 8)
     monkeypatch.setattr(native_prompt, "SHORTEST", 1)
@@ -81,28 +72,16 @@ def hooked_outputs(model):
         layer.norm.register_forward_hook(lambda *_: None)
 
 
-def integer_forms(options):
-    """The forms of products with matrices as integers that this processor has for such a model, and None for the others."""
-    if "weights" in options:
-        return [matrices.INTEGERS] * products.has_integer_products()
-    return [matrices.INTEGER_PANELS] * (options == dict(dtype=torch.bfloat16) and not products.has_tile_products())
-
-
-CASES = [(o, i) for o in (*FORMATS, dict(weights="int8"), dict(weights="int4")) for i in (None, *integer_forms(o))]
-
-
-@pytest.mark.skipif(not (products.has_tile_products() or products.has_panel_products()), reason="neither AMX nor AVX2")
+@pytest.mark.skipif(products.instructions() == "plain loops", reason="neither AMX nor AVX2")
 @pytest.mark.parametrize("threads", (1, 2))
-@pytest.mark.parametrize("options, integers", CASES, ids=str)
+@pytest.mark.parametrize("options", (*FORMATS, dict(weights="int8"), dict(weights="int4")), ids=str)
 @pytest.mark.parametrize("family", ("mamba", "mamba2"))
 @torch.no_grad()
-def test_long_prompts(family, options, integers, threads, tmp_path, monkeypatch, limited_threads):
-    """Products whose forms are not left to a measurement here; sizes that are not whole tiles or panels."""
+def test_long_prompts(family, options, threads, tmp_path, monkeypatch, limited_threads):
+    """Products of many rows; sizes that are not whole tiles or panels."""
     limited_threads(threads)
     own = dict(mamba2=dict(num_heads=8, head_dim=32, state_size=32), mamba=dict(time_step_rank=10))[family]
     model = megatron_ssm.load(saved(tmp_path, family, hidden_size=128, **own), **options)
-    for module in ("megatron_ssm.decoding.native_step", "megatron_ssm.ops.matrices"):
-        monkeypatch.setattr(f"{module}.product_form", partial(form_in_c, integers))
     count = counted(native_prompt.PromptCall, monkeypatch.setattr)
     prompt = ids(1, 300 if family == "mamba" else 512, vocab=61)  # Mamba-2's chunks are the same in pieces of 256
     cache = model.new_cache(1)
@@ -112,14 +91,6 @@ def test_long_prompts(family, options, integers, threads, tmp_path, monkeypatch,
     cache = model.new_cache(1)
     close(options, ours, model(prompt, cache=cache))
     close(options, state, cache.layers[1].state)
-
-
-def form_in_c(integers, stored, x, rows):
-    if integers and (stored in products.ROUNDED or stored is torch.bfloat16 and integers == matrices.INTEGER_PANELS):
-        return integers
-    if products.has_tile_products():
-        return matrices.EXACT_TILES if stored is torch.float32 else matrices.TILES
-    return matrices.INTEGER_PANELS if stored in products.ROUNDED else matrices.PANELS
 
 
 @pytest.fixture
