@@ -21,7 +21,7 @@ from megatron_ssm.layers.cache import BatchInfo, Cache, LayerCache
 from megatron_ssm.native import kernels
 from megatron_ssm.native.layouts import Layouts, LayoutsOfKept, can_be_described
 from megatron_ssm.native.versions import Versions, have_versions
-from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 
 from .native_prompt import PIECE, NativePrompt
 from .native_step import NativeLayer, NativeLayers, can_decode_natively, settings_of
@@ -207,7 +207,7 @@ class ModelFingerprint:
             for name, value in own.items()
             if value is None and not name.startswith("_")
         ]
-        self._rounded = [module for module in self._modules if isinstance(module, RoundedMatrix)]
+        self._quantized = [module for module in self._modules if isinstance(module, QuantizedMatrix)]
         self._ends: list[Any] = [model.embeddings, model.norm_f, model.logits_layer]
         self._blocks: list[Any] = [(each, each.norm, each.mixer) for each in model.layers if type(each) is block]
         self._layouts, self._cache_layouts = LayoutsOfKept(self._tensors), Layouts(tensors_of(cache))
@@ -259,7 +259,7 @@ class ModelFingerprint:
 
     def _settings(self) -> list:
         of_ends = [vars(module).get(name) for module in self._ends for name in SETTINGS_OF_ENDS]
-        return [*of_ends, *(each.dtype for each in self._rounded), *(settings_of(*each) for each in self._blocks)]
+        return [*of_ends, *(each.dtype for each in self._quantized), *(settings_of(*each) for each in self._blocks)]
 
 
 def _cache_tensors(cache: Cache) -> list[Tensor]:

@@ -21,7 +21,7 @@ from megatron_ssm.layers.pending_tokens import KeptTokens
 from megatron_ssm.native import kernels, products
 from megatron_ssm.native.arguments import address, are_float32
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
-from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight, RoundedMatrix
+from megatron_ssm.ops.quantized_matrices import Int4Weight, Int8Weight, QuantizedMatrix
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
     Packed,
@@ -320,7 +320,7 @@ def _has_gaps(name: str, heads: int) -> bool:
     return name in ("x_proj", "dt_proj") and heads > 1
 
 
-def _products(matrices: dict[str, Tensor | RoundedMatrix], heads: int) -> set[tuple]:
+def _products(matrices: dict[str, Tensor | QuantizedMatrix], heads: int) -> set[tuple]:
     """(dtype, columns, whether there are gaps) of the matrices of a layer."""
     values = {name: m if isinstance(m, Tensor) else m.values for name, m in matrices.items()}
     return {(v.dtype, products.columns_of(v), _has_gaps(name, heads)) for name, v in values.items()}
@@ -329,7 +329,7 @@ def _products(matrices: dict[str, Tensor | RoundedMatrix], heads: int) -> set[tu
 def _is_supported(
     typed: dict[str, Any],
     float32: dict[str, Tensor],
-    matrices: dict[str, Tensor | RoundedMatrix],
+    matrices: dict[str, Tensor | QuantizedMatrix],
     batch: int,
     heads: int,
 ) -> bool:

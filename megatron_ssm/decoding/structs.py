@@ -8,24 +8,24 @@ from torch import Tensor
 from megatron_ssm.native import products
 from megatron_ssm.native.arguments import are_float32
 from megatron_ssm.native.kernels import TYPES
-from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
 
 
 class Matrix(ctypes.Structure):
-    """step.c's `Matrix`: a floating-point matrix, or a `RoundedMatrix`."""
+    """step.c's `Matrix`: a floating-point matrix, or a `QuantizedMatrix`."""
 
     _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
 
     @classmethod
-    def of(cls, weight: Tensor | RoundedMatrix) -> "Matrix":
-        """The struct of a tensor or a RoundedMatrix."""
+    def of(cls, weight: Tensor | QuantizedMatrix) -> "Matrix":
+        """The struct of a tensor or a QuantizedMatrix."""
         if isinstance(weight, Tensor):
             return cls(weight.data_ptr(), None, TYPES[weight.dtype])
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
 
     @staticmethod
-    def supports(weight: Tensor | RoundedMatrix, dtype: torch.dtype, rows: int, has_gaps: bool = False) -> bool:
+    def supports(weight: Tensor | QuantizedMatrix, dtype: torch.dtype, rows: int, has_gaps: bool = False) -> bool:
         """Whether C multiplies so many rows of `dtype` by a matrix without a copy. has_gaps: see `products.has_kernel`."""
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         return (

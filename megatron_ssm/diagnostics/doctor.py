@@ -23,7 +23,7 @@ PACKAGES = (
     "apex",
 )  # fmt: skip
 TYPES = ("float32", "bfloat16", "float64")
-NOT_TRAINED = "none: rounded matrices are not trained"
+NOT_TRAINED = "none: quantized matrices are not trained"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
@@ -255,15 +255,15 @@ def _products() -> list[tuple]:
     from megatron_ssm.native import products
 
     rows = []
-    for stored in (torch.float32, torch.bfloat16, torch.float16, *products.ROUNDED):
-        x = torch.float32 if stored in products.ROUNDED else stored
+    for stored in (torch.float32, torch.bfloat16, torch.float16, *products.QUANTIZED):
+        x = torch.float32 if stored in products.QUANTIZED else stored
         parts, most = [], 0
         for kernel, limit in products.kernels_for(stored, x).items():
             if limit > most:
                 parts.append(f"C ({kernel})" if limit == products.NO_LIMIT else f"C ({kernel}) up to {limit} rows")
                 most = limit
         runs = ", then ".join(parts if most == products.NO_LIMIT else [*parts, "torch"])
-        training = NOT_TRAINED if stored in products.ROUNDED else "torch"
+        training = NOT_TRAINED if stored in products.QUANTIZED else "torch"
         rows.append(
             (f"matrix product, {_matrix_name(stored)}", runs, training, f"instructions: {products.instructions()}")
         )

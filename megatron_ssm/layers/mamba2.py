@@ -24,7 +24,7 @@ from megatron_ssm.context.blocks import ContextRanks, halo
 from megatron_ssm.context.channel_exchange import ssd_by_heads
 from megatron_ssm.context.scans import ssd_over_context
 from megatron_ssm.native import kernels
-from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 from megatron_ssm.ops.scan import ssd
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear, apply_layer
 from megatron_ssm.parallel.operators import in_pieces, reduce_beside, sum_over_ranks
@@ -119,7 +119,7 @@ class Mamba2Mixer(nn.Module):
         xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if info.mask is None else xBC * info.mask
         x, B, C = self._parts(xBC)
-        may_round = isinstance(getattr(self.out_proj, "weight", None), RoundedMatrix)  # whose products round as well
+        may_round = isinstance(getattr(self.out_proj, "weight", None), QuantizedMatrix)  # whose products round as well
         y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None, may_round=may_round)
         if cache is not None:
             cache.update(conv, state, info.rows)

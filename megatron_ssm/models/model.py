@@ -48,9 +48,9 @@ class Model(nn.Module):
     context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
 
     The attribute directory is the checkpoint it was loaded from, or None; lora says which LoRA adapters it has, or None;
-    weights is "int8" or "int4" if the matrices are rounded, so that the model can only generate, and None otherwise; graphs
-    tells whether it may decode with CUDA graphs, and is False once a step could not be captured; head_ranks share a head of
-    Zamba.
+    weights is "int8" or "int4" if the matrices are quantized, so that the model can only generate, and None otherwise;
+    graphs tells whether it may decode with CUDA graphs, and is False once a step could not be captured; head_ranks share
+    a head of Zamba.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Products with a matrix by the C kernels. Which kernel computes one, and whether C has one, says the table in dispatch.c.
 
-A matrix (out, in) is a tensor of x's dtype, or of bfloat16 if that is float32; or it is rounded: `values`, int8 (out, in) or
-two 4-bit numbers in each byte, uint8 (out, in / 2); and `scales`, float32 (out, in / BLOCK). `ops.rounded_matrices` makes
-rounded ones. The general remarks of `kernels` hold here too.
+A matrix (out, in) is a tensor of x's dtype, or of bfloat16 if that is float32; or it is quantized: `values`, int8 (out, in)
+or two 4-bit numbers in each byte, uint8 (out, in / 2); and `scales`, float32 (out, in / BLOCK). `ops.quantized_matrices`
+makes quantized ones. The general remarks of `kernels` hold here too.
 """
 
 import ctypes
@@ -15,8 +15,8 @@ from . import kernels
 from .arguments import address, check_shapes, without_gaps
 from .kernels import TYPES, functions, raise_if_failed, usable
 
-BLOCK = 64  # elements of a rounded matrix that share a scale (quantized.h)
-ROUNDED = (torch.int8, torch.uint8)  # dtypes of `values`
+BLOCK = 64  # elements of a quantized matrix that share a scale (quantized.h)
+QUANTIZED = (torch.int8, torch.uint8)  # dtypes of `values`
 INSTRUCTIONS = ("plain loops", "AVX2", "AVX-512", "VNNI", "AVX512_BF16", "AMX")  # in the order of product.h
 NO_KERNEL = 2  # returned by `linear` in C
 NO_LIMIT = 2**63 - 1  # rows of x
@@ -77,8 +77,8 @@ def linear(
 ) -> Tensor:
     """x (..., in) W^T + bias (out,) -> (..., out); x and bias are typed.
 
-    values: a matrix of x's dtype or of bfloat16; or rounded, with scales. kernel: the name of one of `kernels_for`, instead
-    of the one that the table has for so many rows. ValueError if C has no kernel for these.
+    values: a matrix of x's dtype or of bfloat16; or quantized, with scales. kernel: the name of one of `kernels_for`,
+    instead of the one that the table has for so many rows. ValueError if C has no kernel for these.
     """
     out, columns = len(values), columns_of(values)
     _check_matrix(values, scales)
@@ -99,16 +99,16 @@ def linear(
 
 
 def _check_matrix(values: Tensor, scales: Tensor | None) -> None:
-    """ValueError unless values is a matrix on the CPU of a known dtype, with the scales that it needs if it is rounded."""
-    out, columns, is_rounded = len(values), columns_of(values), values.dtype in ROUNDED
-    if values.dtype not in TYPES or is_rounded != (scales is not None) or is_rounded and columns % BLOCK:
-        raise ValueError(f"the C kernels need a matrix of float32 or bfloat16, or a rounded one with scales, whose rows "
+    """ValueError unless values is a matrix on the CPU of a known dtype, with the scales that it needs if it is quantized."""
+    out, columns, is_quantized = len(values), columns_of(values), values.dtype in QUANTIZED
+    if values.dtype not in TYPES or is_quantized != (scales is not None) or is_quantized and columns % BLOCK:
+        raise ValueError(f"the C kernels need a matrix of float32 or bfloat16, or a quantized one with scales, whose rows "
                          f"have a multiple of {BLOCK} elements; not {values.dtype} {tuple(values.shape)}")  # fmt: skip
     check_shapes(values=(values, values.shape), scales=(scales, (out, columns // BLOCK)))
 
 
 def widened(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """A rounded matrix times its scales -> (out, in) of float32 or bfloat16; ValueError for a matrix of another dtype."""
+    """A quantized matrix times its scales -> (out, in) of float32 or bfloat16; ValueError for a matrix of another dtype."""
     out, columns = len(values), columns_of(values)
     _check_matrix(values, scales)
     values, scales = without_gaps(values, scales)

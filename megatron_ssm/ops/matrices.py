@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ssm.native import products
 from megatron_ssm.native.arguments import are_float32
 
-from .rounded_matrices import RoundedMatrix
+from .quantized_matrices import QuantizedMatrix
 
 NUMBERS = 2**20  # elements of a matrix that are converted to another dtype at a time: they stay in the last-level cache
 TOKENS = 1024  # tokens whose activations are converted at a time, to limit memory
@@ -26,13 +26,13 @@ FEW = 8  # rows of x up to which converting the matrix takes longer than it save
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def linear(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None = None) -> Tensor:
-    """x (..., in) W^T + bias -> (..., out); weight: a tensor (out, in), or a RoundedMatrix.
+def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) W^T + bias -> (..., out); weight: a tensor (out, in), or a QuantizedMatrix.
 
     With gradients, it is torch's product in x's dtype. A tensor has x's dtype, or it is `narrowed`.
     """
     values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
-    in_fewer_bits = isinstance(weight, RoundedMatrix) or _is_narrowed(x, weight)
+    in_fewer_bits = isinstance(weight, QuantizedMatrix) or _is_narrowed(x, weight)
     if torch.is_grad_enabled():
         return _linear_in_pieces(x, weight, bias, x.dtype) if in_fewer_bits else F.linear(x, values, bias)
     if (in_fewer_bits or x.dtype is values.dtype) and are_float32(scales) and products.should_multiply(x, values, bias):
@@ -57,7 +57,7 @@ def _dtype_for(x: Tensor, stored: torch.dtype) -> torch.dtype:
     return x.dtype if torch.is_autocast_enabled("cpu") or products.has_products_of(x.dtype) else torch.float32
 
 
-def _linear_in_pieces(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _linear_in_pieces(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`linear` by torch in `dtype`; some tokens of x and some rows of the matrix at a time are converted to it."""
     out, columns = weight.shape
     tokens = x.reshape(-1, columns)
@@ -69,7 +69,7 @@ def _linear_in_pieces(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | 
         some = tokens[first : first + at_once].to(dtype)
         for start in range(0, max(1, out), rows):
             piece = slice(start, start + rows)
-            part = weight.rows(piece, dtype) if isinstance(weight, RoundedMatrix) else weight[piece].to(dtype)
+            part = weight.rows(piece, dtype) if isinstance(weight, QuantizedMatrix) else weight[piece].to(dtype)
             product = F.linear(some, part, None if bias is None or is_narrower else bias[piece].to(dtype))
             if y is None:  # under autocast, the product has autocast's dtype
                 y = product.new_empty(len(tokens), out, dtype=product.dtype if dtype is x.dtype else x.dtype)
@@ -80,6 +80,6 @@ def _linear_in_pieces(x: Tensor, weight: Tensor | RoundedMatrix, bias: Tensor | 
     return y.view(*x.shape[:-1], out)
 
 
-def rows_at(weight: Tensor | RoundedMatrix, index: Tensor) -> Tensor:
+def rows_at(weight: Tensor | QuantizedMatrix, index: Tensor) -> Tensor:
     """The rows of a matrix (out, in) at an index (...) of int64 -> (..., in): an embedding."""
-    return weight.rows(index) if isinstance(weight, RoundedMatrix) else F.embedding(index, weight)
+    return weight.rows(index) if isinstance(weight, QuantizedMatrix) else F.embedding(index, weight)

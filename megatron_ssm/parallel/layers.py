@@ -320,5 +320,5 @@ class VocabularyParallel(nn.Module):
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local
 
 
-# Layers whose `weight` may be a RoundedMatrix.
+# Layers whose `weight` may be a QuantizedMatrix.
 QUANTIZABLE = (ColumnParallelLinear, RowParallelLinear, VocabularyParallel)

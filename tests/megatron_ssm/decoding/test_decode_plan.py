@@ -57,7 +57,7 @@ def called_otherwise(model):
     out_proj.forward = lambda x: 2 * forward(x)
 
 
-def rounded(model):
+def quantized(model):
     """The parameters have another dtype."""
     model.bfloat16()
 
@@ -117,7 +117,7 @@ COMMON_CHANGES = (
     hooked,
     hooked_anew,
     called_otherwise,
-    rounded,
+    quantized,
     edited,
     stretched,
     with_a_bias,
@@ -183,7 +183,7 @@ def with_own_dictionary(model):
 
 CHANGES_OF_ENDS = {
     "dictionary": with_own_dictionary,
-    "dtype of rounded embeddings": lambda model: model.embeddings.bfloat16(),
+    "dtype of quantized embeddings": lambda model: model.embeddings.bfloat16(),
     "ranks": lambda model: setattr(model.embeddings, "ranks", None),
     "start": lambda model: setattr(model.embeddings, "start", 1),
     "width": lambda model: setattr(model.lm_head, "width", 7),
@@ -292,7 +292,7 @@ def test_what_a_caller_replaces_is_called(change, first, tmp_path):
 
 @pytest.mark.parametrize("first", (4, 7))
 @torch.no_grad()
-def test_methods_of_rounded_embeddings_are_called(first, tmp_path):
+def test_methods_of_quantized_embeddings_are_called(first, tmp_path):
     """Before the model is used, or after it has decoded. Oracle: the whole sequence at once."""
     wide = dict(hidden_size=64, num_heads=2, head_dim=64)
     model = megatron_ssm.load(saved(tmp_path, "mamba2", **wide), weights="int8")

@@ -102,7 +102,7 @@ def limited_threads():
 
 @needs_tiles
 @torch.no_grad()
-def test_a_model_of_which_some_matrices_are_not_rounded(tmp_path):
+def test_a_model_of_which_some_matrices_are_not_quantized(tmp_path):
     """in_proj's rows are not a multiple of 64. C and the modules agree whether the recurrence may round."""
     sizes = dict(hidden_size=96, num_heads=6, head_dim=32, state_size=32)
     model = megatron_ssm.load(saved(tmp_path, "mamba2", **sizes), weights="int8")

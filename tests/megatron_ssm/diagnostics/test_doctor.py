@@ -138,7 +138,7 @@ def test_on_cuda_without_optional_kernels_torch_does_everything(monkeypatch):
     assert rows.pop("all-reduce between ranks")[:2] == ("NCCL", "NCCL")
     assert rows.pop("AdamW")[1:] == ("torch", "transformer-engine is not installed; apex is not installed")
     for format in ("int8", "int4"):
-        assert rows.pop(f"matrix product, {format}")[:2] == ("torch", "none: rounded matrices are not trained")
+        assert rows.pop(f"matrix product, {format}")[:2] == ("torch", "none: quantized matrices are not trained")
     assert {row[:2] for row in rows.values()} == {("torch", "torch")}
     assert rows["selective scan"][2] == rows["SSD"][2] == NO_MAMBA and rows["convolution"][2] == NO_CONV
     line = doctor.kernels_line("cuda:1", torch.float32, "NCCL")

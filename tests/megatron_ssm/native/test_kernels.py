@@ -19,7 +19,7 @@ from cases import oracle
 from megatron_ssm import generate, load
 from megatron_ssm.native import kernels, products
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, Int8Weight
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, Int8Weight
 from megatron_ssm.parallel.layers import RMSNorm
 from native_variants import MARKED, ROOT, library_path
 from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
@@ -330,11 +330,11 @@ def test_products_of_wrong_shapes_are_errors(variant):
 def test_matrices_that_a_product_does_not_take(variant):
     """Each would make the kernel read beyond the matrix, or read its numbers as those of another dtype."""
     x, weight = torch.ones(2, 128), torch.ones(5, 128)
-    int8, int4 = (format.of(weight) for format in ROUNDED_FORMATS.values())
+    int8, int4 = (format.of(weight) for format in QUANTIZED_FORMATS.values())
     wrong = [(x, int8.values, None), (x[:, :100], int8.values[:, :100], int8.scales[:, :1]), (x, weight, int8.scales)]
     wrong += [(x, int4.values, None)]
     for given, matrix, scales in wrong:
-        with pytest.raises(ValueError, match="need a matrix of .* or a rounded one with scales"):
+        with pytest.raises(ValueError, match="need a matrix of .* or a quantized one with scales"):
             products.linear(given, matrix, scales)
     for given, matrix in ((x, weight.half()), (x[:, :0], weight[:, :0]), (x.bfloat16(), weight)):
         with pytest.raises(ValueError, match="C has no kernel for 2 rows|C has no kernel for 0 rows"):
@@ -392,7 +392,7 @@ COLUMNS = (1, 2, 47, 48, 63, 64, 65, 254, 255, 256, 768, 1536, 4096)
 BLOCK_COLUMNS = tuple(columns for columns in COLUMNS if columns % products.BLOCK == 0)
 EVEN_COLUMNS = tuple(columns for columns in COLUMNS if columns % 2 == 0)
 LINEAR = {"float32": COLUMNS, "bfloat16": COLUMNS, "narrowed in float32": EVEN_COLUMNS} | {
-    f"{format} in {dtype}": BLOCK_COLUMNS for format in ROUNDED_FORMATS for dtype in ("float32", "bfloat16")
+    f"{format} in {dtype}": BLOCK_COLUMNS for format in QUANTIZED_FORMATS for dtype in ("float32", "bfloat16")
 }
 
 
@@ -404,13 +404,13 @@ def rounded_rows(x, largest):
     return ((blocks * inverse).round().nan_to_num().double() * (most / largest).double()).flatten(-2)
 
 
-def multiplied(x, weight, kernel, is_rounded):
+def multiplied(x, weight, kernel, is_quantized):
     """(x, weight) in float64, as a kernel rounds them."""
     if kernel == "gemm_bf16_amx" and weight.dtype is not torch.float32:
         return x.bfloat16().double(), weight.float().bfloat16().double()
     if kernel == "gemm_int8_panels":
         return rounded_rows(x, 127), weight.double()
-    if is_rounded and kernel:
+    if is_quantized and kernel:
         return rounded_rows(x, 32639), weight.double()
     if kernel == "gemm_int16_panels":
         return in_block_floating_point(x, 13), in_block_floating_point(weight, 12)
@@ -421,7 +421,7 @@ def multiplied(x, weight, kernel, is_rounded):
 @torch.no_grad()
 def test_linear(variant, kind, columns):
     """By the table; the weight is a slice of a larger tensor. Oracle: float64, of numbers rounded as the kernel does."""
-    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
+    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, QUANTIZED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(columns)
     for out in (1, 5, 100) if format else (0, 1, 5, 100):
         kept = torch.bfloat16 if "narrowed" in kind else dtype
@@ -449,7 +449,7 @@ def test_linear(variant, kind, columns):
 @torch.no_grad()
 def test_a_row_does_not_depend_on_the_others(variant, kind):
     """Bit for bit, beside up to 15 others, also if its columns do not fill vectors."""
-    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
+    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, QUANTIZED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(0)
     most = 16
     for out, columns in product((1, 7, 18, 33), (64, 192, 1088) if format else (30, 31, 140, 254, 390, 1002, 3074)):
@@ -464,11 +464,11 @@ def test_a_row_does_not_depend_on_the_others(variant, kind):
             assert torch.equal(linear(x[:rows], matrix), alone[:rows]), (out, columns, rows)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind.split()[0] in ROUNDED_FORMATS])
+@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind.split()[0] in QUANTIZED_FORMATS])
 @torch.no_grad()
-def test_many_rows_and_a_rounded_matrix(variant, kind):
+def test_many_rows_and_a_quantized_matrix(variant, kind):
     """More rows of x than gemm_quantized_vnni.c takes in a pass. Oracle: pieces of few rows."""
-    dtype, format = torch.bfloat16 if "in bfloat16" in kind else torch.float32, ROUNDED_FORMATS[kind.split()[0]]
+    dtype, format = torch.bfloat16 if "in bfloat16" in kind else torch.float32, QUANTIZED_FORMATS[kind.split()[0]]
     generator = torch.Generator().manual_seed(0)
     matrix = format.of(torch.randn(33, 192, generator=generator))
     x = torch.randn(133, 192, generator=generator).to(dtype)
@@ -482,7 +482,7 @@ def test_many_rows_and_a_rounded_matrix(variant, kind):
 def test_results_too_small_for_bfloat16(variant, kind):
     """A row of x has the same bits alone and beside others, also where results are below 2^-126."""
     generator = torch.Generator().manual_seed(0)
-    matrix = ROUNDED_FORMATS[kind.split()[0]].of(torch.randn(40, 64, generator=generator) * 1e-20)
+    matrix = QUANTIZED_FORMATS[kind.split()[0]].of(torch.randn(40, 64, generator=generator) * 1e-20)
     x = (torch.randn(5, 64, generator=generator) * 1e-19).bfloat16()
     together = products.linear(x, matrix.values, matrix.scales)
     assert together.abs().max() < 1e-37
@@ -491,7 +491,7 @@ def test_results_too_small_for_bfloat16(variant, kind):
 
 
 @dtypes
-@pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
+@pytest.mark.parametrize("format", QUANTIZED_FORMATS.values())
 @torch.no_grad()
 def test_products_in_8_bits(variant, format, dtype):
     """By AVX512_VNNI. Oracle: the same rounding of x to 8 bits in float64, where the integer sums are exact."""
@@ -517,7 +517,7 @@ def test_products_in_8_bits(variant, format, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float32, *ROUNDED_FORMATS.values()))
+@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float32, *QUANTIZED_FORMATS.values()))
 @torch.no_grad()
 def test_products_by_amx(kind, dtype):
     """Only by the installed library, on processors with AMX. Oracle: float64, from x and W rounded to bfloat16.
@@ -578,13 +578,13 @@ PANELS = (  # kernel, and the matrix that it multiplies
     ("gemm_float_panels", "float32"),
     ("gemm_bf16_panels", "bfloat16"),
     ("gemm_int16_panels", "bfloat16"),
-    *(("gemm_int16_panels", format) for format in ROUNDED_FORMATS),
+    *(("gemm_int16_panels", format) for format in QUANTIZED_FORMATS),
 )
 
 
 def by_panels(kernel, kind, weight, dtype):
     """(matrix as stored, its scales or None, a function of x and a bias); skips if the processor does not run the kernel."""
-    matrix = ROUNDED_FORMATS[kind].of(weight) if kind in ROUNDED_FORMATS else weight.to(getattr(torch, kind))
+    matrix = QUANTIZED_FORMATS[kind].of(weight) if kind in QUANTIZED_FORMATS else weight.to(getattr(torch, kind))
     values, scales = (matrix, None) if isinstance(matrix, torch.Tensor) else (matrix.values, matrix.scales)
     if kernel not in products.kernels_for(values.dtype, dtype):
         pytest.skip(f"no {kernel}")
@@ -597,16 +597,16 @@ def by_panels(kernel, kind, weight, dtype):
 @torch.no_grad()
 def test_products_by_panels(variant, kernel, kind, dtype):
     """By AVX2 and AVX-512. Oracle: float64, of numbers rounded as the kernel does."""
-    generator, is_rounded = torch.Generator().manual_seed(0), kind in ROUNDED_FORMATS
+    generator, is_quantized = torch.Generator().manual_seed(0), kind in QUANTIZED_FORMATS
     shapes = [(1, 1, 64), (3, 33, 128), (5, 16, 320), (7, 31, 1536), (600, 40, 832), (0, 5, 64), (2, 0, 64)]
-    if not is_rounded:  # rows that are not whole registers
+    if not is_quantized:  # rows that are not whole registers
         shapes += [(40, 33, 389), (3, 5, 7), (17, 40, 1)]
     for (batch, out, columns), has_bias in product(shapes, (True, False)):
         wide, multiply = by_panels(kernel, kind, torch.randn(out, columns, generator=generator), dtype)
         x = torch.randn(batch, columns + 3, generator=generator).to(dtype)[:, :columns]
         bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
         y, added = multiply(x, bias), 0 if bias is None else bias.double()
-        exact_x, exact_w = multiplied(x, wide, kernel, is_rounded)
+        exact_x, exact_w = multiplied(x, wide, kernel, is_quantized)
         assert y.dtype == dtype and is_close(y, exact_x @ exact_w.T + added, TOLERANCE[dtype]), (batch, out, columns)
         if kernel == "gemm_int16_panels":  # bfloat16 itself has errors up to 2^-9
             assert is_close(y, x.double() @ wide.T + added, 2**-12 + TOLERANCE[dtype])
@@ -644,7 +644,7 @@ def test_panel_products_of_extreme_weights(variant, kernel, kind, columns):
         assert is_close(y[:, row], exact[:, row], 2**-7), row
 
 
-@pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
+@pytest.mark.parametrize("format", QUANTIZED_FORMATS.values())
 def test_widened_matrices(variant, format):
     """In float32 and bfloat16; oracle: torch's conversion of the values. Also of rows with gaps between them."""
     for out, columns in ((1, 64), (7, 192), (33, 128)):
@@ -697,7 +697,7 @@ def test_gated_norm(variant, seq, dtype):
 GUARDED = """
 import ctypes, mmap, torch
 from megatron_ssm.native import products
-from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight
+from megatron_ssm.ops.quantized_matrices import Int4Weight, Int8Weight
 
 libc, kept = ctypes.CDLL(None, use_errno=True), []
 
@@ -716,12 +716,12 @@ for out in (1, 17, 33):
         weight = torch.randn(out, columns)
         for dtype in (torch.float32, torch.bfloat16):
             bias = guarded(torch.randn(out).to(dtype))
-            rounded = [(each.values, each.scales) for each in (Int8Weight.of(weight), Int4Weight.of(weight))]
+            quantized = [(each.values, each.scales) for each in (Int8Weight.of(weight), Int4Weight.of(weight))]
             plain = [
                 (weight.to(kind)[:, : columns - less].contiguous(), None)
                 for kind in {dtype, torch.bfloat16} for less in (0, 2, 30)
             ]
-            for matrix in rounded + plain:
+            for matrix in quantized + plain:
                 values, scales = (None if each is None else guarded(each) for each in matrix)
                 for rows in (1, 2, 3, 8, 9, 65):
                     x = guarded(torch.randn(rows, products.columns_of(values)).to(dtype))
@@ -744,7 +744,7 @@ import sys, torch
 from itertools import product
 sys.path.insert(0, "tests/helpers")
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight
+from megatron_ssm.ops.quantized_matrices import Int4Weight, Int8Weight
 from scans import KINDS, error, everything, inputs_of
 
 def small_numbers_are_zeros():  # below 2^-126: the recurrence may count them as zeros, but no thread afterwards
@@ -756,11 +756,11 @@ def results(threads, kind):
     if kind == "linear":
         torch.manual_seed(0)
         weight, x, bias = torch.randn(101, 192), torch.randn(3, 192), torch.randn(101)
-        rounded = {kind.__name__: kind.of(weight) for kind in (Int8Weight, Int4Weight)}
+        quantized = {kind.__name__: kind.of(weight) for kind in (Int8Weight, Int4Weight)}
         halves = weight.bfloat16()
-        given = {name: (r.values, r.scales) for name, r in rounded.items()}
+        given = {name: (r.values, r.scales) for name, r in quantized.items()}
         given |= dict(float32=(weight, None), bfloat16=(halves, None))
-        found = {f"wide {name}": each.rows(slice(None)) for name, each in rounded.items()}
+        found = {f"wide {name}": each.rows(slice(None)) for name, each in quantized.items()}
         for (name, w), dtype, rows in product(given.items(), (torch.float32, torch.bfloat16), (1, 2, 3)):
             for kernel, most in products.kernels_for(w[0].dtype, dtype).items():
                 if rows <= most:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS
 from megatron_ssm.ops.scan import ssd_ref
 from scans import in_pieces, inputs_of
 
@@ -135,7 +135,7 @@ def test_nan_stays_in_its_head(threads, sequence, token):
     assert y[:, :, others].isfinite().all() and y[1 - sequence].isfinite().all() and final[:, others].isfinite().all()
 
 
-FORMATS = {"bfloat16": None, **ROUNDED_FORMATS}
+FORMATS = {"bfloat16": None, **QUANTIZED_FORMATS}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)

@@ -1,4 +1,4 @@
-"""Models with 8-bit and 4-bit weights. Oracle: the same model in float64, each matrix replaced by its rounded values."""
+"""Models with 8-bit and 4-bit weights. Oracle: the same model in float64, each matrix replaced by its quantized values."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ from hf import save_hf
 from megatron_ssm.native import kernels, products
 from megatron_ssm.ops import matrices
 from megatron_ssm.ops.matrices import linear, rows_at
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, Int4Weight, Int8Weight, RoundedMatrix, narrowed
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, Int4Weight, Int8Weight, QuantizedMatrix, narrowed
 
 FAMILIES = {  # wide enough that the rows of every matrix, split over two ranks, are whole blocks
     "mamba": dict(num_hidden_layers=2),
@@ -32,7 +32,7 @@ FAMILIES = {  # wide enough that the rows of every matrix, split over two ranks,
 HIDDEN, VOCAB = 128, 61
 IDS = torch.arange(22).view(2, 11) % VOCAB
 families = pytest.mark.parametrize("family", FAMILIES)
-formats = pytest.mark.parametrize("format", ROUNDED_FORMATS)
+formats = pytest.mark.parametrize("format", QUANTIZED_FORMATS)
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +48,16 @@ def directory_of(tmp_path_factory):
     return of
 
 
-def rounded_to_int8(weight):
-    """A matrix rounded to int8, in float64. Each block of 64 has the scale max(abs(w)) / 127; halves round to even."""
+def quantized_to_int8(weight):
+    """A matrix quantized to int8, in float64. Each block of 64 has the scale max(abs(w)) / 127; halves round to even."""
     blocks = weight.float().view(len(weight), -1, 64)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     integers = (blocks / scale).round().nan_to_num().double()  # a block of zeros gives NaN
     return (integers * scale.double()).view_as(weight)
 
 
-def rounded_to_int4(weight):
-    """A matrix rounded to int4, in float64: column by column. The extreme of a block is -8, -7.5, -6.9 or -6.3 steps."""
+def quantized_to_int4(weight):
+    """A matrix quantized to int4, in float64: column by column. The extreme of a block is -8, -7.5, -6.9 or -6.3 steps."""
     rounded = torch.zeros_like(weight, dtype=torch.float64)
     for row, first in product(range(len(weight)), range(0, weight.shape[1], 64)):
         block = weight[row, first : first + 64].float()
@@ -69,22 +69,22 @@ def rounded_to_int4(weight):
     return rounded
 
 
-ROUNDING = {Int8Weight: rounded_to_int8, Int4Weight: rounded_to_int4}
+QUANTIZING = {Int8Weight: quantized_to_int8, Int4Weight: quantized_to_int4}
 
 
-def round_matrices(model, rounded):
-    """Round the matrices of a float64 model that `rounded` holds in few bits; returns how many have 8 or 4 bits."""
+def quantize_matrices(model, quantized):
+    """Quantize the matrices of a float64 model as `quantized` holds them; returns how many have 8 or 4 bits."""
     count = 0
-    for name, parameter in rounded.named_parameters():
+    for name, parameter in quantized.named_parameters():
         if parameter.dtype is torch.bfloat16:
             exact = model.get_parameter(name)
             exact.data.copy_(exact.data.bfloat16())
-    for name, module in rounded.named_modules():
-        if isinstance(getattr(module, "weight", None), RoundedMatrix):
+    for name, module in quantized.named_modules():
+        if isinstance(getattr(module, "weight", None), QuantizedMatrix):
             count += 1
-            weight, rounding = model.get_submodule(name).weight, ROUNDING[type(module.weight)]
+            weight, quantizing = model.get_submodule(name).weight, QUANTIZING[type(module.weight)]
             for part in weight.parameters() if isinstance(weight, torch.nn.Module) else [weight]:
-                part.data.copy_(rounding(part.data))
+                part.data.copy_(quantizing(part.data))
     return count
 
 
@@ -97,21 +97,21 @@ def logits_of(model):
 
 @formats
 @families
-def test_a_rounded_model_is_the_model_of_its_rounded_weights(family, format, directory_of):
+def test_a_quantized_model_is_the_model_of_its_quantized_weights(family, format, directory_of):
     """Up to the rounding of the activations to 16 bits, in C."""
-    rounded = megatron_ssm.load(directory_of(family), weights=format)
+    quantized = megatron_ssm.load(directory_of(family), weights=format)
     exact = megatron_ssm.load(directory_of(family), dtype=torch.float64)
     before = logits_of(exact)
-    assert round_matrices(exact, rounded) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
+    assert quantize_matrices(exact, quantized) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
     expected = logits_of(exact)
     assert (expected - before).norm() > 5e-3 * before.norm()  # rounding has an effect
-    assert (logits_of(rounded).double() - expected).norm() <= 5e-4 * expected.norm()
+    assert (logits_of(quantized).double() - expected).norm() <= 5e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("tp", (1, 2))
 @formats
 @families
-def test_ranks_round_as_one_rank_does(ranks, tp, family, format, directory_of):
+def test_ranks_quantize_as_one_rank_does(ranks, tp, family, format, directory_of):
     """Also covers bfloat16, and deep copies, which compute the same."""
     directory = directory_of(family)
     alone = logits_of(megatron_ssm.load(directory, weights=format))
@@ -129,7 +129,7 @@ def test_ranks_round_as_one_rank_does(ranks, tp, family, format, directory_of):
 
 
 @formats
-def test_rounded_weights_cannot_be_saved_or_trained(directory_of, tmp_path, format):
+def test_quantized_weights_cannot_be_saved_or_trained(directory_of, tmp_path, format):
     model = megatron_ssm.load(directory_of("mamba"), weights=format)
     with pytest.raises(ValueError, match=f"weights='{format}' cannot be saved"):
         megatron_ssm.save(model, tmp_path / "out")
@@ -151,15 +151,15 @@ def test_formats_that_do_not_exist(directory_of):
 
 @formats
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.05), (torch.float64, 5e-4)])
-def test_a_rounded_model_of_another_dtype(directory_of, dtype, tolerance, format):
+def test_a_quantized_model_of_another_dtype(directory_of, dtype, tolerance, format):
     """Its scales stay float32, because the C kernels read them as float32."""
     model = megatron_ssm.load(directory_of("mamba2"), weights=format)
     expected = logits_of(model)
     assert (logits_of(model.to(dtype)).double() - expected).norm() <= tolerance * expected.norm()
-    assert all(m.scales.dtype == torch.float32 for m in model.modules() if isinstance(m, RoundedMatrix))
+    assert all(m.scales.dtype == torch.float32 for m in model.modules() if isinstance(m, QuantizedMatrix))
 
 
-def test_matrices_without_whole_blocks_are_not_rounded(tmp_path, caplog):
+def test_matrices_without_whole_blocks_are_not_quantized(tmp_path, caplog):
     """A model with no other matrix is an error; else a warning counts them. They require no gradient either."""
     save_hf(tmp_path / "none", "mamba", hidden_size=48, num_hidden_layers=1)
     with pytest.raises(
@@ -176,28 +176,28 @@ def test_matrices_without_whole_blocks_are_not_rounded(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("format, least, most", [("int8", 0.25, 0.32), ("int4", 0.13, 0.2)])
-def test_the_bytes_of_rounded_weights(directory_of, format, least, most):
+def test_the_bytes_of_quantized_weights(directory_of, format, least, most):
     """Relative to float32: with its scales a matrix takes 8.5 or 4.5 bits per element."""
 
     def nbytes(model):
         return sum(t.nbytes for t in model.state_dict().values())
 
-    whole, rounded = (
+    whole, quantized = (
         nbytes(megatron_ssm.load(directory_of("mamba2"), weights=matrices)) for matrices in (None, format)
     )
-    assert least * whole < rounded < most * whole
+    assert least * whole < quantized < most * whole
 
 
 @pytest.mark.parametrize("rows", (1, 3, 40), ids=str)
-@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize("kind", QUANTIZING)
 @torch.no_grad()
-def test_rounded_matrices(kind, rows):
+def test_quantized_matrices(kind, rows):
     """Rows and blocks of zeros stay zero. Many rows of x are rounded to 8 bits or bfloat16 on some processors."""
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(5, 192, generator=generator)
     weight[1] = 0
     weight[2, 64:128] = 0
-    matrix, x, exact = kind.of(weight), torch.randn(rows, 192, generator=generator), ROUNDING[kind](weight)
+    matrix, x, exact = kind.of(weight), torch.randn(rows, 192, generator=generator), QUANTIZING[kind](weight)
     assert matrix.shape == weight.shape
     assert products.should_multiply(x, matrix.values) or rows == 40 or not kernels.LIBRARY
     y, expected = linear(x, matrix).double(), x.double() @ exact.T
@@ -251,13 +251,13 @@ def test_values_that_are_not_finite():
     """In x they give NaN or Inf, in every product of their row."""
     x = torch.ones(3, 128)
     x[0, 70], x[1, 3] = float("nan"), float("-inf")
-    for kind in ROUNDING:
+    for kind in QUANTIZING:
         with torch.no_grad():
             y = linear(x, kind.of(torch.linspace(1, 2, 6 * 128).view(6, 128)))
         assert not y[:2].isfinite().any() and y[2].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize("kind", QUANTIZING)
 @torch.no_grad()
 def test_weights_that_are_not_finite_or_large(kind):
     """NaN and Inf give NaN or Inf in every product of their row. In 4 bits, squares of large errors are infinite."""
@@ -291,7 +291,7 @@ def test_products_by_torch(monkeypatch, dtype, has_instructions, tokens):
     pieces = [(chosen, 3), (chosen, 3), (chosen, 3), (chosen, 2)] * math.ceil(50 / tokens)
     whole = [(dtype, 11)] if chosen is dtype else pieces
     cases = [(weight.to(dtype), weight.to(dtype).double(), whole)]
-    cases += [(kind.of(weight), rounding(weight), pieces) for kind, rounding in ROUNDING.items()]
+    cases += [(kind.of(weight), quantizing(weight), pieces) for kind, quantizing in QUANTIZING.items()]
     for (matrix, exact, expected), added in product(cases, (None, bias)):
         multiplied.clear()
         y, sum_of_products = linear(x, matrix, added), x.double() @ exact.T + (0 if added is None else added.double())
@@ -312,7 +312,7 @@ def test_products_that_are_not_converted(monkeypatch):
             y = linear(many, matrix)
             assert y.dtype == torch.bfloat16
             assert (y.double() - many.double() @ weight.double().T).norm() <= 0.02 * y.double().norm()
-    for rows, kind in product((0, 50), ROUNDING):
+    for rows, kind in product((0, 50), QUANTIZING):
         assert linear(torch.randn(2, rows, 128), kind.of(weight)).shape == (2, rows, 70)
 
 
