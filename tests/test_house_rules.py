@@ -22,7 +22,7 @@ ROOMS = {
     "attention2d": "layout compute cost schedules".split(),
     "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": (
-        "stack sizing native ops parallel context operators families decoding inference models checkpoints diagnostics "
+        "stack sizing native ops parallel context tape operators families decoding inference models checkpoints diagnostics "
         "training advice integrations api serving cli"
     ).split(),
 }

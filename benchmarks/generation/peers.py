@@ -28,7 +28,7 @@ import megatron_ssm
 from benchmarks.support.pair import launch, meet
 from benchmarks.support.shapes import SHAPES, processor, random_model
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
-from megatron_ssm.native.products import has_integer_products, has_tile_products
+from megatron_ssm.native.products import instructions
 from megatron_ssm.ops.huge_pages import HugePages
 
 NEW, PROMPTS, REPETITIONS = 16, {256: 10, 1024: 2}, 10  # decoded tokens; {length of a prompt: repetitions}
@@ -189,9 +189,9 @@ def main() -> None:
         del models
     header = [processor(), "threads", "ours / llama.cpp", *TITLES.values(), "spread"]
     print(f"llama-cpp-python {version('llama-cpp-python')}")
-    if has_tile_products():
+    if instructions() == "AMX":
         print_or_publish("peers", markdown(header, rows))
-    elif has_integer_products():
+    elif instructions() in ("VNNI", "AVX512_BF16"):
         print_or_publish("peers-with-vnni", markdown(header, rows))
     else:
         print_or_publish("peers-without-amx", markdown(header, rows))

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.utils import logging
 
 from megatron_ssm.diagnostics.doctor import cpu_model
-from megatron_ssm.native.products import has_integer_products, has_tile_products
+from megatron_ssm.native.products import instructions
 
 PROMPT = 256
 SHAPES = {
@@ -60,4 +60,4 @@ def random_model(shape: str, directory: str | Path) -> PreTrainedModel:
 
 def processor() -> str:
     """The name of the processor, and the instructions for products of matrices that the kernels use on it."""
-    return cpu_model() + (", AMX" if has_tile_products() else ", VNNI" if has_integer_products() else "")
+    return f"{cpu_model()}, {instructions()}"

@@ -20,7 +20,7 @@ from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.native.products import BLOCK
 from megatron_ssm.operators.operator import Operator
 from megatron_ssm.ops.huge_pages import HugePages
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, narrowed, quantize
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, narrowed, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.stack.fields import field_of, hf_shapes
@@ -142,8 +142,8 @@ def _check_arguments(
         raise ValueError(f"sequence_parallel=True is for training, and weights={weights!r} for generation")
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
-    if weights not in (None, *ROUNDED_FORMATS):
-        raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(ROUNDED_FORMATS)}")
+    if weights not in (None, *QUANTIZED_FORMATS):
+        raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
     if dtype not in ("auto", *FLOATS.values()):
         raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
     if not Path(directory).is_dir():
@@ -216,7 +216,7 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
 def _fill(
     module: nn.Module, read: Callable[[nn.Parameter], None], weights: str | None, memory: HugePages
 ) -> list[bool]:
-    """Read a module's parameters, then its children's. With `weights`, each matrix that was read is rounded into `memory`.
+    """Read a module's parameters, then its children's. With `weights`, each matrix that was read is quantized into `memory`.
 
     Returns, for each matrix of a quantizable layer, whether it was quantized.
     """
@@ -230,7 +230,7 @@ def _fill(
 
 
 def _move_parameters(model: Model, memory: HugePages) -> None:
-    """Move what was not rounded into `memory`, but for packed fields, which are views of one storage.
+    """Move what was not quantized into `memory`, but for packed fields, which are views of one storage.
 
     The small matrices of operators are moved as bfloat16.
     """

@@ -24,7 +24,7 @@ PACKAGES = (
     "apex",
 )  # fmt: skip
 TYPES = ("float32", "bfloat16", "float64")
-NOT_TRAINED = "none: rounded matrices are not trained"
+NOT_TRAINED = "none: quantized matrices are not trained"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
@@ -199,7 +199,7 @@ def _on_cuda() -> list[tuple]:
         "AdamW": ("none: it trains", adamw, why or "float64: torch"),
         "all-reduce between ranks": ("NCCL", "NCCL", "what torch.distributed has for cuda"),
     }
-    rows |= {name: ("torch", training, "cuBLAS") for name, _, training, _ in _many_rows()}
+    rows |= {name: ("torch", training, "cuBLAS") for name, _, training, _ in _products()}
     return [(name, *rows.get(name, _torch_on_cuda(training))) for name, _, training, _ in _on_cpu()]
 
 
@@ -239,45 +239,35 @@ def _on_cpu() -> list[tuple]:
         ("SSD", inference, training, f"torch: float64, states of more than {state} values"),
         ("convolution", inference, training, f"torch: float64, more than {taps} taps, training in bfloat16"),
         ("RMS norm", inference, "torch", "torch: float64; the C kernel has no gradient"),
-        *_few_rows(library),
+        *_products(),
     ]
     rows = [(*row, reason if library else "megatron_ssm's C kernels are not loaded") for *row, reason in rows]
     rows += [
-        *_many_rows(),
         ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
         ("AdamW", "none: it trains", "torch", "torch's fused AdamW"),
     ]
     return [*rows, ("all-reduce between ranks", *_all_reduce())]
 
 
-def _few_rows(library: Library) -> list[tuple]:
-    """A row for the product of few tokens with each kind of matrix."""
+def _products() -> list[tuple]:
+    """A row for the product with each kind of matrix: the kernels of C's table (native/dispatch.c), or torch."""
+    import torch
+
     from megatron_ssm.native import products
 
     rows = []
-    for stored in products.ROWS:
-        runs = f"C (up to {products.most_rows(stored)} rows)" if library else "torch"
-        name, training = _matrix_name(stored), "torch" if stored not in products.ROUNDED else NOT_TRAINED
-        rows.append((f"matrix-vector product, {name}", runs, training, "C reads each weight once; it has no gradient"))
-    return rows
-
-
-def _many_rows() -> list[tuple]:
-    """A row for the product of many tokens with each kind of matrix: in which form it is computed, and the times of all."""
-    import torch
-
-    from megatron_ssm.ops import matrices
-
-    rows: list[tuple] = []
-    for stored in (*matrices.MEASURED, *matrices.KINDS):
-        x = stored if stored in matrices.MEASURED else torch.float32
-        form = matrices.product_form(stored, x, matrices.MANY)
-        times = matrices.product_times(stored, x, matrices.ROW_COUNTS[-1], torch.get_num_threads())
-        found = ", ".join(f"{name} {seconds * 1e3:.2g} ms" for name, seconds in times.items())
-        why = f"measured: {found}" if len(times) > 1 else "the only form on this processor"
-        training = NOT_TRAINED if stored in matrices.KINDS else "torch"
-        runs = f"C ({form})" if form in matrices.IN_STEP else f"torch ({form})"
-        rows.append((f"matrix product, {_matrix_name(stored)}", runs, training, why))
+    for stored in (torch.float32, torch.bfloat16, torch.float16, *products.QUANTIZED):
+        x = torch.float32 if stored in products.QUANTIZED else stored
+        parts, most = [], 0
+        for kernel, limit in products.kernels_for(stored, x).items():
+            if limit > most:
+                parts.append(f"C ({kernel})" if limit == products.NO_LIMIT else f"C ({kernel}) up to {limit} rows")
+                most = limit
+        runs = ", then ".join(parts if most == products.NO_LIMIT else [*parts, "torch"])
+        training = NOT_TRAINED if stored in products.QUANTIZED else "torch"
+        rows.append(
+            (f"matrix product, {_matrix_name(stored)}", runs, training, f"instructions: {products.instructions()}")
+        )
     return rows
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from megatron_ssm.native.products import has_tile_products
+from megatron_ssm.native.products import instructions
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.stack.stack import Stack
 
@@ -119,7 +119,7 @@ class _Call:
 def _call_times(model: LanguageModel) -> tuple[float, ...]:
     """The times of calls with this model, as TIMES has them, the same on all ranks: with AMX only if every rank has it."""
     format = model.weights or model.dtype
-    lacks_amx = torch.tensor(not (has_tile_products() and model.device.type == "cpu"), dtype=torch.float32)
+    lacks_amx = torch.tensor(not (instructions() == "AMX" and model.device.type == "cpu"), dtype=torch.float32)
     if not model.ranks.all_reduce_max(lacks_amx.to(model.device)) and format in TIMES_WITH_AMX:
         return TIMES_WITH_AMX[format]
     return TIMES.get(format, TIMES.get(model.dtype, TIMES[torch.float32]))

@@ -72,8 +72,8 @@ class Model(TrackedModule):
     context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
 
     The attribute directory is the checkpoint it was loaded from, or None; lora says which LoRA adapters it has, or None;
-    weights is "int8" or "int4" if the matrices are rounded, so that the model can only generate, and None otherwise; graphs
-    tells whether it may decode with CUDA graphs, and is False once a step could not be captured.
+    weights is "int8" or "int4" if the matrices are quantized, so that the model can only generate, and None otherwise;
+    graphs tells whether it may decode with CUDA graphs, and is False once a step could not be captured.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
    A task is a block of WIDTH channels: of one sequence in the forward pass, of all sequences in the backward pass, where
    the gradients of weight and bias are summed over the sequences. No two tasks write the same memory. */
-#include "blocks.h"
+#include "registers.h"
 
 enum {
   WIDTH = 64,     /* channels per block */

@@ -1,4 +1,4 @@
-/* The kernels that other kernels call; tape.c calls most of them. `type` is the dtype of tensors whose pointers are void.
+/* The kernels besides products; tape.c calls most of them. `type` is the dtype of tensors whose pointers are void.
    Strides and sizes count elements, never bytes. A kernel returns 0, or 1 if it could not allocate memory. */
 #ifndef KERNELS_H
 #define KERNELS_H
@@ -7,8 +7,8 @@
 
 INLINE size_t bytes_of(ptrdiff_t count, int type) { return count * (type == FLOAT32 ? 4 : 2); }
 
-/* Whether a matrix has 8 or 4 bits, in blocks with scales (rounded.h). */
-INLINE int is_rounded(ptrdiff_t weight_type) { return weight_type == INT8 || weight_type == INT4; }
+/* Whether a matrix has 8 or 4 bits, in blocks with scales (quantized.h). */
+INLINE int is_quantized(ptrdiff_t weight_type) { return weight_type == INT8 || weight_type == INT4; }
 
 /* How many of `rows` rows of `size` elements a thread takes at a time: all of them if they are so few elements that starting
    threads takes longer. */
@@ -16,22 +16,6 @@ INLINE ptrdiff_t rows_per_thread(ptrdiff_t rows, ptrdiff_t size, int threads) {
   return rows * size < 1 << 15 ? rows : (rows + threads - 1) / threads;
 }
 
-int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-           ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
-int strided_linear(const void *weight, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out,
-                   ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int weight_type, int type,
-                   int threads);
-int rounded_linear(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                   ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
-int tile_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                 ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
-int has_tile_products(void);
-int integer_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                    ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
-int panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                  ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
-int integer_panel_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                          ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads);
 int causal_conv(const void *x, const void *weight, const void *bias, const void *history, void *y, void *next,
                 ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t channels, ptrdiff_t taps, ptrdiff_t batch_stride,
                 ptrdiff_t token_stride, ptrdiff_t history_stride, int type, int threads);

@@ -7,6 +7,7 @@ own, in float32. A function that overwrites a state returns that tensor. A shape
 a ValueError, before any memory is read: unlike torch, the kernels do not broadcast.
 """
 
+import ctypes
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from .arguments import (
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3, torch.uint8: 4}
 _ACTIVATIONS = (torch.float32, torch.bfloat16)
 LONGEST_KERNEL, LARGEST_STATE = 8, 256  # taps of a convolution; N of a recurrence
-CHUNK, PART = 16, 16  # of ssd's backward pass: tokens between two saved states, channels at a time (ssd.c)
+CHUNK, PART = 16, 16  # of ssd's backward pass: tokens between two saved states, channels at a time (ssd_loops.c)
 
 SIGNATURES: dict[str, list[Any]] = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
@@ -42,17 +43,12 @@ SIGNATURES: dict[str, list[Any]] = {
     "ssd_backward": [POINTER] * 17 + [SIZE] * 6 + [INT],
     "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 3,
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 3,
-    "linear": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
-    "integer_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
-    "has_integer_products": [],
-    "tile_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
-    "has_tile_products": [],
-    "panel_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
-    "integer_panel_product": [POINTER] * 5 + [SIZE] * 4 + [INT] * 3,
-    "has_panel_products": [],
+    "linear": [POINTER] * 5 + [SIZE] * 3 + [INT] * 3 + [ctypes.c_char_p],
+    "has_kernel": [INT] * 2 + [SIZE] * 2 + [INT],
+    "kernel_line": [INT] * 3 + [POINTER] * 2,
+    "instructions": [],
     "widen": [POINTER] * 3 + [SIZE] * 2 + [INT] * 3,
     "has_products_of": [INT],
-    "has_few_rows_of": [INT],
     "run_tape": [POINTER],
     "keep_tokens": [POINTER, POINTER],
 }

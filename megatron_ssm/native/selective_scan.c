@@ -3,7 +3,7 @@
    A task is a block of channels of one sequence, or of all. It goes from token to token, and a sequence's states (N, WIDTH)
    stay in the first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB
    and dC. */
-#include "blocks.h"
+#include "registers.h"
 
 enum { WIDTH = 64, STATES = 256 }; /* channels per block; the largest N, and the largest chunk * N in the backward pass */
 

@@ -1,4 +1,5 @@
-/* What the forms of Mamba-2's recurrence share: ssd.c goes from token to token, ssd_tiles.c from chunk to chunk. */
+/* What the forms of Mamba-2's recurrence share: ssd_loops.c goes from token to token, ssd_amx.c from chunk to chunk. dispatch.c
+   chooses between them. */
 #ifndef SSD_H
 #define SSD_H
 
@@ -35,7 +36,7 @@ typedef struct {
   ptrdiff_t batch, seq, heads, P, groups, N;
   int type;                           /* of x, B, C and y */
   int one_by_one;                     /* whether the result must be that of a call for each token, bit for bit */
-  int may_round;                      /* whether the numbers that are multiplied may be rounded to BFLOAT16 (ssd_tiles.c) */
+  int may_round;                      /* whether the numbers that are multiplied may be rounded to BFLOAT16 (ssd_amx.c) */
 } Ssd;
 
 /* Indices into strides. x, B, C: from sequence to sequence, followed by from token to token. STATE, NEXT: from sequence to
@@ -58,9 +59,9 @@ INLINE float *own_state(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t fir
   return h;
 }
 
-/* Whether ssd_tiles can compute this. */
-int fits_ssd_tiles(const Ssd *a, int threads);
-/* `ssd` by AMX; saves no states. */
-int ssd_tiles(const Ssd *a, int threads);
+int ssd_loops(const Ssd *a, int threads);
+/* By AMX, which saves no states; and whether it computes this, faster than loops. */
+int ssd_amx(const Ssd *a, int threads);
+int fits_ssd_amx(const Ssd *a, int threads);
 
 #endif

@@ -4,49 +4,42 @@
 
 #include "tape.h"
 
-/* Rows from which products are done by tile_product, panel_product or integer_product. As in ops/matrices.py. */
+/* Rows from which several threads compute step sizes. */
 enum { MANY = 48 };
 
-INLINE ptrdiff_t rows_of(const Tape *t) { return t->batch * t->tokens; }
+INLINE ptrdiff_t tape_rows(const Tape *t) { return t->batch * t->tokens; }
 
 /* Row r of a view. */
 INLINE void *row(const Tape *t, const View *v, ptrdiff_t r, int type) {
-  return at(t->arena + rows_of(t) * v->place, v->first + r * v->stride, type);
+  return at(t->arena + tape_rows(t) * v->place, v->first + r * v->stride, type);
 }
 
 /* Products */
 
-typedef int Multiply(const void *, const float *, const void *, const void *, void *, ptrdiff_t, ptrdiff_t, ptrdiff_t,
-                     ptrdiff_t, int, int, int);
-
-static Multiply *multiply(const Tape *t, ptrdiff_t weight_type) {
-  if (rows_of(t) < MANY) return linear;
-  if (t->in_bytes && is_rounded(weight_type)) return integer_product;
-  return has_tile_products() ? tile_product : t->as_integers ? integer_panel_product : panel_product;
+/* A product of o's matrix, from element `first` on, and of x. n: out, in. */
+static Product product(const Tape *t, const Op *o, ptrdiff_t first, const void *x, void *y) {
+  const Matrix *m = &o->matrix;
+  return (Product){.weight = first ? at(m->values, first, (int)m->type) : m->values, .scales = m->scales, .bias = o->bias,
+                   .x = x, .y = y, .batch = tape_rows(t), .out = o->n[0], .in = o->n[1], .weight_stride = o->n[1],
+                   .x_stride = o->x.stride, .y_stride = o->n[0], .weight_type = (int)m->type, .type = o->type,
+                   .threads = t->threads};
 }
 
-/* y = x W^T + bias. n: out, in. */
+/* y = x W^T + bias. */
 static int matmul(const Tape *t, const Op *o, void *y) {
-  const Matrix *m = &o->matrix;
-  return multiply(t, m->type)(m->values, m->scales, o->bias, row(t, &o->x, 0, o->type), y, rows_of(t), o->n[0], o->n[1],
-                              o->x.stride, m->type, o->type, t->threads);
+  Product p = product(t, o, 0, row(t, &o->x, 0, o->type), y);
+  return multiply(&p);
 }
 
 /* The same for each of several heads, with rows or columns of W of its own. n: out, in, heads; from head to head: elements of
    W, columns of x and of y; from row to row of W: elements. */
 static int head_matmuls(const Tape *t, const Op *o) {
-  ptrdiff_t rows = rows_of(t), heads = o->n[2];
-  int failed = 0, type = o->type, weight_type = o->matrix.type;
-  for (ptrdiff_t h = 0; h < heads; h++) {
-    const void *weight = at(o->matrix.values, h * o->n[3], weight_type);
+  int failed = 0, type = o->type;
+  for (ptrdiff_t h = 0; h < o->n[2]; h++) {
     const void *x = at(row(t, &o->x, 0, type), h * o->n[4], type);
-    void *y = at(row(t, &o->y, 0, type), h * o->n[5], type);
-    if (rows >= MANY && heads == 1)
-      failed |= multiply(t, weight_type)(weight, NULL, NULL, x, y, rows, o->n[0], o->n[1], o->x.stride, weight_type, type,
-                                         t->threads);
-    else
-      failed |= strided_linear(weight, NULL, x, y, rows, o->n[0], o->n[1], o->n[6], o->x.stride, o->y.stride, weight_type,
-                               type, t->threads);
+    Product p = product(t, o, h * o->n[3], x, at(row(t, &o->y, 0, type), h * o->n[5], type));
+    p.weight_stride = o->n[6], p.y_stride = o->y.stride;
+    failed |= multiply(&p);
   }
   return failed;
 }
@@ -59,7 +52,7 @@ CLONES static void widen_rows(const void *from, float *to, ptrdiff_t start, ptrd
 /* The logits of the head, as float32; -inf beyond this rank's part of the vocabulary. n: out, in, width of the logits. y: a
    temporary, unless the product is the logits. */
 static int head_logits(const Tape *t, const Op *o) {
-  ptrdiff_t rows = rows_of(t), out = o->n[0], width = o->n[2];
+  ptrdiff_t rows = tape_rows(t), out = o->n[0], width = o->n[2];
   if (o->type == FLOAT32 && out == width) return matmul(t, o, t->logits);
   if (out && matmul(t, o, row(t, &o->y, 0, o->type))) return 1;
 #pragma omp parallel for num_threads(t->threads) if (t->threads > 1 && rows > 1)
@@ -78,11 +71,11 @@ static int head_logits(const Tape *t, const Op *o) {
 static void embed(const Tape *t, const Op *o) {
   const Matrix *m = &o->matrix;
   ptrdiff_t first = o->n[0], ids = o->n[1], size = o->n[2];
-  for (ptrdiff_t r = 0; r < rows_of(t); r++) {
+  for (ptrdiff_t r = 0; r < tape_rows(t); r++) {
     ptrdiff_t id = t->ids[r] - first, block = id * (size / BLOCK);
     void *to = row(t, &o->y, r, o->type);
     if (id < 0 || id >= ids) memset(to, 0, bytes_of(size, o->type));
-    else if (!is_rounded(m->type)) memcpy(to, at(m->values, id * size, o->type), bytes_of(size, o->type));
+    else if (!is_quantized(m->type)) memcpy(to, at(m->values, id * size, o->type), bytes_of(size, o->type));
     else
       widen((const char *)m->values + block * bytes_per_block(m->type), m->scales + block, to, 1, size, m->type, o->type, 1);
   }
@@ -113,15 +106,15 @@ CLONES static void add_any(const void *x, const void *z, void *y, ptrdiff_t size
 
 /* [x | z] -> y: one after the other in each row. n: the columns of both. */
 static void concat(const Tape *t, const Op *o) {
-  for (ptrdiff_t r = 0; r < rows_of(t); r++) {
+  for (ptrdiff_t r = 0; r < tape_rows(t); r++) {
     char *y = row(t, &o->y, r, o->type);
     memcpy(y, row(t, &o->x, r, o->type), bytes_of(o->n[0], o->type));
     memcpy(y + bytes_of(o->n[0], o->type), row(t, &o->z, r, o->type), bytes_of(o->n[1], o->type));
   }
 }
 
-/* y = x + f0 * (f1 * sum + bias), each rounded as torch would; with flag, without x. squares: the sums of squares that normalize the sum, which is
-   FLOAT32 then. */
+/* y = x + f0 * (f1 * sum + bias), each rounded as torch would; with flag, without x. squares: the sums of squares that
+   normalize the sum, which is FLOAT32 then. */
 INLINE void residual_row(const Op *o, const void *x, const void *sum, const float *squares, void *y, ptrdiff_t size, int type,
                          int sum_type) {
   float scale = squares ? 1 / sqrtf(*squares / o->n[1] + o->f[2]) : 1;
@@ -142,7 +135,7 @@ CLONES static void residual_any(const Op *o, const void *x, const void *sum, con
 /* n: size, channels of a group of the gated norm. x and y are of from_type. */
 static void residual(const Tape *t, const Op *o) {
   const Sum *sum = &t->sums[o->sum];
-  ptrdiff_t rows = rows_of(t), share = rows_per_thread(rows, o->n[0], t->threads);
+  ptrdiff_t rows = tape_rows(t), share = rows_per_thread(rows, o->n[0], t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
   for (ptrdiff_t start = 0; start < rows; start += share)
     for (ptrdiff_t r = start; r < rows && r < start + share; r++)
@@ -184,7 +177,7 @@ ACTIVATE_FOR(activate_squared_relu, SQUARED_RELU)
 static void activate(const Tape *t, const Op *o) {
   void (*functions[])(const void *, const void *, void *, ptrdiff_t, int, int) = {
       activate_gelu, activate_gelu_tanh, activate_silu, activate_relu, activate_squared_relu};
-  ptrdiff_t rows = rows_of(t), share = rows_per_thread(rows, 8 * o->n[0], t->threads);
+  ptrdiff_t rows = tape_rows(t), share = rows_per_thread(rows, 8 * o->n[0], t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
   for (ptrdiff_t start = 0; start < rows; start += share)
     for (ptrdiff_t r = start; r < rows && r < start + share; r++)
@@ -228,7 +221,7 @@ static void advance_conv(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t coun
 
 /* y = softplus(x + dt_bias) as float32, clamped to [f0, f1] in prompts. n: heads. */
 static void step_sizes(const Tape *t, const Op *o) {
-  ptrdiff_t rows = rows_of(t), heads = o->n[0];
+  ptrdiff_t rows = tape_rows(t), heads = o->n[0];
   float least = t->prompt ? o->f[0] : -INFINITY, most = t->prompt ? o->f[1] : INFINITY;
 #pragma omp parallel for num_threads(t->threads) if (t->threads > 1 && rows >= MANY)
   for (ptrdiff_t r = 0; r < rows; r++)
@@ -291,7 +284,7 @@ static int recurrence(const Tape *t, const Op *o) {
 /* Norms of dt, B and C in the sum of x_proj, in place. n: heads, rank of dt, N. f: eps. */
 static void inner_norms(const Tape *t, const Op *o) {
   ptrdiff_t rank = o->n[1], N = o->n[2], width = rank + 2 * N, cuts[] = {0, rank, rank + N, width};
-  for (ptrdiff_t i = 0; i < rows_of(t) * o->n[0]; i++)
+  for (ptrdiff_t i = 0; i < tape_rows(t) * o->n[0]; i++)
     for (int k = 0; k < 3; k++) {
       void *part = at(t->sums[o->sum].total, i * width + cuts[k], o->type);
       rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], o->f[0], o->type, o->type, 1);
@@ -317,7 +310,7 @@ INLINE void rotate_row(void *x, const void *table, ptrdiff_t heads, ptrdiff_t di
 INLINE ptrdiff_t position(const Tape *t, ptrdiff_t r) { return t->lengths[t->sequences[r / t->tokens]] + r % t->tokens; }
 
 static void rotate(const Tape *t, const Op *o) {
-  for (ptrdiff_t r = 0; r < rows_of(t); r++) {
+  for (ptrdiff_t r = 0; r < tape_rows(t); r++) {
     const void *table = at(o->weight, position(t, r) * o->n[2], o->type);
     void *x = row(t, &o->x, r, o->type);
     if (o->type == FLOAT32) rotate_row(x, table, o->n[0], o->n[1], o->n[2], FLOAT32);
@@ -328,7 +321,7 @@ static void rotate(const Tape *t, const Op *o) {
 /* Stores x, n[0] numbers of each token, at its position. */
 static void append(const Tape *t, const Op *o) {
   const Slot *s = &t->slots[o->slot];
-  for (ptrdiff_t r = 0; r < rows_of(t); r++)
+  for (ptrdiff_t r = 0; r < tape_rows(t); r++)
     memcpy(at(s->data, t->sequences[r / t->tokens] * s->stride + position(t, r) * o->n[0], o->type),
            row(t, &o->x, r, o->type), bytes_of(o->n[0], o->type));
 }
@@ -364,7 +357,7 @@ CLONES static void attend_any(const void *q, const void *k, const void *v, void 
 /* x: queries. slot: of the keys, the next one of the values. n: heads, key/value heads, head_dim. f: scale. */
 static int attend(const Tape *t, const Op *o) {
   const Slot *keys = &t->slots[o->slot], *values = keys + 1;
-  ptrdiff_t rows = rows_of(t), heads = o->n[0], shared = heads / o->n[1], dim = o->n[2], stride = o->n[1] * dim;
+  ptrdiff_t rows = tape_rows(t), heads = o->n[0], shared = heads / o->n[1], dim = o->n[2], stride = o->n[1] * dim;
   ptrdiff_t longest = 0, work = 0;
   for (ptrdiff_t r = 0; r < rows; r++) {
     ptrdiff_t count = position(t, r) + 1;
@@ -393,7 +386,7 @@ static int all_reduce(const Sum *s) {
 }
 
 static int run(Tape *t, const Op *o) {
-  ptrdiff_t rows = rows_of(t);
+  ptrdiff_t rows = tape_rows(t);
   switch (o->kind) {
     case EMBED: embed(t, o); return 0;
     case CONVERT:
@@ -434,7 +427,7 @@ static int run(Tape *t, const Op *o) {
    what a STOP stands for. UNUSUAL, before anything is done, for an id outside the vocabulary, and for a sequence whose first
    token it is, unless they are part of a prompt. After NO_MEMORY the states are invalid. */
 int run_tape(Tape *t) {
-  ptrdiff_t rows = rows_of(t);
+  ptrdiff_t rows = tape_rows(t);
   if (t->at == t->from && !t->prompt) {
     for (ptrdiff_t b = 0; b < t->batch; b++)
       if (t->lengths[t->sequences[b]] <= 0) return UNUSUAL;

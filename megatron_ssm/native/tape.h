@@ -3,7 +3,7 @@
 #ifndef TAPE_H
 #define TAPE_H
 
-#include "rounded.h"
+#include "quantized.h"
 
 /* Results of `run_tape`, besides 0 and the codes of an all-reduce in shared memory. */
 enum { SUM_IN_PYTHON = -1, NO_MEMORY = -2, UNUSUAL = -3, STOPPED = -4 };
@@ -66,7 +66,6 @@ typedef struct {
   float *logits;                /* (rows, width of the head) */
   ptrdiff_t batch, tokens, vocabulary;
   int speculative, prompt;      /* whether tokens may be taken back; whether they are part of a prompt */
-  int as_integers, in_bytes;    /* how products of many rows are done; see ops/matrices.py */
   int threads;
 } Tape;
 

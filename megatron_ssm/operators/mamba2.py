@@ -26,7 +26,7 @@ from megatron_ssm.context.blocks import halo
 from megatron_ssm.context.channel_exchange import ssd_by_heads
 from megatron_ssm.context.scans import ssd_over_context
 from megatron_ssm.native import kernels
-from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 from megatron_ssm.ops.scan import ssd
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_ssm.parallel.operators import sum_over_ranks
@@ -198,7 +198,7 @@ class Mamba2Mixer(Operator):
         z, xBC = projected.columns(0, inner), projected.columns(inner, inner + 2 * bc)
         convolved = tape.conv(xBC, *self.conv.tensors())
         dt = tape.step_sizes(projected.columns(2 * inner + 2 * bc, self.heads), self.dt_bias, self.dt_limit)
-        may_round = isinstance(self.out_proj.weight, RoundedMatrix)
+        may_round = isinstance(self.out_proj.weight, QuantizedMatrix)
         sizes = self.heads, self.head_dim, self.groups, self.state_size
         y = tape.ssd(convolved, dt, self.A_log, self.D, *sizes, may_round)
         squares = tape.buffer(1, torch.float32) if self.fused_norm else None
@@ -227,7 +227,7 @@ class Mamba2Mixer(Operator):
         xBC, conv = self.conv(xBC, conv, overwrite=held is not None)
         xBC = xBC if call.mask is None else xBC * call.mask
         x, B, C = self._parts(xBC)
-        may_round = isinstance(getattr(self.out_proj, "weight", None), RoundedMatrix)  # whose products round as well
+        may_round = isinstance(getattr(self.out_proj, "weight", None), QuantizedMatrix)  # whose products round as well
         how: dict[str, Any] = dict(one_by_one=True) if call.speculative else dict(may_round=may_round)
         y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=held is not None, **how)
         if held is not None:

@@ -317,5 +317,5 @@ class VocabularyParallel(TrackedModule):
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local
 
 
-# Layers whose `weight` may be a RoundedMatrix.
+# Layers whose `weight` may be a QuantizedMatrix.
 QUANTIZABLE = (ColumnParallelLinear, RowParallelLinear, VocabularyParallel)

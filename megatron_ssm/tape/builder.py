@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_ssm.native.arguments import address
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
-from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from megatron_ssm.native.products import columns_of
+from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 
 from .structs import ACTIVATIONS, KINDS, Matrix, Op, View
 
@@ -86,7 +87,7 @@ class Builder:
     stops: dict[int, Callable] = field(default_factory=dict)
     tables: list[tuple[int, Op, Callable]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
-    weights: set[torch.dtype] = field(default_factory=set)
+    weights: set[tuple] = field(default_factory=set)
     width: int = 0
     path: str = ""
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -168,11 +169,12 @@ class Builder:
         if any(t.dtype is not torch.float32 for t in tensors):
             raise NotLowered("a parameter that is not float32")
 
-    def _matrix(self, weight: Tensor | RoundedMatrix) -> Matrix:
-        if not Matrix.supports(weight, self.dtype, 1):
+    def _matrix(self, weight: Tensor | QuantizedMatrix, has_gaps: bool = False) -> Matrix:
+        if not Matrix.supports(weight, self.dtype, 1, has_gaps):
             raise NotLowered("a matrix that C does not multiply, or not as fast as torch")
+        values = weight if isinstance(weight, Tensor) else weight.values
         self.kept.extend((weight,) if isinstance(weight, Tensor) else (weight.values, weight.scales))
-        self.weights.add(weight.dtype if isinstance(weight, Tensor) else weight.values.dtype)
+        self.weights.add((values.dtype, columns_of(values), has_gaps))
         return Matrix.of(weight)
 
     def embed(self, weight: Any, first: int, count: int, size: int) -> Buffer:
@@ -216,7 +218,7 @@ class Builder:
 
     def head_matmuls(self, x: Buffer, y: Buffer, weight: Tensor, out: int, inputs: int, steps: Sequence[int]) -> None:
         """See tape.c. steps: heads; from head to head of W, x and y; from row to row of W."""
-        self._add("head_matmuls", x=x, y=y, matrix=self._matrix(weight), n=(out, inputs, *steps))
+        self._add("head_matmuls", x=x, y=y, matrix=self._matrix(weight, has_gaps=steps[0] > 1), n=(out, inputs, *steps))
 
     def logits(self, x: Buffer, weight: Any, width: int) -> None:
         """`width` logits of the head, of which this rank's vocabulary may have fewer."""

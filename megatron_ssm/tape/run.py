@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops.matrices import IN_STEP, INTEGER_PANELS, INTEGERS, MANY, product_form
 from sparsefusion.native.library import SIZE
 
 from . import structs
@@ -53,13 +52,9 @@ class FinishedTape:
         return [tensor.data_ptr() for tensor in self.builder.kept] == self._addresses
 
     def is_fast(self, rows: int) -> bool:
-        """Whether C has the fastest products for this many rows, and supports them."""
-        weights, dtype = self.builder.weights, self.builder.dtype
-        if rows < MANY:
-            return all(rows <= products.most_rows(stored, dtype) for stored in weights)
-        forms = (product_form(stored, dtype, rows) for stored in weights)
-        several_heads = any(op.kind == structs.KINDS.index("head_matmuls") and op.n[2] > 1 for op in self.ops)
-        return not several_heads and all(form in IN_STEP for form in forms)
+        """Whether C has kernels for the products of this many rows."""
+        dtype = self.builder.dtype
+        return all(products.has_kernel(stored, dtype, rows, *layout) for stored, *layout in self.builder.weights)
 
     def call(self, batch: int, tokens: int) -> "BoundCall":
         """What runs the tape for this many tokens of each of this many sequences."""
@@ -109,11 +104,6 @@ class BoundCall:
             batch=batch, tokens=tokens, vocabulary=tape.vocabulary, speculative=builder.speculative, prompt=builder.prompt,
         )  # fmt: skip
         self.address = ctypes.addressof(self.struct)
-        forms = {
-            stored: product_form(stored, builder.dtype, self.rows) for stored in builder.weights if self.rows >= MANY
-        }
-        self.struct.as_integers = forms.get(torch.bfloat16) == INTEGER_PANELS
-        self.struct.in_bytes = INTEGERS in forms.values()
         self.cache: Any = None
         self.call: Any = None
         self.version = -1

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ssm.native import products
 from megatron_ssm.native.arguments import are_float32
 from megatron_ssm.native.kernels import TYPES
-from megatron_ssm.ops.rounded_matrices import RoundedMatrix
+from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
 
 SUM_IN_PYTHON, NO_MEMORY, UNUSUAL, STOPPED = -1, -2, -3, -4  # results of `run_tape`
@@ -19,24 +19,24 @@ ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu", "relu2")
 
 
 class Matrix(ctypes.Structure):
-    """A floating-point matrix, or a `RoundedMatrix`."""
+    """A floating-point matrix, or a `QuantizedMatrix`."""
 
     _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
 
     @classmethod
-    def of(cls, weight: Tensor | RoundedMatrix) -> "Matrix":
-        """The struct of a tensor or a RoundedMatrix."""
+    def of(cls, weight: Tensor | QuantizedMatrix) -> "Matrix":
+        """The struct of a tensor or a QuantizedMatrix."""
         if isinstance(weight, Tensor):
             return cls(weight.data_ptr(), None, TYPES[weight.dtype])
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
 
     @staticmethod
-    def supports(weight: Tensor | RoundedMatrix, dtype: torch.dtype, rows: int) -> bool:
-        """Whether C multiplies this many rows of `dtype` by a matrix without a copy, and faster than torch."""
+    def supports(weight: Tensor | QuantizedMatrix, dtype: torch.dtype, rows: int, has_gaps: bool = False) -> bool:
+        """Whether C multiplies so many rows of `dtype` by a matrix without a copy. has_gaps: see `products.has_kernel`."""
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         return (
-            values.is_cpu and products.is_multiplied_by(dtype, values.dtype)
-            and products.is_faster_than_torch(rows, values, dtype)
+            values.is_cpu and values.is_contiguous() and not torch.is_autocast_enabled("cpu")
+            and products.has_kernel(values.dtype, dtype, rows, products.columns_of(values), has_gaps)
             and are_float32(scales) and (scales is None or scales.is_contiguous())
         )  # fmt: skip
 
@@ -85,5 +85,5 @@ class Tape(ctypes.Structure):
         *((name, SIZE) for name in ("start", "stop", "at")),
         *((name, POINTER) for name in "arena sums slots sequences lengths ids logits".split()),
         *((name, SIZE) for name in ("batch", "tokens", "vocabulary")),
-        *((name, INT) for name in ("speculative", "prompt", "as_integers", "in_bytes", "threads")),
+        *((name, INT) for name in ("speculative", "prompt", "threads")),
     ]

@@ -106,7 +106,8 @@ def test_each_format_of_weights(options, family, changes, tmp_path):
     """Any number of tokens of a call have the bits of decoding one by one."""
     directory = saved(tmp_path, family, hidden_size=256, vocab_size=320, **changes)
     model = megatron_ssm.load(directory, **options)
-    tokens = min(8, products.most_rows(options.get("dtype", torch.float32)))
+    dtype = options.get("dtype", torch.float32)
+    tokens = max(n for n in range(1, 9) if products.has_kernel(dtype, dtype, n, 256))
     ids = torch.arange(20, 27 + tokens).view(1, -1)
     ahead, plain = model.new_cache(1), model.new_cache(1)
     with torch.no_grad():

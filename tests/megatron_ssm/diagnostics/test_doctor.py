@@ -1,6 +1,5 @@
 """`python -m megatron_ssm doctor` as a process. Oracles: importlib.metadata's versions, files put where it looks."""
 
-import itertools
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import torch
 
 from megatron_ssm.diagnostics import doctor, known_problems
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops import cuda_kernels, fused_adam, matrices
+from megatron_ssm.ops import cuda_kernels, fused_adam
 from megatron_ssm.ops.optional_imports import OptionalImport
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,9 +85,7 @@ def test_the_page_and_the_json_say_the_same():
     assert text.count("\n") == 1 and text.isascii()
     for part in ("versions", "launchers", "threads"):
         assert all(lines_of(page, name, value) for name, value in found[part].items()), part
-    # Each run measures times of its own.
-    lasting = [row for row in found["operations"] if not row["why"].startswith("measured")]
-    assert len(lasting) >= 11 and all(lines_of(page, *row.values()) for row in lasting)
+    assert len(found["operations"]) >= 11 and all(lines_of(page, *row.values()) for row in found["operations"])
     assert all(lines_of(page, line) for line in found["warnings"] or ["none"])
     for package, library in found["kernels"].items():
         assert re.search(rf"^  {package} +(C|torch) \(.*{re.escape(library['file'] or '')}$", page, re.MULTILINE)
@@ -97,30 +94,17 @@ def test_the_page_and_the_json_say_the_same():
 def test_each_operation_has_one_row_on_this_machine():
     rows = json.loads(healthy("--json"))["operations"]
     names = [row["operation"] for row in rows if row["device"] == "cpu"]
-    assert len(set(names)) == len(names) == 16
+    assert len(set(names)) == len(names) == 12
     runs = {row["operation"]: row["inference"] for row in rows if row["device"] == "cpu"}
     native = bool(kernels.LIBRARY)
     assert runs["selective scan"] == ("C (float32, bfloat16)" if native else "torch")
-    for name, dtype in (("int8", torch.int8), ("int4", torch.uint8)):
-        most = products.most_rows(dtype)
-        assert runs[f"matrix-vector product, {name}"] == (f"C (up to {most} rows)" if native else "torch")
+    for name, dtype in (("float32", torch.float32), ("int8", torch.int8), ("int4", torch.uint8)):
+        first, most = next(iter(products.kernels_for(dtype, torch.float32).items()), (None, 0))
+        assert runs[f"matrix product, {name}"].startswith(
+            f"C ({first}) up to {most} rows, then " if native else "torch"
+        )
+    assert runs["matrix product, float16"] == "torch"
     assert all(row["why"] for row in rows)
-
-
-@pytest.mark.parametrize("fastest", ("float32", "bfloat16", matrices.TILES))
-def test_the_form_of_matrix_products(fastest, monkeypatch):
-    """The fastest that was measured; with one form, nothing is measured."""
-    times = {"float32": 2e-3, "bfloat16": 2e-3} | {fastest: 1.234e-3}
-    monkeypatch.setattr(matrices, "product_times", lambda *_: times)
-    rows = {row["operation"]: row for row in doctor.operations_on("cpu")}
-    for name in ("float32", "bfloat16", "float16", "int8", "int4"):
-        row = rows[f"matrix product, {name}"]
-        engine = "C" if fastest == matrices.TILES else "torch"
-        assert row["inference"] == f"{engine} ({fastest})" and f"{fastest} 1.2 ms" in row["why"]
-        assert row["training"] == ("torch" if "float" in name else "none: rounded matrices are not trained")
-    monkeypatch.setattr(matrices, "product_times", lambda *_: {"float32": 0.0})
-    row = next(row for row in doctor.operations_on("cpu") if row["operation"] == "matrix product, float32")
-    assert (row["inference"], row["why"]) == ("torch (float32)", "the only form on this processor")
 
 
 def with_kernels(monkeypatch, adams=(), **whys):
@@ -153,8 +137,8 @@ def test_on_cuda_without_optional_kernels_torch_does_everything(monkeypatch):
     rows = on_cuda()
     assert rows.pop("all-reduce between ranks")[:2] == ("NCCL", "NCCL")
     assert rows.pop("AdamW")[1:] == ("torch", "transformer-engine is not installed; apex is not installed")
-    for operation, format in itertools.product(("matrix-vector product", "matrix product"), ("int8", "int4")):
-        assert rows.pop(f"{operation}, {format}")[:2] == ("torch", "none: rounded matrices are not trained")
+    for format in ("int8", "int4"):
+        assert rows.pop(f"matrix product, {format}")[:2] == ("torch", "none: quantized matrices are not trained")
     assert {row[:2] for row in rows.values()} == {("torch", "torch")}
     assert rows["selective scan"][2] == rows["SSD"][2] == NO_MAMBA and rows["convolution"][2] == NO_CONV
     line = doctor.kernels_line("cuda:1", torch.float32, "NCCL")

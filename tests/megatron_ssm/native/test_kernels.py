@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from cases import oracle
 from megatron_ssm import generate, load
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops import matrices
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, Int8Weight
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, Int8Weight
 from megatron_ssm.parallel.layers import RMSNorm
 from native_variants import MARKED, ROOT, library_path
 from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
@@ -83,9 +82,15 @@ def variant(request, library_path, monkeypatch):
     if not library:
         pytest.skip(f"no C library: {library.why}")
     monkeypatch.setattr(kernels, "LIBRARY", library)
-    matrices.product_times.cache_clear()  # what was measured with another variant
-    yield
-    matrices.product_times.cache_clear()
+
+
+def has_amx():
+    return products.instructions() == "AMX"
+
+
+def kernel_for(stored, x, rows):
+    """The kernel for so many rows, with an even number of columns; None: torch multiplies them."""
+    return next((name for name, most in products.kernels_for(stored, x).items() if rows <= most), None)
 
 
 def view_between_nan(tensor):
@@ -147,7 +152,7 @@ def test_overwriting_rows_of_a_cache(variant, kind, sizes, dtype):
     assert torch.equal(rows, carried) and overwritten.data_ptr() == rows.data_ptr()
     assert cache[:, 0].isnan().all()
     # The states of bfloat16 inputs are not rounded, but AMX multiplies numbers of 16 bits.
-    by_tiles = kind == "ssd" and dtype is torch.bfloat16 and products.has_tile_products() and inputs["x"].shape[1] >= 16
+    by_tiles = kind == "ssd" and dtype is torch.bfloat16 and has_amx() and inputs["x"].shape[1] >= 16
     carried_tolerance = 2e-5 if by_tiles else TOLERANCE[torch.float32]
     check(dict(y=y, carried=carried), exact, y_tolerance=TOLERANCE[dtype], carried=carried_tolerance)
     if kind == "selective":
@@ -319,27 +324,24 @@ def test_products_of_wrong_shapes_are_errors(variant):
     for arguments in ((weight, None, torch.ones(4)), (int8.values, int8.scales[:, :1]), (int8.values[:4], int8.scales)):
         with pytest.raises(ValueError, match="has shape .* but the C kernel needs"):
             products.linear(x, *arguments)
-    for given, matrix in ((x[:, :3].bfloat16(), weight[:, :3].bfloat16()), (x, torch.ones(5, 130)[:, 1:129])):
-        with pytest.raises(ValueError, match="needs a matrix without gaps, and with an even number of columns if"):
-            products.linear(given, matrix)
 
 
-PRODUCTS = {"linear": None, "integer_product": "integer", "tile_product": "tile", "panel_product": "panel"}
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
 @torch.no_grad()
-def test_matrices_that_a_product_does_not_take(variant, name):
+def test_matrices_that_a_product_does_not_take(variant):
     """Each would make the kernel read beyond the matrix, or read its numbers as those of another dtype."""
-    if (needed := PRODUCTS[name]) and not getattr(products, f"has_{needed}_products")():
-        pytest.skip(f"no {name}")
     x, weight = torch.ones(2, 128), torch.ones(5, 128)
-    int8, int4 = (format.of(weight) for format in ROUNDED_FORMATS.values())
+    int8, int4 = (format.of(weight) for format in QUANTIZED_FORMATS.values())
     wrong = [(x, int8.values, None), (x[:, :100], int8.values[:, :100], int8.scales[:, :1]), (x, weight, int8.scales)]
-    wrong += [(x, weight.half(), None), (x, int4.values, None), (x[:, :0], weight[:, :0], None)]
+    wrong += [(x, int4.values, None)]
     for given, matrix, scales in wrong:
-        with pytest.raises(ValueError, match="needs a matrix of .* whose rows have a multiple of .* with scales"):
-            getattr(products, name)(given.contiguous(), matrix.contiguous(), scales)
+        with pytest.raises(ValueError, match="need a matrix of .* or a quantized one with scales"):
+            products.linear(given, matrix, scales)
+    for given, matrix in ((x, weight.half()), (x[:, :0], weight[:, :0]), (x.bfloat16(), weight)):
+        with pytest.raises(ValueError, match="C has no kernel for 2 rows|C has no kernel for 0 rows"):
+            products.linear(given, matrix)
+    for kernel in ("gemm_float_loops", *products.kernels_for(torch.int8, torch.float32)):
+        with pytest.raises(ValueError, match=f"C has no kernel {kernel} for 2 rows of torch.float32"):
+            products.linear(x, weight, kernel=kernel)
 
 
 def test_constants_of_c_and_python():
@@ -347,12 +349,11 @@ def test_constants_of_c_and_python():
     shared = {
         ("conv.c", "TAPS"): kernels.LONGEST_KERNEL,
         ("selective_scan.c", "STATES"): kernels.LARGEST_STATE,
-        ("ssd.c", "STATES"): kernels.LARGEST_STATE,
-        ("ssd.c", "CHUNK"): kernels.CHUNK,
-        ("ssd.c", "PART"): kernels.PART,
-        ("rounded.h", "BLOCK"): products.BLOCK,
-        ("rounded.c", "MOST_FOR_BYTES"): products.FEWEST_IN_BFLOAT16 - 1,
-        ("step.c", "MANY"): matrices.MANY,
+        ("ssd_loops.c", "STATES"): kernels.LARGEST_STATE,
+        ("ssd_loops.c", "CHUNK"): kernels.CHUNK,
+        ("ssd_loops.c", "PART"): kernels.PART,
+        ("quantized.h", "BLOCK"): products.BLOCK,
+        ("product.h", "NO_KERNEL"): products.NO_KERNEL,
     }
     for (file, name), value in shared.items():
         text = (ROOT / "megatron_ssm/native" / file).read_text()
@@ -391,7 +392,7 @@ COLUMNS = (1, 2, 47, 48, 63, 64, 65, 254, 255, 256, 768, 1536, 4096)
 BLOCK_COLUMNS = tuple(columns for columns in COLUMNS if columns % products.BLOCK == 0)
 EVEN_COLUMNS = tuple(columns for columns in COLUMNS if columns % 2 == 0)
 LINEAR = {"float32": COLUMNS, "bfloat16": COLUMNS, "narrowed in float32": EVEN_COLUMNS} | {
-    f"{format} in {dtype}": BLOCK_COLUMNS for format in ROUNDED_FORMATS for dtype in ("float32", "bfloat16")
+    f"{format} in {dtype}": BLOCK_COLUMNS for format in QUANTIZED_FORMATS for dtype in ("float32", "bfloat16")
 }
 
 
@@ -403,36 +404,43 @@ def rounded_rows(x, largest):
     return ((blocks * inverse).round().nan_to_num().double() * (most / largest).double()).flatten(-2)
 
 
+def multiplied(x, weight, kernel, is_quantized):
+    """(x, weight) in float64, as a kernel rounds them."""
+    if kernel == "gemm_bf16_amx" and weight.dtype is not torch.float32:
+        return x.bfloat16().double(), weight.float().bfloat16().double()
+    if kernel == "gemm_int8_panels":
+        return rounded_rows(x, 127), weight.double()
+    if is_quantized and kernel:
+        return rounded_rows(x, 32639), weight.double()
+    if kernel == "gemm_int16_panels":
+        return in_block_floating_point(x, 13), in_block_floating_point(weight, 12)
+    return x.double(), weight.double()
+
+
 @pytest.mark.parametrize("kind, columns", [(kind, columns) for kind in LINEAR for columns in LINEAR[kind]])
 @torch.no_grad()
-def test_linear(variant, monkeypatch, kind, columns):
-    """The weight is a slice of a larger tensor. An odd number of bfloat16 columns or many rows of x are left to torch.
-
-    The kernels for rounded matrices round x to 16 bits, or of many rows, with AMX, both factors to bfloat16. A narrowed
-    matrix is of bfloat16, and x is not rounded.
-    """
-    monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
-    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
+def test_linear(variant, kind, columns):
+    """By the table; the weight is a slice of a larger tensor. Oracle: float64, of numbers rounded as the kernel does."""
+    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, QUANTIZED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(columns)
     for out in (1, 5, 100) if format else (0, 1, 5, 100):
         kept = torch.bfloat16 if "narrowed" in kind else dtype
         padded = F.pad(torch.randn(out, columns, generator=generator).to(kept), (0, 0, 1, 1), value=float("nan"))
-        stored = given = padded[1 : out + 1]
-        exact_weight = stored.double()
+        stored = given = weight = padded[1 : out + 1]
         if format:
             given = format.of(stored)
-            stored, exact_weight = given.values, given.rows(slice(None), torch.float64)
-        for batch in (*range(1, 26), 36):
+            stored, weight = given.values, given.rows(slice(None), torch.float64)
+        for batch in (*range(1, 26), 36, 50):
             x = torch.randn(batch, 1, columns + 1, generator=generator).to(dtype)[..., 1:]
             bias = torch.randn(out, generator=generator).to(dtype) if batch % 2 else None
-            fits = batch <= products.most_rows(stored.dtype, dtype) and (kept != torch.bfloat16 or columns % 2 == 0)
-            assert products.should_multiply(x, stored, bias) == fits
-            exact_x, exact_w = rounded_rows(x, 32639) if format and fits else x.double(), exact_weight
-            if format and batch >= products.FEWEST_IN_BFLOAT16 and products.has_tile_products():
-                exact_x, exact_w = x.bfloat16().double(), given.rows(slice(None), torch.bfloat16).double()
+            is_in_c = products.has_kernel(stored.dtype, dtype, batch, columns)
+            assert products.should_multiply(x, stored, bias) == is_in_c
+            assert is_in_c or batch > 16 or columns % 2
+            kernel = kernel_for(stored.dtype, dtype, batch if columns % 2 == 0 else 2**62) if is_in_c else None
+            exact_x, exact_w = multiplied(x, weight, kernel, bool(format))
             y, exact = linear(x, given, bias), exact_x @ exact_w.T + (0 if bias is None else bias.double())
             assert y.dtype == dtype
-            tolerance = TOLERANCE[dtype] * (1 if fits else 2)  # torch rounds more than once
+            tolerance = TOLERANCE[dtype] * (1 if is_in_c else 2)  # torch rounds more than once
             usual = exact_x.norm() * exact_w.norm() / columns**0.5  # a single result may be near 0 by chance
             assert (y - exact).norm() <= tolerance * max(exact.norm(), usual), (batch, out)
 
@@ -441,29 +449,32 @@ def test_linear(variant, monkeypatch, kind, columns):
 @torch.no_grad()
 def test_a_row_does_not_depend_on_the_others(variant, kind):
     """Bit for bit, beside up to 15 others, also if its columns do not fill vectors."""
-    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, ROUNDED_FORMATS.get(kind.split()[0])
+    dtype, format = torch.bfloat16 if "bfloat16" in kind else torch.float32, QUANTIZED_FORMATS.get(kind.split()[0])
     generator = torch.Generator().manual_seed(0)
     most = 16
-    for out, columns in product((1, 7, 18, 33), (64, 192, 1088) if format else (30, 140, 254, 390, 1002, 3074)):
+    for out, columns in product((1, 7, 18, 33), (64, 192, 1088) if format else (30, 31, 140, 254, 390, 1002, 3074)):
         weight = torch.randn(out, columns, generator=generator)
         matrix = format.of(weight) if format else weight.to(torch.bfloat16 if "narrowed" in kind else dtype)
-        values, scales = (matrix.values, matrix.scales) if format else (matrix, None)
+        stored = matrix.values.dtype if format else matrix.dtype
+        if columns % 2 and not products.has_kernel(stored, dtype, 1, columns):
+            continue  # torch multiplies
         x = torch.randn(most, columns, generator=generator).to(dtype)
-        alone = torch.cat([products.linear(row, values, scales) for row in x.split(1)])
+        alone = torch.cat([linear(row, matrix) for row in x.split(1)])
         for rows in range(2, most + 1):
-            assert torch.equal(products.linear(x[:rows], values, scales), alone[:rows]), (out, columns, rows)
+            assert torch.equal(linear(x[:rows], matrix), alone[:rows]), (out, columns, rows)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind.split()[0] in ROUNDED_FORMATS])
+@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind.split()[0] in QUANTIZED_FORMATS])
 @torch.no_grad()
-def test_many_rows_and_a_rounded_matrix(variant, kind):
-    """More rows of x than byte_panels.c takes in a pass. Oracle: pieces of few rows; AMX rounds x further if it has many."""
-    dtype, format = torch.bfloat16 if "in bfloat16" in kind else torch.float32, ROUNDED_FORMATS[kind.split()[0]]
+def test_many_rows_and_a_quantized_matrix(variant, kind):
+    """More rows of x than gemm_quantized_vnni.c takes in a pass. Oracle: pieces of few rows."""
+    dtype, format = torch.bfloat16 if "in bfloat16" in kind else torch.float32, QUANTIZED_FORMATS[kind.split()[0]]
     generator = torch.Generator().manual_seed(0)
     matrix = format.of(torch.randn(33, 192, generator=generator))
     x = torch.randn(133, 192, generator=generator).to(dtype)
+    kernel = kernel_for(matrix.values.dtype, dtype, 7)
     pieces = torch.cat([products.linear(rows, matrix.values, matrix.scales) for rows in x.split(7)])
-    assert is_close(products.linear(x, matrix.values, matrix.scales), pieces.double(), 0.02)
+    assert torch.equal(products.linear(x, matrix.values, matrix.scales, kernel=kernel), pieces)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LINEAR if "in bfloat16" in kind])
@@ -471,7 +482,7 @@ def test_many_rows_and_a_rounded_matrix(variant, kind):
 def test_results_too_small_for_bfloat16(variant, kind):
     """A row of x has the same bits alone and beside others, also where results are below 2^-126."""
     generator = torch.Generator().manual_seed(0)
-    matrix = ROUNDED_FORMATS[kind.split()[0]].of(torch.randn(40, 64, generator=generator) * 1e-20)
+    matrix = QUANTIZED_FORMATS[kind.split()[0]].of(torch.randn(40, 64, generator=generator) * 1e-20)
     x = (torch.randn(5, 64, generator=generator) * 1e-19).bfloat16()
     together = products.linear(x, matrix.values, matrix.scales)
     assert together.abs().max() < 1e-37
@@ -480,14 +491,12 @@ def test_results_too_small_for_bfloat16(variant, kind):
 
 
 @dtypes
-@pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
+@pytest.mark.parametrize("format", QUANTIZED_FORMATS.values())
 @torch.no_grad()
-def test_integer_product(variant, format, dtype):
+def test_products_in_8_bits(variant, format, dtype):
     """By AVX512_VNNI. Oracle: the same rounding of x to 8 bits in float64, where the integer sums are exact."""
-    if not products.has_integer_products():
-        with pytest.raises(RuntimeError, match="no AVX512_VNNI"):
-            products.integer_product(torch.ones(1, 64), torch.ones(1, 64, dtype=torch.int8), torch.ones(1, 1))
-        return
+    if "gemm_int8_panels" not in products.kernels_for(torch.int8, dtype):
+        pytest.skip("no AVX512_VNNI")
     generator = torch.Generator().manual_seed(0)
     for batch, out, columns, has_bias in (
         (1, 1, 64, True),
@@ -502,24 +511,22 @@ def test_integer_product(variant, format, dtype):
         exact = rounded_rows(x, 127) @ matrix.rows(slice(None), torch.float64).T + (
             0 if bias is None else bias.double()
         )
-        y = products.integer_product(x, matrix.values, matrix.scales, bias)
+        y = products.linear(x, matrix.values, matrix.scales, bias, "gemm_int8_panels")
         assert y.dtype == dtype and is_close(y, exact, 10 * TOLERANCE[dtype])
         assert is_close(y, x.double() @ matrix.rows(slice(None), torch.float64).T + (0 if bias is None else bias), 0.02)
 
 
 @dtypes
-@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float32, *ROUNDED_FORMATS.values()))
+@pytest.mark.parametrize("kind", (torch.bfloat16, torch.float32, *QUANTIZED_FORMATS.values()))
 @torch.no_grad()
-def test_tile_product(kind, dtype):
+def test_products_by_amx(kind, dtype):
     """Only by the installed library, on processors with AMX. Oracle: float64, from x and W rounded to bfloat16.
 
     Products of float32 matrices are not rounded, and as exact as torch's.
     """
     if kind is torch.float32 and dtype is torch.bfloat16:
         pytest.skip("x is of the matrix's dtype")
-    if not products.has_tile_products():
-        with pytest.raises(RuntimeError, match="no AMX"):
-            products.tile_product(torch.ones(1, 64), torch.ones(1, 64, dtype=torch.bfloat16))
+    if not has_amx():
         pytest.skip("no AMX")
     generator = torch.Generator().manual_seed(0)
     used = torch.float32 if kind is torch.float32 else torch.bfloat16
@@ -535,7 +542,7 @@ def test_tile_product(kind, dtype):
             values, scales, wide = matrix.values, matrix.scales, matrix.rows(slice(None), used).double()
         x = torch.randn(batch, columns + 3, generator=generator).to(dtype)[:, :columns]
         bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
-        y = products.tile_product(x, values, scales, bias)
+        y = products.linear(x, values, scales, bias, "gemm_bf16_amx")
         exact = x.to(used).double() @ wide.T + (0 if bias is None else bias.double())
         assert y.dtype == dtype and is_close(y, exact, 2 * TOLERANCE[dtype]), (batch, out, columns)
         if used is torch.float32 and batch:
@@ -543,22 +550,21 @@ def test_tile_product(kind, dtype):
 
 
 @torch.no_grad()
-def test_tile_products_of_extreme_numbers():
+def test_products_by_amx_of_extreme_numbers():
     """Large and small float32 numbers are exact to 1e-6; what is not finite gives what is not finite in its row only."""
-    if not products.has_tile_products():
+    if not has_amx():
         pytest.skip("no AMX")
+    by_amx = partial(products.linear, kernel="gemm_bf16_amx")
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(40, 64, generator=generator), torch.randn(40, 64, generator=generator)
     for scale in (1e-30, 1e30):
         exact = (scale * x).double() @ weight.double().T
-        assert (products.tile_product(scale * x, weight) - exact).norm() <= 1e-6 * exact.norm()
+        assert (by_amx(scale * x, weight) - exact).norm() <= 1e-6 * exact.norm()
     largest = torch.full((1, 64), 3.4e38)
-    assert products.tile_product(largest, torch.full((1, 64), 1e-8)).sub(3.4e30 * 64).abs() < 1e26
+    assert by_amx(largest, torch.full((1, 64), 1e-8)).sub(3.4e30 * 64).abs() < 1e26
     x[3, 5], x[4, 6] = float("inf"), float("nan")
-    y = products.tile_product(x, weight)
+    y = by_amx(x, weight)
     assert not y[3:5].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
-    with pytest.raises(ValueError, match="needs a matrix of int8, uint8, bfloat16 whose .* not torch.float32"):
-        products.tile_product(x.bfloat16(), weight)
 
 
 def in_block_floating_point(x, bits):
@@ -568,83 +574,69 @@ def in_block_floating_point(x, bits):
     return ((blocks / scale).round() * scale).flatten(-2)[..., : x.shape[-1]]
 
 
-AS_INTEGERS = "bfloat16 as integers"
+PANELS = (  # kernel, and the matrix that it multiplies
+    ("gemm_float_panels", "float32"),
+    ("gemm_bf16_panels", "bfloat16"),
+    ("gemm_int16_panels", "bfloat16"),
+    *(("gemm_int16_panels", format) for format in QUANTIZED_FORMATS),
+)
+
+
+def by_panels(kernel, kind, weight, dtype):
+    """(matrix as stored, its scales or None, a function of x and a bias); skips if the processor does not run the kernel."""
+    matrix = QUANTIZED_FORMATS[kind].of(weight) if kind in QUANTIZED_FORMATS else weight.to(getattr(torch, kind))
+    values, scales = (matrix, None) if isinstance(matrix, torch.Tensor) else (matrix.values, matrix.scales)
+    if kernel not in products.kernels_for(values.dtype, dtype):
+        pytest.skip(f"no {kernel}")
+    wide = values.double() if scales is None else matrix.rows(slice(None), torch.float64)
+    return wide, lambda x, bias=None: products.linear(x, values, scales, bias, kernel)
 
 
 @dtypes
-@pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16, AS_INTEGERS, *ROUNDED_FORMATS.values()))
+@pytest.mark.parametrize("kernel, kind", PANELS)
 @torch.no_grad()
-def test_panel_product(variant, kind, dtype):
-    """By AVX2. Oracle: float64, with x rounded to 16 bits if the matrix is rounded, or both if it is taken as integers."""
-    weight = torch.randn(1, 64)
-    if not products.has_panel_products():
-        with pytest.raises(RuntimeError, match="no AVX2"):
-            products.panel_product(weight, weight)
-        return
-    generator = torch.Generator().manual_seed(0)
-    is_rounded, as_integers = kind in ROUNDED_FORMATS.values(), kind == AS_INTEGERS
+def test_products_by_panels(variant, kernel, kind, dtype):
+    """By AVX2 and AVX-512. Oracle: float64, of numbers rounded as the kernel does."""
+    generator, is_quantized = torch.Generator().manual_seed(0), kind in QUANTIZED_FORMATS
     shapes = [(1, 1, 64), (3, 33, 128), (5, 16, 320), (7, 31, 1536), (600, 40, 832), (0, 5, 64), (2, 0, 64)]
-    if not is_rounded:  # rows that are not whole registers
+    if not is_quantized:  # rows that are not whole registers
         shapes += [(40, 33, 389), (3, 5, 7), (17, 40, 1)]
     for (batch, out, columns), has_bias in product(shapes, (True, False)):
-        weight = torch.randn(out, columns, generator=generator)
-        if is_rounded:
-            matrix = kind.of(weight)
-            values, scales, wide = matrix.values, matrix.scales, matrix.rows(slice(None), torch.float64)
-        else:
-            values, scales = weight.to(torch.bfloat16 if as_integers else kind), None
-            wide = in_block_floating_point(values, 12) if as_integers else values.double()
+        wide, multiply = by_panels(kernel, kind, torch.randn(out, columns, generator=generator), dtype)
         x = torch.randn(batch, columns + 3, generator=generator).to(dtype)[:, :columns]
         bias = torch.randn(out, generator=generator).to(dtype) if has_bias else None
-        y = products.panel_product(x, values, scales, bias, as_integers)
-        exact_x = (
-            rounded_rows(x, 32639) if is_rounded else in_block_floating_point(x, 13) if as_integers else x.double()
-        )
-        exact = exact_x @ wide.T + (0 if bias is None else bias.double())
-        assert y.dtype == dtype and is_close(y, exact, TOLERANCE[dtype]), (batch, out, columns)
-        if as_integers:  # bfloat16 itself has errors up to 2^-9
-            assert is_close(
-                y, x.double() @ values.double().T + (0 if bias is None else bias), 2**-12 + TOLERANCE[dtype]
-            )
+        y, added = multiply(x, bias), 0 if bias is None else bias.double()
+        exact_x, exact_w = multiplied(x, wide, kernel, is_quantized)
+        assert y.dtype == dtype and is_close(y, exact_x @ exact_w.T + added, TOLERANCE[dtype]), (batch, out, columns)
+        if kernel == "gemm_int16_panels":  # bfloat16 itself has errors up to 2^-9
+            assert is_close(y, x.double() @ wide.T + added, 2**-12 + TOLERANCE[dtype])
 
 
-PANEL_KINDS = ("float32", "bfloat16", AS_INTEGERS, *ROUNDED_FORMATS)
-
-
-def multiply_by_panels(x, weight, kind):
-    """`panel_product` of float32 tensors, of which the weight (out, in) is converted to a kind of PANEL_KINDS."""
-    if kind in ROUNDED_FORMATS:
-        matrix = ROUNDED_FORMATS[kind].of(weight)
-        return products.panel_product(x, matrix.values, matrix.scales)
-    return products.panel_product(x, weight.to(getattr(torch, kind.split()[0])), as_integers=kind == AS_INTEGERS)
-
-
-@pytest.mark.parametrize("kind", PANEL_KINDS)
+@pytest.mark.parametrize("kernel, kind", PANELS)
 @torch.no_grad()
-def test_panel_products_of_extreme_numbers(variant, kind):
+def test_panel_products_of_extreme_numbers(variant, kernel, kind):
     """What is not finite in x gives what is not finite in its row only; rows of zeros give zeros."""
-    if not products.has_panel_products():
-        pytest.skip("no AVX2")
     weight, x = torch.linspace(1, 2, 40 * 64).view(40, 64), torch.ones(40, 64)
     x[3, 5], x[4, 6], x[7], weight[9] = float("inf"), float("nan"), 0, 0
-    y = multiply_by_panels(x, weight, kind)
+    dtype = torch.bfloat16 if kernel == "gemm_bf16_panels" else torch.float32
+    y = by_panels(kernel, kind, weight, dtype)[1](x.to(dtype))
     assert not y[3:5, :9].isfinite().any() and y[:3].isfinite().all() and y[5:].isfinite().all()
     assert not y[7].any() and not y[5:, 9].any() and y[5:7, :9].all()
 
 
-@pytest.mark.parametrize("kind", ("float32", "bfloat16", AS_INTEGERS))
+@pytest.mark.parametrize("kernel, kind", PANELS[:3])
 @pytest.mark.parametrize("columns", (64, 200))
 @torch.no_grad()
-def test_panel_products_of_extreme_weights(variant, kind, columns):
+def test_panel_products_of_extreme_weights(variant, kernel, kind, columns):
     """What is not finite in W gives what is not finite in its column only; large and small blocks keep their sizes."""
-    if not products.has_panel_products():
-        pytest.skip("no AVX2")
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(40, columns, generator=generator), torch.randn(10, columns, generator=generator).abs()
     weight[3, 5], weight[20, -1], weight[21, 0] = float("inf"), float("nan"), float("-inf")
     for row, size in ((1, 1e36), (2, 1e-30)):
         weight[row] *= size
-    y, exact = multiply_by_panels(x, weight, kind), x.double() @ weight.bfloat16().double().T
+    dtype = torch.bfloat16 if kernel == "gemm_bf16_panels" else torch.float32
+    y = by_panels(kernel, kind, weight, dtype)[1](x.to(dtype))
+    exact = x.to(dtype).double() @ weight.bfloat16().double().T
     bad = torch.tensor([3, 20, 21])
     others = torch.tensor([row for row in range(40) if row not in bad])
     assert not y[:, bad].isfinite().any()
@@ -652,14 +644,7 @@ def test_panel_products_of_extreme_weights(variant, kind, columns):
         assert is_close(y[:, row], exact[:, row], 2**-7), row
 
 
-def test_panel_products_of_other_dtypes(variant):
-    if not products.has_panel_products():
-        pytest.skip("no AVX2")
-    with pytest.raises(ValueError, match="needs a matrix of int8, uint8, bfloat16, float32 whose .* not torch.float16"):
-        products.panel_product(torch.ones(2, 64), torch.ones(2, 64, dtype=torch.float16))
-
-
-@pytest.mark.parametrize("format", ROUNDED_FORMATS.values())
+@pytest.mark.parametrize("format", QUANTIZED_FORMATS.values())
 def test_widened_matrices(variant, format):
     """In float32 and bfloat16; oracle: torch's conversion of the values. Also of rows with gaps between them."""
     for out, columns in ((1, 64), (7, 192), (33, 128)):
@@ -668,7 +653,7 @@ def test_widened_matrices(variant, format):
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(products.widened(matrix.values, matrix.scales, dtype), exact.to(dtype))
             assert torch.equal(matrix.rows(slice(0, out, 3), dtype), exact[::3].to(dtype))
-    with pytest.raises(ValueError, match="needs a matrix of int8, uint8 whose rows have a multiple of 64 elements"):
+    with pytest.raises(ValueError, match="need a matrix of .* have a multiple of 64 elements"):
         products.widened(matrix.values[:, :50].contiguous(), matrix.scales[:, :1], torch.float32)
 
 
@@ -712,7 +697,7 @@ def test_gated_norm(variant, seq, dtype):
 GUARDED = """
 import ctypes, mmap, torch
 from megatron_ssm.native import products
-from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight
+from megatron_ssm.ops.quantized_matrices import Int4Weight, Int8Weight
 
 libc, kept = ctypes.CDLL(None, use_errno=True), []
 
@@ -731,22 +716,18 @@ for out in (1, 17, 33):
         weight = torch.randn(out, columns)
         for dtype in (torch.float32, torch.bfloat16):
             bias = guarded(torch.randn(out).to(dtype))
-            rounded = [(each.values, each.scales) for each in (Int8Weight.of(weight), Int4Weight.of(weight))]
+            quantized = [(each.values, each.scales) for each in (Int8Weight.of(weight), Int4Weight.of(weight))]
             plain = [
                 (weight.to(kind)[:, : columns - less].contiguous(), None)
                 for kind in {dtype, torch.bfloat16} for less in (0, 2, 30)
             ]
-            for matrix in rounded + plain:
+            for matrix in quantized + plain:
                 values, scales = (None if each is None else guarded(each) for each in matrix)
                 for rows in (1, 2, 3, 8, 9, 65):
                     x = guarded(torch.randn(rows, products.columns_of(values)).to(dtype))
-                    products.linear(x, values, scales, bias)
-                    if products.has_tile_products():
-                        products.tile_product(x, values, scales, bias)
-                    if products.has_panel_products():
-                        products.panel_product(x, values, scales, bias)
-                    if products.has_integer_products() and scales is not None:
-                        products.integer_product(x, values, scales, bias)
+                    for kernel, most in products.kernels_for(values.dtype, dtype).items():
+                        if rows <= most:
+                            products.linear(x, values, scales, bias, kernel)
 """
 
 
@@ -760,9 +741,10 @@ def test_products_read_nothing_beyond_their_operands():
 
 THREADED = """
 import sys, torch
+from itertools import product
 sys.path.insert(0, "tests/helpers")
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops.rounded_matrices import Int4Weight, Int8Weight
+from megatron_ssm.ops.quantized_matrices import Int4Weight, Int8Weight
 from scans import KINDS, error, everything, inputs_of
 
 def small_numbers_are_zeros():  # below 2^-126: the recurrence may count them as zeros, but no thread afterwards
@@ -774,22 +756,16 @@ def results(threads, kind):
     if kind == "linear":
         torch.manual_seed(0)
         weight, x, bias = torch.randn(101, 192), torch.randn(3, 192), torch.randn(101)
-        rounded = {kind.__name__: kind.of(weight) for kind in (Int8Weight, Int4Weight)}
-        given = dict(float32=(weight,)) | {name: (each.values, each.scales) for name, each in rounded.items()}
-        results = {name: products.linear(x, *w, bias=bias) for name, w in given.items()}
-        results |= {f"one row by {name}": products.linear(x[:1], *w, bias=bias) for name, w in given.items()}
-        results |= {f"wide {name}": each.rows(slice(None)) for name, each in rounded.items()}
-        halves = x.bfloat16(), weight.bfloat16()
-        if products.has_tile_products():
-            results |= {f"{n} tiles": products.tile_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
-            results["float32 tiles"] = products.tile_product(torch.randn(70, 192), weight, None, bias)
-        if products.has_panel_products():
-            results |= {f"{n} panels": products.panel_product(x, *w, bias=bias) for n, w in given.items()}
-            results["integer panels"] = products.panel_product(*halves, as_integers=True)
-        if products.has_integer_products():
-            results |= {f"{n} bytes": products.integer_product(x, r.values, r.scales, bias) for n, r in rounded.items()}
-        pairs = dict(narrowed=(x, weight.bfloat16()), bfloat16=halves, one=(halves[0][:1], halves[1]))
-        return results | {f"bfloat16, {name}": products.linear(*pair) for name, pair in pairs.items()}
+        quantized = {kind.__name__: kind.of(weight) for kind in (Int8Weight, Int4Weight)}
+        halves = weight.bfloat16()
+        given = {name: (r.values, r.scales) for name, r in quantized.items()}
+        given |= dict(float32=(weight, None), bfloat16=(halves, None))
+        found = {f"wide {name}": each.rows(slice(None)) for name, each in quantized.items()}
+        for (name, w), dtype, rows in product(given.items(), (torch.float32, torch.bfloat16), (1, 2, 3)):
+            for kernel, most in products.kernels_for(w[0].dtype, dtype).items():
+                if rows <= most:
+                    found[name, dtype, rows, kernel] = products.linear(x[:rows].to(dtype), *w, bias.to(dtype), kernel)
+        return found
     if kind == "norm":
         y, z = torch.randn(2, 137, 256, generator=torch.Generator().manual_seed(0))
         weight, found = torch.linspace(-1, 1, 256), {}

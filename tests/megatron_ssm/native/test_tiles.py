@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS
 from megatron_ssm.ops.scan import ssd_ref
 from scans import in_pieces, inputs_of
 
-pytestmark = pytest.mark.skipif(not products.has_tile_products(), reason="no AMX")
+pytestmark = pytest.mark.skipif(products.instructions() != "AMX", reason="no AMX")
 STATE_TOLERANCE, Y_TOLERANCE = 2e-5, 2**-8  # sums of numbers with errors up to 2^-16; y is rounded to bfloat16
 
 
@@ -135,7 +135,7 @@ def test_nan_stays_in_its_head(threads, sequence, token):
     assert y[:, :, others].isfinite().all() and y[1 - sequence].isfinite().all() and final[:, others].isfinite().all()
 
 
-FORMATS = {"bfloat16": None, **ROUNDED_FORMATS}
+FORMATS = {"bfloat16": None, **QUANTIZED_FORMATS}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -150,10 +150,10 @@ def test_a_row_does_not_depend_on_the_others(threads, name, dtype):
         weight = torch.randn(out, columns, generator=generator)
         matrix = weight.to(dtype) if format is None else format.of(weight)
         values, scales = (matrix, None) if format is None else (matrix.values, matrix.scales)
-        x = torch.randn(products.FEWEST_IN_BFLOAT16 - 1, columns, generator=generator).to(dtype)
+        x = torch.randn(24, columns, generator=generator).to(dtype)
         bias = torch.randn(out, generator=generator).to(dtype)
         alone = torch.cat([products.linear(row, values, scales, bias) for row in x.split(1)])
         for rows in range(2, len(x) + 1):
             assert torch.equal(products.linear(x[:rows], values, scales, bias), alone[:rows]), (out, columns, rows)
         if format is None:  # also in a prompt
-            assert torch.equal(products.tile_product(x, values, None, bias), alone)
+            assert torch.equal(products.linear(x, values, None, bias, "gemm_bf16_amx"), alone)

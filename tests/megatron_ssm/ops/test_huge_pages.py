@@ -37,7 +37,7 @@ def test_allocation():
 
 @pytest.mark.parametrize("weights", (None, "int8"))
 def test_models_and_caches(tmp_path, weights):
-    """Matrices, what was not rounded, and states are close to each other."""
+    """Matrices, what was not quantized, and states are close to each other."""
     save_hf(tmp_path, "mamba", hidden_size=128, num_hidden_layers=1)
     model = megatron_ssm.load(tmp_path, weights=weights)
     layer, cache = model.layers[0].mixer, model.new_cache(2).layers[0]

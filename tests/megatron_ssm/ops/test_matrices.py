@@ -1,4 +1,4 @@
-"""Models with 8-bit and 4-bit weights. Oracle: the same model in float64, each matrix replaced by its rounded values."""
+"""Models with 8-bit and 4-bit weights. Oracle: the same model in float64, each matrix replaced by its quantized values."""
 
 import copy
 import math
@@ -6,7 +6,6 @@ import platform
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ import megatron_ssm
 from hf import save_hf
 from megatron_ssm.native import kernels, products
 from megatron_ssm.ops import matrices
-from megatron_ssm.ops.matrices import KINDS, linear, rows_at
-from megatron_ssm.ops.rounded_matrices import ROUNDED_FORMATS, Int4Weight, Int8Weight, RoundedMatrix, narrowed
+from megatron_ssm.ops.matrices import linear, rows_at
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, Int4Weight, Int8Weight, QuantizedMatrix, narrowed
 
 FAMILIES = {  # wide enough that the rows of every matrix, split over two ranks, are whole blocks
     "mamba": dict(num_hidden_layers=2),
@@ -33,7 +32,7 @@ FAMILIES = {  # wide enough that the rows of every matrix, split over two ranks,
 HIDDEN, VOCAB = 128, 61
 IDS = torch.arange(22).view(2, 11) % VOCAB
 families = pytest.mark.parametrize("family", FAMILIES)
-formats = pytest.mark.parametrize("format", ROUNDED_FORMATS)
+formats = pytest.mark.parametrize("format", QUANTIZED_FORMATS)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +48,16 @@ def directory_of(tmp_path_factory):
     return of
 
 
-def rounded_to_int8(weight):
-    """A matrix rounded to int8, in float64. Each block of 64 has the scale max(abs(w)) / 127; halves round to even."""
+def quantized_to_int8(weight):
+    """A matrix quantized to int8, in float64. Each block of 64 has the scale max(abs(w)) / 127; halves round to even."""
     blocks = weight.float().view(len(weight), -1, 64)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     integers = (blocks / scale).round().nan_to_num().double()  # a block of zeros gives NaN
     return (integers * scale.double()).view_as(weight)
 
 
-def rounded_to_int4(weight):
-    """A matrix rounded to int4, in float64: column by column. The extreme of a block is -8, -7.5, -6.9 or -6.3 steps."""
+def quantized_to_int4(weight):
+    """A matrix quantized to int4, in float64: column by column. The extreme of a block is -8, -7.5, -6.9 or -6.3 steps."""
     rounded = torch.zeros_like(weight, dtype=torch.float64)
     for row, first in product(range(len(weight)), range(0, weight.shape[1], 64)):
         block = weight[row, first : first + 64].float()
@@ -70,22 +69,22 @@ def rounded_to_int4(weight):
     return rounded
 
 
-ROUNDING = {Int8Weight: rounded_to_int8, Int4Weight: rounded_to_int4}
+QUANTIZING = {Int8Weight: quantized_to_int8, Int4Weight: quantized_to_int4}
 
 
-def round_matrices(model, rounded):
-    """Round the matrices of a float64 model that `rounded` holds in few bits; returns how many have 8 or 4 bits."""
+def quantize_matrices(model, quantized):
+    """Quantize the matrices of a float64 model as `quantized` holds them; returns how many have 8 or 4 bits."""
     count = 0
-    for name, parameter in rounded.named_parameters():
+    for name, parameter in quantized.named_parameters():
         if parameter.dtype is torch.bfloat16:
             exact = model.get_parameter(name)
             exact.data.copy_(exact.data.bfloat16())
-    for name, module in rounded.named_modules():
-        if isinstance(getattr(module, "weight", None), RoundedMatrix):
+    for name, module in quantized.named_modules():
+        if isinstance(getattr(module, "weight", None), QuantizedMatrix):
             count += 1
-            weight, rounding = model.get_submodule(name).weight, ROUNDING[type(module.weight)]
+            weight, quantizing = model.get_submodule(name).weight, QUANTIZING[type(module.weight)]
             for part in weight.parameters() if isinstance(weight, torch.nn.Module) else [weight]:
-                part.data.copy_(rounding(part.data))
+                part.data.copy_(quantizing(part.data))
     return count
 
 
@@ -98,28 +97,21 @@ def logits_of(model):
 
 @formats
 @families
-def test_a_rounded_model_is_the_model_of_its_rounded_weights(monkeypatch, family, format, directory_of):
-    """Up to the rounding of the activations to 16 bits, in C; torch computes in float32 here."""
-    monkeypatch.setattr(matrices, "product_form", lambda *_: "float32")
-    rounded = megatron_ssm.load(directory_of(family), weights=format)
+def test_a_quantized_model_is_the_model_of_its_quantized_weights(family, format, directory_of):
+    """Up to the rounding of the activations to 16 bits, in C."""
+    quantized = megatron_ssm.load(directory_of(family), weights=format)
     exact = megatron_ssm.load(directory_of(family), dtype=torch.float64)
     before = logits_of(exact)
-    assert round_matrices(exact, rounded) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
+    assert quantize_matrices(exact, quantized) >= 2 * 2 + 1  # each layer's in_proj and out_proj, and the head
     expected = logits_of(exact)
     assert (expected - before).norm() > 5e-3 * before.norm()  # rounding has an effect
-    assert (logits_of(rounded).double() - expected).norm() <= 5e-4 * expected.norm()
-
-
-@pytest.fixture
-def in_own_dtype(monkeypatch):
-    """Products in x's own dtype: which form is measured to be the fastest depends on what else the machine does."""
-    monkeypatch.setattr(matrices, "product_form", lambda stored, x, rows: str(x).removeprefix("torch."))
+    assert (logits_of(quantized).double() - expected).norm() <= 5e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("tp", (1, 2))
 @formats
 @families
-def test_ranks_round_as_one_rank_does(ranks, in_own_dtype, tp, family, format, directory_of):
+def test_ranks_quantize_as_one_rank_does(ranks, tp, family, format, directory_of):
     """Also covers bfloat16, and deep copies, which compute the same."""
     directory = directory_of(family)
     alone = logits_of(megatron_ssm.load(directory, weights=format))
@@ -137,7 +129,7 @@ def test_ranks_round_as_one_rank_does(ranks, in_own_dtype, tp, family, format, d
 
 
 @formats
-def test_rounded_weights_cannot_be_saved_or_trained(directory_of, tmp_path, format):
+def test_quantized_weights_cannot_be_saved_or_trained(directory_of, tmp_path, format):
     model = megatron_ssm.load(directory_of("mamba"), weights=format)
     with pytest.raises(ValueError, match=f"weights='{format}' cannot be saved"):
         megatron_ssm.save(model, tmp_path / "out")
@@ -159,15 +151,15 @@ def test_formats_that_do_not_exist(directory_of):
 
 @formats
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.1), (torch.float16, 0.05), (torch.float64, 5e-4)])
-def test_a_rounded_model_of_another_dtype(in_own_dtype, directory_of, dtype, tolerance, format):
+def test_a_quantized_model_of_another_dtype(directory_of, dtype, tolerance, format):
     """Its scales stay float32, because the C kernels read them as float32."""
     model = megatron_ssm.load(directory_of("mamba2"), weights=format)
     expected = logits_of(model)
     assert (logits_of(model.to(dtype)).double() - expected).norm() <= tolerance * expected.norm()
-    assert all(m.scales.dtype == torch.float32 for m in model.modules() if isinstance(m, RoundedMatrix))
+    assert all(m.scales.dtype == torch.float32 for m in model.modules() if isinstance(m, QuantizedMatrix))
 
 
-def test_matrices_without_whole_blocks_are_not_rounded(tmp_path, caplog):
+def test_matrices_without_whole_blocks_are_not_quantized(tmp_path, caplog):
     """A model with no other matrix is an error; else a warning counts them. They require no gradient either."""
     save_hf(tmp_path / "none", "mamba", hidden_size=48, num_hidden_layers=1)
     with pytest.raises(
@@ -184,37 +176,32 @@ def test_matrices_without_whole_blocks_are_not_rounded(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("format, least, most", [("int8", 0.25, 0.32), ("int4", 0.13, 0.2)])
-def test_the_bytes_of_rounded_weights(directory_of, format, least, most):
+def test_the_bytes_of_quantized_weights(directory_of, format, least, most):
     """Relative to float32: with its scales a matrix takes 8.5 or 4.5 bits per element."""
 
     def nbytes(model):
         return sum(t.nbytes for t in model.state_dict().values())
 
-    whole, rounded = (
+    whole, quantized = (
         nbytes(megatron_ssm.load(directory_of("mamba2"), weights=matrices)) for matrices in (None, format)
     )
-    assert least * whole < rounded < most * whole
+    assert least * whole < quantized < most * whole
 
 
 @pytest.mark.parametrize("rows", (1, 3, 40), ids=str)
-@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize("kind", QUANTIZING)
 @torch.no_grad()
-def test_rounded_matrices(kind, rows):
-    """C multiplies few rows, torch many; rows and blocks of zeros stay zero."""
+def test_quantized_matrices(kind, rows):
+    """Rows and blocks of zeros stay zero. Many rows of x are rounded to 8 bits or bfloat16 on some processors."""
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(5, 192, generator=generator)
     weight[1] = 0
     weight[2, 64:128] = 0
-    matrix, x, exact = kind.of(weight), torch.randn(rows, 192, generator=generator), ROUNDING[kind](weight)
+    matrix, x, exact = kind.of(weight), torch.randn(rows, 192, generator=generator), QUANTIZING[kind](weight)
     assert matrix.shape == weight.shape
-    stored = matrix.values.dtype
-    is_in_c = products.should_multiply(x, matrix.values)
-    assert is_in_c == (rows <= products.most_rows(stored) and bool(kernels.LIBRARY))
-    uses_tiles = rows >= products.FEWEST_IN_BFLOAT16 and products.has_tile_products()
-    form = "" if is_in_c else matrices.product_form(stored, x.dtype, rows)
-    is_narrow = uses_tiles if is_in_c else form in ("bfloat16", matrices.TILES, matrices.INTEGERS)
+    assert products.should_multiply(x, matrix.values) or rows == 40 or not kernels.LIBRARY
     y, expected = linear(x, matrix).double(), x.double() @ exact.T
-    torch.testing.assert_close(y, expected, rtol=0, atol=0.3 if is_narrow else 2e-3)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0.3 if rows == 40 else 2e-3)
     index = torch.tensor([[2, 0], [1, 1]])
     torch.testing.assert_close(rows_at(matrix, index).double(), exact[index], rtol=0, atol=1e-6)
     assert rows_at(matrix, index[:, :0]).shape == (2, 0, 192)
@@ -225,20 +212,15 @@ def test_rounded_matrices(kind, rows):
 @pytest.mark.parametrize("rows", (1, 8, 24, 30, 60), ids=str)
 @pytest.mark.parametrize("columns", (48, 1536))
 def test_narrowed_matrices(rows, columns):
-    """Only where AMX multiplies many rows, x is rounded too. Under autocast, autocast's dtype counts."""
+    """Only where C multiplies more than 16 rows, x may be rounded too. Under autocast, autocast's dtype counts."""
     generator = torch.Generator().manual_seed(rows)
     weight, x = narrowed(torch.randn(6, columns, generator=generator)), torch.randn(rows, columns, generator=generator)
     exact = x.double() @ weight.double().T
     with torch.no_grad():
         y = linear(x, weight)
-        is_in_c = products.should_multiply(x, weight)
         with torch.autocast("cpu"):
             assert linear(x, weight).dtype is torch.bfloat16
-    assert is_in_c == (rows <= products.most_rows(torch.bfloat16, torch.float32) and bool(kernels.LIBRARY))
-    is_rounded = not is_in_c and matrices.product_form(torch.bfloat16, x.dtype, rows) in (
-        matrices.TILES,
-        matrices.INTEGER_PANELS,
-    )
+    is_rounded = rows > 16 and products.should_multiply(x, weight)
     assert y.dtype is torch.float32 and (y - exact).norm() <= (2**-8 if is_rounded else 1e-6) * exact.norm()
     with pytest.raises(RuntimeError, match="dtype"):  # a matrix that is trained has x's dtype
         linear(x, weight.requires_grad_())
@@ -269,13 +251,13 @@ def test_values_that_are_not_finite():
     """In x they give NaN or Inf, in every product of their row."""
     x = torch.ones(3, 128)
     x[0, 70], x[1, 3] = float("nan"), float("-inf")
-    for kind in ROUNDING:
+    for kind in QUANTIZING:
         with torch.no_grad():
             y = linear(x, kind.of(torch.linspace(1, 2, 6 * 128).view(6, 128)))
         assert not y[:2].isfinite().any() and y[2].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize("kind", QUANTIZING)
 @torch.no_grad()
 def test_weights_that_are_not_finite_or_large(kind):
     """NaN and Inf give NaN or Inf in every product of their row. In 4 bits, squares of large errors are infinite."""
@@ -291,28 +273,25 @@ def test_weights_that_are_not_finite_or_large(kind):
 
 
 @pytest.mark.parametrize("tokens", (1024, 20))
-@pytest.mark.parametrize("chosen", (torch.float32, torch.bfloat16, torch.float16, None), ids=str)
+@pytest.mark.parametrize("has_instructions", (True, False))
 @pytest.mark.parametrize("dtype", (torch.float32, *matrices.HALVES), ids=str)
 @torch.no_grad()
-def test_products_of_more_rows(monkeypatch, dtype, chosen, tokens):
-    """In whichever dtype was found fastest (None: x's own), with matrices and x that are multiplied in several pieces."""
-    chosen = chosen or dtype
+def test_products_by_torch(monkeypatch, dtype, has_instructions, tokens):
+    """In x's own dtype; in float32 if that has 16 bits and the processor no instructions. In pieces of both factors."""
     monkeypatch.setattr(matrices, "TOKENS", tokens)
     multiplied, product_of = [], F.linear
-
-    def form(stored, x, rows):  # torch multiplies float32 matrices in float32 only
-        return "float32" if stored is torch.float32 else str(chosen).removeprefix("torch.")
-
-    monkeypatch.setattr(matrices, "product_form", form)
+    monkeypatch.setattr(products, "should_multiply", lambda *_: False)
+    monkeypatch.setattr(products, "has_products_of", lambda _: has_instructions)
+    chosen = dtype if has_instructions else torch.float32
     monkeypatch.setattr(matrices, "NUMBERS", 3 * 128 + 1)
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: multiplied.append((w.dtype, len(w))) or product_of(x, w, b))
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(11, 128, generator=generator), torch.randn(11, generator=generator).to(dtype)
     x = torch.randn(2, 25, 128, generator=generator).to(dtype)
     pieces = [(chosen, 3), (chosen, 3), (chosen, 3), (chosen, 2)] * math.ceil(50 / tokens)
-    whole = [(dtype, 11)] if chosen is dtype or dtype is torch.float32 else pieces
+    whole = [(dtype, 11)] if chosen is dtype else pieces
     cases = [(weight.to(dtype), weight.to(dtype).double(), whole)]
-    cases += [(kind.of(weight), rounding(weight), pieces) for kind, rounding in ROUNDING.items()]
+    cases += [(kind.of(weight), quantizing(weight), pieces) for kind, quantizing in QUANTIZING.items()]
     for (matrix, exact, expected), added in product(cases, (None, bias)):
         multiplied.clear()
         y, sum_of_products = linear(x, matrix, added), x.double() @ exact.T + (0 if added is None else added.double())
@@ -321,63 +300,10 @@ def test_products_of_more_rows(monkeypatch, dtype, chosen, tokens):
         assert (y.double() - sum_of_products).norm() <= error * sum_of_products.norm()
 
 
-def test_the_fastest_form(monkeypatch):
-    """Few rows and many are measured apart. Of forms within 5 %, those of native/step.c come first, then x's dtype."""
-    times = {16: {"float32": 1.0, "bfloat16": 0.96}, 128: {"float32": 1.0, "bfloat16": 0.94}}
-    monkeypatch.setattr(matrices, "product_times", lambda stored, x, rows, threads: times[rows])
-    found = [matrices.product_form(torch.int8, torch.float32, rows) for rows in (1, 47, 48, 4096)]
-    assert found == ["float32", "float32", "bfloat16", "bfloat16"]
-    times = {16: {"float32": 1.0, "bfloat16": 0.9, matrices.PANELS: 0.94}, 128: {"float32": 1.0, matrices.PANELS: 1.06}}
-    assert [matrices.product_form(torch.int8, torch.float32, rows) for rows in (1, 48)] == [matrices.PANELS, "float32"]
-
-
-def test_how_forms_are_measured(monkeypatch):
-    """On the CPU, whatever the default device is. A form that is too slow is timed only once."""
-    seconds = {"float32": 1.0, "bfloat16": 3.0, matrices.INTEGERS: 5.0}
-    now, timed = [0.0], []
-
-    def multiply(form, x, weight, bias):
-        assert x.is_cpu and weight.device.type == "cpu"
-        timed.append(form)
-        now[0] += seconds[form]
-
-    monkeypatch.setattr(matrices, "_forms_to_try", lambda *_: list(seconds))
-    monkeypatch.setattr(matrices, "_linear_in_form", multiply)
-    monkeypatch.setattr(matrices, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    with torch.device("meta"):
-        assert matrices.product_times.__wrapped__(torch.int8, torch.float32, 16, 1) == seconds
-    assert [timed.count(form) for form in seconds] == [matrices.REPETITIONS, matrices.REPETITIONS, 1]
-
-
-ANOTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float16: torch.float32}
-
-
-@pytest.mark.parametrize("stored", (*matrices.MEASURED, *KINDS), ids=str)
-def test_what_is_measured(stored):
-    """16-bit products only by instructions for them. It is measured once in a process, and changes no random number."""
-    matrices.product_times.cache_clear()  # another test may have measured without the C library
-    state = torch.get_rng_state()
-    for x in (torch.float32, *matrices.HALVES, torch.float64):
-        if stored in matrices.MEASURED and x is not stored:
-            continue
-        times = matrices.product_times(stored, x, 16, 1)
-        assert times is matrices.product_times(stored, x, 16, 1)
-        another = [] if x is torch.float64 or stored is torch.float32 else [ANOTHER[x]]
-        dtypes = [dtype for dtype in (x, *another) if dtype not in matrices.HALVES or products.has_products_of(dtype)]
-        assert list(times)[: len(dtypes)] == [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        typed = x in (torch.float32, torch.bfloat16) and stored is not torch.float16
-        panels = products.has_panel_products() * (2 if stored is torch.bfloat16 else 1)
-        integers = stored in KINDS and products.has_integer_products()
-        kernels_for_it = typed * ((products.has_tile_products() or panels) + integers)
-        assert len(times) == len(dtypes) + kernels_for_it
-        assert all(0 <= seconds < 1 for seconds in times.values())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @torch.no_grad()
 def test_products_that_are_not_converted(monkeypatch):
     """Few rows, autocast, and empty inputs."""
-    monkeypatch.setattr(matrices, "product_form", lambda *_: "float32")
+    monkeypatch.setattr(products, "has_products_of", lambda _: False)
     weight = torch.randn(70, 128)
     few, many = torch.randn(8, 128).half(), torch.randn(50, 128)
     assert torch.equal(linear(few, weight.half()), F.linear(few, weight.half()))
@@ -386,18 +312,21 @@ def test_products_that_are_not_converted(monkeypatch):
             y = linear(many, matrix)
             assert y.dtype == torch.bfloat16
             assert (y.double() - many.double() @ weight.double().T).norm() <= 0.02 * y.double().norm()
-    for rows, kind in product((0, 50), ROUNDING):
+    for rows, kind in product((0, 50), QUANTIZING):
         assert linear(torch.randn(2, rows, 128), kind.of(weight)).shape == (2, rows, 70)
 
 
-def test_which_processors_multiply_16_bit_numbers():
+def test_the_instructions_of_this_processor():
     """Our answer agrees with the processor flags that Linux reports."""
     cpuinfo = Path("/proc/cpuinfo")
     if not kernels.LIBRARY or platform.machine() != "x86_64" or not cpuinfo.is_file():
         pytest.skip("no C library, or not Linux on x86")
     flags = set(cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split())
-    expected = 47 if "amx_bf16" in flags else 24
-    assert products.most_rows(torch.bfloat16) == expected
+    needed = (set(), {"avx2", "fma"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, {"avx512_vnni"}, {"avx512_bf16"})
+    needed += ({"amx_tile", "amx_bf16", "amx_int8"},)
+    best = next((i for i, each in enumerate(needed) if not each <= flags), len(needed)) - 1
+    assert products.instructions() == products.INSTRUCTIONS[best]
+    assert products.has_products_of(torch.bfloat16) == ("avx512_bf16" in flags)
 
 
 @torch.no_grad()

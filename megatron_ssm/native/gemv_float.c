@@ -1,11 +1,6 @@
-/* y = x W^T + b for few rows of x. W, (out, in), is read from memory once, and this determines the time: float32 or bfloat16
-   here, 8 or 4 bits in rounded.c. See `linear` in products.py. */
-#include <stdlib.h>
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <cpuid.h>
-#endif
-
-#include "linear.h"
+/* Few rows of x times a matrix of float32 or bfloat16, by plain loops or AVX2. W is read from memory once, and this determines the
+   time. */
+#include "product.h"
 
 enum {
   BATCH = 4,                   /* rows of x that are multiplied at once */
@@ -26,10 +21,12 @@ INLINE float product(uint32_t word, const float *x, ptrdiff_t count, int weight_
   return float_of_bits(word << 16) * x[0] + float_of_bits(word & 0xffff0000u) * x[count];
 }
 
+/* Here, a->x is float32, in planes if W is of BFLOAT16. */
+
 /* One row of W times `batch` rows of x, from `first` on. batch, weight_type and lanes are compile-time constants. The
    hardware's own prefetching is too late on some processors, and stops at the ends of short rows; so what follows in memory
    is prefetched here. (A prefetch beyond the end of W has no effect.) */
-INLINE void multiply_row(const Linear *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type, ptrdiff_t lanes) {
+INLINE void multiply_row(const Product *a, ptrdiff_t row, ptrdiff_t first, int batch, int weight_type, ptrdiff_t lanes) {
   ptrdiff_t count = a->in / columns_in_word(weight_type), i = 0;
   const uint32_t *w = (const uint32_t *)a->weight + row * (a->weight_stride / columns_in_word(weight_type));
   const float *x = (const float *)a->x + first * a->x_stride;
@@ -59,7 +56,7 @@ enum { VECTOR = 8, SUMS = 8 }; /* words in a register; registers of sums */
 /* As multiply_row for `rows` rows of W, by AVX2; a dot product has `vectors` registers of partial sums. Each is added up in
    the same order for any numbers of rows. FLOAT32 and short rows are read and multiplied fastest as several rows at once,
    with one vector each, which share the loads of x and prefetch the rows that follow them; long rows of BFLOAT16 one by one. */
-INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdiff_t first, int rows, int batch, int vectors,
+INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Product *a, ptrdiff_t row, ptrdiff_t first, int rows, int batch, int vectors,
                                           int weight_type) {
   ptrdiff_t count = a->in / columns_in_word(weight_type), i = 0;
   ptrdiff_t stride = a->weight_stride / columns_in_word(weight_type);
@@ -107,10 +104,10 @@ INLINE_FOR(TARGET_AVX2) void multiply_avx2(const Linear *a, ptrdiff_t row, ptrdi
 
 /* Multiplies the rows `start` to `stop` of W. There is one function for each number of rows of x, whose sums stay in
    registers. */
-typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
+typedef void MultiplyRows(const Product *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop);
 #define MULTIPLY_ROWS(NAME, BATCH, WEIGHT_TYPE, LANES)                                                    \
-  CLONES static void NAME##BATCH(const Linear *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
-    const Linear a = *given;                                                                              \
+  CLONES static void NAME##BATCH(const Product *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
+    const Product a = *given;                                                                              \
     for (ptrdiff_t r = start; r < stop; r++) multiply_row(&a, r, first, BATCH, WEIGHT_TYPE, LANES);       \
   }
 #define FOR_EACH_BATCH(NAME, WEIGHT_TYPE, LANES)                                              \
@@ -125,10 +122,10 @@ FOR_EACH_BATCH(short_bfloat16_, BFLOAT16, FEW_LANES / 2)
 #ifdef HAS_INTRINSICS
 /* With one vector, as many rows of W as their sums fit into the registers; with more, one row, by at most two rows of x. */
 #define MULTIPLY_ROWS_AVX2(NAME, BATCH, WEIGHT_TYPE, VECTORS)                                                     \
-  TARGET_AVX2 static void NAME##BATCH(const Linear *given, ptrdiff_t first, ptrdiff_t r, ptrdiff_t stop) {        \
+  TARGET_AVX2 static void NAME##BATCH(const Product *given, ptrdiff_t first, ptrdiff_t r, ptrdiff_t stop) {        \
     enum { TOGETHER = VECTORS == 1 ? SUMS / BATCH : 1, SOME = VECTORS == 1 || BATCH < 2 ? BATCH : 2 };            \
     enum { REST = BATCH - SOME };                                                                                 \
-    const Linear a = *given;                                                                                      \
+    const Product a = *given;                                                                                      \
     for (; r + TOGETHER <= stop; r += TOGETHER) {                                                                 \
       multiply_avx2(&a, r, first, TOGETHER, SOME, VECTORS, WEIGHT_TYPE);                                          \
       if (REST) multiply_avx2(&a, r, first + SOME, TOGETHER, REST, VECTORS, WEIGHT_TYPE);                         \
@@ -144,20 +141,9 @@ FOR_EACH_BATCH_AVX2(avx2_bfloat16_, BFLOAT16, 4)
 FOR_EACH_BATCH_AVX2(short_avx2_bfloat16_, BFLOAT16, 1)
 #endif
 
-/* The functions for 1 to BATCH rows of x. */
-static MultiplyRows *const *functions_for(int weight_type, ptrdiff_t in) {
-  int is_short = in < 2 * LANES * columns_in_word(weight_type);
-#ifdef HAS_INTRINSICS
-  if (level() >= AVX2 && loop_level() != AVX512)
-    return weight_type == FLOAT32 ? avx2_float32_ : is_short ? short_avx2_bfloat16_ : avx2_bfloat16_;
-#endif
-  if (is_short) return weight_type == BFLOAT16 ? short_bfloat16_ : short_float32_;
-  return weight_type == BFLOAT16 ? long_bfloat16_ : long_float32_;
-}
-
 /* Multiplies the rows `start` to `stop` of W by all rows of x: if these are more than BATCH, ROWS rows of W at a time, which
    stay in the cache. */
-static void multiply_rows(const Linear *a, MultiplyRows *const *functions, ptrdiff_t start, ptrdiff_t stop) {
+static void multiply_rows(const Product *a, MultiplyRows *const *functions, ptrdiff_t start, ptrdiff_t stop) {
   ptrdiff_t step = a->batch > BATCH ? ROWS : stop - start;
   for (; start < stop; start += step)
     for (ptrdiff_t first = 0; first < a->batch; first += BATCH) {
@@ -166,90 +152,47 @@ static void multiply_rows(const Linear *a, MultiplyRows *const *functions, ptrdi
     }
 }
 
-/* Whether few_rows.c multiplies W and x of these types. */
-static int is_for_few_rows(int weight_type, int type) {
-#ifdef HAS_INTRINSICS
-  return type == BFLOAT16 ? weight_type == BFLOAT16 && has_avx512_bf16() : level() == AVX512;
-#else
-  return 0;
-#endif
-}
-
-/* A row of x as float32 in planes. */
-INLINE void unpack_row(const void *x, float *to, ptrdiff_t in, int type, int planes) {
-  for (int k = 0; k < planes; k++, to += in / planes)
+/* A row of x as float32: the elements that come first in their word of W, then those that come second. */
+INLINE void unpack_row(const void *x, float *to, ptrdiff_t in, int type) {
+  for (int k = 0; k < 2; k++, to += in / 2)
 #pragma omp simd
-    for (ptrdiff_t i = 0; i < in / planes; i++) to[i] = get(x, planes * i + k, type);
+    for (ptrdiff_t i = 0; i < in / 2; i++) to[i] = get(x, 2 * i + k, type);
 }
 
-CLONES static void unpack(const void *x, float *to, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t x_stride, int type,
-                          int weight_type) {
-  for (ptrdiff_t b = 0; b < batch; b++, to += in, x = at(x, x_stride, type))
-    if (weight_type == FLOAT32) unpack_row(x, to, in, BFLOAT16, 1);
-    else if (type == FLOAT32) unpack_row(x, to, in, FLOAT32, 2);
-    else unpack_row(x, to, in, BFLOAT16, 2);
+CLONES static void unpack(const Product *p, float *to) {
+  for (ptrdiff_t b = 0; b < p->batch; b++, to += p->in)
+    if (p->type == FLOAT32) unpack_row(x_row(p, b), to, p->in, FLOAT32);
+    else unpack_row(x_row(p, b), to, p->in, BFLOAT16);
 }
 
-/* `linear` with gaps between the rows of W and y. `type` is that of x, bias and y. `in` and weight_stride are even for
-   BFLOAT16 weights. */
-int strided_linear(const void *weight, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out,
-                   ptrdiff_t in, ptrdiff_t weight_stride, ptrdiff_t x_stride, ptrdiff_t y_stride, int weight_type, int type,
-                   int threads) {
+/* functions: those for 1 to BATCH rows of x. */
+static int multiply_by(const Product *p, MultiplyRows *const *functions) {
+  Product a = *p;
   float *unpacked = NULL;
-  if (!out || !batch) return 0;
-  int has_gaps = weight_stride != in || y_stride != out;
-  int by_tiles = weight_type == BFLOAT16 && type == BFLOAT16 && in % 32 == 0 && !has_gaps && has_tile_products();
-  if (by_tiles && batch > FEWEST)
-    return tile_product(weight, NULL, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
-  Linear a = {weight, bias, x, y, batch, out, in, weight_stride, x_stride, y_stride, type};
-#ifdef HAS_INTRINSICS
-  if (!by_tiles && is_for_few_rows(weight_type, type)) return few_rows(a, weight_type, threads);
-#endif
-  if (weight_type != type || type == BFLOAT16) {
-    if (!(unpacked = malloc(batch * in * sizeof(float)))) return 1;
-    unpack(x, unpacked, batch, in, x_stride, type, weight_type);
+  if (a.weight_type == BFLOAT16) {
+    if (!(unpacked = allocate(a.batch * a.in * sizeof(float)))) return 1;
+    unpack(p, unpacked);
+    a.x = unpacked, a.x_stride = a.in;
   }
-  if (by_tiles) {
-    fewest_rows(weight, bias, unpacked, y, batch, out, in, threads);
-    free(unpacked);
-    return 0;
-  }
-  if (unpacked) a.x = unpacked, a.x_stride = in;
-  MultiplyRows *const *functions = functions_for(weight_type, in);
-  ptrdiff_t share = (out + threads - 1) / threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t start = 0; start < out; start += share) {
-    ptrdiff_t stop = start + share < out ? start + share : out;
-    multiply_rows(&a, functions, start, stop);
-  }
+  ptrdiff_t share = (a.out + a.threads - 1) / a.threads;
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+  for (ptrdiff_t start = 0; start < a.out; start += share)
+    multiply_rows(&a, functions, start, start + share < a.out ? start + share : a.out);
   free(unpacked);
   return 0;
 }
 
-int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-           ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  if (is_rounded(weight_type))
-    return rounded_linear(weight, scales, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
-  return strided_linear(weight, bias, x, y, batch, out, in, in, x_stride, out, weight_type, type, threads);
+/* Whether W has short rows. */
+static int is_short(const Product *p) { return p->in < 2 * LANES * columns_in_word(p->weight_type); }
+
+int gemv_float_loops(const Product *p) {
+  if (p->weight_type == FLOAT32) return multiply_by(p, is_short(p) ? short_float32_ : long_float32_);
+  return multiply_by(p, is_short(p) ? short_bfloat16_ : long_bfloat16_);
 }
 
-/* Whether few_rows.c multiplies matrices of this type by rows of the same type. */
-int has_few_rows_of(int type) { return is_for_few_rows(type, type); }
-
-/* Whether this processor multiplies numbers of a 16-bit type by instructions of their own: AVX512_BF16 or AVX512_FP16. On
-   processors other than x86's the answer is always yes, which leaves the choice to torch. */
-int has_products_of(int type) {
-#if defined(__x86_64__) && defined(__GNUC__)
-  static int answers[2]; /* 1: no, 2: yes. CPUID takes long in a virtual machine, so it is asked once */
-  int *answer = &answers[type == BFLOAT16];
-  if (!*answer) {
-    unsigned a, b, c, d;
-    int is_known = __get_cpuid_count(7, type == BFLOAT16, &a, &b, &c, &d);
-    *answer = 1 + (is_known && (type == BFLOAT16 ? a >> 5 & 1 : d >> 23 & 1));
-  }
-  return *answer - 1;
-#else
-  (void)type;
-  return 1;
+#ifdef HAS_INTRINSICS
+int gemv_float_avx2(const Product *p) {
+  if (p->weight_type == FLOAT32) return multiply_by(p, avx2_float32_);
+  return multiply_by(p, is_short(p) ? short_avx2_bfloat16_ : avx2_bfloat16_);
+}
 #endif
-}

@@ -1,30 +1,26 @@
-/* y = x W^T + b for 1 to FEWEST rows of x and a W of bfloat16, on processors with AMX: bit for bit what AMX computes for a row,
+/* One or two rows of x times a W, both of bfloat16, on processors with AMX: bit for bit what AMX computes for a row,
    except below 1e-38, which AMX counts as 0. So a token's numbers do not depend on what is computed beside it. AMX itself takes
    longer for so few rows.
 
    The lanes of a vector are SIDE rows of W. Of each DEPTH columns, the products of the even ones and those of the odd ones are
    added up apart, one after the other, and then to the sum; Intel's manual says so of TDPBF16PS. */
-#include "tiles.h"
+#include "amx.h"
 
 #ifdef HAS_TILES
-typedef struct {
-  const char *weight; /* (out, in) of bfloat16 */
-  const void *bias;   /* (out) of bfloat16, or NULL */
-  const float *x;     /* (batch, 2, in / 2), the even columns first */
-  void *y;            /* (batch, out) of bfloat16 */
-  ptrdiff_t batch, out, in;
-} Product;
+enum { MOST = 2 }; /* rows of x */
+
+/* Here, a->x is float32, (batch, 2, in / 2): the even columns first. `in` is a multiple of DEPTH. */
 
 /* SIDE rows of W from `row` on, of which those beyond the last are the last one, times the rows of x, of which there are
    `count`, a compile-time constant: lanes are rows of W. */
-INLINE_FOR(TARGET_AMX) void multiply(const Product *a, ptrdiff_t row, __m512 *sums, int count) {
-  const char *rows[SIDE], *next = a->weight + (row + SIDE) * a->in * 2; /* what is read after these rows, line by line */
+INLINE_FOR(TARGET_AMX) void multiply_panel(const Product *a, ptrdiff_t row, __m512 *sums, int count) {
+  const char *rows[SIDE], *next = (const char *)a->weight + (row + SIDE) * a->in * 2; /* what is read after these rows, line by line */
   const float *even = a->x, *odd = even + a->in / 2;
-  for (ptrdiff_t r = 0; r < SIDE; r++) rows[r] = a->weight + (row + r < a->out ? row + r : a->out - 1) * a->in * 2;
+  for (ptrdiff_t r = 0; r < SIDE; r++) rows[r] = (const char *)a->weight + (row + r < a->out ? row + r : a->out - 1) * a->in * 2;
   for (int c = 0; c < count; c++) sums[c] = _mm512_setzero_ps();
   for (ptrdiff_t k = 0; k < a->in; k += DEPTH, even += SIDE, odd += SIDE) {
     __m512i pairs[SIDE];
-    __m512 evens[FEWEST], odds[FEWEST];
+    __m512 evens[MOST], odds[MOST];
     for (int c = 0; c < count; c++) evens[c] = odds[c] = _mm512_setzero_ps();
     for (int r = 0; r < SIDE; r++) pairs[r] = _mm512_loadu_si512(rows[r] + k * 2);
     transpose_16(pairs);
@@ -44,22 +40,25 @@ INLINE_FOR(TARGET_AMX) void multiply(const Product *a, ptrdiff_t row, __m512 *su
 
 TARGET_AMX static void multiply_rows(const Product *a, ptrdiff_t start, ptrdiff_t stop) {
   for (ptrdiff_t row = start; row < stop; row += SIDE) {
-    __m512 sums[FEWEST];
-    if (a->batch == 1) multiply(a, row, sums, 1);
-    else multiply(a, row, sums, 2);
-    write_sums(sums, a->batch, a->bias, a->y, row, 0, a->out, a->batch, BFLOAT16);
+    __m512 sums[MOST];
+    if (a->batch == 1) multiply_panel(a, row, sums, 1);
+    else multiply_panel(a, row, sums, 2);
+    write_sums(a, sums, a->batch, row, 0, BFLOAT16);
   }
 }
 
-void fewest_rows(const void *weight, const void *bias, const float *x, void *y, ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in,
-                 int threads) {
-  Product a = {weight, bias, x, y, batch, out, in};
-  ptrdiff_t panels = (out + SIDE - 1) / SIDE, share = (panels + threads - 1) / threads * SIDE;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t start = 0; start < out; start += share)
-    multiply_rows(&a, start, start + share < out ? start + share : out);
+int gemv_bf16_amx(const Product *p) {
+  Product a = *p;
+  ptrdiff_t panels = (a.out + SIDE - 1) / SIDE, share = (panels + a.threads - 1) / a.threads * SIDE;
+  float *planes = allocate(a.batch * a.in * sizeof(float));
+  if (!planes) return 1;
+  for (ptrdiff_t b = 0; b < a.batch; b++)
+    for (ptrdiff_t i = 0; i < a.in; i++) planes[b * a.in + i % 2 * (a.in / 2) + i / 2] = get(x_row(p, b), i, BFLOAT16);
+  a.x = planes;
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+  for (ptrdiff_t start = 0; start < a.out; start += share)
+    multiply_rows(&a, start, start + share < a.out ? start + share : a.out);
+  free(planes);
+  return 0;
 }
-#else
-void fewest_rows(const void *weight, const void *bias, const float *x, void *y, ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in,
-                 int threads) {}
 #endif

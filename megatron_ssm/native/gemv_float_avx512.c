@@ -1,15 +1,16 @@
-/* Few rows of x times a matrix of their type, or of float32 times one of bfloat16, by AVX-512. One row of x meets W row by row,
+/* Few rows of x times a matrix of their type, or times one of bfloat16, by AVX-512; both of bfloat16 by AVX512_BF16, if
+   there is that. One row of x meets W row by row,
    because memory delivers consecutive addresses fastest; but long rows of W are read faster several at once, if they are
    prefetched. More rows of x meet several rows of W at once, which share the loads of x. Each dot product is one register of
    partial sums, so a row's numbers do not depend on what is computed beside it. */
-#include "linear.h"
+#include "product.h"
 
 #ifdef HAS_INTRINSICS
 enum {
   TOGETHER = 8, /* rows of x that are multiplied at once */
   SUMS = 16,    /* registers that are added up at once */
   ROWS = 16,    /* the most rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
-  WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32 */
+  WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32, or of BFLOAT16 without AVX512_BF16 */
   ALL = -1,     /* elements of a register, as a mask */
   PAIR = 2,     /* up to so many rows of x meet one, two or AT_ONCE rows of W at once; more meet as many as SUMS allows */
   AT_ONCE = 4,  /* rows of W, if they are long, on processors without AMX */
@@ -25,30 +26,31 @@ INLINE ptrdiff_t bytes_of_x(int kind) { return kind == WIDENED ? 2 * LINE : LINE
 
 /* What a line of W meets in a row of x, of which `count` columns are left: those columns, and zeros; of WIDENED, first the even
    columns, then the odd ones. */
-INLINE void pack_line(const void *x, char *to, ptrdiff_t count, int kind) {
+INLINE void pack_line(const void *x, char *to, ptrdiff_t count, int kind, int type) {
   enum { WORDS = LINE / 4 };
   ptrdiff_t columns = kind == FLOAT32 ? WORDS : 2 * WORDS, own = count < columns ? count : columns;
   if (own < columns) memset(to, 0, bytes_of_x(kind));
   if (kind != WIDENED) memcpy(to, x, bytes_of(own, kind));
   else
-    for (int i = 0; i < own; i++) ((float *)to)[i % 2 * WORDS + i / 2] = ((const float *)x)[i];
+    for (int i = 0; i < own; i++) ((float *)to)[i % 2 * WORDS + i / 2] = get(x, i, type);
 }
 
 /* The rows of x are multiplied in groups of almost equal sizes: how many there are, and the first row of one. */
-INLINE ptrdiff_t groups_of(const Linear *a) { return (a->batch + TOGETHER - 1) / TOGETHER; }
-INLINE ptrdiff_t first_of(const Linear *a, ptrdiff_t group) { return group * a->batch / groups_of(a); }
+INLINE ptrdiff_t groups_of(const Product *a) { return (a->batch + TOGETHER - 1) / TOGETHER; }
+INLINE ptrdiff_t first_of(const Product *a, ptrdiff_t group) { return group * a->batch / groups_of(a); }
 
 /* x (batch, in) -> to; of each group (lines of W, rows of x, bytes_of_x): what is multiplied together lies side by side. */
-static void pack(const Linear *a, char *to, int kind) {
+static void pack(const Product *a, char *to, int kind) {
   ptrdiff_t columns = LINE / (ptrdiff_t)bytes_of(1, type_of_weight(kind));
   for (ptrdiff_t group = 0; group < groups_of(a); group++) {
     ptrdiff_t first = first_of(a, group), after = first_of(a, group + 1);
     for (ptrdiff_t i = 0; i < a->in; i += columns)
       for (ptrdiff_t b = first; b < after; b++, to += bytes_of_x(kind)) {
         const void *x = at(a->x, b * a->x_stride + i, a->type);
-        if (kind == FLOAT32) pack_line(x, to, a->in - i, FLOAT32);
-        else if (kind == BFLOAT16) pack_line(x, to, a->in - i, BFLOAT16);
-        else pack_line(x, to, a->in - i, WIDENED);
+        if (kind == FLOAT32) pack_line(x, to, a->in - i, FLOAT32, FLOAT32);
+        else if (kind == BFLOAT16) pack_line(x, to, a->in - i, BFLOAT16, BFLOAT16);
+        else if (a->type == FLOAT32) pack_line(x, to, a->in - i, WIDENED, FLOAT32);
+        else pack_line(x, to, a->in - i, WIDENED, BFLOAT16);
       }
   }
 }
@@ -87,7 +89,7 @@ INLINE_FOR(TARGET_AVX512) void add_line(const char *const w[], ptrdiff_t i, cons
 /* Partial sums of `rows` rows of W, w, times `count` rows of x from `first` on. Writes the first `rows` columns of
    to (count, SUMS / count). ahead: what is prefetched, a row for each of w, or NULL. is_small, rows, count and kind are
    compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void multiply_lines(const Linear *a, const char *const w[], const char *const ahead[], ptrdiff_t first,
+INLINE_FOR(TARGET_AVX512) void multiply_lines(const Product *a, const char *const w[], const char *const ahead[], ptrdiff_t first,
                                             __m512 *to, int is_small, int rows, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->in, type_of_weight(kind)), step = count * bytes_of_x(kind), i = 0;
   const char *x = (const char *)a->x + first * ((bytes + LINE - 1) / LINE) * bytes_of_x(kind);
@@ -121,7 +123,7 @@ INLINE_FOR(TARGET_AVX512) __m512 sums_of_lanes(__m512 v[SUMS]) {
 
 /* Writes sums (count, SUMS / count), of rows of x from `first` on and rows of W from `row` on, plus the bias. Those of BFLOAT16 are
    rounded together. count and type are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void write_sums(const Linear *a, __m512 sums, ptrdiff_t first, ptrdiff_t row, ptrdiff_t stop, int count,
+INLINE_FOR(TARGET_AVX512) void write_sums(const Product *a, __m512 sums, ptrdiff_t first, ptrdiff_t row, ptrdiff_t stop, int count,
                                           int type) {
   ptrdiff_t rows = SUMS / count, left = stop - row < rows ? stop - row : rows;
   float totals[SUMS];
@@ -143,7 +145,7 @@ INLINE_FOR(TARGET_AVX512) void write_sums(const Linear *a, __m512 sums, ptrdiff_
 
 /* The rows `start` to `stop` of W times `count` rows of x from `first` on, `at_once` rows of W at a time. ahead: how many
    rows of W are prefetched, from row `next` on, if is_aided. is_small, at_once, count and kind are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
+INLINE_FOR(TARGET_AVX512) void multiply_each(const Product *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
                                            ptrdiff_t ahead, int is_aided, int is_small, int at_once, int count, int kind) {
   ptrdiff_t bytes = bytes_of(a->weight_stride, type_of_weight(kind));
   for (ptrdiff_t row = start; row < stop; row += SUMS / count) {
@@ -161,27 +163,29 @@ INLINE_FOR(TARGET_AVX512) void multiply_each(const Linear *a, ptrdiff_t first, p
       }
       multiply_lines(a, w, is_aided ? prefetched : NULL, first, sums + r, is_small, at_once, count, kind);
     }
-    write_sums(a, sums_of_lanes(sums), first, row, stop, count, kind == BFLOAT16 ? BFLOAT16 : FLOAT32);
+    __m512 totals = sums_of_lanes(sums);
+    if (kind != FLOAT32 && a->type == BFLOAT16) write_sums(a, totals, first, row, stop, count, BFLOAT16);
+    else write_sums(a, totals, first, row, stop, count, FLOAT32);
   }
 }
 
 /* Chooses how many rows of W are multiplied at once, and whether the rows after them are prefetched. */
-INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
+INLINE_FOR(TARGET_AVX512) void multiply_rows(const Product *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
                                            ptrdiff_t ahead, int count, int kind) {
   if (count > PAIR && bytes_of(count * a->in, a->type) <= SMALL)
     multiply_each(a, first, start, stop, next, ahead, 1, 1, SUMS / count, count, kind);
   else if (count > PAIR) multiply_each(a, first, start, stop, next, ahead, 1, 0, SUMS / count, count, kind);
-  else if (has_tile_products()) multiply_each(a, first, start, stop, next, ahead, 1, 0, 1, count, kind);
+  else if (instructions() == WITH_AMX) multiply_each(a, first, start, stop, next, ahead, 1, 0, 1, count, kind);
   else if (bytes_of(a->in, type_of_weight(kind)) >= LONG)
     multiply_each(a, first, start, stop, next, ahead, 1, 0, AT_ONCE, count, kind);
   else multiply_each(a, first, start, stop, next, ahead, count == PAIR, 0, count, count, kind);
 }
 
-typedef void MultiplyRows(const Linear *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next, ptrdiff_t ahead);
+typedef void MultiplyRows(const Product *, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next, ptrdiff_t ahead);
 #define MULTIPLY_ROWS(TYPE, COUNT)                                                                                   \
-  TARGET_AVX512 static void TYPE##_##COUNT(const Linear *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, \
+  TARGET_AVX512 static void TYPE##_##COUNT(const Product *given, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, \
                                            ptrdiff_t next, ptrdiff_t ahead) {                                      \
-    const Linear a = *given;                                                                                       \
+    const Product a = *given;                                                                                       \
     multiply_rows(&a, first, start, stop, next, ahead, COUNT, TYPE);                                               \
   }
 #define FOR_EACH_COUNT(TYPE)                                                                                       \
@@ -194,14 +198,14 @@ FOR_EACH_COUNT(BFLOAT16)
 FOR_EACH_COUNT(WIDENED)
 
 /* How many rows of W the groups multiply in turn: whole passes of each group, whose sizes differ by one at most. */
-static ptrdiff_t rows_in_turn(const Linear *a) {
+static ptrdiff_t rows_in_turn(const Product *a) {
   ptrdiff_t groups = groups_of(a), least = a->batch / groups, most = (a->batch + groups - 1) / groups, rows = ROWS;
   while (rows % (SUMS / least) || rows % (SUMS / most)) rows--;
   return rows;
 }
 
 /* Multiplies the rows `start` to `stop` of W by all rows of x. Each group prefetches its part. */
-static void multiply_share(const Linear *a, MultiplyRows *const *functions, ptrdiff_t start, ptrdiff_t stop) {
+static void multiply_share(const Product *a, MultiplyRows *const *functions, ptrdiff_t start, ptrdiff_t stop) {
   ptrdiff_t groups = groups_of(a), rows = rows_in_turn(a), ahead = (rows + groups - 1) / groups;
   for (; start < stop; start += rows)
     for (ptrdiff_t group = 0; group < groups; group++) {
@@ -211,16 +215,17 @@ static void multiply_share(const Linear *a, MultiplyRows *const *functions, ptrd
     }
 }
 
-int few_rows(Linear a, int weight_type, int threads) {
-  int kind = weight_type == FLOAT32 || a.type == BFLOAT16 ? weight_type : WIDENED;
+int gemv_float_avx512(const Product *p) {
+  Product a = *p;
+  int in_pairs = a.type == BFLOAT16 && instructions() >= WITH_BF16;
+  int kind = a.weight_type == FLOAT32 || in_pairs ? a.weight_type : WIDENED;
   MultiplyRows *const *functions = kind == FLOAT32 ? for_FLOAT32 : kind == WIDENED ? for_WIDENED : for_BFLOAT16;
-  ptrdiff_t lines = (bytes_of(a.in, weight_type) + LINE - 1) / LINE, share = (a.out + threads - 1) / threads;
+  ptrdiff_t lines = (bytes_of(a.in, a.weight_type) + LINE - 1) / LINE, share = (a.out + a.threads - 1) / a.threads;
   char *packed = allocate(lines * a.batch * bytes_of_x(kind));
   if (!packed) return 1;
   pack(&a, packed, kind);
   a.x = packed;
-  has_tile_products(); /* its first call stores the answer, which threads then only read */
-#pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
   for (ptrdiff_t start = 0; start < a.out; start += share)
     multiply_share(&a, functions, start, start + share < a.out ? start + share : a.out);
   free(packed);

@@ -2,20 +2,12 @@
 
    An INT8 block has a byte for each column. An INT4 block has 16 words of 16 bits; the p-th 4 bits of word j are column
    16 p + j, in two's complement. */
-#ifndef ROUNDED_H
-#define ROUNDED_H
+#ifndef QUANTIZED_H
+#define QUANTIZED_H
 
-#include <stdlib.h>
-
-#include "blocks.h"
-#ifdef HAS_INTRINSICS
-#define INLINE_FOR(TARGET) static inline __attribute__((always_inline)) TARGET
-#endif
+#include "product.h"
 
 enum { BLOCK = 64 }; /* as in products.py */
-
-/* Memory of at least so many bytes that begins with a line, for `free`; NULL if there is none. */
-INLINE void *allocate(size_t bytes) { return aligned_alloc(LINE, (bytes + LINE - 1) / LINE * LINE); }
 
 INLINE ptrdiff_t bytes_per_block(int weight_type) { return weight_type == INT8 ? BLOCK : BLOCK / 2; }
 
@@ -25,32 +17,24 @@ INLINE int16_t column(const void *block, int i, int weight_type) {
   return (int16_t)(((const uint16_t *)block)[i % 16] << (12 - i / 16 * 4)) >> 12;
 }
 
-/* Each block of x (batch, in) in 16 bits -> to (batch, in), with its scale -> scales (batch, in / BLOCK). */
-void round_to_16_bits(const void *x, int16_t *to, float *scales, ptrdiff_t batch, ptrdiff_t in, ptrdiff_t x_stride, int type);
+/* x of a product in 16 bits, (batch, in), in blocks with scales, (batch, in / BLOCK). In memory for `free`; values is NULL if there
+   is none. So the products of a block are integers, whose sums are exact: 64 * 32639 * 128 < 2^31. Rounding x adds at most 1/65278 of
+   the largest element of its block. Where x is not finite, the scale is not either; numbers below 1e-30 become 0. */
+typedef struct {
+  int16_t *values;
+  float *scales;
+} QuantizedX;
+QuantizedX x_in_16_bits(const Product *p);
+void fill_16_bits(const Product *p, QuantizedX to);
 
-enum { FEWEST = 2 };
+/* The same in 8 bits -> to, scales, and sums: -OFFSET times the sum of each block. Rounding adds at most 1/254 of a block's largest
+   element. */
+void x_in_8_bits(const Product *p, int8_t *to, float *scales, int32_t *sums);
 
-/* `linear` by a processor with AMX for up to FEWEST rows of x, with weight, bias and y of BFLOAT16. x is float32, of each row
-   first its even columns, then its odd ones; `in` is a multiple of 32. */
-void fewest_rows(const void *weight, const void *bias, const float *x, void *y, ptrdiff_t batch, ptrdiff_t out, ptrdiff_t in,
-                 int threads);
+/* What is added to 8-bit integers of W where the processor multiplies bytes without sign by bytes with sign. */
+enum { OFFSET = 128 };
 
 #ifdef HAS_INTRINSICS
-/* `linear` by AMX for rows of x that are rounded to 16 bits, (batch, blocks, BLOCK), times x_scales, (batch, blocks). */
-int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
-
-/* The same by AVX512_VNNI. */
-int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads);
-
-/* The sum of the elements. */
-INLINE_FOR(TARGET_AVX2) float added_up(__m256 x) {
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
 /* Columns 16 `quarter` to 16 `quarter` + 15 of a block. */
 INLINE_FOR(TARGET_AVX2) __m256i quarter_block(const char *block, int quarter, int weight_type) {
   if (weight_type == INT8) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)block + quarter));
@@ -65,35 +49,6 @@ INLINE_FOR(TARGET_AVX512) __m512i half_block(const char *block, int half, int we
   __m512i shifts = half ? _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 0)
                         : _mm512_inserti64x4(_mm512_set1_epi16(8), _mm256_set1_epi16(12), 0);
   return _mm512_srai_epi16(_mm512_sllv_epi16(words, shifts), 12);
-}
-
-/* Of the 4 x 4 words in each 128 bits of four registers, word j of rows[i] becomes word i of to[j]. rows and to may be the same. */
-INLINE_FOR(TARGET_AVX512) void transpose_4(const __m512i rows[4], __m512i to[4]) {
-  __m512i t[4];
-  for (int i = 0; i < 4; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int j = 0; j < 2; j++) {
-    to[2 * j] = _mm512_unpacklo_epi64(t[j], t[j + 2]);
-    to[2 * j + 1] = _mm512_unpackhi_epi64(t[j], t[j + 2]);
-  }
-}
-
-/* rows[i][j] becomes rows[j][i], of 16 words each: of 4 x 4 words in each 128 bits, then of 128-bit parts. */
-INLINE_FOR(TARGET_AVX512) void transpose_16(__m512i rows[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 4) transpose_4(rows + i, rows + i);
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-  }
 }
 
 INLINE_FOR(TARGET_AVX512_BF16) __m512 scaled(__m256i columns, __m512 scale) {
@@ -130,14 +85,6 @@ INLINE_FOR(TARGET_AVX512) __m512i columns_from(int first, __m512i left, __m512i 
 }
 INLINE_FOR(TARGET_AVX512) __m512i lower_columns(__m512i left, __m512i right) { return columns_from(0, left, right); }
 INLINE_FOR(TARGET_AVX512) __m512i upper_columns(__m512i left, __m512i right) { return columns_from(BLOCK / 4, left, right); }
-
-/* sum plus the products of 32 columns, in pairs. has_vnni: whether the processor has AVX512_VNNI, whose instruction for it
-   needs no target attribute here. */
-INLINE_FOR(TARGET_AVX512) __m512i add_products(__m512i sum, __m512i columns, __m512i x, int has_vnni) {
-  if (!has_vnni) return _mm512_add_epi32(sum, _mm512_madd_epi16(columns, x));
-  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(columns), "v"(x));
-  return sum;
-}
 
 #endif
 

@@ -6,12 +6,12 @@
    The sums are products of tiles of bfloat16 numbers, added up in float32: x, B and C, and h and the factors of x_s, are
    rounded to it where they are multiplied (as in the kernels of mamba-ssm). What is added to h is not, as errors there would add
    up: it is the sum of two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `may_round` allows
-   it: as sums of three numbers they would take as long as token by token. An x that is not finite is left to ssd.c: here, 0
+   it: as sums of three numbers they would take as long as token by token. An x that is not finite is left to plain loops: here, 0
    times such an x_s would reach the tokens before it.
 
    C_t^T B_s is the same for all heads of a group. A task is some heads of a group of a sequence. */
 #include "ssd.h"
-#include "tiles.h"
+#include "amx.h"
 
 #ifdef HAS_TILES
 enum {
@@ -103,7 +103,7 @@ INLINE_FOR(TARGET_AMX) void store_sums(float *to, ptrdiff_t stride) {
 
 /* Adds the products of 32 rows of a, `stride` apart, of 32 columns, with 32 rows of b in pairs, of WIDTH columns each. Numbers of
    b have two parts if b_next is not 0: the second ones are b_next elements further. */
-INLINE_FOR(TARGET_AMX) void multiply(const uint16_t *a, ptrdiff_t stride, const uint32_t *b, ptrdiff_t b_next) {
+INLINE_FOR(TARGET_AMX) void add_product(const uint16_t *a, ptrdiff_t stride, const uint32_t *b, ptrdiff_t b_next) {
   __asm__ volatile("" ::: "memory"); /* what is loaded into tiles has been stored before */
   _tile_loadd(4, a, stride * 2);
   _tile_loadd(5, a + SIDE * stride, stride * 2);
@@ -147,7 +147,7 @@ INLINE_FOR(TARGET_AMX) void fill_shared(const Ssd *a, Work *w, Shared *shared, p
   zero_sums();
   for (ptrdiff_t n = 0; n < N; n += DEPTH) {
     fill_B(a, w, shared, b, group, t, count, n);
-    multiply(shared->C + n, N, w->pairs + n / 2 * CHUNK, 0);
+    add_product(shared->C + n, N, w->pairs + n / 2 * CHUNK, 0);
   }
   store_sums(shared->products, CHUNK);
 }
@@ -237,15 +237,15 @@ INLINE_FOR(TARGET_AMX) void forward_chunk(const Ssd *a, Work *w, const Shared *s
     fill_state(w, h, a->P, decay, a->N);
     zero_sums();
     for (ptrdiff_t n = 0; n < a->N; n += DEPTH)
-      multiply(shared->C + n, a->N, w->state + n / 2 * WIDTH, 0);
+      add_product(shared->C + n, a->N, w->state + n / 2 * WIDTH, 0);
     store_sums(w->before, WIDTH);
     zero_sums();
-    multiply(w->factors, CHUNK, w->x, 0);
+    add_product(w->factors, CHUNK, w->x, 0);
     store_sums(w->within, WIDTH);
     write_y(a, w, b, head, t, count, c);
     for (ptrdiff_t n = 0; n < a->N; n += DEPTH) {
       load_sums(h + n * a->P, a->P);
-      multiply(shared->B + n * CHUNK, CHUNK, w->scaled[0], CHUNK / 2 * WIDTH);
+      add_product(shared->B + n * CHUNK, CHUNK, w->scaled[0], CHUNK / 2 * WIDTH);
       store_sums(h + n * a->P, a->P);
     }
   }
@@ -288,13 +288,13 @@ static int is_finite(const Ssd *a, int threads) {
   return finite;
 }
 
-int fits_ssd_tiles(const Ssd *a, int threads) {
+int fits_ssd_amx(const Ssd *a, int threads) {
   int fits = a->batch && a->seq >= LEAST && a->P % WIDTH == 0 && a->N % DEPTH == 0 && a->N <= STATES;
   int is_allowed = a->type == BFLOAT16 || a->may_round;
-  return fits && is_allowed && !a->saved && !a->one_by_one && has_tile_products() && is_finite(a, threads);
+  return fits && is_allowed && !a->saved && !a->one_by_one && is_finite(a, threads);
 }
 
-int ssd_tiles(const Ssd *a, int threads) {
+int ssd_amx(const Ssd *a, int threads) {
   int failed = 0;
   ptrdiff_t heads = a->heads / a->groups, groups = a->batch * a->groups;
   ptrdiff_t wanted = groups % threads == 0 ? 1 : threads < heads ? threads : heads, share = (heads + wanted - 1) / wanted;
@@ -310,7 +310,4 @@ int ssd_tiles(const Ssd *a, int threads) {
   }
   return failed;
 }
-#else
-int fits_ssd_tiles(const Ssd *a, int threads) { return 0; }
-int ssd_tiles(const Ssd *a, int threads) { return 1; }
 #endif

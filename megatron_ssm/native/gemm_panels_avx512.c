@@ -1,5 +1,5 @@
 /* Products of rows of x with a panel by AVX-512. FLOATS and INTEGER_PAIRS give bit for bit what AVX2 gives in
-   panel_product.c. */
+   gemm_panels_avx2.c. */
 #include "panels.h"
 
 #ifdef HAS_INTRINSICS
@@ -10,44 +10,40 @@ INLINE __mmask32 mask_of_first(ptrdiff_t count) { return count >= 32 ? ~0u : cou
 
 /* VECTOR words of a row of W, from `word` on; beyond the row's last word there are zeros. weight_type is a compile-time
    constant. */
-INLINE_FOR(TARGET_AVX512) __m512i words_of(const Product *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
+INLINE_FOR(TARGET_AVX512) __m512i words_of(const Panels *a, ptrdiff_t row, ptrdiff_t word, int weight_type) {
   const char *from = address_of(a, row, word);
-  if (is_rounded(weight_type)) {
+  if (is_quantized(weight_type)) {
     if (a->kind == INTEGER_PAIRS) return half_block(from, word / VECTOR % 2, weight_type);
     __m512i offset = _mm512_set1_epi8((char)OFFSET);
     if (weight_type == INT8) return _mm512_xor_si512(_mm512_loadu_si512(from), offset);
     __m256i low = _mm512_cvtepi16_epi8(half_block(from, 0, INT4)), high = _mm512_cvtepi16_epi8(half_block(from, 1, INT4));
     return _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), offset);
   }
-  ptrdiff_t columns = a->in - word * columns_per_word(a->kind); /* that are left */
-  if (weight_type == BFLOAT16 && a->kind == FLOATS) {
-    __m256i narrow = _mm256_maskz_loadu_epi16((__mmask16)mask_of_first(columns), from);
-    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
-  }
+  ptrdiff_t columns = a->p.in - word * columns_per_word(a->kind); /* that are left */
   return _mm512_maskz_loadu_epi16(mask_of_first(weight_type == FLOAT32 ? 2 * columns : columns), from);
 }
 
-/* As wide_fill; weight_type is a compile-time constant. */
-INLINE_FOR(TARGET_AVX512) void fill_each(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop,
+/* As fill_avx512; weight_type is a compile-time constant. */
+INLINE_FOR(TARGET_AVX512) void fill_each(const Panels *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop,
                                        int weight_type) {
   for (ptrdiff_t k = start; k < stop; k += VECTOR)
     for (ptrdiff_t half = 0; half < PANEL; half += VECTOR) {
       __m512i rows[VECTOR];
 #pragma GCC unroll 16
       for (int i = 0; i < VECTOR; i++)
-        rows[i] = row + half + i < a->out ? words_of(a, row + half + i, k, weight_type) : _mm512_setzero_si512();
+        rows[i] = row + half + i < a->p.out ? words_of(a, row + half + i, k, weight_type) : _mm512_setzero_si512();
       transpose_16(rows);
       uint32_t *to = panel->words + (k - start) * PANEL + half;
 #pragma GCC unroll 16
       for (int i = 0; i < VECTOR; i++) _mm512_store_si512(to + i * PANEL, rows[i]);
     }
-  if (is_rounded(weight_type)) fill_scales(a, panel, row, start, stop);
+  if (is_quantized(weight_type)) fill_scales(a, panel, row, start, stop);
 }
 
-TARGET_AVX512 void wide_fill(const Product *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
-  if (a->weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
-  else if (a->weight_type == BFLOAT16) fill_each(a, panel, row, start, stop, BFLOAT16);
-  else if (a->weight_type == INT8) fill_each(a, panel, row, start, stop, INT8);
+TARGET_AVX512 void fill_avx512(const Panels *a, Panel *panel, ptrdiff_t row, ptrdiff_t start, ptrdiff_t stop) {
+  if (a->p.weight_type == FLOAT32) fill_each(a, panel, row, start, stop, FLOAT32);
+  else if (a->p.weight_type == BFLOAT16) fill_each(a, panel, row, start, stop, BFLOAT16);
+  else if (a->p.weight_type == INT8) fill_each(a, panel, row, start, stop, INT8);
   else fill_each(a, panel, row, start, stop, INT4);
 }
 
@@ -73,7 +69,7 @@ INLINE_FOR(TARGET_AVX512) void add_words(const uint32_t *x, ptrdiff_t x_words, c
   }
 }
 
-INLINE_FOR(TARGET_AVX512) void add_floats(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
+INLINE_FOR(TARGET_AVX512) void add_floats(const Panels *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
                                         int count, Words kind) {
   float *to = panel->sums + first * PANEL;
   Sums sums[WIDE_ROWS];
@@ -93,7 +89,7 @@ INLINE_FOR(TARGET_AVX512) void add_scaled(float *to, __m512 integers, const floa
   _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)integers), scale, _mm512_load_ps(to)));
 }
 
-INLINE_FOR(TARGET_AVX512) void add_integers(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
+INLINE_FOR(TARGET_AVX512) void add_integers(const Panels *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop,
                                           int count, Words kind) {
   ptrdiff_t each = words_per_block(kind), block = first * a->blocks + start / each;
   const uint32_t *x = a->x + first * a->x_words, *w = panel->words;
@@ -116,7 +112,7 @@ INLINE_FOR(TARGET_AVX512) void add_integers(const Product *a, Panel *panel, ptrd
 }
 
 #define ADD_ROWS(NAME, COUNT, ADD, KIND)                                                                                      \
-  TARGET_AVX512 static void NAME##COUNT(const Product *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
+  TARGET_AVX512 static void NAME##COUNT(const Panels *a, Panel *panel, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop) { \
     ADD(a, panel, first, start, stop, COUNT, KIND);                                                                           \
   }
 #define FOR_EACH_COUNT(NAME, ADD, KIND)                                                                                   \
@@ -130,7 +126,8 @@ FOR_EACH_COUNT(bfloat16_pairs, add_floats, BFLOAT16_PAIRS)
 FOR_EACH_COUNT(integer_pairs, add_integers, INTEGER_PAIRS)
 FOR_EACH_COUNT(byte_quads, add_integers, BYTE_QUADS)
 
-AddRows *const *wide_functions(Words kind) {
+AddRows *const *add_rows_avx512(Words kind, int *most) {
+  *most = WIDE_ROWS;
   return kind == FLOATS ? floats : kind == BFLOAT16_PAIRS ? bfloat16_pairs : kind == INTEGER_PAIRS ? integer_pairs : byte_quads;
 }
 #endif

@@ -1,4 +1,4 @@
-/* y = x W^T + b by AMX, which multiplies tiles of 16 x 32 bfloat16 numbers: for several rows of x, up to whole prompts.
+/* Products by AMX, which multiplies tiles of 16 x 32 bfloat16 numbers: for several rows of x, up to whole prompts.
 
    A tile of W is 16 rows of 32 columns. BFLOAT16 matrices are read where they are; PANEL rows of INT8 and INT4 matrices at a
    time are widened into a buffer that stays in the cache. x is rounded to bfloat16. A tile of x is 32 columns of 16 rows, in
@@ -7,32 +7,21 @@
    A FLOAT32 matrix and its x are not rounded: each number is the sum of three bfloat16 numbers, its parts of 8 bits. Of the
    nine products of two numbers' parts, the six largest are added; the others are below 2^-23 of the product. Parts below
    1e-38 count as zeros, and infinite numbers give NaN. */
-#include "tiles.h"
+#include "amx.h"
 
 #ifdef HAS_TILES
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 enum {
   PANEL = 2 * SIDE,             /* rows of W, and rows of x, whose four products are computed at once */
   PARTS = 3,                    /* of a float32 number */
   WIDTH = 256, SPLIT_WIDTH = 96, /* columns of W that are multiplied at a time: they stay in the first-level cache */
   BUFFER = PANEL * PARTS * SPLIT_WIDTH, /* bfloat16 numbers for such columns of PANEL rows, of any type */
-  X_BYTES = 5 << 18,            /* rows of x are multiplied so many at a time that their tiles stay in the cache */
-  AMX = 1 << 22 | 1 << 24 | 1 << 25, /* in EDX of CPUID 7: bfloat16, tiles, bytes */
-  XTILEDATA = 18, REQUEST = 0x1023    /* Linux: the component of the processor's state, and arch_prctl's request for it */
+  X_BYTES = 5 << 18             /* rows of x are multiplied so many at a time that their tiles stay in the cache */
 };
 
 typedef struct {
-  const char *values;    /* (out, in) of weight_type */
-  const float *scales;   /* of INT8 and INT4 */
-  const void *bias;      /* (out) of `type`, or NULL */
+  Product p;
   const uint32_t *tiles; /* those of x, in the order of fill_each */
-  void *y;               /* (batch, out) of `type` */
-  ptrdiff_t batch, out, in;
-  int type, weight_type;
-} Product;
+} Tiles;
 
 /* How many bfloat16 numbers stand for an element of W and of x. */
 INLINE int parts_of(int weight_type) { return weight_type == FLOAT32 ? PARTS : 1; }
@@ -79,26 +68,24 @@ INLINE_FOR(TARGET_AMX) void fill_each(const void *x, uint32_t *tiles, ptrdiff_t 
   }
 }
 
-TARGET_AMX static void fill_rows(const void *x, uint32_t *tiles, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t count,
-                                 ptrdiff_t in, ptrdiff_t x_stride, int type, int parts) {
-  if (parts > 1) fill_each(x, tiles, start, stop, count, in, x_stride, FLOAT32, PARTS);
-  else if (type == FLOAT32) fill_each(x, tiles, start, stop, count, in, x_stride, FLOAT32, 1);
-  else fill_each(x, tiles, start, stop, count, in, x_stride, BFLOAT16, 1);
+TARGET_AMX static void fill_rows(const Product *p, uint32_t *tiles, ptrdiff_t start, ptrdiff_t stop) {
+  if (p->weight_type == FLOAT32) fill_each(p->x, tiles, start, stop, p->batch, p->in, p->x_stride, FLOAT32, PARTS);
+  else if (p->type == FLOAT32) fill_each(p->x, tiles, start, stop, p->batch, p->in, p->x_stride, FLOAT32, 1);
+  else fill_each(p->x, tiles, start, stop, p->batch, p->in, p->x_stride, BFLOAT16, 1);
 }
 
-/* The tiles of `count` rows of x, by all threads. */
-static void fill_tiles(const void *x, uint32_t *tiles, ptrdiff_t count, ptrdiff_t in, ptrdiff_t x_stride, int type, int parts,
-                       int threads) {
-  ptrdiff_t panels = (count + PANEL - 1) / PANEL, share = (panels + threads - 1) / threads * PANEL;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t start = 0; start < count; start += share)
-    fill_rows(x, tiles, start, start + share < count ? start + share : count, count, in, x_stride, type, parts);
+/* The tiles of all rows of x, by all threads. */
+static void fill_tiles(const Product *p, uint32_t *tiles) {
+  ptrdiff_t panels = (p->batch + PANEL - 1) / PANEL, share = (panels + p->threads - 1) / p->threads * PANEL;
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
+  for (ptrdiff_t start = 0; start < p->batch; start += share)
+    fill_rows(p, tiles, start, start + share < p->batch ? start + share : p->batch);
 }
 
 /* The address of the elements of W from `place` on; of INT8 and INT4, a multiple of BLOCK. */
-INLINE const char *address_of(const Product *a, ptrdiff_t place) {
-  if (!is_rounded(a->weight_type)) return at(a->values, place, a->weight_type);
-  return a->values + place / BLOCK * bytes_per_block(a->weight_type);
+INLINE const char *address_of(const Tiles *a, ptrdiff_t place) {
+  if (!is_quantized(a->p.weight_type)) return at(a->p.weight, place, a->p.weight_type);
+  return (const char *)a->p.weight + place / BLOCK * bytes_per_block(a->p.weight_type);
 }
 
 /* A chunk: the columns of a panel of W that are multiplied at a time. Meanwhile the next chunk is copied to a buffer, because
@@ -114,21 +101,21 @@ typedef struct {
 } Chunk;
 
 /* The chunk of PANEL rows of W from `row` on, or fewer at the end, and the columns from `start` on; to: the buffer. */
-INLINE Chunk chunk_at(const Product *a, ptrdiff_t row, ptrdiff_t start, uint16_t *to, int weight_type) {
-  ptrdiff_t most = weight_type == FLOAT32 ? SPLIT_WIDTH : WIDTH, width = a->in - start < most ? a->in - start : most;
-  ptrdiff_t rows = a->out - row < PANEL ? a->out - row : PANEL, first = row * a->in + start;
-  ptrdiff_t ahead = start + width < a->in ? first + width : (row + PANEL) * a->in;
-  ptrdiff_t unit = is_rounded(weight_type) ? BLOCK : DEPTH;
+INLINE Chunk chunk_at(const Tiles *a, ptrdiff_t row, ptrdiff_t start, uint16_t *to, int weight_type) {
+  ptrdiff_t most = weight_type == FLOAT32 ? SPLIT_WIDTH : WIDTH, width = a->p.in - start < most ? a->p.in - start : most;
+  ptrdiff_t rows = a->p.out - row < PANEL ? a->p.out - row : PANEL, first = row * a->p.in + start;
+  ptrdiff_t ahead = start + width < a->p.in ? first + width : (row + PANEL) * a->p.in;
+  ptrdiff_t unit = is_quantized(weight_type) ? BLOCK : DEPTH;
   if (weight_type == BFLOAT16 && rows == PANEL) to = NULL, ahead = first;
   if (rows < PANEL) memset(to, 0, width * parts_of(weight_type) * PANEL * sizeof(uint16_t));
-  return (Chunk){address_of(a, first), address_of(a, ahead), is_rounded(weight_type) ? a->scales + first / BLOCK : NULL, to,
-                 address_of(a, a->in) - a->values, a->in / BLOCK, width, rows, width / unit, 0, 0};
+  return (Chunk){address_of(a, first), address_of(a, ahead), is_quantized(weight_type) ? a->p.scales + first / BLOCK : NULL, to,
+                 address_of(a, a->p.in) - (const char *)a->p.weight, a->p.in / BLOCK, width, rows, width / unit, 0, 0};
 }
 
 /* Copies the next unit, if there is one. */
 INLINE_FOR(TARGET_AMX) void copy_unit(Chunk *c, int weight_type) {
   if (c->row == c->rows) return;
-  ptrdiff_t bytes = is_rounded(weight_type) ? bytes_per_block(weight_type) : (ptrdiff_t)bytes_of(DEPTH, weight_type);
+  ptrdiff_t bytes = is_quantized(weight_type) ? bytes_per_block(weight_type) : (ptrdiff_t)bytes_of(DEPTH, weight_type);
   ptrdiff_t place = c->row * c->stride + c->unit * bytes;
   const char *from = c->from + place, *ahead = c->ahead + place;
   fetch_line(ahead);
@@ -137,7 +124,7 @@ INLINE_FOR(TARGET_AMX) void copy_unit(Chunk *c, int weight_type) {
     fetch_line(ahead + LINE);
     split(_mm512_loadu_ps(from), _mm512_loadu_ps(from + LINE), parts, PARTS);
     for (int p = 0; p < PARTS; p++) _mm512_store_si512(c->to + ((c->unit * PARTS + p) * PANEL + c->row) * DEPTH, parts[p]);
-  } else if (is_rounded(weight_type)) {
+  } else if (is_quantized(weight_type)) {
     widen_block(from, c->scales[c->row * c->blocks + c->unit], c->to + c->row * c->width + c->unit * BLOCK, weight_type);
   } else if (c->to) {
     _mm512_storeu_si512(c->to + c->row * c->width + c->unit * DEPTH, _mm512_loadu_si512(from));
@@ -204,56 +191,56 @@ INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, cons
 }
 
 /* Writes a tile of sums: the products of the rows of W from `row` on with the rows of x from `first` on. */
-INLINE_FOR(TARGET_AMX) void write_tile(const Product *a, const float *sums, ptrdiff_t row, ptrdiff_t first, int type) {
+INLINE_FOR(TARGET_AMX) void write_tile(const Tiles *a, const float *sums, ptrdiff_t row, ptrdiff_t first, int type) {
   __m512i rows[SIDE];
   for (int r = 0; r < SIDE; r++) rows[r] = _mm512_loadu_si512(sums + r * SIDE);
   transpose_16(rows);
-  write_sums((__m512 *)rows, SIDE, a->bias, a->y, row, first, a->out, a->batch, type);
+  write_sums(&a->p, (__m512 *)rows, SIDE, row, first, type);
 }
 
 /* Prefetches what the products of the rows of W from `row` on with the rows of x from `first` on are written to. */
-INLINE void prefetch_y(const Product *a, ptrdiff_t row, ptrdiff_t first, int type) {
-  for (ptrdiff_t r = first; r < first + PANEL && r < a->batch; r++) {
-    const char *line = at(a->y, r * a->out + row, type);
+INLINE void prefetch_y(const Tiles *a, ptrdiff_t row, ptrdiff_t first, int type) {
+  for (ptrdiff_t r = first; r < first + PANEL && r < a->p.batch; r++) {
+    const char *line = at(a->p.y, r * a->p.out + row, type);
     __builtin_prefetch(line, 1);
     if (type == FLOAT32) __builtin_prefetch(line + 64, 1);
   }
 }
 
 /* Writes the sums of PANEL rows of W from `row` on with PANEL rows of x from `first` on. */
-INLINE_FOR(TARGET_AMX) void write_tiles(const Product *a, const float *sums, ptrdiff_t row, ptrdiff_t first) {
+INLINE_FOR(TARGET_AMX) void write_tiles(const Tiles *a, const float *sums, ptrdiff_t row, ptrdiff_t first) {
   for (int t = 0; t < 4; t++) {
     ptrdiff_t r = row + t % 2 * SIDE, f = first + t / 2 * SIDE;
-    if (r >= a->out || f >= a->batch) continue;
-    if (a->type == FLOAT32) write_tile(a, sums + t * TILE, r, f, FLOAT32);
+    if (r >= a->p.out || f >= a->p.batch) continue;
+    if (a->p.type == FLOAT32) write_tile(a, sums + t * TILE, r, f, FLOAT32);
     else write_tile(a, sums + t * TILE, r, f, BFLOAT16);
   }
 }
 
 /* Multiplies a chunk with all rows of x, whose sums are (batch / PANEL, 4 * TILE), and copies the next one. */
-INLINE_FOR(TARGET_AMX) void multiply_chunk(const Product *a, const Chunk *c, ptrdiff_t row, ptrdiff_t start, Chunk *next,
+INLINE_FOR(TARGET_AMX) void multiply_chunk(const Tiles *a, const Chunk *c, ptrdiff_t row, ptrdiff_t start, Chunk *next,
                                            float *sums, int weight_type) {
-  ptrdiff_t panels = (a->batch + PANEL - 1) / PANEL, parts = parts_of(weight_type), depth = c->width / DEPTH;
+  ptrdiff_t panels = (a->p.batch + PANEL - 1) / PANEL, parts = parts_of(weight_type), depth = c->width / DEPTH;
   ptrdiff_t times = panels * depth * 4, units = (next->rows * next->units + times - 1) / times;
   ptrdiff_t stride = parts > 1 ? LINE : c->to ? c->width * 2 : c->stride;
   const char *w = c->to ? (const char *)c->to : c->from;
   for (ptrdiff_t p = 0; p < panels; p++, sums += 4 * TILE) {
     const uint32_t *x = a->tiles + (start / DEPTH * panels + p * depth) * 2 * parts * TILE;
-    int groups = a->batch - p * PANEL > SIDE ? 2 : 1;
-    if (!start) prefetch_y(a, row, p * PANEL, a->type);
+    int groups = a->p.batch - p * PANEL > SIDE ? 2 : 1;
+    if (!start) prefetch_y(a, row, p * PANEL, a->p.type);
     multiply_tiles(w, stride, x, sums, depth, !start, groups, next, units, weight_type);
-    if (start + c->width == a->in) write_tiles(a, sums, row, p * PANEL);
+    if (start + c->width == a->p.in) write_tiles(a, sums, row, p * PANEL);
   }
   while (next->row < next->rows) copy_unit(next, weight_type); /* some rows of x have one group only */
 }
 
 /* The products of the rows `row` to `end` of W. buffers: two of BUFFER elements. */
-INLINE_FOR(TARGET_AMX) void multiply_chunks(const Product *a, ptrdiff_t row, ptrdiff_t end, uint16_t *buffers, float *sums,
+INLINE_FOR(TARGET_AMX) void multiply_chunks(const Tiles *a, ptrdiff_t row, ptrdiff_t end, uint16_t *buffers, float *sums,
                                            int weight_type) {
   Chunk chunk = chunk_at(a, row, 0, buffers, weight_type);
   while (chunk.row < chunk.rows) copy_unit(&chunk, weight_type);
   for (ptrdiff_t start = 0, count = 1; row < end; count++) {
-    ptrdiff_t stop = start + chunk.width, next_start = stop < a->in ? stop : 0, next_row = next_start ? row : row + PANEL;
+    ptrdiff_t stop = start + chunk.width, next_start = stop < a->p.in ? stop : 0, next_row = next_start ? row : row + PANEL;
     Chunk next = {0};
     if (next_row < end) next = chunk_at(a, next_row, next_start, buffers + count % 2 * BUFFER, weight_type);
     multiply_chunk(a, &chunk, row, start, &next, sums, weight_type);
@@ -261,9 +248,9 @@ INLINE_FOR(TARGET_AMX) void multiply_chunks(const Product *a, ptrdiff_t row, ptr
   }
 }
 
-TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffers, float *sums) {
+TARGET_AMX static void multiply_panels(const Tiles *a, ptrdiff_t start, ptrdiff_t stop, uint16_t *buffers, float *sums) {
   configure_tiles();
-  switch (a->weight_type) {
+  switch (a->p.weight_type) {
     case FLOAT32: multiply_chunks(a, start, stop, buffers, sums, FLOAT32); break;
     case BFLOAT16: multiply_chunks(a, start, stop, buffers, sums, BFLOAT16); break;
     case INT8: multiply_chunks(a, start, stop, buffers, sums, INT8); break;
@@ -273,15 +260,15 @@ TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdif
 }
 
 /* The panels of W in equal shares. */
-static int multiply(const Product *a, int threads) {
-  int failed = 0;
-  ptrdiff_t panels = (a->out + PANEL - 1) / PANEL, share = (panels + threads - 1) / threads * PANEL;
+static int multiply_shares(const Tiles *a) {
+  int failed = 0, threads = a->p.threads;
+  ptrdiff_t panels = (a->p.out + PANEL - 1) / PANEL, share = (panels + threads - 1) / threads * PANEL;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
-  for (ptrdiff_t start = 0; start < a->out; start += share) {
+  for (ptrdiff_t start = 0; start < a->p.out; start += share) {
     size_t buffer_bytes = 2 * BUFFER * sizeof(uint16_t);
-    uint16_t *buffers = allocate(buffer_bytes + (a->batch + PANEL - 1) / PANEL * 4 * TILE * sizeof(float));
+    uint16_t *buffers = allocate(buffer_bytes + (a->p.batch + PANEL - 1) / PANEL * 4 * TILE * sizeof(float));
     float *sums = (float *)((char *)buffers + buffer_bytes);
-    if (buffers) multiply_panels(a, start, start + share < a->out ? start + share : a->out, buffers, sums);
+    if (buffers) multiply_panels(a, start, start + share < a->p.out ? start + share : a->p.out, buffers, sums);
     else failed = 1;
     free(buffers);
   }
@@ -299,51 +286,33 @@ static void *padded_rows(const void *rows, ptrdiff_t count, ptrdiff_t in, ptrdif
   return to;
 }
 
-/* The product of FLOAT32 or BFLOAT16 matrices whose rows are not whole tiles. */
-static int padded_product(const void *values, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out,
-                          ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  ptrdiff_t padded = (in + DEPTH - 1) / DEPTH * DEPTH;
-  void *w = padded_rows(values, out, in, in, padded, weight_type), *rows = padded_rows(x, batch, in, x_stride, padded, type);
-  int failed = !w || !rows || tile_product(w, NULL, bias, rows, y, batch, out, padded, padded, weight_type, type, threads);
+/* The product with a FLOAT32 or BFLOAT16 matrix whose rows are not whole tiles. */
+static int multiply_padded(const Product *p) {
+  Product a = *p;
+  a.in = a.weight_stride = a.x_stride = (p->in + DEPTH - 1) / DEPTH * DEPTH;
+  void *w = padded_rows(p->weight, p->out, p->in, p->in, a.in, p->weight_type);
+  void *x = padded_rows(p->x, p->batch, p->in, p->x_stride, a.in, p->type);
+  a.weight = w, a.x = x;
+  int failed = !w || !x || gemm_bf16_amx(&a);
   free(w);
-  free(rows);
+  free(x);
   return failed;
 }
 
 /* `type` is FLOAT32 for FLOAT32 matrices. */
-int tile_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                 ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  if (!out) return 0;
-  if (in % DEPTH) return padded_product(values, bias, x, y, batch, out, in, x_stride, weight_type, type, threads);
-  ptrdiff_t row_bytes = parts_of(weight_type) * in * sizeof(uint16_t), most = X_BYTES / row_bytes / PANEL * PANEL;
-  ptrdiff_t passes = most ? (batch + most - 1) / most : (batch + PANEL - 1) / PANEL;
-  ptrdiff_t step = passes ? ((batch + passes - 1) / passes + PANEL - 1) / PANEL * PANEL : PANEL; /* equal shares */
+int gemm_bf16_amx(const Product *p) {
+  if (p->in % DEPTH) return multiply_padded(p);
+  ptrdiff_t row_bytes = parts_of(p->weight_type) * p->in * sizeof(uint16_t), most = X_BYTES / row_bytes / PANEL * PANEL;
+  ptrdiff_t passes = most ? (p->batch + most - 1) / most : (p->batch + PANEL - 1) / PANEL;
+  ptrdiff_t step = ((p->batch + passes - 1) / passes + PANEL - 1) / PANEL * PANEL; /* equal shares */
   uint32_t *tiles = allocate(step * row_bytes);
   int failed = !tiles;
-  for (ptrdiff_t first = 0; first < batch && !failed; first += step) {
-    ptrdiff_t count = batch - first < step ? batch - first : step;
-    fill_tiles(at(x, first * x_stride, type), tiles, count, in, x_stride, type, parts_of(weight_type), threads);
-    Product a = {values, scales, bias, tiles, at(y, first * out, type), count, out, in, type, weight_type};
-    failed = multiply(&a, threads);
+  for (ptrdiff_t first = 0; first < p->batch && !failed; first += step) {
+    Tiles a = {rows_of(p, first, p->batch - first < step ? p->batch - first : step), tiles};
+    fill_tiles(&a.p, tiles);
+    failed = multiply_shares(&a);
   }
   free(tiles);
   return failed;
 }
-
-/* Whether this processor has AMX, and Linux lets this process use it, for which the process must ask. */
-int has_tile_products(void) {
-  static int known = -1;
-  unsigned a, b, c, d;
-  if (known < 0)
-    known = has_avx512_bf16() && has_avx512_vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX) == AMX &&
-            !syscall(SYS_arch_prctl, REQUEST, XTILEDATA);
-  return known;
-}
-#else
-int tile_product(const void *values, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch,
-                 ptrdiff_t out, ptrdiff_t in, ptrdiff_t x_stride, int weight_type, int type, int threads) {
-  return 1;
-}
-
-int has_tile_products(void) { return 0; }
 #endif

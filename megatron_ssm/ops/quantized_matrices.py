@@ -15,13 +15,13 @@ from megatron_ssm.native.arguments import are_float32
 from megatron_ssm.native.kernels import usable
 from megatron_ssm.native.products import BLOCK
 
-NUMBERS = 2**20  # elements of a matrix that are rounded at a time, to limit memory
+NUMBERS = 2**20  # elements of a matrix that are quantized at a time, to limit memory
 # Divisors of a block's extreme element that give the scales to try in 4 bits: a larger scale clips nothing, a smaller one
 # has finer steps.
 DIVISORS = (8.0, 7.5, 6.9, 6.3)
 
 
-class RoundedMatrix(nn.Module):
+class QuantizedMatrix(nn.Module):
     """A matrix W (out, in): `values` of `bits` bits, and `scales` float32 (out, in / 64), by which blocks are multiplied.
 
     dtype: the activations' dtype, in which `rows` returns rows.
@@ -39,8 +39,8 @@ class RoundedMatrix(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor) -> "RoundedMatrix":
-        """A floating-point matrix (out, in), rounded; `in` is a multiple of 64. A block of zeros has the scale 0.
+    def of(cls, weight: Tensor) -> "QuantizedMatrix":
+        """A floating-point matrix (out, in), quantized; `in` is a multiple of 64. A block of zeros has the scale 0.
 
         A block with NaN or Inf has a scale that is not finite, and gives only NaN or Inf.
         """
@@ -51,11 +51,11 @@ class RoundedMatrix(nn.Module):
         step = max(1, NUMBERS // columns)
         for start in range(0, out, step):
             rows = slice(start, start + step)
-            values[rows], scales[rows] = cls._round(weight[rows].float().unflatten(1, (-1, BLOCK)))
+            values[rows], scales[rows] = cls._quantize(weight[rows].float().unflatten(1, (-1, BLOCK)))
         return cls(values, scales, weight.dtype)
 
     @staticmethod
-    def _round(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:
         """(values, scales) of some rows (rows, blocks, 64) in float32."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class RoundedMatrix(nn.Module):
         """The device of values and scales."""
         return self.values.device
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RoundedMatrix":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedMatrix":
         """For `.to()`, `.bfloat16()` and the like: changes the activations' dtype, while the scales stay float32."""
         scales = self.scales
         super()._apply(fn, recurse)
@@ -82,7 +82,7 @@ class RoundedMatrix(nn.Module):
         self.scales = scales.to(self.values.device)
         return self
 
-    def forward(self) -> "RoundedMatrix":
+    def forward(self) -> "QuantizedMatrix":
         """Returns itself, as `Packed` returns its matrix; so it can replace a `Packed`."""
         return self
 
@@ -95,13 +95,13 @@ class RoundedMatrix(nn.Module):
         return (self._integers(values) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-class Int8Weight(RoundedMatrix):
+class Int8Weight(QuantizedMatrix):
     """A matrix in 8 bits: `values` int8 (out, in). A block's scale is max(abs(w)) / 127."""
 
     bits = 8
 
     @staticmethod
-    def _round(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:
         scales = blocks.abs().amax(-1) / 127
         divisors = scales.where(scales > 0, 1).unsqueeze(-1)
         return (blocks / divisors).round_().clamp_(-127, 127).flatten(1).to(torch.int8), scales
@@ -111,8 +111,8 @@ class Int8Weight(RoundedMatrix):
         return values.unflatten(-1, (-1, BLOCK))
 
 
-class Int4Weight(RoundedMatrix):
-    """A matrix in 4 bits, integers of -8 to 7: `values` uint8 (out, in / 2), in the order that native/rounded.h describes.
+class Int4Weight(QuantizedMatrix):
+    """A matrix in 4 bits, integers of -8 to 7: `values` uint8 (out, in / 2), in the order that native/quantized.h describes.
 
     A block's scale is the one of DIVISORS with the least sum of squared errors.
     """
@@ -120,7 +120,7 @@ class Int4Weight(RoundedMatrix):
     bits = 4
 
     @staticmethod
-    def _round(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         best = torch.full_like(extreme, float("nan"))  # of no divisor yet
         integers, scales = torch.zeros_like(blocks), torch.zeros_like(extreme)
@@ -144,7 +144,7 @@ class Int4Weight(RoundedMatrix):
         return unsigned - 16 * (unsigned > 7)
 
 
-ROUNDED_FORMATS: dict[str, type[RoundedMatrix]] = {"int8": Int8Weight, "int4": Int4Weight}  # by the names in `load`
+QUANTIZED_FORMATS: dict[str, type[QuantizedMatrix]] = {"int8": Int8Weight, "int4": Int4Weight}  # by the names in `load`
 
 
 def narrowed(matrix: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def narrowed(matrix: Tensor) -> Tensor:
 
 
 def quantize(module: nn.Module, format: str) -> bool:
-    """Replace the module's own `weight`, a matrix or a `Packed`, by a RoundedMatrix of a format of ROUNDED_FORMATS.
+    """Replace the module's own `weight`, a matrix or a `Packed`, by a QuantizedMatrix of a format of QUANTIZED_FORMATS.
 
     False, and nothing is done, if the length of its rows is not a multiple of 64. A matrix without rows stays as it is.
     """
@@ -167,5 +167,5 @@ def quantize(module: nn.Module, format: str) -> bool:
         return False
     if len(weight):
         del module.weight
-        module.weight = ROUNDED_FORMATS[format].of(weight)
+        module.weight = QUANTIZED_FORMATS[format].of(weight)
     return True

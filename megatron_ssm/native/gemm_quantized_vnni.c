@@ -1,11 +1,11 @@
-/* y = x W^T + b for some rows of x and a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX. See rounded.c.
+/* y = x W^T + b for some rows of x and a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX.
 
    A panel is SIDE rows of W, whose words of four bytes are transposed: lanes are rows of W, and a word of x meets all of them. W's
    numbers become bytes without sign, because the processor multiplies such bytes by bytes with sign; those of 8 bits are 128
-   more then, and those of 4 bits 8 more. That times the sum of x is taken off. x is rounded to 16 bits (rounded.c), which are 256
+   more then, and those of 4 bits 8 more. That times the sum of x is taken off. x is rounded to 16 bits (quantized.h), which are 256
    times a byte plus a byte. So the sums of a block are exact integers. Times both scales, they are added up from block to block:
-   a row's numbers do not depend on what is computed beside it, and are those of rounded_rows.c. */
-#include "byte_lines.h"
+   a row's numbers do not depend on what is computed beside it, and are those of gemv_quantized_vnni.c. */
+#include "quantized_vnni.h"
 
 #ifdef HAS_INTRINSICS
 enum {
@@ -21,16 +21,12 @@ typedef struct {
 } Block; /* a block of a row of x */
 
 typedef struct {
-  const char *values;     /* (out, in) of weight_type */
-  const float *scales;    /* (out, blocks) */
-  const void *bias;       /* (out) of `type`, or NULL */
-  const Block *x;         /* (batch, blocks) */
-  const float *x_scales;  /* (batch, blocks) */
+  Product p;                  /* of up to MOST rows of x */
+  const Block *x;             /* (batch, blocks) */
+  const float *x_scales;      /* (batch, blocks) */
   const int32_t *corrections; /* (batch, blocks): minus OFFSET, or OFFSET_4, times the sum of a block of x */
-  void *y;                /* (batch, out) of `type` */
-  ptrdiff_t batch, out, blocks;
-  int type, weight_type;
-} BytePanels;
+  ptrdiff_t blocks;
+} Panels;
 
 /* Splits a row of x into bytes. */
 TARGET_AVX512 static void split_bytes(const int16_t *x, Block *to, int32_t *corrections, ptrdiff_t blocks, int weight_type) {
@@ -57,7 +53,7 @@ INLINE_FOR(TARGET_AVX512) __m512i add_broadcast(__m512i sum, __m512i words, cons
 
 /* Adds the products of a block of SIDE rows of W with one of each of `count` rows of x, from `row` on, to their sums, and
    prefetches FETCHES places that are `step` bytes apart, from `ahead` on. count and weight_type are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void add_block(const BytePanels *a, const __m512i w[WORDS], ptrdiff_t row, ptrdiff_t k, __m512 scales,
+INLINE_FOR(TARGET_AVX512) void add_block(const Panels *a, const __m512i w[WORDS], ptrdiff_t row, ptrdiff_t k, __m512 scales,
                                          __m512 *sums, const char *ahead, ptrdiff_t step, int count, int weight_type) {
   __m512i high[2], low[2];
   const Block *x = a->x + row * a->blocks + k;
@@ -115,14 +111,14 @@ INLINE_FOR(TARGET_AVX512) void transpose_next(Transposed *w) {
 /* Block k of SIDE rows of W times all rows of x, of which two at a time share the loads of W. Between these, W is transposed up to
    byte `stop` of its rows; the processor does both at the same time. Of the SIDE blocks from `ahead` on, every line is prefetched;
    of 8 bits every other one, if there are only one or two rows of x, as may be left after MOST rows. */
-INLINE_FOR(TARGET_AVX512) void add_blocks(const BytePanels *a, Transposed *w, ptrdiff_t stop, const __m512i words[WORDS],
+INLINE_FOR(TARGET_AVX512) void add_blocks(const Panels *a, Transposed *w, ptrdiff_t stop, const __m512i words[WORDS],
                                           ptrdiff_t k, __m512 scales, __m512 *sums, const char *ahead, int weight_type) {
-  ptrdiff_t step = SIDE * bytes_per_block(weight_type) / ((a->batch + 1) / 2 * FETCHES), row = 0;
-  for (; row + 2 <= a->batch; row += 2, ahead += FETCHES * step) {
+  ptrdiff_t step = SIDE * bytes_per_block(weight_type) / ((a->p.batch + 1) / 2 * FETCHES), row = 0;
+  for (; row + 2 <= a->p.batch; row += 2, ahead += FETCHES * step) {
     add_block(a, words, row, k, scales, sums, ahead, step, 2, weight_type);
     if (w->place < stop) transpose_next(w);
   }
-  if (row < a->batch) add_block(a, words, row, k, scales, sums, ahead, step, 1, weight_type);
+  if (row < a->p.batch) add_block(a, words, row, k, scales, sums, ahead, step, 1, weight_type);
   while (w->place < stop) transpose_next(w);
 }
 
@@ -139,17 +135,17 @@ INLINE_FOR(TARGET_AVX512) void unpack_words(const __m512i lines[SIDE], __m512i t
 }
 
 /* SIDE rows of W from `row` on, of which those beyond the last are the last one. weight_type is a compile-time constant. */
-INLINE_FOR(TARGET_AVX512) void multiply_panel(const BytePanels *a, ptrdiff_t row, __m512 *sums, int weight_type) {
+INLINE_FOR(TARGET_AVX512) void multiply_panel(const Panels *a, ptrdiff_t row, __m512 *sums, int weight_type) {
   ptrdiff_t each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
   Transposed w;
   const float *scales[SIDE];
-  const char *ahead = a->values + (row + SIDE) * a->blocks * each; /* the next panel, in the order of its addresses */
+  const char *ahead = (const char *)a->p.weight + (row + SIDE) * a->blocks * each; /* the next panel, in the order of its addresses */
   __m512i of_rows[SCALES];
   w.place = 0, w.bytes = a->blocks * each;
-  for (ptrdiff_t b = 0; b < a->batch; b++) sums[b] = _mm512_setzero_ps();
+  for (ptrdiff_t b = 0; b < a->p.batch; b++) sums[b] = _mm512_setzero_ps();
   for (ptrdiff_t r = 0; r < SIDE; r++) {
-    ptrdiff_t place = (row + r < a->out ? row + r : a->out - 1) * a->blocks;
-    w.rows[r] = a->values + place * each, scales[r] = a->scales + place;
+    ptrdiff_t place = (row + r < a->p.out ? row + r : a->p.out - 1) * a->blocks;
+    w.rows[r] = (const char *)a->p.weight + place * each, scales[r] = a->p.scales + place;
   }
   for (ptrdiff_t p = 0; p < each; p += PART) transpose_next(&w);
   for (ptrdiff_t k = 0; k < a->blocks; k++, ahead += SIDE * each) {
@@ -161,34 +157,38 @@ INLINE_FOR(TARGET_AVX512) void multiply_panel(const BytePanels *a, ptrdiff_t row
   }
 }
 
-TARGET_AVX512 static void multiply_panels(const BytePanels *a, ptrdiff_t start, ptrdiff_t stop) {
+TARGET_AVX512 static void multiply_panels(const Panels *a, ptrdiff_t start, ptrdiff_t stop) {
   __m512 sums[MOST];
   for (ptrdiff_t row = start; row < stop; row += SIDE) {
-    if (a->weight_type == INT8) multiply_panel(a, row, sums, INT8);
+    if (a->p.weight_type == INT8) multiply_panel(a, row, sums, INT8);
     else multiply_panel(a, row, sums, INT4);
-    if (a->type == FLOAT32) write_panel((float *)sums, SIDE, a->bias, a->y, row, a->out, a->batch, FLOAT32);
-    else write_panel((float *)sums, SIDE, a->bias, a->y, row, a->out, a->batch, BFLOAT16);
+    if (a->p.type == FLOAT32) write_panel(&a->p, (float *)sums, SIDE, row, FLOAT32);
+    else write_panel(&a->p, (float *)sums, SIDE, row, BFLOAT16);
   }
 }
 
-int byte_panels(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-                ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
-  ptrdiff_t panels = (out + SIDE - 1) / SIDE, share = (panels + threads - 1) / threads * SIDE;
-  ptrdiff_t most = batch < MOST ? batch : MOST;
-  Block *split = allocate(most * blocks * (sizeof(Block) + sizeof(int32_t)));
-  if (!split) return 1;
-  int32_t *corrections = (int32_t *)(split + most * blocks);
-  for (ptrdiff_t first = 0; first < batch; first += MOST) {
-    ptrdiff_t place = first * blocks, count = batch - first < MOST ? batch - first : MOST;
+/* split, corrections: temporaries for MOST rows of x. */
+static void multiply_all(const Product *p, QuantizedX x, Block *split, int32_t *corrections) {
+  ptrdiff_t blocks = p->in / BLOCK, panels = (p->out + SIDE - 1) / SIDE, share = (panels + p->threads - 1) / p->threads * SIDE;
+  for (ptrdiff_t first = 0; first < p->batch; first += MOST) {
+    ptrdiff_t place = first * blocks, count = p->batch - first < MOST ? p->batch - first : MOST;
     for (ptrdiff_t b = 0; b < count; b++)
-      split_bytes(x + (place + b * blocks) * BLOCK, split + b * blocks, corrections + b * blocks, blocks, weight_type);
-    BytePanels a = {values, scales, bias, split, x_scales + place, corrections, at(y, first * out, type), count, out, blocks, type,
-                    weight_type};
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (ptrdiff_t start = 0; start < out; start += share)
-      multiply_panels(&a, start, start + share < out ? start + share : out);
+      split_bytes(x.values + (place + b * blocks) * BLOCK, split + b * blocks, corrections + b * blocks, blocks, p->weight_type);
+    Panels a = {rows_of(p, first, count), split, x.scales + place, corrections, blocks};
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
+    for (ptrdiff_t start = 0; start < p->out; start += share)
+      multiply_panels(&a, start, start + share < p->out ? start + share : p->out);
   }
+}
+
+int gemm_quantized_vnni(const Product *p) {
+  ptrdiff_t blocks = p->in / BLOCK, most = p->batch < MOST ? p->batch : MOST;
+  QuantizedX x = x_in_16_bits(p);
+  Block *split = allocate(most * blocks * (sizeof(Block) + sizeof(int32_t)));
+  int failed = !x.values || !split;
+  if (!failed) multiply_all(p, x, split, (int32_t *)(split + most * blocks));
   free(split);
-  return 0;
+  free(x.values);
+  return failed;
 }
 #endif

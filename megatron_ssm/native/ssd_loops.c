@@ -1,9 +1,8 @@
-/* Mamba-2's recurrence and its gradient. See `ssd` in ops/scan.py.
+/* Mamba-2's recurrence by plain loops, and its gradient. See `ssd` in ops/scan.py.
 
    A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass unless the result
    must be that of one_by_one, with up to WIDTH channels of the head at a time in the forward pass and PART in the backward
-   pass. On processors with AMX, ssd_tiles.c computes prompts whose inputs are bfloat16 or may be rounded. No two tasks write the
-   same memory, except that the tasks of a thread share that thread's dB, dC and scratch. */
+   pass. No two tasks write the same memory, except that the tasks of a thread share that thread's dB, dC and scratch. */
 #include "ssd.h"
 
 enum {
@@ -132,17 +131,13 @@ INLINE void forward_task(const Ssd *a, ptrdiff_t task, int type) {
 CLONES static void forward_float32(const Ssd *a, ptrdiff_t task) { forward_task(a, task, FLOAT32); }
 CLONES static void forward_bfloat16(const Ssd *a, ptrdiff_t task) { forward_task(a, task, BFLOAT16); }
 
-int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D, const float *state,
-        void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t heads,
-        ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int may_round, int threads) {
-  Ssd a = {x, B, C, dt, A_log, D, state, y, next, saved, strides, batch, seq, heads, P, groups, N, type, one_by_one, may_round};
-  if (fits_ssd_tiles(&a, threads)) return ssd_tiles(&a, threads);
-  int flushes = !one_by_one && seq >= TOKENS;
+int ssd_loops(const Ssd *a, int threads) {
+  int flushes = !a->one_by_one && a->seq >= TOKENS;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t task = 0; task < batch * heads; task++) {
+  for (ptrdiff_t task = 0; task < a->batch * a->heads; task++) {
     unsigned before = flushes ? begin_flushing() : 0;
-    if (type == FLOAT32) forward_float32(&a, task);
-    else forward_bfloat16(&a, task);
+    if (a->type == FLOAT32) forward_float32(a, task);
+    else forward_bfloat16(a, task);
     if (flushes) end_flushing(before);
   }
   return 0;

@@ -1,14 +1,17 @@
-/* 1 to FEWEST rows of x times a W of 8 or 4 bits by AVX512_VNNI, on processors with AMX: bit for bit what byte_tiles.c computes
+/* One or two rows of x times a W of 8 or 4 bits by AVX512_VNNI, on processors with AMX: bit for bit what gemm_quantized_amx.c computes
    for a row. So a token's numbers do not depend on what is computed beside it. AMX itself takes longer for so few rows.
 
-   x is rounded to 16 bits (rounded.c), which are 256 times a byte plus a byte. W's numbers become bytes without sign: those of 8
+   x is rounded to 16 bits (quantized.h), which are 256 times a byte plus a byte. W's numbers become bytes without sign: those of 8
    bits are 128 more then, and those of 4 bits 8 more. That times the sum of x is taken off. So the sums of a block are exact, as
    AMX's are. */
-#include "byte_lines.h"
-#include "tiles.h"
+#include "quantized_vnni.h"
+#include "amx.h"
 
 #ifdef HAS_TILES
-enum { PARTS_8 = 3 }; /* registers of x that a line of 8 bits meets */
+enum {
+  PARTS_8 = 3, /* registers of x that a line of 8 bits meets */
+  MOST = 2     /* rows of x */
+};
 
 /* The sums in each lane of the products of a line of bytes without sign and of x, as split_row_8 writes it. */
 INLINE_FOR(TARGET_AMX) __m512i byte_sums(__m512i w, const char *x) {
@@ -31,9 +34,11 @@ TARGET_AMX static void split_row_8(const int16_t *x, char *to, ptrdiff_t blocks)
   }
 }
 
+/* Here, a->x has rows as split_row or split_row_8 writes them; a->x_stride is in bytes. */
+
 /* SUMS rows of W from `row` on, of which those beyond the last are the last one, times the rows of x: lanes are rows of W. A
    block's sum is exact; times both scales, it is added to those of the blocks before it. */
-INLINE_FOR(TARGET_AMX) void multiply_fewest(const Linear *a, ptrdiff_t row, __m512 *sums, int weight_type) {
+INLINE_FOR(TARGET_AMX) void multiply_few(const Product *a, const float *x_scales, ptrdiff_t row, __m512 *sums, int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK, each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
   ptrdiff_t parts = weight_type == INT8 ? PARTS_8 : PARTS;
   const char *w[SUMS], *x = a->x;
@@ -64,40 +69,42 @@ INLINE_FOR(TARGET_AMX) void multiply_fewest(const Linear *a, ptrdiff_t row, __m5
       sums_of_halves(products, halves);
       if (weight_type == INT8) halves[0] = _mm512_add_epi32(halves[0], halves[1]);
       for (int i = 0; i < step && k + i < blocks; i++) {
-        __m512 scale = _mm512_mul_ps((__m512)of_rows[k % SCALES + i], _mm512_set1_ps(a->x_scales[b * blocks + k + i]));
+        __m512 scale = _mm512_mul_ps((__m512)of_rows[k % SCALES + i], _mm512_set1_ps(x_scales[b * blocks + k + i]));
         sums[b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(halves[i]), scale, sums[b]);
       }
     }
   }
 }
 
-TARGET_AMX static void multiply_rows(const Linear *a, ptrdiff_t start, ptrdiff_t stop, int weight_type) {
+TARGET_AMX static void multiply_rows(const Product *a, const float *x_scales, ptrdiff_t start, ptrdiff_t stop) {
   for (ptrdiff_t row = start; row < stop; row += SUMS) {
-    __m512 sums[FEWEST];
-    if (weight_type == INT8) multiply_fewest(a, row, sums, INT8);
-    else multiply_fewest(a, row, sums, INT4);
-    if (a->type == FLOAT32) write_sums(sums, a->batch, a->bias, a->y, row, 0, a->out, a->batch, FLOAT32);
-    else write_sums(sums, a->batch, a->bias, a->y, row, 0, a->out, a->batch, BFLOAT16);
+    __m512 sums[MOST];
+    if (a->weight_type == INT8) multiply_few(a, x_scales, row, sums, INT8);
+    else multiply_few(a, x_scales, row, sums, INT4);
+    if (a->type == FLOAT32) write_sums(a, sums, a->batch, row, 0, FLOAT32);
+    else write_sums(a, sums, a->batch, row, 0, BFLOAT16);
   }
 }
 
-int fewest_rounded_rows(Linear a, int weight_type, int threads) {
-  ptrdiff_t blocks = a.in / BLOCK, panels = (a.out + SUMS - 1) / SUMS, share = (panels + threads - 1) / threads * SUMS;
-  const int16_t *x = a.x;
-  a.x_stride = weight_type == INT8 ? blocks * PARTS_8 * LINE : bytes_of_split_row(blocks);
+int gemv_quantized_amx(const Product *p) {
+  Product a = *p;
+  ptrdiff_t blocks = a.in / BLOCK, panels = (a.out + SUMS - 1) / SUMS, share = (panels + a.threads - 1) / a.threads * SUMS;
+  QuantizedX x = x_in_16_bits(p);
+  a.x_stride = a.weight_type == INT8 ? blocks * PARTS_8 * LINE : bytes_of_split_row(blocks);
   char *split = allocate(a.batch * a.x_stride);
-  if (!split) return 1;
-  for (ptrdiff_t b = 0; b < a.batch; b++, x += a.in) {
-    if (weight_type == INT8) split_row_8(x, split + b * a.x_stride, blocks);
-    else split_row(x, split + b * a.x_stride, blocks);
+  if (x.values && split) {
+    for (ptrdiff_t b = 0; b < a.batch; b++) {
+      if (a.weight_type == INT8) split_row_8(x.values + b * a.in, split + b * a.x_stride, blocks);
+      else split_row(x.values + b * a.in, split + b * a.x_stride, blocks);
+    }
+    a.x = split;
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+    for (ptrdiff_t start = 0; start < a.out; start += share)
+      multiply_rows(&a, x.scales, start, start + share < a.out ? start + share : a.out);
   }
-  a.x = split;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t start = 0; start < a.out; start += share)
-    multiply_rows(&a, start, start + share < a.out ? start + share : a.out, weight_type);
+  int failed = !x.values || !split;
   free(split);
-  return 0;
+  free(x.values);
+  return failed;
 }
-#elif defined(HAS_INTRINSICS)
-int fewest_rounded_rows(Linear a, int weight_type, int threads) { return 1; }
 #endif

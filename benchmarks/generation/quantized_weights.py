@@ -40,7 +40,8 @@ def main() -> None:
                 shares = [f"{found[part]:.2%}" for part in ("first", "set", "order")]
                 rows.append([name, format, *shares, f"{found['nats']:+.5f}"])
     publish(
-        "rounded-weights", markdown(["model", "weights", "first", "five as a set", "five in order", "loss, nats"], rows)
+        "quantized-weights",
+        markdown(["model", "weights", "first", "five as a set", "five in order", "loss, nats"], rows),
     )
 
 

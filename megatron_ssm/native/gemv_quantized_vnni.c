@@ -1,14 +1,14 @@
-/* 1 to FEWEST rows of x times a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX. See rounded.c.
+/* One or two rows of x times a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX.
 
    W is read line by line, by few rows at once, because memory delivers consecutive addresses fastest. The products of a line and
    a row of x are a register of integers. SUMS such registers, of LINES lines of some rows of W, are added up together: the sums
    of blocks are exact. Times both scales, they are added up from block to block: a row's numbers do not depend on what is computed
-   beside it, and are those of byte_panels.c.
+   beside it, and are those of gemm_quantized_vnni.c.
 
    8 bits are widened to 16. 4 bits become bytes without sign, 8 more than the numbers they stand for, because the processor
    multiplies such bytes by bytes with sign, four at once. So x is 256 times a byte plus a byte, and 8 times its sum is taken
    off. */
-#include "byte_lines.h"
+#include "quantized_vnni.h"
 
 #ifdef HAS_INTRINSICS
 enum {
@@ -16,8 +16,6 @@ enum {
   QUAD = SUMS / LINES, /* products of a row of W and a row of x that are computed at once */
   AHEAD = 8            /* rows of W of 8 bits by which it is prefetched; half as many of 4 bits */
 };
-
-ptrdiff_t bytes_of_split_row(ptrdiff_t blocks) { return (blocks + 1) / 2 * PARTS * LINE; }
 
 TARGET_AVX512 void split_row(const int16_t *x, char *to, ptrdiff_t blocks) {
   for (ptrdiff_t k = 0; k < blocks; k += 2, to += PARTS * LINE) {
@@ -76,9 +74,12 @@ INLINE_FOR(TARGET_AVX512) void add_lines(const char *w[QUAD], const char *x, ptr
   for (int half = 0; half < step; half++) _mm512_storeu_ps(sums[half], _mm512_cvtepi32_ps(halves[half]));
 }
 
+/* Here, a->x has rows of 16-bit integers, or rows as split_row writes them; a->x_stride is in bytes. */
+
 /* The products of QUAD / count rows of W from `row` on, of which those beyond the last are the last one, and `count` rows of x.
-   a->x_scales: (blocks, QUAD). count and weight_type are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) __m128 multiply_quad(const Linear *a, ptrdiff_t row, ptrdiff_t last, int count, int weight_type) {
+   x_scales: (blocks, QUAD). count and weight_type are compile-time constants. */
+INLINE_FOR(TARGET_AVX512) __m128 multiply_quad(const Product *a, const float *x_scales, ptrdiff_t row, ptrdiff_t last, int count,
+                                          int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK, each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
   ptrdiff_t x_line = weight_type == INT8 ? 2 * LINE : PARTS * LINE;
   const char *w[QUAD], *x = a->x, *ahead = (const char *)a->weight + (row + AHEAD * each / BLOCK) * blocks * each;
@@ -101,7 +102,7 @@ INLINE_FOR(TARGET_AVX512) __m128 multiply_quad(const Linear *a, ptrdiff_t row, p
 #pragma GCC unroll 8
     for (int i = 0; i < LINES * step; i++) {
       if (k + i == blocks) break;
-      __m128 scale = _mm_mul_ps(_mm_loadu_ps(scales_of(of_w, k + i)), _mm_loadu_ps(a->x_scales + (k + i) * QUAD));
+      __m128 scale = _mm_mul_ps(_mm_loadu_ps(scales_of(of_w, k + i)), _mm_loadu_ps(x_scales + (k + i) * QUAD));
       sums = _mm_fmadd_ps(_mm_loadu_ps(products[i % step] + i / step * QUAD), scale, sums);
     }
   }
@@ -109,10 +110,11 @@ INLINE_FOR(TARGET_AVX512) __m128 multiply_quad(const Linear *a, ptrdiff_t row, p
 }
 
 /* The rows `start` to `stop` of W. count and weight_type are compile-time constants. */
-INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t start, ptrdiff_t stop, int count, int weight_type) {
+INLINE_FOR(TARGET_AVX512) void multiply_rows(const Product *a, const float *x_scales, ptrdiff_t start, ptrdiff_t stop, int count,
+                                        int weight_type) {
   for (ptrdiff_t row = start; row < stop; row += QUAD / count) {
     float sums[QUAD];
-    _mm_storeu_ps(sums, multiply_quad(a, row, stop - 1, count, weight_type));
+    _mm_storeu_ps(sums, multiply_quad(a, x_scales, row, stop - 1, count, weight_type));
     for (int q = 0; q < QUAD && row + q / count < stop; q++) {
       float bias = a->bias ? get(a->bias, row + q / count, a->type) : 0;
       put(a->y, q % count * a->y_stride + row + q / count, sums[q] + bias, a->type);
@@ -120,31 +122,36 @@ INLINE_FOR(TARGET_AVX512) void multiply_rows(const Linear *a, ptrdiff_t start, p
   }
 }
 
-TARGET_AVX512 static void multiply_share(const Linear *given, int weight_type, ptrdiff_t start, ptrdiff_t stop) {
-  const Linear a = *given;
-  if (weight_type == INT8 && a.batch == 1) multiply_rows(&a, start, stop, 1, INT8);
-  else if (weight_type == INT8) multiply_rows(&a, start, stop, 2, INT8);
-  else if (a.batch == 1) multiply_rows(&a, start, stop, 1, INT4);
-  else multiply_rows(&a, start, stop, 2, INT4);
+TARGET_AVX512 static void multiply_share(const Product *given, const float *x_scales, ptrdiff_t start, ptrdiff_t stop) {
+  const Product a = *given;
+  if (a.weight_type == INT8 && a.batch == 1) multiply_rows(&a, x_scales, start, stop, 1, INT8);
+  else if (a.weight_type == INT8) multiply_rows(&a, x_scales, start, stop, 2, INT8);
+  else if (a.batch == 1) multiply_rows(&a, x_scales, start, stop, 1, INT4);
+  else multiply_rows(&a, x_scales, start, stop, 2, INT4);
 }
 
-int rounded_rows(Linear a, int weight_type, int threads) {
-  ptrdiff_t blocks = a.in / BLOCK, share = (a.out + threads - 1) / threads;
-  ptrdiff_t split_bytes = weight_type == INT4 ? bytes_of_split_row(blocks) : 0;
+int gemv_quantized_vnni(const Product *p) {
+  Product a = *p;
+  ptrdiff_t blocks = a.in / BLOCK, share = (a.out + a.threads - 1) / a.threads;
+  ptrdiff_t split_bytes = a.weight_type == INT4 ? bytes_of_split_row(blocks) : 0;
+  QuantizedX x = x_in_16_bits(p);
   char *split = allocate(a.batch * split_bytes + blocks * QUAD * sizeof(float));
-  if (!split) return 1;
-  float *x_scales = (float *)(split + a.batch * split_bytes);
-  for (ptrdiff_t k = 0; k < blocks; k++)
-    for (ptrdiff_t q = 0; q < QUAD; q++) x_scales[k * QUAD + q] = a.x_scales[q % a.batch * blocks + k];
-  a.x_scales = x_scales, a.x_stride = a.in * (ptrdiff_t)sizeof(int16_t);
-  if (weight_type == INT4) {
-    for (ptrdiff_t b = 0; b < a.batch; b++) split_row((const int16_t *)a.x + b * a.in, split + b * split_bytes, blocks);
-    a.x = split, a.x_stride = split_bytes;
+  if (x.values && split) {
+    float *x_scales = (float *)(split + a.batch * split_bytes);
+    for (ptrdiff_t k = 0; k < blocks; k++)
+      for (ptrdiff_t q = 0; q < QUAD; q++) x_scales[k * QUAD + q] = x.scales[q % a.batch * blocks + k];
+    a.x = x.values, a.x_stride = a.in * (ptrdiff_t)sizeof(int16_t);
+    if (a.weight_type == INT4) {
+      for (ptrdiff_t b = 0; b < a.batch; b++) split_row(x.values + b * a.in, split + b * split_bytes, blocks);
+      a.x = split, a.x_stride = split_bytes;
+    }
+#pragma omp parallel for num_threads(a.threads) if (a.threads > 1)
+    for (ptrdiff_t start = 0; start < a.out; start += share)
+      multiply_share(&a, x_scales, start, start + share < a.out ? start + share : a.out);
   }
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (ptrdiff_t start = 0; start < a.out; start += share)
-    multiply_share(&a, weight_type, start, start + share < a.out ? start + share : a.out);
+  int failed = !x.values || !split;
   free(split);
-  return 0;
+  free(x.values);
+  return failed;
 }
 #endif

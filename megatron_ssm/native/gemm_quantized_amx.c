@@ -1,10 +1,10 @@
-/* y = x W^T + b by the instruction of AMX for bytes, for a few rows of x and a W of 8 or 4 bits. See rounded.c.
+/* y = x W^T + b by the instruction of AMX for bytes, for some rows of x and a W of 8 or 4 bits.
 
-   x is rounded to 16 bits in blocks, as there, and is 256 high + low, which are bytes. A tile of W is a block of 16 rows; one
+   x is rounded to 16 bits in blocks (quantized.h), and is 256 high + low, which are bytes. A tile of W is a block of 16 rows; one
    of x is a block of ROWS rows, first their high bytes and then their low bytes, in words of 4 columns: (words, 2 ROWS, 4).
    So the sums are exact integers. Blocks of INT8 are read where they are; 16 rows of INT4 become bytes in a buffer, in another
    order of columns, which x then has too. */
-#include "tiles.h"
+#include "amx.h"
 
 #ifdef HAS_TILES
 enum { ROWS = SIDE / 2, HALF = BLOCK / 2 };
@@ -15,14 +15,10 @@ typedef struct {
 } Block; /* a block of ROWS rows of x */
 
 typedef struct {
-  const char *values;   /* (out, in) of weight_type */
-  const float *scales;  /* (out, blocks) */
-  const void *bias;     /* (out) of `type`, or NULL */
-  const Block *x;       /* (groups of ROWS rows, blocks) */
-  void *y;              /* (batch, out) of `type` */
-  ptrdiff_t batch, out, blocks;
-  int type, weight_type;
-} Product;
+  Product p;
+  const Block *x; /* (groups of ROWS rows, blocks) */
+  ptrdiff_t blocks;
+} Tiles;
 
 /* Block k of the rows of x from `first` on; rows beyond the last are zeros. x: (batch, in) of 16 bits. */
 TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block *to, ptrdiff_t first, ptrdiff_t k,
@@ -46,15 +42,15 @@ TARGET_AMX static void fill_block(const int16_t *x, const float *x_scales, Block
 }
 
 /* SIDE rows of W from `row` on as bytes -> buffer (blocks, SIDE, BLOCK); rows beyond the last are zeros. */
-TARGET_AMX static void fill_buffer(const Product *a, ptrdiff_t row, uint8_t *buffer) {
+TARGET_AMX static void fill_buffer(const Tiles *a, ptrdiff_t row, uint8_t *buffer) {
   const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
-  ptrdiff_t bytes = bytes_per_block(a->weight_type);
+  ptrdiff_t bytes = bytes_per_block(a->p.weight_type);
   for (ptrdiff_t k = 0; k < a->blocks; k++)
     for (ptrdiff_t r = 0; r < SIDE; r++, buffer += BLOCK) {
-      const char *block = a->values + ((row + r) * a->blocks + k) * bytes;
+      const char *block = (const char *)a->p.weight + ((row + r) * a->blocks + k) * bytes;
       __m512i columns = _mm512_setzero_si512();
-      if (row + r < a->out && a->weight_type == INT8) columns = _mm512_loadu_si512(block);
-      else if (row + r < a->out) {
+      if (row + r < a->p.out && a->p.weight_type == INT8) columns = _mm512_loadu_si512(block);
+      else if (row + r < a->p.out) {
         __m256i pairs = _mm256_loadu_si256((const __m256i *)block);
         columns = _mm512_inserti64x4(_mm512_castsi256_si512(pairs), _mm256_srli_epi16(pairs, 4), 1);
         columns = _mm512_shuffle_epi8(values, _mm512_and_si512(columns, _mm512_set1_epi8(15)));
@@ -72,13 +68,13 @@ INLINE_FOR(TARGET_AMX) __m512i whole_sums(const int32_t *first, const int32_t *s
 
 /* SIDE rows of W from `row` on, whose blocks are `next` bytes apart and their rows `stride`, times the ROWS rows of x from
    `first` on. next_rows: W's lines to prefetch, as many as are multiplied, or NULL. A vector has the sums of two rows of W. */
-INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, ptrdiff_t next, ptrdiff_t stride,
+INLINE_FOR(TARGET_AMX) void multiply_rows(const Tiles *a, const uint8_t *w, ptrdiff_t next, ptrdiff_t stride,
                                           ptrdiff_t row, ptrdiff_t first, const char *next_rows, int type) {
   const Block *x = a->x + first / ROWS * a->blocks;
   const float *scales[SIDE];
   __m512 pairs[ROWS];
-  int lines = a->weight_type == INT8 ? 2 : 1;
-  for (int r = 0; r < SIDE; r++) scales[r] = a->scales + (row + r < a->out ? row + r : row) * a->blocks;
+  int lines = a->p.weight_type == INT8 ? 2 : 1;
+  for (int r = 0; r < SIDE; r++) scales[r] = a->p.scales + (row + r < a->p.out ? row + r : row) * a->blocks;
   for (int r = 0; r < ROWS; r++) pairs[r] = _mm512_setzero_ps();
   for (ptrdiff_t k = 0; k < a->blocks; k++, w += next, x++) {
     int32_t products[TILE];
@@ -102,48 +98,44 @@ INLINE_FOR(TARGET_AMX) void multiply_rows(const Product *a, const uint8_t *w, pt
     rows[2 * r + 1] = _mm512_castsi256_si512(_mm512_extracti64x4_epi64((__m512i)pairs[r], 1));
   }
   transpose_16(rows);
-  write_sums((__m512 *)rows, ROWS, a->bias, a->y, row, first, a->out, a->batch, type);
+  write_sums(&a->p, (__m512 *)rows, ROWS, row, first, type);
 }
 
-TARGET_AMX static void multiply_panels(const Product *a, ptrdiff_t start, ptrdiff_t stop, uint8_t *buffer) {
+TARGET_AMX static void multiply_panels(const Tiles *a, ptrdiff_t start, ptrdiff_t stop, uint8_t *buffer) {
   configure_tiles();
   for (ptrdiff_t row = start; row < stop; row += SIDE) {
     ptrdiff_t in = a->blocks * BLOCK;
-    int is_copy = a->weight_type == INT4 || row + SIDE > a->out;
-    const uint8_t *w = is_copy ? buffer : (const uint8_t *)a->values + row * in;
+    int is_copy = a->p.weight_type == INT4 || row + SIDE > a->p.out;
+    const uint8_t *w = is_copy ? buffer : (const uint8_t *)a->p.weight + row * in;
     if (is_copy) fill_buffer(a, row, buffer);
-    for (ptrdiff_t first = 0; first < a->batch; first += ROWS) {
+    for (ptrdiff_t first = 0; first < a->p.batch; first += ROWS) {
       ptrdiff_t next = is_copy ? SIDE * BLOCK : BLOCK, stride = is_copy ? BLOCK : in;
-      const char *next_rows = first ? NULL : a->values + (row + SIDE) * a->blocks * bytes_per_block(a->weight_type);
-      if (a->type == FLOAT32) multiply_rows(a, w, next, stride, row, first, next_rows, FLOAT32);
+      const char *next_rows = first ? NULL : (const char *)a->p.weight + (row + SIDE) * a->blocks * bytes_per_block(a->p.weight_type);
+      if (a->p.type == FLOAT32) multiply_rows(a, w, next, stride, row, first, next_rows, FLOAT32);
       else multiply_rows(a, w, next, stride, row, first, next_rows, BFLOAT16);
     }
   }
   _tile_release();
 }
 
-int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
-  ptrdiff_t panels = (out + SIDE - 1) / SIDE, share = (panels + threads - 1) / threads * SIDE;
-  Block *tiles = allocate((batch + ROWS - 1) / ROWS * blocks * sizeof(Block));
-  int failed = 0;
-  for (ptrdiff_t first = 0; tiles && first < batch; first += ROWS)
+int gemm_quantized_amx(const Product *p) {
+  ptrdiff_t blocks = p->in / BLOCK, panels = (p->out + SIDE - 1) / SIDE, share = (panels + p->threads - 1) / p->threads * SIDE;
+  QuantizedX x = x_in_16_bits(p);
+  Block *tiles = allocate((p->batch + ROWS - 1) / ROWS * blocks * sizeof(Block));
+  int failed = !x.values || !tiles;
+  for (ptrdiff_t first = 0; !failed && first < p->batch; first += ROWS)
     for (ptrdiff_t k = 0; k < blocks; k++)
-      fill_block(x, x_scales, tiles + first / ROWS * blocks + k, first, k, batch, blocks, weight_type);
-  Product a = {values, scales, bias, tiles, y, batch, out, blocks, type, weight_type};
-#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
-  for (ptrdiff_t start = 0; start < out; start += share) {
-    uint8_t *buffer = tiles ? allocate(blocks * SIDE * BLOCK) : NULL;
-    if (buffer) multiply_panels(&a, start, start + share < out ? start + share : out, buffer);
+      fill_block(x.values, x.scales, tiles + first / ROWS * blocks + k, first, k, p->batch, blocks, p->weight_type);
+  Tiles a = {*p, tiles, blocks};
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1) reduction(| : failed)
+  for (ptrdiff_t start = 0; start < p->out; start += share) {
+    uint8_t *buffer = failed ? NULL : allocate(blocks * SIDE * BLOCK);
+    if (buffer) multiply_panels(&a, start, start + share < p->out ? start + share : p->out, buffer);
     failed |= !buffer;
     free(buffer);
   }
   free(tiles);
+  free(x.values);
   return failed;
-}
-#elif defined(HAS_INTRINSICS)
-int byte_tiles(const void *values, const float *scales, const void *bias, const int16_t *x, const float *x_scales, void *y,
-               ptrdiff_t batch, ptrdiff_t out, ptrdiff_t blocks, int weight_type, int type, int threads) {
-  return 1;
 }
 #endif

@@ -1,12 +1,11 @@
 /* What the products by AMX share. A tile has 16 rows of 64 bytes. Of a product of tiles of W and x, the tile of sums has the
    rows of W as its rows, and the rows of x as its columns of 4 bytes. */
-#ifndef TILES_H
-#define TILES_H
+#ifndef AMX_H
+#define AMX_H
 
-#include "rounded.h"
+#include "quantized.h"
 
-#if defined(HAS_INTRINSICS) && defined(__linux__)
-#define HAS_TILES
+#ifdef HAS_TILES
 #define TARGET_AMX \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16,amx-int8")))
 
@@ -43,22 +42,20 @@ INLINE_FOR(TARGET_AMX) void configure_tiles(void) {
   _tile_loadconfig(&shapes);
 }
 
-/* y (batch, out) for `count` rows of x from `first` on and SIDE rows of W from `row` on: sums (count, SIDE) plus the bias, NULL
-   or (out). y and bias are of `type`. */
-INLINE_FOR(TARGET_AMX) void write_sums(const __m512 *sums, ptrdiff_t count, const void *bias, void *y, ptrdiff_t row,
-                                       ptrdiff_t first, ptrdiff_t out, ptrdiff_t batch, int type) {
-  ptrdiff_t columns = out - row < SIDE ? out - row : SIDE;
+/* Writes sums (count, SIDE) of rows of x from `first` on, up to the last, and SIDE rows of W from `row` on, plus the bias, to y. */
+INLINE_FOR(TARGET_AMX) void write_sums(const Product *p, const __m512 *sums, ptrdiff_t count, ptrdiff_t row, ptrdiff_t first,
+                                       int type) {
+  ptrdiff_t columns = p->out - row < SIDE ? p->out - row : SIDE;
   float values[SIDE], biases[SIDE] = {0};
-  if (bias)
-    for (ptrdiff_t i = 0; i < columns; i++) biases[i] = get(bias, row + i, type);
-  for (ptrdiff_t r = 0; r < count && first + r < batch; r++) {
+  for (ptrdiff_t i = 0; p->bias && i < columns; i++) biases[i] = get(p->bias, row + i, type);
+  for (ptrdiff_t r = 0; r < count && first + r < p->batch; r++) {
     __m512 added = _mm512_add_ps(sums[r], _mm512_loadu_ps(biases));
-    ptrdiff_t place = (first + r) * out + row;
-    if (columns == SIDE && type == FLOAT32) _mm512_storeu_ps(at(y, place, type), added);
-    else if (columns == SIDE) _mm256_storeu_si256(at(y, place, type), (__m256i)_mm512_cvtneps_pbh(added));
+    ptrdiff_t place = (first + r) * p->out + row;
+    if (columns == SIDE && type == FLOAT32) _mm512_storeu_ps(at(p->y, place, type), added);
+    else if (columns == SIDE) _mm256_storeu_si256(at(p->y, place, type), (__m256i)_mm512_cvtneps_pbh(added));
     else {
       _mm512_storeu_ps(values, added);
-      for (ptrdiff_t i = 0; i < columns; i++) put(y, place + i, values[i], type);
+      for (ptrdiff_t i = 0; i < columns; i++) put(p->y, place + i, values[i], type);
     }
   }
 }

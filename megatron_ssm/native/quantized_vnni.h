@@ -1,9 +1,9 @@
-/* Lines of W of 8 or 4 bits, and their products with few rows of x by AVX512_VNNI: what byte_panels.c, rounded_rows.c and
-   fewest_rounded_rows.c share. A line has 64 columns of 8 bits, or 128 of 4 bits. */
-#ifndef BYTE_LINES_H
-#define BYTE_LINES_H
+/* Lines of W of 8 or 4 bits, and their products with few rows of x by AVX512_VNNI: what gemv_quantized_vnni.c,
+   gemm_quantized_vnni.c and gemv_quantized_amx.c share. A line has 64 columns of 8 bits, or 128 of 4 bits. */
+#ifndef QUANTIZED_VNNI_H
+#define QUANTIZED_VNNI_H
 
-#include "linear.h"
+#include "quantized.h"
 
 #ifdef HAS_INTRINSICS
 enum {
@@ -54,6 +54,11 @@ INLINE_FOR(TARGET_AVX512) __m512i line_sums(const __m512i w[2], const char *x, i
   low = add_bytes(low, w[1], _mm512_loadu_si512(x + 3 * LINE));
   return _mm512_add_epi32(low, _mm512_slli_epi32(high, 8));
 }
+
+/* What the lines of 4 bits meet in a row of x, of 16 bits: for each two blocks the higher bytes for the lower and the upper 4
+   bits of W, the lower bytes for both, and what is taken off. Beyond the last block there are zeros. */
+void split_row(const int16_t *x, char *to, ptrdiff_t blocks);
+INLINE ptrdiff_t bytes_of_split_row(ptrdiff_t blocks) { return (blocks + 1) / 2 * PARTS * LINE; }
 
 /* The scales of 16 rows of W, of SCALES of their `blocks` blocks from k on: (SCALES, rows). Beyond the last block there are zeros. */
 INLINE_FOR(TARGET_AVX512) void transpose_scales(const float *const rows[16], ptrdiff_t k, ptrdiff_t blocks, __m512i to[SCALES]) {
