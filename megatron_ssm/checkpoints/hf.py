@@ -99,8 +99,9 @@ def load(
     def compared(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> tuple:
         how = "callable" if callable(reduce) else reduce
         replicas = 1 if data_group is None else data_group.size()
-        flags = sequence_parallel, recompute, exchange_channels
-        return opened[2], torch.device(device).type, how, weights, replicas, repr(context), flags, opened[0]
+        flags, config = (sequence_parallel, recompute, exchange_channels), opened[0]
+        model = f"{config.family} with num_layers={config.num_layers}"  # an error shows it before all the layers
+        return opened[2], torch.device(device).type, how, weights, replicas, repr(context), flags, model, config
 
     def part_of_model(each: ProcessGroup) -> str:  # the same on ranks that hold other tokens
         return "" if each is group else f"part {0 if group is None else group.rank()} of the model"

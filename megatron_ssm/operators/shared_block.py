@@ -126,8 +126,8 @@ class SharedBlockUseSpec(Spec):
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`: those of the block, for one use.
 
-        The input of attention is twice as wide as the model and stays in memory. Adapters are as wide as what they are added
-        to.
+        The input of attention is twice as wide as the model, and stays in memory while it is projected. Adapters are as wide
+        as what they are added to.
         """
         attended, s, H, low = (
             self.block.attended.sizes(work),
@@ -149,7 +149,7 @@ class SharedBlockUseSpec(Spec):
         stages = {name: s * count for name, count in elements.items()}
         return replace(
             attended,
-            stages=stages | {"attention": attended.stages["attention"] + 2 * s * H},
+            stages=stages | {"attention": max(attended.stages["attention"], s * (2 * H + q + 2 * kv))},
             stored=projected + attended.stored + inner,
             kept=2 * whole + attended.stored + (whole if work.ranks > 1 else 0),
             gradients=0, peaks=(projected + 2 * whole, inner + 2 * mlp), outputs=(H, H), backward=(H, 2 * H, *lows),

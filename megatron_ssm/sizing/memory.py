@@ -137,7 +137,8 @@ class Memory:
         for count, part in enumerate(unit.operators):  # the outputs of the operators before it are kept
             for name, size in part.spec.sizes(work).stages.items():
                 yield name, kept + x + count * s * H + size
-        yield "sum", kept + x + len(unit.operators) * s * H + residual
+        converted = residual if residual != s * H and not self.on_cuda else 0  # by torch on the CPU, before it adds
+        yield "sum", kept + x + len(unit.operators) * s * H + converted + residual
 
     @property
     def _logits(self) -> int:

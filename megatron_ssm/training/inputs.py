@@ -8,7 +8,7 @@ import contextlib
 import json
 import zlib
 from bisect import bisect_left
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +167,24 @@ def _make_output_directory(path: str) -> Path:
 
 def _resume_requirements(options: Options, config: Stack, corpus: Corpus) -> dict[str, Any]:
     """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
-    named = ("family", "vocab_size", "hidden_size", "num_layers", "norm_eps", "tie_embeddings")
-    shape = {name: getattr(config, name) for name in named} | {"parameters": config.elements}
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
     if options.lora_rank:
         run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
     text = {"training_tokens": len(corpus.train.ids), "training_text": _checksum(corpus.train)}
-    return json.loads(json.dumps({**shape, **run, **text}))
+    return json.loads(json.dumps({**_described(config), **run, **text}))
+
+
+def _described(config: Stack) -> dict[str, Any]:
+    """What changes the results of a model: of the stack, and of the first of equal operators, under its path."""
+    named = "family vocab_size hidden_size num_layers norm_eps tie_embeddings residual_in_fp32".split()
+    found = {name: getattr(config, name) for name in named + ["embedding_scale", "logits_scale"]}
+    first: dict[Any, str] = {}
+    for path, spec in config.operators:
+        first.setdefault(spec, path)
+    for spec, path in first.items():
+        values = asdict(spec)
+        found |= {f"{path}.{each.name}": values[each.name] for each in fields(spec) if each.compare}
+    return found
 
 
 def _checksum(tokens: Tokens) -> int:

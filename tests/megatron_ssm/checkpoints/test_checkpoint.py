@@ -236,10 +236,11 @@ def test_what_a_killed_writer_leaves_is_removed(ranks, tp, kind, oracle, tmp_pat
 @pytest.mark.parametrize("kind", ("model", "adapters"))
 def test_a_disk_without_inodes(ranks, tp, kind, oracle, tmp_path):
     """Every rank says so in one line, with sizes above 0. The directory that was made is removed."""
+    source = oracle("mamba2-2-groups").directory
     with small_disk(tmp_path / "disk", 20_000, files=2) as disk:
 
         def save(rank):
-            model = megatron_ssm.load(oracle("mamba2-2-groups").directory, dist.group.WORLD)
+            model = megatron_ssm.load(source, dist.group.WORLD)
             if kind == "adapters":
                 megatron_ssm.add_lora(model, 2, 4.0, ("in_proj",))
             return attempt(megatron_ssm.save if kind == "model" else megatron_ssm.save_lora, model, disk / "out")

@@ -121,13 +121,15 @@ def test_published_configurations():
     """The shapes of state-spaces/mamba-2.8b and mamba2-2.7b, whose ssm_cfg leaves nearly everything to defaults."""
     mamba = hugging_face_config(dict(d_model=2560, n_layer=64, vocab_size=50277, ssm_cfg={}, pad_vocab_size_multiple=8))
     config = families.from_dict(mamba)
-    assert (config.family, config.vocab_size, config.intermediate_size) == ("mamba", 50280, 5120)
-    assert (config.dt_rank, config.state_size, config.tie_embeddings) == (160, 16, True)
+    mixer = config.layers[0][0].operators[0].spec
+    assert (config.family, config.vocab_size, mixer.channels) == ("mamba", 50280, 5120)
+    assert (mixer.dt_rank, mixer.state_size, config.tie_embeddings) == (160, 16, True)
     mamba2 = hugging_face_config(
         dict(d_model=2560, n_layer=64, vocab_size=50277, ssm_cfg={"layer": "Mamba2"}, pad_vocab_size_multiple=16)
     )
     config = families.from_dict(mamba2)
-    assert (config.vocab_size, config.heads, config.head_dim, config.groups) == (50288, 80, 64, 1)
+    mixer = config.layers[0][0].operators[0].spec
+    assert (config.vocab_size, mixer.heads, mixer.head_dim, mixer.groups) == (50288, 80, 64, 1)
     assert (config.state_size, config.dt_limit) == (128, (0.0, math.inf))
     assert state_spaces_config(config)["ssm_cfg"] == {"layer": "Mamba2"}
 
