@@ -138,13 +138,11 @@ def test_others_go_on_while_a_grammar_is_compiled(ranks, world):
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_only_the_thread_for_grammars_compiles(ranks, world, monkeypatch):
-    """Also where more grammars take turns than parsers are remembered."""
     pytest.importorskip("llguidance")
-    directory, threads, new_parser = checkpoint("mamba2"), set(), grammars.GrammarTokens._new_parser
-    monkeypatch.setattr(grammars, "REMEMBERED", 2)
+    directory, threads, parser = checkpoint("mamba2"), set(), grammars.GrammarTokens.parser
     monkeypatch.setattr(
-        grammars.GrammarTokens, "_new_parser",
-        lambda *arguments: (threads.add(threading.current_thread().name), new_parser(*arguments))[1],
+        grammars.GrammarTokens, "parser",
+        lambda *arguments: (threads.add(threading.current_thread().name), parser(*arguments))[1],
     )  # fmt: skip
 
     def run(rank):
@@ -160,12 +158,11 @@ def test_only_the_thread_for_grammars_compiles(ranks, world, monkeypatch):
         updates, failures = queue.SimpleQueue(), []
         driver = Driver(engine, channel, updates.put, failures.append)
         driver.start()
-        for _ in range(2):
-            for number in range(20):
-                driver.add(Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"[a-z]{{3}}{number}"))))
-            finished = 0
-            while finished < 20:
-                finished += sum(update.finished == "length" for update in updates.get(timeout=60))
+        for number in range(20):
+            driver.add(Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"[a-z]{{3}}{number}"))))
+        finished = 0
+        while finished < 20:
+            finished += sum(update.finished == "length" for update in updates.get(timeout=60))
         driver.stop()
         driver.join(60)
         assert not failures
