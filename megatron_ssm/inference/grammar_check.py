@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-SECONDS = 0.5  # of processor time, for compiling and the first tokens
+SECONDS = 0.3  # of processor time, for compiling and the first tokens
 MEGABYTES = 48  # of data, about 18 of which the process needs without a grammar
 STACK = 6 * 2**20  # bytes, less than the 8 MiB that a thread usually has
 TOKENS = 256  # that are tried: some grammars take more work after each one
@@ -22,13 +22,16 @@ LONGEST_ERROR = 500  # characters
 # same. A state of the lexer takes up to 1 kB.
 LIMITS: dict[str, Any] = dict(max_lexer_states=100_000, verbose_errors=False)
 
+_PLACES = threading.BoundedSemaphore(2)  # of processes at a time
+
 
 def problem(grammar: str) -> str:
     """Why a grammar in llguidance's notation cannot be used; "" if it can. It takes 0.1 s for a small one."""
-    result = subprocess.run(
-        [sys.executable, "-I", "-S", __file__],
-        input=f"{json.dumps(sys.path)}\n{grammar}", capture_output=True, encoding="utf-8",
-    )  # fmt: skip
+    with _PLACES:
+        result = subprocess.run(
+            [sys.executable, "-I", "-S", __file__],
+            input=f"{json.dumps(sys.path)}\n{grammar}", capture_output=True, encoding="utf-8",
+        )  # fmt: skip
     if result.returncode == -signal.SIGPROF:
         return f"it is too complex: it takes more than {SECONDS} s of processor time"
     if result.returncode < 0 or "MemoryError" in result.stderr:
