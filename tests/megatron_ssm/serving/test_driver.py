@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_ssm import Engine, load
@@ -230,3 +231,18 @@ def test_other_ranks_do_not_compile_them_either():
     script = orders()
     follow(engine, SimpleNamespace(receive=lambda is_busy: next(script).encode()))
     assert texts_of(texts) == ["a{9}", "c{9}"]
+
+
+def test_a_reply_without_finite_logits_is_logged(caplog):
+    model, updates = load(checkpoint("mamba2")), queue.SimpleQueue()
+    with torch.no_grad():
+        model.norm_f.weight[0] = float("nan")
+    engine = Engine(model)
+    driver = Driver(engine, Channel(model.ranks), updates.put, lambda error: None)
+    driver.add(Sequence(Arguments([1], 5, seed=0)))
+    driver.start()
+    (update,) = updates.get(timeout=60)
+    driver.stop()
+    driver.join(60)
+    assert (update.finished, update.tokens, update.error) == ("error", [], None)
+    assert "the logits are NaN or infinite after 0 new token(s)" in caplog.text
