@@ -49,7 +49,7 @@ def choose_tokens(
     seen: torch.Tensor | None,
     ranks: Ranks,
 ) -> torch.Tensor:
-    """(batch,) token ids on the CPU, the same on every rank; -1 where the largest logit is NaN or infinite.
+    """(batch,) token ids on the CPU, the same on every rank; -1 where a logit is NaN.
 
     local: (batch, width), this rank's slice of the logits.
     generators: one per row (not used at temperature 0). seen: (batch, width) bool, which ids of the slice the repetition
@@ -64,15 +64,14 @@ def choose_tokens(
     values, ids = values.cpu(), ids.cpu()
     rows = zip(values, ids, generators, strict=True)  # one by one, they stay in the CPU's cache
     drawn = torch.cat([_draw(logits, row_ids, sampling, generator) for logits, row_ids, generator in rows])
-    return drawn.where(values[:, 0].isfinite(), -1)  # NaN comes first
+    return drawn.where(~values[:, 0].isnan(), -1)  # NaN comes first
 
 
-def not_finite(model: str | Path | None, tokens: int) -> FloatingPointError:
-    """The error for logits that are not finite after so many new tokens. model: its directory."""
+def nan_error(model: str | Path | None, tokens: int) -> FloatingPointError:
+    """The error for logits that are NaN after so many new tokens. model: its directory."""
     name = "the model" if model is None else model
     return FloatingPointError(
-        f"{name}: the logits are NaN or infinite after {tokens} new token(s): so are the weights, or numbers exceed the "
-        "range of the dtype"
+        f"{name}: the logits are NaN after {tokens} new token(s): so are the weights, or numbers exceed the dtype's range"
     )
 
 
@@ -114,7 +113,7 @@ def _greedy(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     index = local.argmax(-1, keepdim=True)
     values, ids = gather_candidates(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks)
     best = values.argmax(-1, keepdim=True)  # NaN counts as the largest
-    return ids.gather(-1, best).where(values.gather(-1, best).isfinite(), -1).squeeze(-1)
+    return ids.gather(-1, best).where(~values.gather(-1, best).isnan(), -1).squeeze(-1)
 
 
 def _candidates(local: torch.Tensor, top_k: int | None, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:

@@ -182,7 +182,7 @@ class SpeculativeDecoder:
         if self._call is None:
             return
         call, self._call = self._call, None
-        # A request that has ended without a token, because its logits are not finite, has no use for its row.
+        # A request that has ended without a token, because its logits are NaN, has no use for its row.
         new = [max(1, len(slot.request.tokens) - before) for slot, before in zip(call.slots, call.before, strict=True)]
         call.rows.accept(new)
         self.proposed += sum(call.proposed)

@@ -14,7 +14,7 @@ from megatron_ssm.api.parameters import GRAMMAR_PARAMETERS
 from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
-from megatron_ssm.inference.sampling import not_finite
+from megatron_ssm.inference.sampling import nan_error
 
 from .channel import Channel, Orders
 from .grammars import Compilations, Compiling, GrammarCompiler
@@ -197,7 +197,7 @@ class Driver(threading.Thread):
         start, sequence.reported = sequence.reported, len(request.tokens)
         if request.finished == "error":
             log.warning(
-                f"megatron-ssm: a reply has ended: {not_finite(self._engine.model.directory, len(request.tokens))}"
+                f"megatron-ssm: a reply has ended: {nan_error(self._engine.model.directory, len(request.tokens))}"
             )
         return Update(
             sequence,
