@@ -27,7 +27,8 @@ WIDE, THREADS = "-mprefer-vector-width=512", "-fopenmp"
 ATTEMPTS = ([WIDE, THREADS], [THREADS], ["-DNO_CLONES", THREADS], [], ["-DNO_CLONES"])
 
 # jinja2 before 3.1.6 has ways out of its sandbox, in which chat templates run.
-SERVE = ["starlette>=0.40", "uvicorn>=0.30", "prometheus-client", "jinja2>=3.1.6", "llguidance>=1.0"]
+# llguidance before 1.8 repeats a whitespace_pattern without end.
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "prometheus-client", "jinja2>=3.1.6", "llguidance>=1.8"]
 
 
 class BuildKernels(build_ext):
@@ -149,7 +150,7 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.19.8"],
         "hf": ["transformers"],
-        "grammar": ["llguidance>=1.0"],
+        "grammar": ["llguidance>=1.8"],
         "eval": ["lm-eval>=0.4.12", "transformers"],  # before it, every rank of torchrun writes the results
         "log": ["tensorboard", "wandb"],
         "peers": ["llama-cpp-python[server]", "gguf"],

@@ -34,7 +34,7 @@ MEGATRON_FILES = {
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
     ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
     ("transformer_engine", "apex"): {"megatron_ssm/ops/fused_adam.py"},
-    ("llguidance",): {"megatron_ssm/inference/grammar.py"},
+    ("llguidance",): {"megatron_ssm/inference/grammar.py", "megatron_ssm/inference/grammar_check.py"},
     ("lm_eval",): {"megatron_ssm/integrations/lm_eval.py"},
     ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
     ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},

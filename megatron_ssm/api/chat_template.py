@@ -1,25 +1,25 @@
 """Chat templates: from a conversation to the text of a prompt, as transformers' `apply_chat_template` does it."""
 
-import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import jinja2  # noqa: F401 - of the template's process; it is missed here, where the error names the extra
 
 from megatron_ssm.inference.special_tokens import read_tokenizer_config, special_tokens
 from megatron_ssm.inference.text import read_text
 
 from .errors import bad_request
+from .template_process import TemplateProcess
+
+LONGEST = 10**6  # characters of a template
 
 
 class ChatTemplate:
     """The template of a checkpoint: chat_template.jinja, or the field chat_template of tokenizer_config.json.
 
-    It is code from a file that may come from other people, so it runs in Jinja's sandbox. path: the file with the template,
-    or None if there is none. ValueError if the template, or tokenizer_config.json, cannot be read.
+    It is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits (see the
+    module `template_process`). path: the file with the template, or None if there is none. ValueError if the template, or
+    tokenizer_config.json, cannot be read, or if the template takes more than the limits.
     """
 
     def __init__(self, directory: str | Path):
@@ -32,9 +32,11 @@ class ChatTemplate:
             text = _default(config.get("chat_template"), path)
         self.path = None if text is None else path
         self._special_tokens = special_tokens(directory)
+        if text is not None and len(text) > LONGEST:
+            raise ValueError(f"{self.path}: the chat template has {len(text)} characters; the limit is {LONGEST}")
         try:
-            self._template = None if text is None else _environment().from_string(text)
-        except jinja2.TemplateError as error:
+            self._template = None if text is None else TemplateProcess(text)
+        except ValueError as error:
             raise ValueError(f"{self.path}: the chat template is not valid: {error}") from None
 
     def render(self, messages: list[dict[str, Any]]) -> str:
@@ -44,45 +46,11 @@ class ChatTemplate:
         """
         if self._template is None:
             raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", "messages")
+        variables = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
-        except Exception as error:  # of any kind: templates are code
+            return self._template.render({**variables, **self._special_tokens})
+        except ValueError as error:
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
-
-
-class _Generation(Extension):
-    """The tag {% generation %}, which marks the assistant's text for training; only its contents are rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        """The nodes between the tag and {% endgeneration %}."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox with what transformers gives to templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """JSON as it is; Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _default(template: Any, path: Path) -> str | None:

@@ -7,10 +7,14 @@ TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
 }  # of other errors: those of the request, or of the server
+LONGEST = 1000  # characters of a message
 
 
 class ApiError(Exception):
-    """A reply that is an error. status: HTTP's. param: the parameter that is wrong. code: a name for programs."""
+    """A reply that is an error. status: HTTP's. param: the parameter that is wrong. code: a name for programs.
+
+    Of the message and of param, which may quote the request, the reply has the beginning.
+    """
 
     def __init__(
         self,
@@ -20,8 +24,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+        super().__init__(_beginning(message))
+        self.param = None if param is None else _beginning(param)
+        self.status, self.code, self.headers = status, code, dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -33,3 +38,7 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The error for a request that can never succeed."""
     return ApiError(400, message, param, code)
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

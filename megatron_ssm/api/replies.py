@@ -1,5 +1,6 @@
 """From tokens to the objects of OpenAI's interface: completions and chat completions, whole or in chunks."""
 
+import math
 import secrets
 import time
 from collections.abc import Iterable
@@ -162,16 +163,16 @@ class Replies:
             tops = [entry and self._likeliest(token, *entry) for token, entry in zip(tokens, entries, strict=True)]
         return {
             "tokens": names,
-            "token_logprobs": [entry and entry[0] for entry in entries],
+            "token_logprobs": [entry and _number(entry[0]) for entry in entries],
             "top_logprobs": tops,
             "text_offset": piece.offsets,
         }
 
-    def _likeliest(self, token: int, value: float, tops: list[tuple[int, float]]) -> dict[str, float]:
+    def _likeliest(self, token: int, value: float, tops: list[tuple[int, float]]) -> dict[str, float | None]:
         """{name: log-probability} of the likeliest tokens and the token itself; of tokens with one name, the likeliest."""
-        named: dict[str, float] = {}
+        named: dict[str, float | None] = {}
         for each, number in [*tops, (token, value)]:
-            named.setdefault(self._name(each), number)
+            named.setdefault(self._name(each), _number(number))
         return named
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
@@ -180,7 +181,7 @@ class Replies:
             return None
 
         def named(token: int, value: float) -> dict[str, Any]:
-            return {"token": self._name(token), "logprob": value, "bytes": list(self._bytes_of(token))}
+            return {"token": self._name(token), "logprob": _number(value), "bytes": list(self._bytes_of(token))}
 
         entries = zip(piece.tokens, piece.logprobs, strict=True)
         content = [
@@ -195,3 +196,8 @@ class Replies:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _number(value: float) -> float | None:
+    """A number, or null for one that JSON does not have."""
+    return value if math.isfinite(value) else None

@@ -29,7 +29,7 @@ from megatron_ssm.parallel.groups import (
     shut_down,
 )
 from megatron_ssm.stack.stack import Stack
-from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.command_line import Failure, Printer
 from sparsefusion.foundation.launcher import launched_ranks
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def generate(arguments: Namespace) -> None:
                      weights=arguments.weights)  # fmt: skip
         with model:  # its CUDA graphs are released before the groups are destroyed
             _generate_and_print(model, inputs, arguments, is_printing=groups.rank == 0)
+    except FloatingPointError as error:
+        raise Failure(str(error)) from None
     finally:
         shut_down()
 

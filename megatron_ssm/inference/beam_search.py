@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .language_model import LanguageModel
-from .sampling import apply_repetition_penalty, gather_candidates
+from .sampling import apply_repetition_penalty, gather_candidates, nan_error
 
 WORST_SCORE = -1e9  # of what must not be chosen
 
@@ -77,6 +77,8 @@ class BeamSearch:
         local = self._read_prompts()
         for step in range(1, settings.max_new_tokens + 1):
             scores, parents, tokens = self._candidates(local, step)
+            if scores[:, 0].isnan().any():
+                raise nan_error(self.model.directory, step - 1)
             is_last = step == settings.max_new_tokens
             ended = torch.isin(tokens, torch.tensor(settings.end_tokens, dtype=torch.int64)) | is_last
             sequences = torch.cat([_rows(self.sequences, parents), tokens.unsqueeze(-1)], dim=-1)

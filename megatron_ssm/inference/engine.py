@@ -325,7 +325,11 @@ class Engine:
 
     def _note_log_probabilities(self, slots: Sequence[Slot], tokens: torch.Tensor) -> None:
         """Add the log-probabilities of the chosen tokens (batch,) to the requests that want them."""
-        wanted = [(index, slot) for index, slot in enumerate(slots) if slot.request.num_logprobs is not None]
+        wanted = [
+            (index, slot)
+            for index, slot in enumerate(slots)
+            if slot.request.num_logprobs is not None and tokens[index] >= 0
+        ]
         if not wanted:
             return
         local = torch.stack([slot.logits for _, slot in wanted if slot.logits is not None])

@@ -8,7 +8,7 @@ import torch
 from .engine import Engine
 from .language_model import LanguageModel
 from .request import Request
-from .sampling import Sampling
+from .sampling import Sampling, nan_error
 
 
 def generate(
@@ -38,7 +38,8 @@ def generate(
     that a row does not depend on its neighbours. top_k, then top_p, restrict the candidates. repetition_penalty divides
     positive and multiplies negative logits of ids that the row already contains.
 
-    ValueError on every rank, before the model runs, for arguments that are wrong or differ between ranks.
+    ValueError on every rank, before the model runs, for arguments that are wrong or differ between ranks. FloatingPointError
+    on every rank if the model's logits are NaN.
     """
     columns = list(
         stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
@@ -109,4 +110,7 @@ def _columns(engine: Engine, requests: list[Request], pad_token_id: int) -> Iter
     """Step the engine until all requests are finished; yields the new token of each request, or pad_token_id."""
     while engine.is_busy:
         advanced = set(engine.step(compare_ranks=False))  # compared above; nothing is added or cancelled later
+        for request in advanced:
+            if request.finished == "error":
+                raise nan_error(engine.model.directory, len(request.tokens))
         yield torch.tensor([r.tokens[-1] if r in advanced else pad_token_id for r in requests])

@@ -6,41 +6,39 @@ deterministic: its limits count work, not time. So all ranks that see the same t
 
 import json
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from .grammar_check import LIMITS, one_line, problem
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _END = "<|end of the text of a grammar|>"
-REMEMBERED = 2**20  # characters of the grammars whose parsers are kept: one that is used again is compiled once
-LEAST_REMEMBERED = 2**14  # characters that a shorter grammar counts as
 KINDS = ("json_object", "json_schema", "regex", "lark")
-# llguidance follows rules and references by recursion, so that a long chain of them overflows the stack of its thread, which
-# ends the process. These limits are far below the lengths at which that happens.
-MOST_REFERENCES = 500  # "$ref" in a schema
-MOST_RULES = 500  # in a grammar
-MOST_NESTED = 100  # brackets inside each other
-MOST_LEVELS = 1500  # the brackets around each reference in sum, or rules times the brackets that are inside each other
-# Strings (with the colon after a name in JSON), comments, special tokens and expressions, which hide what is in them; colons
-# and brackets.
-_LEXEME = re.compile(
-    r'"(?:\\.|[^"\\\n])*"?(?:\s*:)?|(?:#|//)[^\n]*|<[^<>]+>'
-    r"|/(?:\\.|[^/\\])*/?|(?P<colon>:)|(?P<open>[(\[{])|(?P<close>[)\]}])"
-)
-_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+REMEMBERED = 64  # grammars whose check is remembered
+# Between the parts of JSON, unless a schema's x-guidance says otherwise. A weak model may go on with white space for ever.
+WHITE_SPACE = r" |\n {0,8}"
+# The formats of strings that llguidance knows. Others are annotations for the reader of a schema: pydantic writes password,
+# path, binary and more.
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
+NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+VALUES = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # what is no schema in a schema
+# Strings, comments, special tokens and expressions of a grammar, which may have %json in them; %json before a schema.
+_LEXEME = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|<[^<>\s]+>|/(?:\\.|[^/\\])*/?|(?P<json>%json\s*)')
 
 
 @dataclass(frozen=True)
 class Grammar:
     """What the text of a request must match. kind: one of KINDS; text: the schema as JSON, the expression or the grammar.
 
-    The functions below make one and check it; an object that is copied to another process is not checked again.
+    The functions below make one and check it in a process of its own (see the module `grammar_check`); an object that is
+    copied to another process is not checked again. ValueError for one that is wrong or too complex.
     """
 
     kind: str
@@ -48,7 +46,7 @@ class Grammar:
 
     @classmethod
     def unchecked(cls, kind: str, text: str) -> "Grammar":
-        """One that was checked before; a check takes almost as long as compiling."""
+        """One that was checked before; a check takes 0.1 s."""
         grammar = object.__new__(cls)
         object.__setattr__(grammar, "kind", kind)
         object.__setattr__(grammar, "text", text)
@@ -59,42 +57,20 @@ class Grammar:
             raise ValueError(f"grammar kind {self.kind!r} is none of {', '.join(KINDS)}")
         if not isinstance(self.text, str):
             raise ValueError(f"the text of a grammar must be a string, not {type(self.text).__name__}")
-        if self.kind in ("json_schema", "lark"):
-            self._check_size()
-        is_wrong, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(self.compiled())
-        if is_wrong:
-            raise ValueError(f"{self.kind}: {' '.join(messages[0].split())}")
-
-    def _check_size(self) -> None:
-        """ValueError if a schema or a grammar may be too large for llguidance's recursion. A grammar may contain schemas."""
-        references = rules = depth = deepest = levels = 0
-        for lexeme in _LEXEME.finditer(self.text):
-            rules += lexeme.lastgroup == "colon"
-            depth += (lexeme.lastgroup == "open") - (lexeme.lastgroup == "close")
-            deepest = max(deepest, depth)
-            if _ESCAPE.sub(lambda match: chr(int(match[1], 16)), lexeme[0]).startswith('"$ref"'):
-                references, levels = references + 1, levels + depth
-        for count, most, what in (
-            (references, MOST_REFERENCES, "references ($ref)"),
-            (rules, MOST_RULES, "rules"),
-            (deepest, MOST_NESTED, "brackets inside each other"),
-            (levels, MOST_LEVELS, "brackets around references, in sum,"),
-            (rules * deepest, MOST_LEVELS, "rules, times the brackets inside each other,"),
-        ):
-            if count > most:
-                raise ValueError(f"{self.kind}: {count} {what} are more than the {most} that there may be")
+        if error := _problem(self.kind, self.text):
+            raise ValueError(f"{self.kind}: {error}")
 
     def compiled(self) -> str:
         """llguidance's own notation of it. ValueError for a schema that is not JSON."""
-        matcher = _llguidance().LLMatcher
         if self.kind == "regex":
-            return matcher.grammar_from_regex(self.text)
-        if self.kind == "lark":
-            return json.dumps({"grammars": [{"lark_grammar": self.text}]})  # the text alone may be read as such JSON
+            return _llguidance().LLMatcher.grammar_from_regex(self.text)
         try:
-            return matcher.grammar_from_json_schema(self.text if self.kind == "json_schema" else '{"type": "object"}')
-        except ValueError as error:
-            raise ValueError(f"json_schema: {error}") from None
+            if self.kind == "lark":
+                return json.dumps({"grammars": [{"lark_grammar": _with_bounded_schemas(self.text)}]})
+            schema = {"type": "object"} if self.kind == "json_object" else json.loads(self.text)
+            return json.dumps({"grammars": [{"json_schema": _bounded_schema(schema)}]})
+        except RecursionError:
+            raise ValueError("its parts are nested too deeply") from None
 
 
 def json_object() -> Grammar:
@@ -135,8 +111,6 @@ class GrammarTokens:
         extended.add_special_tokens([_END])
         self._end = extended.get_vocab()[_END]
         self._tokens = _llguidance().LLTokenizer(extended.to_str(), eos_token=self._end)
-        self._parsers: dict[Grammar, Any] = {}  # those used last are last
-        self._lock = threading.Lock()
 
     def allowed(self, parser: Any) -> torch.Tensor:
         """(vocab_size,) bool: the ids that may follow, without an end of the text."""
@@ -145,19 +119,15 @@ class GrammarTokens:
         return torch.from_numpy(np.pad(known, (0, self._vocab_size - self._end)).astype(bool))
 
     def parser(self, grammar: Grammar) -> Any:
-        """llguidance's parser of a grammar, at the beginning of a text. ValueError if the tokens cannot express it."""
-        with self._lock:
-            parser = self._parsers.pop(grammar, None) or self._new_parser(grammar)
-            self._parsers[grammar] = parser
-            sizes = [max(LEAST_REMEMBERED, len(each.text)) for each in self._parsers]
-            while sum(sizes) > REMEMBERED and len(sizes) > 1:
-                del sizes[0], self._parsers[next(iter(self._parsers))]
-            return parser.deep_copy()
+        """llguidance's parser of a grammar, at the beginning of a text. ValueError if the tokens cannot express it.
 
-    def _new_parser(self, grammar: Grammar) -> Any:
-        parser = _llguidance().LLMatcher(self._tokens, grammar.compiled(), log_level=0)
+        Each request has one of its own: copies share the states of their lexer, and the error if there are too many.
+        """
+        llguidance = _llguidance()
+        limits = llguidance.LLParserLimits(**LIMITS)
+        parser = llguidance.LLMatcher(self._tokens, grammar.compiled(), log_level=0, limits=limits)
         if parser.is_error():
-            raise ValueError(f"{grammar.kind}: {' '.join(parser.get_error().split())}")
+            raise ValueError(f"{grammar.kind}: {one_line(parser.get_error())}")
         return parser
 
 
@@ -181,6 +151,51 @@ class GrammarMatcher:
         """Find out what may follow."""
         self.allowed = self._tokens.allowed(self._parser)
         self.accepts, self.is_lost = self._parser.is_accepting(), self._parser.is_error()
+
+
+@lru_cache(REMEMBERED)
+def _problem(kind: str, text: str) -> str:
+    """Why a grammar cannot be used; "" if it can."""
+    try:
+        _llguidance()
+        return problem(Grammar.unchecked(kind, text).compiled())
+    except ValueError as error:
+        return str(error)
+
+
+def _with_bounded_schemas(text: str) -> str:
+    """A grammar with the defaults of `_bounded_schema` for each schema after %json."""
+    parts, end = [], 0
+    for lexeme in _LEXEME.finditer(text):
+        if lexeme["json"] and lexeme.start() >= end:
+            schema, after = json.JSONDecoder().raw_decode(text, lexeme.end())
+            parts += [text[end : lexeme.end()], json.dumps(_bounded_schema(schema))]
+            end = after
+    return "".join(parts) + text[end:]
+
+
+def _bounded_schema(schema: Any) -> Any:
+    """A schema without formats that are annotations, which bounds white space unless its x-guidance has a rule for it."""
+    schema = _without_annotations({} if schema is True else schema)
+    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if isinstance(own, dict) and "whitespace_flexible" not in own:
+        schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, **own}
+    return schema
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A copy of a schema without formats that are not among FORMATS."""
+    if isinstance(schema, list):
+        return [_without_annotations(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
+            kept[name] = {each: _without_annotations(part) for each, part in value.items()}
+        elif name != "format" or not isinstance(value, str) or value in FORMATS:
+            kept[name] = value if name in VALUES else _without_annotations(value)
+    return kept
 
 
 def _llguidance() -> Any:

@@ -16,8 +16,8 @@ class Request:
 
     id: how many requests the engine took before this one. tokens: the new ids so far. finished: None while more tokens are
     to come; then "stop" (the last of `tokens` is a stop token, completes a stop string or completes the grammar), "length"
-    (there are max_new_tokens, or the grammar has become too complex to be followed) or "cancelled". reused: how many tokens
-    of the prompt a prefix cache has saved from being read.
+    (there are max_new_tokens, or the grammar has become too complex to be followed), "cancelled", or "error" (the next
+    logits are NaN). reused: how many tokens of the prompt a prefix cache has saved from being read.
 
     logprobs: if num_logprobs is not None, for each new token (its log-probability, [(id, log-probability), ...]), where the
     list has the num_logprobs most likely ids, the likeliest first. prompt_logprobs: if with_prompt_logprobs is True, the

@@ -38,8 +38,8 @@ class RequestTokenizer:
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """What follows the tokens of a request through its grammar.
 
-        Compiling takes up to a second for a complex grammar, and may be done before, in any thread: the last grammars are
-        kept. ValueError if there is no tokenizer, or if the tokens cannot express the grammar.
+        Compiling takes up to half a second for a complex grammar, and may be done before, in any thread. ValueError if
+        there is no tokenizer, or if the tokens cannot express the grammar.
         """
         if self._grammar_tokens is None:
             self._grammar_tokens = GrammarTokens(self._load("grammars"), self._vocab_size)

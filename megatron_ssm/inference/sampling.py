@@ -8,6 +8,7 @@ compute the same choice.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -48,8 +49,9 @@ def choose_tokens(
     seen: torch.Tensor | None,
     ranks: Ranks,
 ) -> torch.Tensor:
-    """(batch,) token ids on the CPU, the same on every rank. local: (batch, width), this rank's slice of the logits.
+    """(batch,) token ids on the CPU, the same on every rank; -1 where a logit is NaN.
 
+    local: (batch, width), this rank's slice of the logits.
     generators: one per row (not used at temperature 0). seen: (batch, width) bool, which ids of the slice the repetition
     penalty applies to (None: there is no penalty). Gathers, per row and rank: 2 values with greedy search, 2 * top_k with
     top-k, else the slice.
@@ -59,8 +61,18 @@ def choose_tokens(
     if not sampling.temperature:
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
-    rows = zip(values.cpu(), ids.cpu(), generators, strict=True)  # one by one, they stay in the CPU's cache
-    return torch.cat([_draw(logits, row_ids, sampling, generator) for logits, row_ids, generator in rows])
+    values, ids = values.cpu(), ids.cpu()
+    rows = zip(values, ids, generators, strict=True)  # one by one, they stay in the CPU's cache
+    drawn = torch.cat([_draw(logits, row_ids, sampling, generator) for logits, row_ids, generator in rows])
+    return drawn.where(~values[:, 0].isnan(), -1)  # NaN comes first
+
+
+def nan_error(model: str | Path | None, tokens: int) -> FloatingPointError:
+    """The error for logits that are NaN after so many new tokens. model: its directory."""
+    name = "the model" if model is None else model
+    return FloatingPointError(
+        f"{name}: the logits are NaN after {tokens} new token(s): so are the weights, or numbers exceed the dtype's range"
+    )
 
 
 def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -100,7 +112,8 @@ def _greedy(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """(batch,) ids of the largest logits, the lowest id among equals."""
     index = local.argmax(-1, keepdim=True)
     values, ids = gather_candidates(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks)
-    return ids.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
+    best = values.argmax(-1, keepdim=True)  # NaN counts as the largest
+    return ids.gather(-1, best).where(~values.gather(-1, best).isnan(), -1).squeeze(-1)
 
 
 def _candidates(local: torch.Tensor, top_k: int | None, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,9 +91,12 @@ class Slot:
     def append(self, token: int) -> None:
         """Add the chosen token to the request; sets `request.finished` if it is the last one.
 
-        The slot then has logits if it goes on and that token was the one proposed.
+        The slot then has logits if it goes on and that token was the one proposed. -1 is no token: the logits are NaN.
         """
         request, self.logits = self.request, None
+        if token < 0:
+            request.finished = "error"
+            return
         request.tokens.append(token)
         if self.seen is not None:
             self.seen[self._local([token])] = True

@@ -182,7 +182,8 @@ class SpeculativeDecoder:
         if self._call is None:
             return
         call, self._call = self._call, None
-        new = [len(slot.request.tokens) - before for slot, before in zip(call.slots, call.before, strict=True)]
+        # A request that has ended without a token, because its logits are NaN, has no use for its row.
+        new = [max(1, len(slot.request.tokens) - before) for slot, before in zip(call.slots, call.before, strict=True)]
         call.rows.accept(new)
         self.proposed += sum(call.proposed)
         self.accepted += sum(new) - len(new)
@@ -294,7 +295,7 @@ class Draft:
         for slot in slots if count > 1 else ():
             cache.fork(slot.row, self._slots + slot.row)
         for left in reversed(range(count)):
-            columns.append(choose_tokens(local, Sampling(), [], None, model.ranks))
+            columns.append(choose_tokens(local, Sampling(), [], None, model.ranks).clamp(min=0))
             if left:
                 rows = cache.select(self._slots + slot.row for slot in slots)
                 local = model.next_logits(columns[-1].unsqueeze(1).to(model.device), None, rows)

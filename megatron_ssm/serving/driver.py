@@ -14,6 +14,7 @@ from megatron_ssm.api.parameters import GRAMMAR_PARAMETERS
 from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
+from megatron_ssm.inference.sampling import nan_error
 
 from .channel import Channel, Orders
 from .grammars import Compilations, Compiling, GrammarCompiler
@@ -194,6 +195,10 @@ class Driver(threading.Thread):
         """What is new of a request that got tokens."""
         sequence = self._running[request] if request.finished is None else self._running.pop(request)
         start, sequence.reported = sequence.reported, len(request.tokens)
+        if request.finished == "error":
+            log.warning(
+                f"megatron-ssm: a reply has ended: {nan_error(self._engine.model.directory, len(request.tokens))}"
+            )
         return Update(
             sequence,
             request.tokens[start:],

@@ -16,7 +16,6 @@ from .driver import Driver
 from .refusal import Refusal
 
 LONGEST_RETRY_S = 60
-PREPARING_THREADS = 4
 T = TypeVar("T")
 
 
@@ -53,7 +52,8 @@ class Service:
         self.limits = limits
         self._driver: Driver | None = None
         self._open: dict[Sequence, _Open] = {}
-        self._pool = ThreadPoolExecutor(PREPARING_THREADS, "requests")
+        # A thread for each request that may be prepared: some wait until their grammars are checked, others need not.
+        self._pool = ThreadPoolExecutor(limits.slots + limits.waiting, "requests")
         self._prepared: set[Future[Any]] = set()  # the work of requests that are being prepared, and some that is done
         self._new_refused = Refusal()  # of new requests, and those that are arriving
         self._all_refused = Refusal()  # of all that have no slot yet, also those that are being prepared
@@ -95,7 +95,7 @@ class Service:
         """The result of `work` for a request that has arrived at the time `since`, in a thread.
 
         The request has a place in the queue until the work is done, even if its client has hung up before, because a thread
-        cannot be stopped; work that has not begun is then left out. ApiError as from `check_room`, 504 if that takes too
+        cannot be stopped. ApiError as from `check_room`, 504 if that takes too
         long, 503 after `close`.
         """
         self.check_room()

@@ -139,3 +139,41 @@ def test_a_template_that_is_not_utf_8_is_named(directory):
     (directory / "chat_template.jinja").write_bytes("é".encode("latin-1"))
     with pytest.raises(ValueError, match=r"chat_template\.jinja is not a text in UTF-8"):
         ChatTemplate(directory)
+
+
+NESTED_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "expensive, limit",
+    [
+        ("{{ 'a' * 10**10 }}", "MB"),
+        ("{{ messages[0].content | center(10**10) }}", "MB"),
+        ("{% set ns = namespace(a='a') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}", "MB"),
+        (NESTED_LOOPS, "s of processor time"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_a_bad_request(directory, expensive, limit):
+    """It takes seconds at most, and the next request is answered."""
+    configure(directory, chat_template="{% if messages | length > 1 %}" + expensive + "{% endif %}ok")
+    template = ChatTemplate(directory)
+    with pytest.raises(ApiError, match=f"refuses the messages: it takes more than [0-9]+ {limit}") as refused:
+        template.render(CHATS[1])
+    assert refused.value.status == 400 and template.render(CHATS[0]) == "ok"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}",
+        "{% if true %}" * 3000 + "{% endif %}" * 3000,
+        "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
+        "a" * (10**6 + 1),
+    ],
+    ids=["brackets", "conditions", "loops", "long"],
+)
+def test_a_template_that_is_too_large_is_named(directory, template):
+    configure(directory, chat_template=template)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: the chat template ") as caught:
+        ChatTemplate(directory)
+    assert len(str(caught.value)) < 1000

@@ -1,5 +1,6 @@
 """What a request's parameters may be. Oracle: OpenAI's documentation of its own, and the table's for the others."""
 
+import json
 import re
 from pathlib import Path
 
@@ -99,3 +100,19 @@ def test_values_that_change_nothing_are_accepted():
     assert checked(CHAT, PROMPT[CHAT] | neutral)["user"] == "me"
     assert checked(CHAT, {"messages": [TOOL_CALL | {"tool_calls": []}]})
     assert checked(CHAT, PROMPT[CHAT] | {"stream_options": {"include_obfuscation": False}})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"messages": [{"role": "user", "content": "a", "x" * 10**6: 1}]},
+        {"logit_bias": {"x" * 10**6: "y" * 10**6}},
+        {"stop": ["語" * 10**6]},
+        {"语" * 10**6: 1},
+    ],
+    ids=["a field", "a bias", "a stop string", "a parameter"],
+)
+def test_errors_do_not_repeat_megabytes(changes):
+    with pytest.raises(ApiError) as refused:
+        checked(CHAT, PROMPT[CHAT] | changes)
+    assert len(json.dumps(refused.value.body)) < 15_000

@@ -2,6 +2,8 @@
 offsets that the tokenizer reports, and what it decodes.
 """
 
+import json
+import math
 from os.path import commonprefix
 
 import pytest
@@ -179,3 +181,12 @@ def test_offsets_of_a_decoder_that_changes_the_text(text):
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
     offsets = prompt_offsets(tokenizer, text, tokenizer.encode(text).ids)
     assert offsets == sorted(offsets) and 0 <= offsets[0] and offsets[-1] <= len(text)
+
+
+@pytest.mark.parametrize("value", (math.nan, -math.inf))
+def test_log_probabilities_that_are_not_finite_are_null(tmp_path, value):
+    body = {"prompt": "ab", "echo": True, "logprobs": 1}
+    choice = completion(served(tmp_path), body, [99, 100], logprob=(value, [(97, value)]))
+    json.dumps(choice, allow_nan=False)
+    assert choice["logprobs"]["token_logprobs"] == [None] * 4
+    assert choice["logprobs"]["top_logprobs"][1:] == [{"a": None, name: None} for name in "bcd"]

@@ -132,10 +132,11 @@ def test_the_order_of_numbers(dtype):
 
 
 def test_a_logit_that_is_infinite_is_chosen():
+    """From NaN, nothing is."""
     model = torch.tensor([[1.0, math.inf, 0.0, 0.0], [math.nan] * 4])
     generators = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)]
     for top_k in (None, 3):
-        assert choose_tokens(model, Sampling(1.0, top_k), generators, None, Ranks(None)).tolist() == [1, 0]
+        assert choose_tokens(model, Sampling(1.0, top_k), generators, None, Ranks(None)).tolist() == [1, -1]
 
 
 TIED = [{0, 1, 2, 3, 4}, {1, 3}, {3, 4}, {4}, {2, 4}]  # after t, these have logit -1 and the others -2

@@ -5,6 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_ssm import Engine, load
@@ -138,13 +139,11 @@ def test_others_go_on_while_a_grammar_is_compiled(ranks, world):
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_only_the_thread_for_grammars_compiles(ranks, world, monkeypatch):
-    """Also where more grammars take turns than parsers are remembered."""
     pytest.importorskip("llguidance")
-    directory, threads, new_parser = checkpoint("mamba2"), set(), grammars.GrammarTokens._new_parser
-    monkeypatch.setattr(grammars, "REMEMBERED", 2)
+    directory, threads, parser = checkpoint("mamba2"), set(), grammars.GrammarTokens.parser
     monkeypatch.setattr(
-        grammars.GrammarTokens, "_new_parser",
-        lambda *arguments: (threads.add(threading.current_thread().name), new_parser(*arguments))[1],
+        grammars.GrammarTokens, "parser",
+        lambda *arguments: (threads.add(threading.current_thread().name), parser(*arguments))[1],
     )  # fmt: skip
 
     def run(rank):
@@ -160,12 +159,11 @@ def test_only_the_thread_for_grammars_compiles(ranks, world, monkeypatch):
         updates, failures = queue.SimpleQueue(), []
         driver = Driver(engine, channel, updates.put, failures.append)
         driver.start()
-        for _ in range(2):
-            for number in range(20):
-                driver.add(Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"[a-z]{{3}}{number}"))))
-            finished = 0
-            while finished < 20:
-                finished += sum(update.finished == "length" for update in updates.get(timeout=60))
+        for number in range(20):
+            driver.add(Sequence(Arguments([1], 3, seed=0, grammar=("regex", f"[a-z]{{3}}{number}"))))
+        finished = 0
+        while finished < 20:
+            finished += sum(update.finished == "length" for update in updates.get(timeout=60))
         driver.stop()
         driver.join(60)
         assert not failures
@@ -233,3 +231,18 @@ def test_other_ranks_do_not_compile_them_either():
     script = orders()
     follow(engine, SimpleNamespace(receive=lambda is_busy: next(script).encode()))
     assert texts_of(texts) == ["a{9}", "c{9}"]
+
+
+def test_a_reply_that_ends_because_of_nan_is_logged(caplog):
+    model, updates = load(checkpoint("mamba2")), queue.SimpleQueue()
+    with torch.no_grad():
+        model.norm_f.weight[0] = float("nan")
+    engine = Engine(model)
+    driver = Driver(engine, Channel(model.ranks), updates.put, lambda error: None)
+    driver.add(Sequence(Arguments([1], 5, seed=0)))
+    driver.start()
+    (update,) = updates.get(timeout=60)
+    driver.stop()
+    driver.join(60)
+    assert (update.finished, update.tokens, update.error) == ("error", [], None)
+    assert "the logits are NaN after 0 new token(s)" in caplog.text
