@@ -1,8 +1,8 @@
 /* Panels by AVX2.
 
-   INT8 and INT4 matrices are multiplied as 16-bit integers by an x that is rounded to 16 bits, which is faster than float32 and hardly
-   less exact; FLOAT32 matrices in float32; BFLOAT16 matrices as integers, too, in
-   block floating point: the numbers of a block of BLOCK columns as 16-bit integers times a power of two.
+   FLOAT32 matrices are multiplied in float32. INT8 and INT4 matrices are multiplied as 16-bit integers by an x that is rounded to 16
+   bits, which is faster than float32 and hardly less exact. BFLOAT16 matrices are multiplied as integers, too, in block floating
+   point: the numbers of a block of BLOCK columns as 16-bit integers times a power of two.
 
    So products of bfloat16 matrices become sums of integers, which are exact: W's have W_BITS bits, and are at most 255 * 2^4
    because a bfloat16 number has 8 significant bits; those of x are at most 2^X_BITS, and 64 * 4080 * 8192 < 2^31. As the

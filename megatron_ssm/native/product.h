@@ -4,8 +4,8 @@
 
 #include "registers.h"
 
-/* Strides are from row to row, in elements. Only the kernels that the table says so of take a W and a y with gaps: the others need
-   weight_stride == in and y_stride == out. */
+/* Strides are from row to row, in elements. Only the kernels with GAPS in the table take a W and a y with gaps between rows; the
+   others need weight_stride == in and y_stride == out. */
 typedef struct {
   const void *weight;  /* (out, in) of weight_type */
   const float *scales; /* of INT8 and INT4: (out, in / BLOCK), see quantized.h; otherwise NULL */
@@ -28,7 +28,7 @@ enum { NO_KERNEL = 2 };
 int multiply(const Product *p);
 
 /* The kernels return 0, or 1 if there was no memory. A "gemv" is for few rows of x, and reads W from memory once; a "gemm" is for
-   many. Of the same table line or not, the sum of an output is added up in an order that does not depend on `batch`. */
+   many. The order in which a kernel adds up an output does not depend on `batch`. */
 typedef int Kernel(const Product *p);
 Kernel gemv_float_loops, gemv_quantized_loops;
 #ifdef HAS_INTRINSICS
