@@ -130,6 +130,35 @@ def test_rooms_import_earlier_rooms_only(package):
         assert imported <= set(ROOMS[package][:index]), f"{package}/{room} imports {imported}"
 
 
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE_FILES
+}
+
+
+def modules_imported(path):
+    """The modules of our packages that a file imports when it is loaded, or for annotations alone."""
+    nodes, names = list(tree(path).body), set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            folder = [".".join(path.relative_to(ROOT).parent.parts)] if node.level else []
+            base = ".".join(folder + [node.module] * bool(node.module))
+            names |= {name if name in MODULES else base for name in (f"{base}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            nodes += ast.iter_child_nodes(node)
+    return {name for name in names if name in MODULES}
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports for annotations count (TYPE_CHECKING), those inside functions do not."""
+    graph = {name: modules_imported(path) - {name} for name, path in MODULES.items()}
+    while ends := {name for name in graph if not graph[name] or not any(name in each for each in graph.values())}:
+        graph = {name: imported - ends for name, imported in graph.items() if name not in ends}
+    assert_none([f"{name} imports {', '.join(sorted(imported))}" for name, imported in sorted(graph.items())])
+
+
 def test_megatron_core_is_imported_in_few_files():
     assert_none(importers("megatron") - MEGATRON_FILES)
 

@@ -39,8 +39,8 @@ def half_written(directory: str | Path) -> list[Path]:
     return [p for p in Path(directory).glob(".step-*") if re.fullmatch(r"\.step-\d{6,}", p.name)]
 
 
-# Up to 3f8412b, the sizes of a model had other names, of which this is one. What only such a checkpoint names is not compared,
-# nor what only later ones name, but for what a run names only if it uses it.
+# Earlier versions had other names for a model's sizes, of which this is one. With their checkpoints, only what both name is
+# compared, and what a run names only if it uses it.
 OLD_NAME, OPTIONAL = "conv_kernel", ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -68,10 +68,10 @@ def newest_checkpoint(
     described = read_training(path)
     if described.step != step_of(path):
         raise DamagedCheckpoint(f"{path}/training.json is of step {described.step}", path)
-    names = {**requirements, **described.requirements}
+    names = [*{**requirements, **described.requirements}]
     if OLD_NAME in described.requirements:
         both = requirements.keys() & described.requirements.keys()
-        names = {name: None for name in names if name in both or name in OPTIONAL}
+        names = [name for name in names if name in both or name in OPTIONAL]
     for name in names:
         theirs, ours = described.requirements.get(name), requirements.get(name)
         if theirs != ours:

@@ -1,16 +1,42 @@
 """The adapter of torch's DistributedDataParallel: a communication hook. The hook of the last bucket ends the step."""
 
+import weakref
+
 import torch
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion.gradients.session import Session
 
-from .attachment import HookState
+from .attachment import NotCopied
 from .ddp_reduction import DenseBuckets, reduced_parameters
 from .refusals import refuse_ddp
 
 HOOK_ATTRIBUTE = "_sparsefusion_hook"  # DDP takes one hook for its lifetime, so it stays when the adapter is removed
+
+
+class HookState(NotCopied):
+    """The state of the communication hook, which torch's DDP keeps for its lifetime.
+
+    The garbage collector does not see that DDP holds it, so the adapter is referenced weakly. dense: DDP's own
+    reduction, which runs when there is no adapter.
+    """
+
+    dense: DenseBuckets  # since DDP has taken the hook
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._adapter: weakref.ref[TorchDDP] | None = None
+
+    @property
+    def adapter(self) -> "TorchDDP | None":
+        """The adapter that takes the gradients, or None."""
+        return None if self._adapter is None else self._adapter()
+
+    @adapter.setter
+    def adapter(self, adapter: "TorchDDP | None") -> None:
+        """Reference an adapter weakly, or None."""
+        self._adapter = None if adapter is None else weakref.ref(adapter)
 
 
 class TorchDDP:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from sparsefusion.gradients.observer import StepObserver
-from sparsefusion.gradients.session import Session
+from sparsefusion.gradients.session import Session, StepObserver
 
 
 class DensityWarmup(StepObserver):

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.gradients.observer import StepObserver
-from sparsefusion.gradients.session import Session
+from sparsefusion.gradients.session import Session, StepObserver
 from sparsefusion.planning.timeline import Tensor, Timeline
 
 from .cost_measurement import mean_over_ranks

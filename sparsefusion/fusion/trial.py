@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion.collectives.counted import all_reduce
-from sparsefusion.gradients.observer import StepObserver
-from sparsefusion.gradients.session import Session
+from sparsefusion.gradients.session import Session, StepObserver
 from sparsefusion.planning.plan import Plan
 
 # At most MOST_PLANS plans take turns. Their predicted time is at most CLOSE_RATIO times that of the best one.

@@ -19,7 +19,6 @@ from sparsefusion.planning.plan import Plan
 from .buffer_queue import BufferQueue
 from .loss_scale import LossScale
 from .nonfinite import first_nonfinite, largest, largest_mean
-from .observer import StepObserver
 from .rank_comparison import compare_everywhere
 from .reducer import Reducer
 from .skipped_steps import SkippedSteps
@@ -30,6 +29,25 @@ class Waitable(Protocol):
 
     def wait(self) -> None:
         """Block until the means are in the gradients."""
+
+
+class StepObserver:
+    """Is told of the steps of a session, as a profiler or the trial of a plan must be. This base class does nothing."""
+
+    def step_began(self, session: "Session") -> None:
+        """Called before the first atom of a step."""
+
+    def atom_arrived(self, names: Sequence[str]) -> None:
+        """Called when the framework hands over an atom with the gradients of these parameters."""
+
+    def dense_reduction_started(self) -> None:
+        """Called when the framework has started its own reduction of the last atom.
+
+        If the framework waits for the result, the means are already there.
+        """
+
+    def step_ended(self, session: "Session") -> None:
+        """Called when all means are in the gradients."""
 
 
 class Session:

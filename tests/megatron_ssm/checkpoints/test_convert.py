@@ -130,7 +130,7 @@ def test_published_configurations():
     config = families.from_dict(mamba2)
     mixer = config.layers[0][0].operators[0].spec
     assert (config.vocab_size, mixer.heads, mixer.head_dim, mixer.groups) == (50288, 80, 64, 1)
-    assert (config.state_size, config.dt_limit) == (128, (0.0, math.inf))
+    assert (mixer.state_size, mixer.dt_limit) == (128, (0.0, math.inf))
     assert state_spaces_config(config)["ssm_cfg"] == {"layer": "Mamba2"}
 
 

@@ -438,6 +438,19 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
             newest_checkpoint(tmp_path, wanted)
 
 
+def test_a_checkpoint_of_a_version_that_named_sizes_otherwise(tmp_path):
+    """What both name is compared, and LoRA, which only runs with it name."""
+    common = {"family": "mamba2", "vocab_size": tiny.VOCAB, "seed": 5}
+    old, new = common | {"conv_kernel": 4, "heads": 8}, common | {"layers.0.mixer.heads": 8}
+    (tmp_path / "step-000001").mkdir()
+    for lora in ({}, {"lora_rank": 2}):
+        (tmp_path / "step-000001" / "training.json").write_text(json.dumps({"step": 1, **old, **lora}))
+        assert newest_checkpoint(tmp_path, new | lora) == (tmp_path / "step-000001", 1)
+        for wanted in (new | lora | {"seed": 6}, new | lora | {"family": "mamba"}, new | {"lora_rank": 3}):
+            with pytest.raises(ValueError, match=r"cannot resume from .*step-000001: it has \w+=\S+, this run \S+$"):
+                newest_checkpoint(tmp_path, wanted)
+
+
 def truncate(path):
     """Leave the first half of a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -26,8 +26,7 @@ CLASSES = {
     "zamba2": Zamba2Config,
 }  # fmt: skip
 
-# Our size or constant, of the stack or of its first mixer: names of transformers' attribute, of which a class has some.
-SAME_IN_ALL_FAMILIES = {
+SAME_IN_ALL_FAMILIES = {  # our name, in the stack or its mixer: names of transformers' attribute, of which a class has some
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size",),
     "state_size": ("state_size", "mamba_d_state"),

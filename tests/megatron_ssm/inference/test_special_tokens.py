@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from megatron_ssm.configs.config import Config
+from megatron_ssm import families
 from megatron_ssm.inference.special_tokens import CLASS_DEFAULTS, special_tokens
 from megatron_ssm.inference.text import load_tokenizer, stop_tokens
 
@@ -71,7 +71,7 @@ def test_layouts(tmp_path, layout):
         (tmp_path / name).write_text(json.dumps(content))
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     assert special_tokens(tmp_path) == theirs.special_tokens_map
-    assert stop_tokens(tmp_path, Config.from_dict(dict(model_type="mamba2")), ours) == (theirs.eos_token_id,)
+    assert stop_tokens(tmp_path, families.from_dict(dict(model_type="mamba2")), ours) == (theirs.eos_token_id,)
     ids = ours.encode(TEXT, add_special_tokens=False).ids
     assert ids == theirs(TEXT, add_special_tokens=False)["input_ids"]
     assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
@@ -96,7 +96,7 @@ def test_which_class_a_tokenizer_has(tmp_path, files, end):
     assert special_tokens(tmp_path) == AutoTokenizer.from_pretrained(tmp_path).special_tokens_map
     tokenizer = load_tokenizer(tmp_path)
     expected = () if end is None else (tokenizer.token_to_id(end),)
-    assert stop_tokens(tmp_path, Config.from_dict(dict(model_type="mamba2")), tokenizer) == expected
+    assert stop_tokens(tmp_path, families.from_dict(dict(model_type="mamba2")), tokenizer) == expected
 
 
 @pytest.mark.parametrize("name", CLASS_DEFAULTS)
