@@ -27,4 +27,5 @@ FALCON_MAMBA = Family(
     ignored=frozenset({"use_falcon_mambapy"}),
     unsupported_by_peft=("out_proj",),
     from_options=new_config,
+    tokenizer_class="GPTNeoXTokenizer",
 )

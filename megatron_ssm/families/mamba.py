@@ -36,5 +36,11 @@ def new_config(options: Any) -> dict:
 
 
 MAMBA = Family(
-    "mamba", read, DEFAULTS, supported=HIDDEN_ACT, unsupported_by_peft=("out_proj",), from_options=new_config
+    "mamba",
+    read,
+    DEFAULTS,
+    supported=HIDDEN_ACT,
+    unsupported_by_peft=("out_proj",),
+    from_options=new_config,
+    tokenizer_class="GPTNeoXTokenizer",
 )

@@ -40,5 +40,11 @@ def new_config(options: Any) -> dict:
 
 
 MAMBA2 = Family(
-    "mamba2", read, DEFAULTS, supported=HIDDEN_ACT, unsupported_by_peft=("out_proj",), from_options=new_config
+    "mamba2",
+    read,
+    DEFAULTS,
+    supported=HIDDEN_ACT,
+    unsupported_by_peft=("out_proj",),
+    from_options=new_config,
+    tokenizer_class="GPTNeoXTokenizer",
 )

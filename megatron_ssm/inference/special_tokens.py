@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ssm.families import FAMILIES
+
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
@@ -28,7 +30,6 @@ CLASS_DEFAULTS: dict[str, dict[str, str]] = {
     "Qwen2Tokenizer": _QWEN,
     "Qwen3_5Tokenizer": _QWEN,
 }  # fmt: skip
-_CLASS_OF_FAMILY = dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), "GPTNeoXTokenizer")  # where no file names one
 
 
 def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
@@ -111,7 +112,8 @@ def _text(token: object) -> str | None:
 def _class_defaults(directory: Path, fields: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that the class of the tokenizer has by default."""
     model = _read(directory / "config.json")
-    of_family = _CLASS_OF_FAMILY.get(str(model.get("model_type")))
+    family = FAMILIES.get(str(model.get("model_type")))
+    of_family = family and family.tokenizer_class
     name = str(fields.get("tokenizer_class") or model.get("tokenizer_class") or of_family).removesuffix("Fast")
     path = directory / "tokenizer.json"
     if name == "LlamaTokenizer" and path.is_file() and b'"ByteLevel"' in path.read_bytes():

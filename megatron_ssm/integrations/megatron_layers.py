@@ -148,7 +148,7 @@ def _check_residual_stream(options: Mapping[str, Any]) -> None:
         raise ValueError("residual_in_fp32: hybrid layers have one residual stream, in the dtype of the parameters")
 
 
-# Options of Megatron's attention that Zamba's shared block does not have.
+# Options of Megatron's attention that shared blocks do not have.
 _NOT_IN_SHARED_BLOCK = (
     "attention_dropout", "window_size", "qk_layernorm", "qk_clip", "add_qkv_bias", "attention_output_gate",
 )  # fmt: skip
