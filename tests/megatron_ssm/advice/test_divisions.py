@@ -199,7 +199,8 @@ def test_the_times_of_a_step_by_hand():
     by_sizes = {(each.tensor, each.context, each.data): each for each in found}
     sums = ALPHA + BETA * Memory(config, 1, 4).weights
     assert by_sizes[1, 1, 2].seconds == pytest.approx(2 * 3 + sums)
-    tokens, hidden, layers, x_proj = 64, config.hidden_size, config.num_layers, config.dt_rank + 2 * config.state_size
+    mixer = config.layers[0][0].operators[0].spec
+    tokens, hidden, layers, x_proj = 64, config.hidden_size, config.num_layers, mixer.dt_rank + 2 * mixer.state_size
     messages = (2 * layers + 2) * (ALPHA + BETA * 4 * tokens * hidden)
     messages += 2 * layers * (ALPHA + BETA * 4 * tokens * x_proj) + 3 * (ALPHA + BETA * 4 * tokens)
     assert by_sizes[2, 1, 1].seconds == pytest.approx(4 * (1.5 + messages))
@@ -240,7 +241,8 @@ def test_buckets_of_gradients_are_those_of_ddp(ranks, world):
     """A bucket that DDP closes may be larger by one gradient."""
     changes = dict(hidden_size=256, num_layers=2)
     config = families.from_dict(options(**changes).new_config(512, 0))
-    largest = 4 * config.hidden_size * 2 * config.intermediate_size * 1.2  # in_proj has some more rows
+    channels = config.layers[0][0].operators[0].spec.channels
+    largest = 4 * config.hidden_size * 2 * channels * 1.2  # in_proj has some more rows
     expected = [
         each.nbytes for each in gradient_sums(Memory(config, 1, 4).weights, world, 4 * 512 * config.hidden_size)
     ]
@@ -337,10 +339,10 @@ def test_the_memory_of_a_reply_counts_the_cache_once(name):
 def test_attention_on_a_fabric_without_some_operations(operations):
     """As `sparsefusion fit --all-reduce` makes it. By hand: in a ring, two ranks send keys and values of 32 tokens once."""
     config, some = config_of(**tiny.ZAMBA2), fabric(operations=operations)
-    shared = config.shared
-    nbytes = 4 * 2 * 32 * shared.kv_heads * shared.head_dim
+    attention = config.attentions[0]
+    nbytes = 4 * 2 * 32 * attention.kv_heads * attention.head_dim
     one = ALPHA + BETA * nbytes if len(operations) > 1 else (ALPHA + BETA * 2 * nbytes) / 2
-    shape = 1, shared.heads, shared.kv_heads, shared.head_dim
+    shape = 1, attention.heads, attention.kv_heads, attention.head_dim
     ring = next(each for each in candidates(2, *shape[1:], 64) if each.rows == 2)
     assert seconds_of_attention(ring, 2, 64, shape, False, some) == pytest.approx(one)
     found = training_divisions(config, 4, Training(64, 4), some, Fixed())
