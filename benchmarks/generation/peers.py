@@ -123,7 +123,7 @@ def rows_of(shape: str, threads: int, models: dict[str, tuple[Any, Any]], sizes:
     rows.append([shape, str(threads), "decode, tokens/s", *cells, spread])
     rate, cells = memory_rate(threads), []
     for format, (ours, _) in models.items():
-        states = 2 * sum(layer.state.nbytes for layer in ours.new_cache(1).layers)
+        states = 2 * sum(state["state"].nbytes for state in ours.new_cache(1).states.values())
         weights = sum(tensor.nbytes for tensor in (*ours.parameters(), *ours.buffers()))
         pairs = zip((weights, sizes[format]), times[format], strict=True)
         cells.append(" / ".join(f"{(nbytes + states) * NEW / seconds / rate:.0%}" for nbytes, seconds in pairs))

@@ -5,6 +5,7 @@ the memory's bandwidth. `measured.MeasuredDevice` has the same methods and times
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import decoding_shape
 from megatron_ssm.sizing.flops import BF16_TFLOPS, forward_flops
-from megatron_ssm.sizing.memory import Memory, sizes_of
+from megatron_ssm.sizing.memory import Memory
 from megatron_ssm.stack.sizes import Workload
 from megatron_ssm.stack.stack import Stack
 from sparsefusion import Fabric
@@ -62,9 +63,10 @@ class Device:
     def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
         """Seconds that a context rank computes in addition, forward and backward: it reads a scan's inputs once more."""
         seconds = 0.0
-        for sizes, count in sizes_of(config, Workload(ranks)):
-            if sizes.passed:
-                read = batch * tokens * 3 * sizes.convolved * self.itemsize
+        for spec, count in Counter(spec for _, spec in config.operators).items():
+            if spec.recurrence is not None:
+                channels = spec.recurrence.heads * spec.recurrence.head_dim // ranks
+                read = batch * tokens * (2 * channels + spec.sizes(Workload(ranks)).convolved) * self.itemsize
                 seconds += count * (read / self.bandwidth + self.launch)
         return seconds, seconds
 

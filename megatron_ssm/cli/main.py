@@ -7,10 +7,10 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron_ssm.families import read_for_ranks
 from megatron_ssm.parallel.local_launch import accept_passed_interrupts, handle_like_sigterm, run_local_ranks
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (
@@ -174,8 +174,8 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
     for name in ("tp", "cp"):
         _check(arguments, name, 1)
     tensor = arguments.tp or 1
-    if "WORLD_SIZE" not in os.environ and tensor * arguments.cp > 1:  # checked before ranks start and import torch
-        code = run("megatron_ssm generate", lambda: read_for_ranks(arguments.model, tensor))
+    if "WORLD_SIZE" not in os.environ and tensor * arguments.cp > 1:
+        code = _check_models("megatron_ssm generate", [arguments.model], tensor)
         return code or run_local_ranks(argv, tensor * arguments.cp)
     leave_on_interrupt()
     silence_third_parties()
@@ -202,9 +202,9 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     if not arguments.host.strip():
         parser().error("--host is empty: it must be a host name or an address (0.0.0.0: every network)")
     tensor = arguments.tp or 1
-    if "WORLD_SIZE" not in os.environ and tensor > 1:  # checked before ranks start and import torch
+    if "WORLD_SIZE" not in os.environ and tensor > 1:
         models = [directory for directory in (arguments.model, arguments.draft) if directory is not None]
-        code = run("megatron_ssm serve", lambda: [read_for_ranks(directory, tensor) for directory in models])
+        code = _check_models("megatron_ssm serve", models, tensor)
         return code or run_local_ranks(argv, tensor, passes_signals=True)
     leave_on_interrupt()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
@@ -225,6 +225,18 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         serve(arguments)
 
     return run("megatron_ssm serve", command)
+
+
+def _check_models(program: str, directories: Sequence[str], ranks: int) -> int:
+    """The exit code of a check, before any rank starts, that `ranks` tensor-parallel ranks can split these models."""
+
+    def check() -> None:
+        from megatron_ssm.families import read_for_ranks
+
+        for directory in directories:
+            read_for_ranks(directory, ranks)
+
+    return run(program, check)
 
 
 def _check(arguments: argparse.Namespace, name: str, least: float, limit: float = LIMIT) -> None:

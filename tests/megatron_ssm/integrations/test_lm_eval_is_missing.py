@@ -8,5 +8,7 @@ import pytest
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"^there is no package lm_eval: pip install 'megatron-ssm\[eval\]'$"):
+    with pytest.raises(
+        SystemExit, match=r"^there is no package lm_eval: pip install 'lm-eval>=0\.4\.12' transformers$"
+    ):
         runpy.run_path("megatron_ssm/integrations/lm_eval.py", run_name="__main__")

@@ -14,7 +14,7 @@ from hf import assert_same_bytes, save_hf, tensors_in
 from megatron_cpu import CPU, hybrid_model, join, save_without_cuda
 from megatron_ssm import families
 from megatron_ssm.integrations import specs
-from megatron_ssm.integrations.megatron_layers import FUSED_NORMS, HybridLayer, Stack
+from megatron_ssm.integrations.megatron_layers import FUSED_NORMS, HybridLayer, Mixer, Stack
 from megatron_ssm.integrations.megatron_weights import load_hugging_face, megatron_model, save_hugging_face
 
 CASES = {
@@ -212,7 +212,7 @@ def megatrons_mixer(config, monkeypatch):
     parts = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mixers = [
         mamba_mixer.MambaMixer(config, parts, 32, layer_number=1, pg_collection=groups),
-        specs.Mamba2(config, 32, layer_number=1, pg_collection=groups),
+        Mixer(config, 32, layer_number=1, pg_collection=groups, family="mamba2", given={}),
     ]
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return mixers, [mixer.sharded_state_dict("mixer.", (), metadata) for mixer in mixers]
@@ -338,7 +338,7 @@ REFUSED = {
     "packed_seq_params": lambda d: mamba_model()(torch.zeros(1, 4).long(), None, None, packed_seq_params=object()),
     "only models that megatron_ssm's stack_spec built": lambda d: save_hugging_face(nn.Linear(1, 1), d),
     "a mamba2 model with layers \\*, - has no counterpart": lambda d: save_hugging_face(mamba_model(pattern="*-"), d),
-    "has groups=2, and Megatron's model 1": of_another_model,
+    "has groups=2 in layers.0.mixer, and Megatron's model 1": of_another_model,
 }  # fmt: skip
 
 

@@ -81,12 +81,12 @@ def test_the_products_of_a_step_with_adapters(targets):
 def test_attention_against_torch():
     """The rest of the formula for a hybrid: the scan's 7 operations, and products that torch counts."""
     config = tiny.trainer(tiny.options(**tiny.ZAMBA2)).model.config
-    shared, seq = config.shared, 12
-    q = torch.zeros(1, shared.heads, seq, shared.head_dim)
+    attended, mixer, seq = config.attentions[0], config.recurrences[0], 12
+    q = torch.zeros(1, attended.heads, seq, attended.head_dim)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     attention = len(config.attentions) * counter.get_total_flops() / seq
-    scan = 7 * config.num_layers * config.intermediate_size * config.state_size
+    scan = 7 * config.num_layers * mixer.heads * mixer.head_dim * mixer.state
     assert forward_flops(config, seq) == 2 * matrix_elements(config) + scan + attention
 
 
