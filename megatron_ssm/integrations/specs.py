@@ -110,9 +110,13 @@ _OTHER_NAMES = {"mamba": "mamba2", "mamba1": "mamba"}
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    """NAME_stack_spec for each family. It is kept, because Megatron's scripts then look for it in the module's dictionary."""
+    """NAME_stack_spec of a family, also of one that was registered after this module was imported."""
     family = name.removesuffix("_stack_spec")
     family = _OTHER_NAMES.get(family, family)
     if not name.endswith("_stack_spec") or family not in FAMILIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, stack_spec(family))
+    return stack_spec(family)
+
+
+# Megatron's scripts look for a name in the module's dictionary.
+globals().update({name: __getattr__(name) for name in (f"{each}_stack_spec" for each in (*FAMILIES, *_OTHER_NAMES))})
