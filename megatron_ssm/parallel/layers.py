@@ -28,13 +28,8 @@ def apply_layer(layer: nn.Module, x: torch.Tensor, adapter: Product | None) -> t
     return layer(x) if adapter is None else layer(x, adapter)
 
 
-def apply_layer(layer: nn.Module, x: torch.Tensor, adapter: Product | None) -> torch.Tensor:
-    """The output of a column- or row-parallel layer, with its adapter. A layer of the caller's own takes x alone."""
-    return layer(x) if adapter is None else layer(x, adapter)
-
-
 def bias_of(layer: nn.Module) -> torch.Tensor | None:
-    """The bias of a row-parallel layer, which is added after the sum; that of a layer of the caller's own is its own affair."""
+    """The bias of a row-parallel layer, which is added after the sum. A layer of the caller's own adds its own."""
     return layer.bias if isinstance(layer, RowParallelLinear) else None
 
 
