@@ -68,11 +68,11 @@ def newest_checkpoint(
     described = read_training(path)
     if described.step != step_of(path):
         raise DamagedCheckpoint(f"{path}/training.json is of step {described.step}", path)
-    names = {**requirements, **described.requirements}
-    if OLD_NAME in described.requirements:
+    compared, is_old = [*{**requirements, **described.requirements}], OLD_NAME in described.requirements
+    if is_old:
         both = requirements.keys() & described.requirements.keys()
-        names = {name: None for name in names if name in both or name in OPTIONAL}
-    for name in names:
+        compared = [name for name in compared if name in both or name in OPTIONAL]
+    for name in compared:
         theirs, ours = described.requirements.get(name), requirements.get(name)
         if theirs != ours:
             raise ValueError(f"cannot resume from {path}: it has {name}={theirs!r}, this run {ours!r}")
