@@ -131,4 +131,8 @@ def __getattr__(name: str) -> ModuleSpec:
     family = _OTHER_NAMES.get(family, family)
     if not name.endswith("_stack_spec") or family not in FAMILIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, stack_spec(family))
+    return stack_spec(family)
+
+
+# Megatron's scripts look for a name in the module's dictionary.
+globals().update({name: __getattr__(name) for name in (f"{each}_stack_spec" for each in (*FAMILIES, *_OTHER_NAMES))})

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, rms_norm
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    Product,
+    RowParallelLinear,
+    apply_layer,
+    bias_of,
+    rms_norm,
+)
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, row_parallel
 from megatron_ssm.stack.sizes import AttentionSizes, Sizes, Workload
 from megatron_ssm.stack.stack import Spec
@@ -140,12 +147,12 @@ class Attention(Operator):
     def project(self, x: torch.Tensor, extra: Product | None = None) -> torch.Tensor:
         """[q | k | v] of this rank. extra: a low-rank product that is added."""
         parts = {f"{name}_proj": rows for name, rows in self.rows.items()}
-        return self.qkv(x, extra or adapter_of_parts(self.lora, parts))
+        return apply_layer(self.qkv, x, extra or adapter_of_parts(self.lora, parts))
 
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
         """See `Operator`."""
-        out = self.o_proj(self.attended(projected, call, state), adapter_of(self.lora, "o_proj"))
-        return Partial(out, bias=self.o_proj.bias)
+        out = apply_layer(self.o_proj, self.attended(projected, call, state), adapter_of(self.lora, "o_proj"))
+        return Partial(out, bias=bias_of(self.o_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""

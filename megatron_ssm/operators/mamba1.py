@@ -19,7 +19,15 @@ from megatron_ssm.context.scans import NO_STEP, ScanInputs, selective_scan_over_
 from megatron_ssm.context.token_sharding import TokenSharding
 from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear, is_plain, rms_norm, with_adapter
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    apply_layer,
+    bias_of,
+    is_plain,
+    rms_norm,
+    with_adapter,
+)  # fmt: skip
 from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
 from megatron_ssm.stack.sizes import RecurrenceSizes, Sizes, Workload
@@ -169,7 +177,8 @@ class MambaMixer(Operator):
         x, z = projected.chunk(2, dim=-1)
         is_sharded = self.context is not None and call.sharding is not None
         y = self._gated_over_context(x, z, call, state) if is_sharded else self._gated(x, z, call, state)
-        return Partial(self.out_proj(y, adapter_of(self.lora, "out_proj")), bias=self.out_proj.bias)
+        out = apply_layer(self.out_proj, y, adapter_of(self.lora, "out_proj"))
+        return Partial(out, bias=bias_of(self.out_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""

@@ -28,7 +28,7 @@ from megatron_ssm.context.scans import ssd_over_context
 from megatron_ssm.native import kernels
 from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 from megatron_ssm.ops.scan import ssd
-from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear, apply_layer, bias_of
 from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
 from megatron_ssm.stack.sizes import RecurrenceSizes, Sizes, Workload
@@ -186,8 +186,8 @@ class Mamba2Mixer(Operator):
         checkpoints with limits depend on it.
         """
         normed, squares = self._normed(*self._scanned(projected, call, state))
-        out = self.out_proj(normed, adapter_of(self.lora, "out_proj"))
-        return Partial(out, squares, None if squares is None else self._finished, self.out_proj.bias)
+        out = apply_layer(self.out_proj, normed, adapter_of(self.lora, "out_proj"))
+        return Partial(out, squares, None if squares is None else self._finished, bias_of(self.out_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""

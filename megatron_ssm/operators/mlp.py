@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, apply_layer, bias_of
 from megatron_ssm.stack.fields import Field, divides, packed, row_parallel, rows_of
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
@@ -112,13 +112,13 @@ class Mlp(Operator):
     def project(self, x: torch.Tensor, extra: Product | None = None) -> torch.Tensor:
         """[gate | up] of this rank, or [up]. extra: a low-rank product that is added."""
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
-        return self.gate_up(x, extra or adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts))
+        adapter = extra or adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts)
+        return apply_layer(self.gate_up, x, adapter)
 
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
         """See `Operator`."""
-        return Partial(
-            self.down_proj(self.activated(projected), adapter_of(self.lora, "down_proj")), bias=self.down_proj.bias
-        )
+        out = apply_layer(self.down_proj, self.activated(projected), adapter_of(self.lora, "down_proj"))
+        return Partial(out, bias=bias_of(self.down_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ssm.context.blocks import ContextRanks
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, is_altered
+from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, apply_layer, is_altered
 from megatron_ssm.parallel.operators import copy_to_ranks, in_pieces, reduce_beside, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import all_gathered_tokens, reduce_scatter_tokens, replicated
@@ -109,7 +109,7 @@ class Operator(TrackedModule):
 
         The gradient of x is partial; the unit sums it. Unless an operator says otherwise, it is the product with `in_proj`.
         """
-        return self.in_proj(x, adapter_of(self.lora, "in_proj"))
+        return apply_layer(self.in_proj, x, adapter_of(self.lora, "in_proj"))
 
     def mix(self, projected: Any, call: Call, state: State | None = None) -> Partial:
         """The output, partial; it reads and updates the rows `call.rows` of the state."""

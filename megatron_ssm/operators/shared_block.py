@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from megatron_ssm.ops.matrices import linear
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Packed, Product, RMSNorm, is_plain, with_adapter
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    Packed,
+    Product,
+    RMSNorm,
+    apply_layer,
+    bias_of,
+    is_plain,
+    with_adapter,
+)  # fmt: skip
 from megatron_ssm.parallel.operators import copy_to_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.sequence_parallel import divide_gradient, replicated
@@ -306,8 +315,8 @@ class SharedBlock(Attention, Mlp):
 
     def _attention(self, qkv: torch.Tensor, use: SharedBlockUse, call: Call, state: State | None) -> torch.Tensor:
         """The output of the attention, whole. Its temporaries are freed when it returns."""
-        out = self.o_proj(self.attended(qkv, call, state), adapter_of(use.lora, "o_proj"))
-        return sum_of([Partial(out, bias=self.o_proj.bias)], self.ranks)
+        out = apply_layer(self.o_proj, self.attended(qkv, call, state), adapter_of(use.lora, "o_proj"))
+        return sum_of([Partial(out, bias=bias_of(self.o_proj))], self.ranks)
 
     def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
         """Queries, keys and values."""
@@ -318,8 +327,8 @@ class SharedBlock(Attention, Mlp):
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
         y = self.activated(self._adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora))
-        part = Partial(self.down_proj(y, adapter_of(use.lora, "down_proj")), bias=self.down_proj.bias)
-        y = sum_of([part], self.ranks, keep_for_recomputation=True)
+        part = apply_layer(self.down_proj, y, adapter_of(use.lora, "down_proj"))
+        y = sum_of([Partial(part, bias=bias_of(self.down_proj))], self.ranks, keep_for_recomputation=True)
         return with_adapter(linear(y, replicated(use.linear, self.ranks)), adapter_of(use.lora, "linear"), y)
 
     def _adapted(
@@ -330,7 +339,7 @@ class SharedBlock(Attention, Mlp):
         lora: is added to the layer's own product.
         """
         with as_input(x, self.ranks) as whole:
-            y = layer(whole, lora)
+            y = apply_layer(layer, whole, lora)
             if adapter is None:
                 return y
             more = adapter(divide_gradient(whole, self.ranks) if self.ranks.sequence_parallel else x)

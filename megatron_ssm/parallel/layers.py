@@ -29,6 +29,11 @@ def apply_layer(layer: nn.Module, x: torch.Tensor, adapter: Product | None) -> t
     return layer(x) if adapter is None else layer(x, adapter)
 
 
+def bias_of(layer: nn.Module) -> torch.Tensor | None:
+    """The bias of a row-parallel layer, which is added after the sum. A layer of the caller's own adds its own."""
+    return layer.bias if isinstance(layer, RowParallelLinear) else None
+
+
 def with_adapter(y: torch.Tensor, adapter: Product | None, x: torch.Tensor) -> torch.Tensor:
     """y + adapter(x), or y if there is no adapter."""
     return y if adapter is None else y + adapter(x)

@@ -380,8 +380,8 @@ def test_a_step_that_cannot_be_captured(family, captured, caplog, monkeypatch):
         decode_and_compare(model, caches, [0, 1], MORE[:2, t : t + 1])
     assert len(captured) == 1 and model.graphs
     mixer = type(model.layers[1].mixer)
-    forward = mixer.forward
-    monkeypatch.setattr(mixer, "forward", lambda this, x, *given: forward(this, x * bool(x.sum() != 0), *given))
+    mix = mixer.mix
+    monkeypatch.setattr(mixer, "mix", lambda this, x, *given: mix(this, x * bool(x.sum() != 0), *given))
     with caplog.at_level(logging.WARNING, "megatron_ssm"):
         for t in range(3, 9):
             decode_and_compare(model, caches, [2, 3], MORE[2:4, t : t + 1])
