@@ -68,8 +68,8 @@ def newest_checkpoint(
     described = read_training(path)
     if described.step != step_of(path):
         raise DamagedCheckpoint(f"{path}/training.json is of step {described.step}", path)
-    compared, is_old = [*{**requirements, **described.requirements}], OLD_NAME in described.requirements
-    if is_old:
+    compared = [*{**requirements, **described.requirements}]
+    if OLD_NAME in described.requirements:
         both = requirements.keys() & described.requirements.keys()
         compared = [name for name in compared if name in both or name in OPTIONAL]
     for name in compared:

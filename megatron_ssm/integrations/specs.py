@@ -126,7 +126,7 @@ _OTHER_NAMES = {"mamba": "mamba2", "mamba1": "mamba"}
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    """NAME_stack_spec for each family. It is kept: Megatron's scripts then look for it in the module's dictionary."""
+    """NAME_stack_spec of a family, also of one that was registered after this module was imported."""
     family = name.removesuffix("_stack_spec")
     family = _OTHER_NAMES.get(family, family)
     if not name.endswith("_stack_spec") or family not in FAMILIES:
