@@ -323,5 +323,5 @@ def _times_of_reply(model: Model, ids: torch.Tensor, hooks: list[Any]) -> tuple[
         times.append(time.perf_counter())
         while hooks:
             hooks.pop().remove()
-            changed()
+            changed(model)
     return times[1] - times[0], (times[-1] - times[1 + FIRST]) / NEW

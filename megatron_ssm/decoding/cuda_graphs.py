@@ -43,7 +43,7 @@ from megatron_ssm.operators.attention import Attention, attend_with_cache
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.operators.call import Call, Positions
 from megatron_ssm.parallel.layers import has_plain_tensors, is_altered
-from megatron_ssm.parallel.tracked import generation
+from megatron_ssm.parallel.tracked import Version
 from sparsefusion.collectives import counted as collectives
 
 DEVICE = "cuda"
@@ -187,7 +187,7 @@ class _RowGraphs:
 
     def __init__(self, model: Any, cache: Cache):
         assert isinstance(cache.rows, slice)  # `_is_decoding_step`
-        self._generation, self._layout, self._rows = generation(), weakref.ref(cache.layout), cache.rows
+        self._version, self._layout, self._rows = Version(model), weakref.ref(cache.layout), cache.rows
         self._kept = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]  # so that storages stay
         self._addresses = _addresses(model, cache)
         self.device, self._settings, self.can_capture = model.device, _settings(model), _is_capturable(model)
@@ -199,7 +199,7 @@ class _RowGraphs:
     def is_current(self, model: Any, cache: Cache) -> bool:
         """Whether the graphs still compute what the model would."""
         return (
-            self._generation == generation()
+            self._version.is_current(model)
             and _settings(model) == self._settings
             and _addresses(model, cache) == self._addresses
         )

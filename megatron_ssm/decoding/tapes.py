@@ -19,7 +19,7 @@ from megatron_ssm.native import kernels
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.operators.call import Call, Positions
 from megatron_ssm.operators.operator import check_plain
-from megatron_ssm.parallel.tracked import generation
+from megatron_ssm.parallel.tracked import Version
 from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from megatron_ssm.tape.run import BoundCall, FinishedTape, Section
 
@@ -42,7 +42,7 @@ class Tapes(threading.local):
     """The tapes of one model in each thread. A copy has none."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[int, FinishedTape | None]] = {}
+        self._made: dict[str, tuple[Version, FinishedTape | None]] = {}
 
     def __reduce__(self) -> tuple:
         return Tapes, ()
@@ -50,8 +50,8 @@ class Tapes(threading.local):
     def tape(self, model: Any, kind: str) -> FinishedTape | None:
         """The tape for a kind of call; None if C computes no layer, or for decoding not the embeddings and the head."""
         made = self._made.get(kind)
-        if made is None or made[0] != generation():
-            self._made[kind] = made = generation(), _make(model, kind)
+        if made is None or not made[0].is_current(model):
+            self._made[kind] = made = Version(model), _make(model, kind)
         return made[1]
 
     def logits(

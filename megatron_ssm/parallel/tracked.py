@@ -5,20 +5,36 @@ from typing import Any
 from torch import nn
 
 
-class _Generation:
-    """The count. It is one for the process: a change of any model outdates what was derived from every model."""
+class _Changes:
+    """How many changes of modules there have been in this process: while it stays, no model has changed."""
 
-    value = 0
-
-
-def generation() -> int:
-    """How many changes there have been."""
-    return _Generation.value
+    count = 0
 
 
-def changed() -> None:
-    """Count a change."""
-    _Generation.value += 1
+def changed(module: nn.Module) -> None:
+    """Count a change of a module."""
+    _Changes.count += 1
+    module.__dict__["changes"] = module.__dict__.get("changes", 0) + 1
+
+
+class Version:
+    """A model as it is when this is made."""
+
+    def __init__(self, model: nn.Module):
+        self._count, self._modules = _Changes.count, _changes(model)
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether the model has not changed since."""
+        if self._count != _Changes.count:
+            count, modules = _Changes.count, _changes(model)
+            if modules != self._modules:
+                return False
+            self._count = count  # what has changed is another model
+        return True
+
+
+def _changes(model: nn.Module) -> list[tuple]:
+    return [(id(module), module.__dict__.get("changes")) for module in model.modules()]
 
 
 class TrackedModule(nn.Module):
@@ -28,37 +44,37 @@ class TrackedModule(nn.Module):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        changed()
+        changed(self)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        changed()
+        changed(self)
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See torch."""
-        changed()
+        changed(self)
         super().register_parameter(name, param)
 
     def register_module(self, name: str, module: nn.Module | None) -> None:
         """See torch."""
-        changed()
+        changed(self)
         super().register_module(name, module)
 
     def register_forward_hook(self, *arguments: Any, **options: Any) -> Any:
         """See torch."""
-        changed()
+        changed(self)
         return super().register_forward_hook(*arguments, **options)
 
     def register_forward_pre_hook(self, *arguments: Any, **options: Any) -> Any:
         """See torch."""
-        changed()
+        changed(self)
         return super().register_forward_pre_hook(*arguments, **options)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        changed()
+        changed(self)
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
-        changed()
+        changed(self)
         super()._load_from_state_dict(*arguments, **options)

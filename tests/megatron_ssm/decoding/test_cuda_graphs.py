@@ -30,10 +30,10 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.operators.attention import attend_with_cache
 from megatron_ssm.operators.call import Positions
 from megatron_ssm.operators.state import State
-from megatron_ssm.operators.unit import Layer
 from megatron_ssm.parallel import groups
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.parallel.tracked import Version
 from serving import checkpoint, families, hooked, hooked_anew, ids, on_ranks, on_ranks_of_families
 
 READS_VALUES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::lift_fresh"}
@@ -604,7 +604,7 @@ def capture_by_repeating(model, cache, captured, fails=()):
     """A `capture` that returns RepeatedGraphs for a cache; those whose index is in `fails` raise an error at the end."""
 
     def capture(step, device, streams, pool=None):
-        tensors = cuda_graphs._tensors(cache)
+        tensors = list(cache.tensors())
         before = [tensor.clone() for tensor in tensors]
         logits = step().fill_(float("nan"))
         for tensor, numbers in zip(tensors, before, strict=True):
@@ -635,14 +635,15 @@ def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
         captured = []
         with monkeypatch.context() as patch:
             patch.setattr(cuda_graphs.dist, "get_backend", lambda group: "nccl")
-            caches = two_caches(model)
+            caches, usual = two_caches(model), copy.deepcopy(model)
+            usual.graphs = False
             patch.setattr(cuda_graphs, "capture", capture_by_repeating(model, caches[0], captured))
             for t in range(8):
                 results = []
-                for model.graphs, cache in zip((True, False), caches, strict=True):
+                for each, cache in zip((model, usual), caches, strict=True):
                     model.counter.reset()
                     with torch.no_grad():
-                        logits = model(MORE[1:4, t : t + 1], None, cache.select([1, 2, 3]))
+                        logits = each(MORE[1:4, t : t + 1], None, cache.select([1, 2, 3]))
                     results.append((logits, copy.deepcopy(model.counter)))
                 (found, sent), (expected, expected_counter) = results
                 assert_near(found, expected)
@@ -791,10 +792,11 @@ def test_a_custom_reduce_is_not_captured():
 def test_a_bias_of_a_shared_block_is_noticed(kind):
     """As a parameter, and as a tensor that is none."""
     model = loaded("zamba2")
-    fingerprint = cuda_graphs.ModelFingerprint(model, Layer)
-    assert fingerprint.is_current()
+    version = Version(model)
+    copy.deepcopy(model)
+    assert version.is_current(model)
     model.shared[0].o_proj.bias = kind(torch.zeros(len(model.shared[0].o_proj.weight)))
-    assert not fingerprint.is_current() and not fingerprint.is_current()
+    assert not version.is_current(model)
 
 
 def test_a_model_with_plain_tensors_is_not_captured():
