@@ -296,7 +296,8 @@ def test_bf16_autocast(ranks, tp, model):
             trainer.model(torch.zeros(1, 5, dtype=torch.int64), cache=cache)
         moments = {state.dtype for held in trainer.optimizer.state.values() for state in held.values()}
         parameters = {parameter.dtype for parameter in trainer.model.parameters()}
-        return losses, set(products), parameters | moments, {state["state"].dtype for state in cache.states.values()}
+        states = {name: t.dtype for state in cache.states.values() for name, t in state.fixed.items()}
+        return losses, set(products), parameters | moments, {states["state"]}
 
     exact = tiny.curve(tiny.trainer(tiny.options(**run)), 5)[0]
     for losses, products, kept, states in ranks(train, tp):
