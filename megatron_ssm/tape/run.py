@@ -46,6 +46,7 @@ class FinishedTape:
         self._table_length = 0
         self._tables: list[Tensor] = []
         self.calls: dict[tuple[int, int], BoundCall] = {}
+        self._fast: dict[int, bool] = {}
 
     def has_addresses(self) -> bool:
         """Whether the model's tensors are where they were."""
@@ -53,8 +54,10 @@ class FinishedTape:
 
     def is_fast(self, rows: int) -> bool:
         """Whether C has kernels for the products of this many rows."""
-        dtype = self.builder.dtype
-        return all(products.has_kernel(stored, dtype, rows, *layout) for stored, *layout in self.builder.weights)
+        if rows not in self._fast:
+            dtype = self.builder.dtype
+            self._fast[rows] = all(products.has_kernel(w, dtype, rows, *layout) for w, *layout in self.builder.weights)
+        return self._fast[rows]
 
     def call(self, batch: int, tokens: int) -> "BoundCall":
         """What runs the tape for this many tokens of each of this many sequences."""
