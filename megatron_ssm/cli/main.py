@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron_ssm.parallel.local_launch import accept_passed_interrupts, handle_like_sigterm, run_local_ranks
+from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (
     LIMIT,
@@ -207,8 +207,8 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         code = _check_models("megatron_ssm serve", models, tensor)
         return code or run_local_ranks(argv, tensor, passes_signals=True)
     leave_on_interrupt()
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
-    handle_like_sigterm()
+    if os.getpid() == 1:  # of a container, which a signal without a handler does not end
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
     if arguments.rendezvous and this_rank() == 0:  # from run_local_ranks
         accept_passed_interrupts()
     silence_third_parties()

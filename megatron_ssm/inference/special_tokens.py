@@ -21,6 +21,14 @@ CLASS_DEFAULTS: dict[str, dict[str, str]] = {
         bos_token="<BOS_TOKEN>", eos_token="<|END_OF_TURN_TOKEN|>", unk_token="<UNK>", sep_token="<SEP>",
         pad_token="<PAD>", cls_token="<CLS>", mask_token="<MASK_TOKEN>",
     ),
+    "BertTokenizer": dict(
+        unk_token="[UNK]", sep_token="[SEP]", pad_token="[PAD]", cls_token="[CLS]", mask_token="[MASK]"
+    ),
+    "CodeGenTokenizer": _END_OF_TEXT,
+    "CodeLlamaTokenizer": dict(
+        bos_token="<s>", eos_token="</s>", unk_token="<unk>", prefix_token="▁<PRE>", middle_token="▁<MID>",
+        suffix_token="▁<SUF>", eot_token="▁<EOT>", fill_token="<FILL_ME>",
+    ),
     "GPT2Tokenizer": _END_OF_TEXT,
     "GPTNeoXTokenizer": _END_OF_TEXT | dict(pad_token="<|padding|>"),
     "GemmaTokenizer": dict(
@@ -98,7 +106,7 @@ def _fields(directory: Path) -> dict[str, Any]:
 
 def _named(directory: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """{name: token} of the special tokens, a text or an object with its text; None where a file says null."""
-    extra = fields.get("extra_special_tokens")
+    extra = fields.get("extra_special_tokens") or fields.get("model_specific_special_tokens")
     given = {name: value for name, value in fields.items() if name.endswith("_token")}
     return _class_defaults(directory, fields) | given | (extra if isinstance(extra, dict) else {})
 

@@ -30,6 +30,7 @@ from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import check_device, device_of_rank, join, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
+from megatron_ssm.parallel.local_launch import handle_like_sigterm
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Printer
 from sparsefusion.foundation.launcher import launched_ranks
@@ -61,6 +62,7 @@ def serve(arguments: Namespace) -> None:
     opened = ExitStack()  # the listener
     try:
         join(ranks, device, init_method=arguments.rendezvous, check=lambda: check_device(device))
+        handle_like_sigterm()  # not before: a handler of Python's would wait for the other ranks, too
         group = dist.group.WORLD if dist.is_initialized() else None
         rank = 0 if group is None else dist.get_rank()
         inputs = run_and_compare(

@@ -21,7 +21,6 @@ TOKENIZED_PER_S = 100_000  # characters; a slow tokenizer on a slow processor
 # Documents
 
 JSON_LINES = (".jsonl", ".ndjson")
-JSON_ARRAY = re.compile(r'\s*\[\s*\{[^{}]*"text"\s*:')  # of documents
 EXPECTED = "expected UTF-8 text or JSON lines (.jsonl)"
 SUFFIXES = dict.fromkeys((".bin", ".idx"), "of Megatron's indexed datasets")
 MAGIC = {  # the first bytes of files
@@ -46,10 +45,10 @@ MAGIC = {  # the first bytes of files
 def read_documents(paths: Path | str | Iterable[Path | str], separator: str | None = None) -> list[str]:
     """The documents in files of UTF-8 text.
 
-    Each file is a document. With `separator`, each line that is equal to it ends a document. In JSON lines (.jsonl, .ndjson;
-    .json, if its first line is such an object) each line is an object, and its string `text` is a document. A directory
-    stands for all files below it in sorted order, except those whose path has a name that begins with a dot. Documents of
-    white space alone are dropped.
+    Each file is a document. With `separator`, each line that is equal to it ends a document. In JSON lines (.jsonl, .ndjson,
+    and files of other names whose first line is such an object) each line is an object, and its string `text` is a document.
+    A directory stands for all files below it in sorted order, except those whose path has a name that begins with a dot.
+    Documents of white space alone are dropped.
 
     ValueError, naming the file or directory, if one cannot be read, if a file is not UTF-8 or has another format, which is
     named if it is a known one, and if a line of JSON lines has no such string; and if no document is left.
@@ -79,11 +78,11 @@ def _raise_unreadable(error: OSError) -> None:
 
 def _documents_of(path: Path, separator: str | None) -> Iterator[str]:
     """The documents of a file that are not white space alone."""
-    text = _read_text(path)
-    if path.suffix in JSON_LINES or path.suffix == ".json" and _is_record(text.lstrip().partition("\n")[0]):
+    text, suffix = _read_text(path), path.suffix.lower()
+    if suffix in JSON_LINES or _is_record(text.lstrip().partition("\n")[0]):
         texts = _text_fields(path, text)
-    elif path.suffix == ".json" and JSON_ARRAY.match(text):
-        raise ValueError(f"{EXPECTED}, but {path} is a JSON array: write one object per line")
+    elif suffix == ".json" and _holds_records(text):
+        raise ValueError(f"{EXPECTED}, but {path} is one JSON value: write one object with `text` per line")
     else:
         texts = iter([text] if separator is None else _split_at_lines(text, separator))
     return (text for text in texts if text.strip())
@@ -114,13 +113,25 @@ def _is_record(line: str) -> bool:
     return False
 
 
+def _holds_records(text: str) -> bool:
+    """Whether a text is one JSON value that is such an object, or an array of them, or an object with such an array."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        arrays = value.values() if isinstance(value, dict) else [value]
+        inside = [array[0] for array in arrays if isinstance(array, list) and array]
+        return any(isinstance(each, dict) and "text" in each for each in (value, *inside))
+    return False
+
+
 def _read_text(path: Path) -> str:
     """The text of a file, without a byte-order mark."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    kind = SUFFIXES.get(path.suffix) or next((kind for magic, kind in MAGIC.items() if data.startswith(magic)), None)
+    kind = SUFFIXES.get(path.suffix.lower()) or next(
+        (kind for magic, kind in MAGIC.items() if data.startswith(magic)), None
+    )
     if kind is not None:
         raise ValueError(f"{EXPECTED}, but {path} is {kind}")
     try:

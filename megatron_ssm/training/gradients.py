@@ -41,7 +41,8 @@ def average_replicated_gradients(model: Model, gradients: Gradients | None = Non
     Each rank computes them from the same numbers, but with another number of threads, or on another processor, it rounds
     differently, and the copies would drift apart. Call it once per optimizer step, after the last backward; with a
     `torch.amp.GradScaler`, before `unscale_`. If a gradient of this rank's own part is not finite on one rank, they become
-    NaN on all ranks, so that each rank's scaler skips the step and lowers its scale.
+    NaN on all ranks (if they are frozen: the first gradient), so that each rank's scaler skips the step and lowers its
+    scale.
 
     gradients: (parameter, its gradient, or the same part of it on all tensor-parallel ranks); None: `whole_gradients`.
     All-reduces those of `replicated_parameters` over the tensor-parallel ranks, as one tensor.
@@ -49,11 +50,15 @@ def average_replicated_gradients(model: Model, gradients: Gradients | None = Non
     ranks, replicated = model.ranks, set(replicated_parameters(model))
     given = [(p, _local(gradient)) for p, gradient in (whole_gradients(model) if gradients is None else gradients)]
     parts = [gradient for parameter, gradient in given if parameter in replicated]
-    if ranks.group is None or not parts:
+    if ranks.group is None or not given:
         return
-    flat = torch.cat([part.flatten().to(at_least_fp32(part.dtype)) for part in parts])
-    flat += 0 * torch.stack([gradient.sum(dtype=flat.dtype) for _, gradient in given]).sum()  # 0, or NaN
+    own = torch.stack([gradient.sum(dtype=at_least_fp32(gradient.dtype)) for _, gradient in given]).sum()
+    flat = torch.cat([part.flatten().to(own.dtype) for part in parts]) if parts else own.new_zeros(1)
+    flat += 0 * own  # 0, or NaN
     mean = ranks.all_reduce_exact(flat, ranks.group) / ranks.size
+    if not parts:  # what every rank holds is frozen
+        given[0][1].add_(mean.to(given[0][1].dtype))
+        return
     for part, values in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
         part.copy_(values.view_as(part))
 

@@ -105,12 +105,11 @@ def test_a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
 def test_json_lines(tmp_path):
     """Each line's `text` is a document. Other objects of a .json file are text, as source code is."""
     lines = '{"text": "one\\n--\\n€", "meta": {"text": 1}}\n\n{"id": 3, "text": "\\ud83d\\ude00"}\r\n{"text": " "}\n'
-    for name in ("a.jsonl", "b.ndjson", "c.json"):
+    for name in ("a.jsonl", "b.ndjson", "c.json", "d.JSONL", "part-00000"):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" * (name == "a.jsonl") + lines.encode())
         assert read_documents([tmp_path / name], separator="--") == ["one\n--\n€", "\U0001f600"]
-    (tmp_path / "d.json").write_text('{\n "text": "x"\n}\n')
-    (tmp_path / "e.txt").write_text('{"text": "x"}\n')
-    assert read_documents([tmp_path / "d.json", tmp_path / "e.txt"]) == ['{\n "text": "x"\n}\n', '{"text": "x"}\n']
+    (tmp_path / "e.json").write_text(other := '{\n "name": "text"\n}\n')
+    assert read_documents(tmp_path / "e.json") == [other]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,9 @@ def test_errors_in_json_lines(tmp_path, lines, rule):
         ("a.arrow", b"ARROW1\0\0", "Arrow"),
         ("a.txt", "a".encode("utf-16"), "UTF-16"),
         ("a.tar", b"a" + bytes(511), "not text: byte 0x00 at byte offset 1"),
-        ("a.json", b'[\n {"text": "a"}]', "a JSON array: write one object per line"),
+        ("a.json", b'[\n {"text": "a"}]', "one JSON value: write one object with `text` per line"),
+        ("a.json", b'[{"meta": {"a": 1}, "text": "a"}]', "one JSON value: write one object with `text` per line"),
+        ("A.JSON", b'{\n "text": "a"\n}', "one JSON value: write one object with `text` per line"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # gzip writes the time into its data
 )

@@ -14,6 +14,7 @@ import megatron_ssm
 import tiny
 from cases import oracle
 from megatron_ssm import families
+from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.training.gradients import average_replicated_gradients, clip_gradients, grad_norm
 
 __all__ = ["oracle"]
@@ -82,6 +83,25 @@ def sharded_scaler(scale):
 
 def plain_scaler(scale):
     return torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+def test_loss_scaling_where_copies_are_frozen(ranks, oracle):
+    directory, ids = oracle("falcon", torch.float64).directory, torch.arange(12).view(1, -1) % 5
+
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, dtype=torch.float64)
+        for parameter, field in fields_of(model).items():
+            parameter.requires_grad_(field.split is not None)
+        optimizer, scaler = torch.optim.SGD(megatron_ssm.parameter_groups(model, 0.0), lr=1e-2), plain_scaler(256.0)
+        scaler.scale(model.loss(ids[:, :-1], ids[:, 1:])).backward()
+        if rank == 1:
+            model.layers[0].mixer.out_proj.weight.grad[0, -1] = torch.inf
+        average_replicated_gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert ranks(run, 2) == [128.0, 128.0]
 
 
 @pytest.mark.parametrize("tp", (1, 2))
