@@ -1,4 +1,4 @@
-"""The memory and the traffic of a rank, computed before anything is started. Loads no torch.
+"""The memory and the traffic of a rank, computed before anything is started.
 
 In: a `Stack`, a number of ranks and the lengths of sequences.
 Out: bytes of memory on a rank, in inference and in training; bytes that decoding a token reads and sends.

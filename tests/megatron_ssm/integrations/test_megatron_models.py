@@ -336,7 +336,7 @@ def test_misspelled_arguments_of_a_spec(family, name, line):
 
 
 def test_unknown_fields_of_a_file_are_ignored(tmp_path):
-    """`Config.unknown` names them."""
+    """`Stack.unknown` names them."""
     save_hf(tmp_path, "mamba2", num_hidden_layers=1)
     edit_config(tmp_path, num_mem_blocks=3, conv_kernel=4)
     config = families.read(tmp_path)

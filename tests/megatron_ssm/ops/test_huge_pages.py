@@ -40,8 +40,9 @@ def test_models_and_caches(tmp_path, weights):
     """Matrices, what was not quantized, and states are close to each other."""
     save_hf(tmp_path, "mamba", hidden_size=128, num_hidden_layers=1)
     model = megatron_ssm.load(tmp_path, weights=weights)
-    layer, cache = model.layers[0].mixer, model.new_cache(2).layers[0]
+    layer, held = model.layers[0].mixer, model.new_cache(2).states["layers.0.mixer"]
+    state, conv = held["state"], held["conv"]
     matrix = layer.out_proj.weight if weights is None else layer.out_proj.weight.values
     assert abs(matrix.data_ptr() - layer.x_proj.data_ptr()) < PIECE
-    assert 0 < cache.state.data_ptr() - cache.conv.data_ptr() <= cache.conv.nbytes + 64
-    assert not cache.state.any() and not cache.conv.any()
+    assert 0 < state.data_ptr() - conv.data_ptr() <= conv.nbytes + 64
+    assert not state.any() and not conv.any()

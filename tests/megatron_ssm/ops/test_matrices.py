@@ -237,7 +237,7 @@ def test_which_matrices_are_narrowed(directory_of, tmp_path, format):
         mixer = megatron_ssm.load(directory_of("mamba"), dtype=dtype, weights=format).layers[0].mixer
         kept = torch.bfloat16 if dtype is torch.float32 else dtype
         assert mixer.x_proj.dtype is mixer.dt_proj.dtype is kept
-        assert mixer.conv.weight().dtype is mixer.new_cache(1).conv.dtype is dtype
+        assert mixer.conv.weight().dtype is mixer.new_state(1)["conv"].dtype is dtype
     save_hf(tmp_path, "mamba", hidden_size=64, time_step_rank=3)
     odd = megatron_ssm.load(tmp_path, weights=format)
     mixer = odd.layers[0].mixer
