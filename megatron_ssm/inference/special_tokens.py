@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ssm.families import FAMILIES
-
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
@@ -119,6 +117,8 @@ def _text(token: object) -> str | None:
 
 def _class_defaults(directory: Path, fields: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that the class of the tokenizer has by default."""
+    from megatron_ssm.families import FAMILIES  # which import torch
+
     model = _read(directory / "config.json")
     family = FAMILIES.get(str(model.get("model_type")))
     of_family = family and family.tokenizer_class

@@ -22,7 +22,7 @@ TOKENIZED_PER_S = 100_000  # characters; a slow tokenizer on a slow processor
 
 JSON_LINES = (".jsonl", ".ndjson")
 EXPECTED = "expected UTF-8 text or JSON lines (.jsonl)"
-SUFFIXES = dict.fromkeys((".bin", ".idx"), "of Megatron's indexed datasets")
+SUFFIXES = dict.fromkeys((".bin", ".idx"), "part of a Megatron indexed dataset")
 MAGIC = {  # the first bytes of files
     b"\x1f\x8b": "compressed by gzip",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
@@ -33,7 +33,7 @@ MAGIC = {  # the first bytes of files
     b"PAR1": "Parquet",
     b"ARROW1\0\0": "Arrow",
     b"\xff\xff\xff\xff": "a stream of Arrow",
-    b"MMIDIDX\0\0": "of Megatron's indexed datasets",
+    b"MMIDIDX\0\0": "part of a Megatron indexed dataset",
     b"\x93NUMPY": "an array of NumPy",
     b"\x89HDF": "HDF5",
     b"%PDF-": "PDF",
@@ -134,16 +134,13 @@ def _read_text(path: Path) -> str:
     )
     if kind is not None:
         raise ValueError(f"{EXPECTED}, but {path} is {kind}")
+    if 0 in data:
+        raise ValueError(f"{EXPECTED}, but {path} is binary: byte 0x00 at byte offset {data.index(0)}")
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise ValueError(
-            f"{EXPECTED}, but {path} is not UTF-8: byte 0x{byte:02x} at byte offset {error.start}"
-        ) from error
-    if "\0" in text:
-        raise ValueError(f"{EXPECTED}, but {path} is not text: byte 0x00 at byte offset {data.index(0)}")
-    return text
+        raise ValueError(f"{path} is not UTF-8: byte 0x{byte:02x} at byte offset {error.start}") from error
 
 
 def _split_at_lines(text: str, line: str) -> list[str]:

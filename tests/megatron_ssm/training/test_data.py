@@ -134,8 +134,8 @@ def test_errors_in_json_lines(tmp_path, lines, rule):
 @pytest.mark.parametrize(
     "name, data, kind",
     [
-        ("text_document.bin", b"a\0b\0", "of Megatron's indexed datasets"),
-        ("text_document.idx", b"MMIDIDX\0\0\1", "of Megatron's indexed datasets"),
+        ("text_document.bin", b"a\0b\0", "part of a Megatron indexed dataset"),
+        ("text_document.idx", b"MMIDIDX\0\0\1", "part of a Megatron indexed dataset"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}'), "compressed by gzip"),
         ("a.bz2", bz2.compress(b"a"), "compressed by bzip2"),
         ("a.xz", lzma.compress(b"a"), "compressed by xz"),
@@ -143,7 +143,7 @@ def test_errors_in_json_lines(tmp_path, lines, rule):
         ("a.parquet", b"PAR1\x15\x04", "Parquet"),
         ("a.arrow", b"ARROW1\0\0", "Arrow"),
         ("a.txt", "a".encode("utf-16"), "UTF-16"),
-        ("a.tar", b"a" + bytes(511), "not text: byte 0x00 at byte offset 1"),
+        ("a.tar", b"a" + bytes(511), "binary: byte 0x00 at byte offset 1"),
         ("a.json", b'[\n {"text": "a"}]', "one JSON value: write one object with `text` per line"),
         ("a.json", b'[{"meta": {"a": 1}, "text": "a"}]', "one JSON value: write one object with `text` per line"),
         ("A.JSON", b'{\n "text": "a"\n}', "one JSON value: write one object with `text` per line"),
