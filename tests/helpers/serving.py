@@ -27,6 +27,15 @@ FAMILIES = {
     ),
 }
 families = pytest.mark.parametrize("family", FAMILIES)
+families_of_worlds = pytest.mark.parametrize(
+    "world, chosen",
+    (
+        (1, ("mamba", "zamba2")),
+        (2, ("falcon_mamba", "mamba2", "zamba")),
+        pytest.param(1, FAMILIES, marks=pytest.mark.full),
+        pytest.param(2, FAMILIES, marks=pytest.mark.full),
+    ),
+)
 
 
 _directory = tempfile.TemporaryDirectory(prefix="checkpoints-")

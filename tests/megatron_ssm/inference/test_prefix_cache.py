@@ -10,18 +10,9 @@ import torch.distributed as dist
 from megatron_ssm import Engine, load
 from megatron_ssm.inference.prefix_cache import PrefixCache
 from megatron_ssm.operators.cache import Snapshot
-from serving import FAMILIES, VOCAB, checkpoint, families, ids, on_ranks, on_ranks_of_families
+from serving import VOCAB, checkpoint, families, families_of_worlds, ids, on_ranks, on_ranks_of_families
 
 worlds = pytest.mark.parametrize("world", (1, 2))
-families_of_worlds = pytest.mark.parametrize(
-    "world, chosen",
-    (
-        (1, ("mamba", "zamba2")),
-        (2, ("falcon_mamba", "mamba2", "zamba")),
-        pytest.param(1, FAMILIES, marks=pytest.mark.full),
-        pytest.param(2, FAMILIES, marks=pytest.mark.full),
-    ),
-)
 
 
 # Entries

@@ -7,22 +7,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ssm import load
 from megatron_ssm.operators import cache as cache_module
-from serving import FAMILIES, attempt, checkpoint, families, ids, on_ranks_of_families
+from serving import FAMILIES, attempt, checkpoint, families, families_of_worlds, ids, on_ranks_of_families
 
 HYBRIDS = [family for family in FAMILIES if family.startswith("zamba")]
 SEQUENCES, MORE = ids(4, 9), ids(4, 12, seed=4)
 LENGTHS = (9, 4, 1, 6)
 MASK = (torch.arange(9) >= 9 - torch.tensor(LENGTHS).unsqueeze(1)).long()
 worlds = pytest.mark.parametrize("world", (1, 2))
-families_of_worlds = pytest.mark.parametrize(
-    "world, chosen",
-    (
-        (1, ("mamba", "zamba2")),
-        (2, ("falcon_mamba", "mamba2", "zamba")),
-        pytest.param(1, FAMILIES, marks=pytest.mark.full),
-        pytest.param(2, FAMILIES, marks=pytest.mark.full),
-    ),
-)
 
 
 @torch.no_grad()
