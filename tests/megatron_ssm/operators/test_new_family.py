@@ -15,14 +15,14 @@ from megatron_ssm import Engine, families, load, save
 from megatron_ssm.sizing.advise import all_reduces
 from megatron_ssm.sizing.memory import Memory
 
-families.register(toy_family.TOY)
 IDS = torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(0))
 worlds = pytest.mark.parametrize("tp", (1, 2, 4))
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A checkpoint with random weights."""
+    """A checkpoint with random weights. The family is registered as long as this module is tested."""
+    families.register(toy_family.TOY)
     path, generator = tmp_path_factory.mktemp("toy"), torch.Generator().manual_seed(1)
     raw = {"model_type": "toy", **toy_family.SIZES}
     (path / "config.json").write_text(json.dumps(raw))
@@ -31,7 +31,8 @@ def directory(tmp_path_factory):
         shapes[field.hf] = max(shapes.get(field.hf, (0,)), field.hf_shape)
     tensors = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
     save_file(tensors, path / "model.safetensors")
-    return path
+    yield path
+    del families.FAMILIES["toy"]
 
 
 def loop(directory, ids):
