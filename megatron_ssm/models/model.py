@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
@@ -27,7 +26,7 @@ from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.parallel.layers import RMSNorm, VocabularyParallel
 from megatron_ssm.parallel.operators import gather_last, reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.parallel.tracked import TrackedModule
+from megatron_ssm.parallel.tracked import TrackedList, TrackedModule
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives import counted as collectives
 
@@ -98,9 +97,9 @@ class Model(TrackedModule):
         self._tapes, self._graphs = Tapes(), DecodingGraphs()
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
-        self.shared = nn.ModuleList(part.spec.build(self.place) for part in config.shared)
+        self.shared = TrackedList(part.spec.build(self.place) for part in config.shared)
         layers = [Layer(units, config.hidden_size, config.residual_in_fp32, self.place) for units in config.layers]
-        self.layers, self._with_state = nn.ModuleList(layers), [layer.names_with_state for layer in layers]
+        self.layers = TrackedList(layers)
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
@@ -197,8 +196,8 @@ class Model(TrackedModule):
         max_length: for models with attention, the most tokens that a sequence may have; the memory for their keys and values
         is allocated at once. None: it grows as needed. Context ranks allocate their share of it.
         """
-        modules = dict(self.named_modules())
-        paths = [f"layers.{index}.{name}" for index, names in enumerate(self._with_state) for name in names]
+        modules, layers = dict(self.named_modules()), list(enumerate(self.layers))
+        paths = [f"layers.{i}.{name}" for i, layer in layers for name in getattr(layer, "names_with_state", ())]
         with HugePages():
             states = {path: modules[path].new_state(batch) for path in paths}
         cache = Cache(states, torch.zeros(batch, dtype=torch.int64), max_length)
@@ -420,7 +419,8 @@ class Model(TrackedModule):
         """{name of an operator of this layer: its state}."""
         if cache is None:
             return None
-        return {name: cache.states[f"layers.{layer}.{name}"] for name in self._with_state[layer]}
+        paths = {name: f"layers.{layer}.{name}" for name, _ in self.layers[layer].named_children()}
+        return {name: cache.states[path] for name, path in paths.items() if path in cache.states}
 
     def generate(
         self,

@@ -56,10 +56,10 @@ class TrackedModule(nn.Module):
         changed(self)
         super().register_parameter(name, param)
 
-    def register_module(self, name: str, module: nn.Module | None) -> None:
+    def add_module(self, name: str, module: nn.Module | None) -> None:
         """See torch."""
         changed(self)
-        super().register_module(name, module)
+        super().add_module(name, module)
 
     def register_forward_hook(self, *arguments: Any, **options: Any) -> Any:
         """See torch."""
@@ -78,3 +78,7 @@ class TrackedModule(nn.Module):
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         changed(self)
         super()._load_from_state_dict(*arguments, **options)
+
+
+class TrackedList(TrackedModule, nn.ModuleList):
+    """A list of modules that counts changes of itself."""

@@ -323,3 +323,22 @@ def test_structs_are_as_large_as_those_of_c():
     if header is not None:
         listed = header[header.index("EMBED") : header.index("STOP\n") + 4].replace(",", " ").split()
         assert listed == names
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, changes", [("mamba2", {}), ("zamba2", HYBRID)])
+def test_a_layer_that_is_appended(family, changes, tmp_path):
+    """Oracle: the same model without a cache, whose layers are called one by one."""
+    model = megatron_ssm.load(saved(tmp_path, family, **changes))
+    ids = torch.arange(6).view(1, -1)
+    cache = model.new_cache(1)
+    before = model(ids, cache=cache)[:, -1]
+    model(ids[:, :1], cache=cache)
+    model.layers.append(copy.deepcopy(model.layers[0]))
+    cache = model.new_cache(1)
+    decoded = [model(ids[:, t : t + 1], cache=cache) for t in range(6)]
+    with torch.enable_grad():
+        expected = model(ids)
+    assert not torch.allclose(expected[:, -1], before)
+    torch.testing.assert_close(torch.cat(decoded, 1), expected.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids, cache=model.new_cache(1)), expected.detach(), rtol=1e-4, atol=1e-4)
