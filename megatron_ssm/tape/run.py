@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,8 +99,7 @@ class BoundCall:
         self.sent = SentInC(self.sums)
         self.x = tape.x.tensor(self.arena, self.rows)
         self._scratch: dict[tuple, Tensor] = {}
-        self._slots: dict[int, tuple[Any, int, Any]] = {}
-        self._sequences = torch.arange(4096)
+        self._slots: dict[int, tuple[Any, int, Any, Tensor]] = {}
         self._finish = kernels.functions().run_tape
         self.struct = structs.Tape(
             ops=ctypes.addressof(tape.ops), arena=self.arena.data_ptr(), sums=ctypes.addressof(self._sum_structs),
@@ -125,19 +124,19 @@ class BoundCall:
         layout, struct = cache.layout, self.struct
         known = self._slots.get(id(layout))
         if known is None or known[0]() is not layout or known[1] != layout.version:
-            slots = self._make_slots(cache)
+            slots, every = self._make_slots(cache), torch.arange(cache.rows_held)
             if slots is None:
                 return False
             if len(self._slots) >= CACHES:
                 self._slots.pop(next(iter(self._slots)))
-            self._slots[id(layout)] = known = weakref.ref(layout), layout.version, slots
+            self._slots[id(layout)] = known = weakref.ref(layout), layout.version, slots, every
             if cache.capacity is not None:
                 self.tape.extend_tables(cache.capacity)
         self.cache, self.version = cache, layout.version
         struct.slots = ctypes.addressof(known[2])
         rows, lengths = cache.rows, cache.lengths
         if isinstance(rows, slice):
-            sequences, first = self._sequences, rows.start or 0
+            sequences, first = known[3], rows.start or 0
         else:
             sequences, first = rows, 0
         struct.sequences, struct.lengths = sequences.data_ptr() + 8 * first, lengths.data_ptr()
@@ -204,6 +203,3 @@ class BoundCall:
 
     def __deepcopy__(self, memo: dict) -> "BoundCall":
         raise RuntimeError("a cache cannot be copied between speculative_logits and accept")
-
-
-Stop = Callable[[BoundCall], None]

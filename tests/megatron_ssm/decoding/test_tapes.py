@@ -342,3 +342,13 @@ def test_a_layer_that_is_appended(family, changes, tmp_path):
     assert not torch.allclose(expected[:, -1], before)
     torch.testing.assert_close(torch.cat(decoded, 1), expected.detach(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model(ids, cache=model.new_cache(1)), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_of_thousands_of_rows(tmp_path):
+    model = megatron_ssm.load(saved(tmp_path, "mamba2"))
+    ids, cache, alone = torch.arange(6).view(1, -1), model.new_cache(9000), model.new_cache(1)
+    for t in range(6):
+        logits = model(ids[:, t : t + 1], cache=cache.select([8999]))
+        assert torch.equal(logits, model(ids[:, t : t + 1], cache=alone))
+    assert int(cache.lengths.sum()) == 6
