@@ -1,6 +1,6 @@
 """The tapes of a model: which calls C computes, and how a tape is made from the model's modules.
 
-A tape is made when it is first needed, and again when a module of any model has changed (`parallel.tracked`). One is for
+A tape is made when it is first needed, and again when a module of the model has changed (`parallel.tracked`). One is for
 tokens that are decoded, one for tokens that may be taken back, one for prompts, which are read in pieces that fit the
 processor's caches. A layer that C does not compute is a stop, at which Python computes it.
 """
@@ -19,6 +19,7 @@ from megatron_ssm.native import kernels
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.operators.call import Call, Positions
 from megatron_ssm.operators.operator import check_plain
+from megatron_ssm.operators.unit import Layer
 from megatron_ssm.parallel.tracked import Version
 from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from megatron_ssm.tape.run import BoundCall, FinishedTape, Section
@@ -66,13 +67,8 @@ class Tapes(threading.local):
             torch.is_tensor(ids) and ids.ndim == 2 and ids.is_cpu and ids.dtype is torch.int64 and may_use_kernels()
         ):
             return None
-        batch, tokens = ids.shape
-        if (
-            not 0 < tokens <= (MOST_TOKENS if speculative else 1)
-            or not batch
-            or cache.batch != batch
-            or not cache.lengths.is_cpu
-        ):
+        (batch, tokens), most = ids.shape, MOST_TOKENS if speculative else 1
+        if not batch or not 0 < tokens <= most or cache.batch != batch or not cache.lengths.is_cpu:
             return None
         tape = self.tape(model, SPECULATE if speculative else DECODE)
         if tape is None or not tape.is_fast(batch * tokens):
@@ -133,7 +129,8 @@ def _make(model: Any, kind: str) -> FinishedTape | None:
     dtype, config = model.dtype, model.config
     if dtype not in (torch.float32, torch.bfloat16) or model.device.type != "cpu":
         return None
-    builder = Builder(dtype, model.layers[0].sum_dtype, kind == SPECULATE, kind == PROMPT)
+    sum_dtype = next((layer.sum_dtype for layer in model.layers if isinstance(layer, Layer)), dtype)
+    builder = Builder(dtype, sum_dtype, kind == SPECULATE, kind == PROMPT)
     try:
         x, embeddings = _embedding(builder, model, kind)
         start, lowered = len(builder.ops), 0
@@ -177,11 +174,11 @@ def _lower_layer(builder: Builder, model: Any, index: int, layer: Any, x: Buffer
     """Write a layer, or a stop at which Python computes it; returns whether it was written."""
     path, mark = f"layers.{index}.", builder.mark()
     try:
-        if layer.sum_dtype is not builder.sum_dtype:
-            raise NotLowered("a residual stream in another dtype")
+        if not isinstance(layer, Layer) or layer.sum_dtype is not builder.sum_dtype:
+            raise NotLowered("a layer of another class, or with a residual stream in another dtype")
         layer.lower(builder, path, x, embeddings, model.shared)
         return True
-    except (NotLowered, AttributeError) as reason:
+    except NotLowered as reason:
         builder.reset(mark)
         shared = model.shared
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ssm.operators.mamba2 import Mamba2Spec
 from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import MAX_LAYERS, MAX_SIZE, FieldReader, token_ids
-from megatron_ssm.stack.stack import Norm, Part, Spec, Stack, Unit
+from megatron_ssm.stack.stack import Norm, Part, Side, Spec, Stack, Unit
 
 # Defaults of fields that a config.json leaves out, under our names; they are those of transformers' configuration classes.
 MIXER: dict[str, Any] = dict(
@@ -31,7 +31,7 @@ def stack_of(fields: FieldReader, layers: Iterable[tuple[Unit, ...]], **more: An
 
 
 def layer_count(fields: FieldReader) -> int:
-    """num_hidden_layers."""
+    """The number of layers; ValueError for one that no model has."""
     return fields.positive("num_hidden_layers", MAX_LAYERS)
 
 
@@ -68,12 +68,13 @@ def mamba2_spec(fields: FieldReader, heads: int, head_dim: int, **more: Any) -> 
     )  # fmt: skip
 
 
-def mixer_layer(spec: Spec, path: str, eps: float, norm: str, mixer: str, **more: Any) -> tuple[Unit, ...]:
+def mixer_layer(
+    spec: Spec, path: str, eps: float, norm: str, mixer: str, side: Side | None = None, **more: Any
+) -> tuple[Unit, ...]:  # fmt: skip
     """A layer of one unit: a norm and a mixer. path: of the layer in files; norm, mixer: their names there.
 
-    more: other fields of the mixer's part, and `side`.
+    side: the use of a shared block. more: other fields of the mixer's part.
     """
-    side = more.pop("side", None)
     part = Part("mixer", spec, f"{path}{mixer}.", **more)
     return (Unit((part,), Norm("norm", f"{path}{norm}.weight", eps), side=side),)
 

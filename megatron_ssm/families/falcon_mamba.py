@@ -6,7 +6,7 @@ from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Stack
 
 from .common import backbone_stack
-from .mamba import DEFAULTS, HIDDEN_ACT, mixer_spec
+from .mamba import DEFAULTS, OF_MAMBAS, mixer_spec
 
 
 def read(fields: FieldReader) -> Stack:
@@ -23,9 +23,7 @@ FALCON_MAMBA = Family(
     "falcon_mamba",
     read,
     DEFAULTS | dict(mixer_rms_eps=1e-6),
-    supported=HIDDEN_ACT,
     ignored=frozenset({"use_falcon_mambapy"}),
-    unsupported_by_peft=("out_proj",),
     from_options=new_config,
-    tokenizer_class="GPTNeoXTokenizer",
+    **OF_MAMBAS,
 )

@@ -12,7 +12,9 @@ DEFAULTS: dict[str, Any] = MIXER | dict(
     vocab_size=50280, hidden_size=768, state_size=16, num_hidden_layers=32, tie_word_embeddings=True,
     intermediate_size=None, residual_in_fp32=True,
 )  # fmt: skip
-HIDDEN_ACT: dict[str, tuple] = {"hidden_act": ("silu", "swish")}
+OF_MAMBAS: dict[str, Any] = dict(
+    supported={"hidden_act": ("silu", "swish")}, unsupported_by_peft=("out_proj",), tokenizer_class="GPTNeoXTokenizer"
+)  # what the families without attention share
 
 
 def mixer_spec(fields: FieldReader, **more: Any) -> Mamba1Spec:
@@ -35,12 +37,4 @@ def new_config(options: Any) -> dict:
     return dict(architectures=["MambaForCausalLM"], state_size=options.mamba_state_dim)
 
 
-MAMBA = Family(
-    "mamba",
-    read,
-    DEFAULTS,
-    supported=HIDDEN_ACT,
-    unsupported_by_peft=("out_proj",),
-    from_options=new_config,
-    tokenizer_class="GPTNeoXTokenizer",
-)
+MAMBA = Family("mamba", read, DEFAULTS, from_options=new_config, **OF_MAMBAS)

@@ -29,7 +29,9 @@ class Pending(Protocol):
 
 @dataclass
 class State:
-    """fixed: {name: (rows, ...)}. per_token: {name: (rows, capacity, ...)}; index p holds position p of the sequence, where
+    """The tensors of one operator, with a row for each sequence.
+
+    fixed: {name: (rows, ...)}. per_token: {name: (rows, capacity, ...)}; index p holds position p of the sequence, where
     padding is not counted. If context ranks share the sequences, a rank has the entries of some positions only, in the order
     in which it got them. pending: the tokens of a speculative call until they are accepted.
     """

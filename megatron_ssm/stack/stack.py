@@ -4,7 +4,7 @@
 
 pre and post are norms or nothing; side is a block that several units may share, with an input e, the embeddings; r, i and o
 are constants. A family makes a `Stack` from a config.json; models, checkpoints, caches and sizes are made from the stack,
-and ask for no family. docs/architecture.md has a picture.
+and ask for no family. docs/concepts/putting-a-model-together.md has a picture.
 """
 
 import math

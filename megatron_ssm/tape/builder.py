@@ -1,6 +1,5 @@
 """Writes a tape: operators add operations on buffers, which share one arena by the time in which they are needed."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -356,6 +355,3 @@ def rotary_table(theta: float, size: int, dtype: torch.dtype) -> Callable[[int],
         return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
 
     return table
-
-
-NO_LIMITS = (-math.inf, math.inf)
