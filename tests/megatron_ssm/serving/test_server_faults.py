@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -230,9 +231,12 @@ def test_no_rank_outlives_the_process_that_was_started(directory, tmp_path, numb
     """SIGHUP and SIGQUIT do what SIGTERM does. After SIGKILL, too, another server can have the address."""
     with server(directory, tmp_path / "log", tp=2) as running:
         assert running.post("/v1/completions", SHORT).status_code == 200
+        ranks = [os.pidfd_open(pid) for pid in running.ranks()]
         running.process.send_signal(number)
         assert running.process.wait(LIMIT_S) == (-number if number == signal.SIGKILL else 0)
-        running.process.stdout.read()  # returns when the last rank has ended
+        for rank in ranks:  # readable once the rank has ended
+            assert select.select([rank], [], [], LIMIT_S)[0]
+            os.close(rank)
         address = urlsplit(running.url)
         bind(address.hostname, address.port).close()
 
