@@ -80,6 +80,8 @@ class Tapes(threading.local):
             return None
         call.call = about() if tape.builder.stops else None
         logits = call.logits(ids, tape.sections["all"])
+        if logits is not None and model.config.logits_scale != 1.0:
+            logits.mul_(model.config.logits_scale)
         if logits is not None and speculative:
             cache.layout.pending = call
         return logits
@@ -143,8 +145,6 @@ def _make(model: Any, kind: str) -> FinishedTape | None:
             normed = builder.norm(x, norm.weight, norm.eps)
             builder.logits(normed, head.weight, head.width)
             width = head.width
-            if config.logits_scale != 1.0:
-                raise NotLowered("scaled logits")
     except NotLowered:
         return None
     sections = {"all": Section(0, len(builder.ops)), "layers": Section(start, end)}

@@ -14,13 +14,19 @@ from megatron_ssm.stack.adapters import adapters_in
 from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Stack
 
+from .bamba import BAMBA
+from .falcon_h1 import FALCON_H1
 from .falcon_mamba import FALCON_MAMBA
+from .granitemoehybrid import GRANITE
+from .jamba import JAMBA
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
+from .nemotron_h import NEMOTRON_H
 from .zamba import ZAMBA
 from .zamba2 import ZAMBA2
 
-FAMILIES: dict[str, Family] = {each.name: each for each in (MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2)}
+_ALL = MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2, NEMOTRON_H, GRANITE, BAMBA, FALCON_H1, JAMBA
+FAMILIES: dict[str, Family] = {each.name: each for each in _ALL}
 
 
 def register(family: Family) -> None:

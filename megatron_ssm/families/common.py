@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_ssm.operators.attention import AttentionSpec
 from megatron_ssm.operators.mamba2 import Mamba2Spec
 from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import MAX_LAYERS, MAX_SIZE, FieldReader, token_ids
@@ -14,6 +15,25 @@ MIXER: dict[str, Any] = dict(
     layer_norm_epsilon=1e-5, expand=2, conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank="auto",
     time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
 )  # fmt: skip
+
+ROPE: dict[str, Any] = dict(rope_parameters=None, rope_scaling=None, rope_theta=10000.0)
+# Of hybrids whose layers have a mixer (Mamba-2 or attention), and then an MLP; and the names in their config.json
+HYBRID: dict[str, Any] = MIXER | dict(
+    num_hidden_layers=32, hidden_size=4096, num_heads=128, mamba_head_dim="auto", n_groups=1, state_size=256,
+    time_step_limit=(0.0, math.inf), num_attention_heads=32, num_key_value_heads=None, head_dim=None, attention_bias=False,
+    hidden_act="silu", tie_word_embeddings=False, initializer_range=0.02,
+)  # fmt: skip
+HYBRID_NAMES = dict(
+    layer_norm_epsilon="rms_norm_eps", num_heads="mamba_n_heads", mamba_head_dim="mamba_d_head", n_groups="mamba_n_groups",
+    state_size="mamba_d_state", conv_kernel="mamba_d_conv", expand="mamba_expand", use_conv_bias="mamba_conv_bias",
+    use_bias="mamba_proj_bias",
+)  # fmt: skip
+IGNORED_OF_HYBRIDS = frozenset(("mamba_chunk_size", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype"))
+# transformers' initial values; see `Stack.draws`
+NORMAL = dict.fromkeys(("linear", "out_proj", "mixer_out_proj", "embedding"), "normal") | dict(A_log="counted")
+
+MAMBA, ATTENTION = "linear_attention", "full_attention"
+KINDS = {MAMBA: MAMBA, "mamba": MAMBA, ATTENTION: ATTENTION, "attention": ATTENTION}  # also the old names
 
 
 def stack_of(fields: FieldReader, layers: Iterable[tuple[Unit, ...]], **more: Any) -> Stack:
@@ -66,6 +86,82 @@ def mamba2_spec(fields: FieldReader, heads: int, head_dim: int, **more: Any) -> 
         state_size=fields.positive("state_size"), conv_kernel=fields.positive("conv_kernel"),
         bias=fields.boolean("use_bias"), dt_range=dt_range(fields), **more,
     )  # fmt: skip
+
+
+def hybrid_mamba2(fields: FieldReader, inner: int, **more: Any) -> Mamba2Spec:
+    """The Mamba-2 mixer of hybrids, of `inner` channels, which their heads must be; more: as for `mamba2_spec`."""
+    heads, eps = fields.positive("num_heads"), fields.number("layer_norm_epsilon")
+    divides(inner, heads, "channels", "mamba heads")
+    head_dim = inner // heads
+    if fields["mamba_head_dim"] != "auto":
+        fields.check_derived("mamba_head_dim", head_dim, "the channels of a head")
+    known: dict[str, Any] = dict(dt_limit=fields.limits("time_step_limit"), norm_eps=eps)
+    return mamba2_spec(fields, heads, head_dim, **{**known, "conv_bias": fields.boolean("use_conv_bias"), **more})
+
+
+def attention_spec(fields: FieldReader, **more: Any) -> AttentionSpec:
+    """Grouped-query attention. more: other fields of the specification."""
+    hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    kv_heads = heads if fields["num_key_value_heads"] is None else fields.positive("num_key_value_heads")
+    divides(heads, kv_heads, "attention heads", "key/value heads")
+    head_dim = hidden // heads if fields["head_dim"] is None else fields.positive("head_dim")
+    if not head_dim:
+        raise ValueError(f"{heads} attention heads are more than hidden_size={hidden}")
+    bias = "attention_bias" in fields and fields.boolean("attention_bias")
+    return AttentionSpec(hidden, heads, kv_heads, head_dim, **{**dict(qkv_bias=bias, bias=bias), **more})
+
+
+def rope_theta(fields: FieldReader) -> float:
+    """The base of the rotary embedding; ValueError if the embedding is not the default one."""
+    parameters = rope_parameters(fields)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{fields.family.name} with rope_type={kind!r} is not implemented (only 'default')")
+    theta = FieldReader(fields.family, {**fields.raw, **parameters}).number("rope_theta")
+    if theta <= 0:
+        raise ValueError(f"config.json: rope_theta={theta!r} must be positive")
+    return theta
+
+
+def rope_parameters(fields: FieldReader) -> dict:
+    """What config.json says about the rotary embedding."""
+    parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object")
+    return parameters
+
+
+def layer_kinds(fields: FieldReader, kinds: Any, known: Mapping[str, str] = KINDS) -> list[str]:
+    """The kind of each layer, from their names in config.json; ValueError for another kind, or another number of layers."""
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in known for kind in kinds):
+        raise ValueError(f"config.json: {kinds!r} must be a list of {', '.join(known)}")
+    if "num_hidden_layers" in fields.raw and len(kinds) != layer_count(fields):
+        raise ValueError(f"config.json: {len(kinds)} kinds of layers, num_hidden_layers={layer_count(fields)}")
+    return [known[kind] for kind in kinds]
+
+
+def mixer_and_mlp(
+    path: str,
+    eps: float,
+    mixers: tuple[Part, ...],
+    mlp: Part,
+    mlp_norm: str = "pre_ff_layernorm",
+    residual: float = 1.0,
+) -> tuple[Unit, ...]:
+    """A layer of two units, of which the first may have several operators. path: of the layer in files.
+
+    mlp_norm: the name of the second unit's norm there. residual: what multiplies the output of each unit.
+    """
+    first = Unit(mixers, Norm("norm", f"{path}input_layernorm.weight", eps), residual_scale=residual)
+    return first, Unit((mlp,), Norm("mlp_norm", f"{path}{mlp_norm}.weight", eps), residual_scale=residual)
+
+
+def hybrid_stack(fields: FieldReader, layers: Iterable[tuple[Unit, ...]], **more: Any) -> Stack:
+    """The stack of a hybrid under the names of transformers' Llama, with transformers' initial values."""
+    tied = fields.boolean("tie_word_embeddings")
+    aliases = (("model.embed_tokens.weight", ("lm_head.weight",)),) if tied else ()
+    draws = dict(draws=NORMAL | dict(dt_bias="one"), draws_std=fields.number("initializer_range"))
+    return stack_of(fields, layers, **{**draws, "aliases": aliases, **more})
 
 
 def mixer_layer(

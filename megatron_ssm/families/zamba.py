@@ -57,7 +57,7 @@ def shared_block(fields: FieldReader, bias: bool = False, packed: bool = False, 
     return SharedBlockSpec(attended, mlp, fields.number("layer_norm_epsilon"))
 
 
-def hybrid_stack(
+def shared_block_stack(
     fields: FieldReader, mixer: Spec, hybrid: tuple[int, ...], block: SharedBlockSpec | None, blocks: int, name: str,
     renamed: tuple[tuple[str, str], ...] = (), **use: Any,
 ) -> Stack:  # fmt: skip
@@ -107,7 +107,7 @@ def read(fields: FieldReader) -> Stack:
     hybrid = hybrid_layers(fields, kinds)
     projections = (("x_proj.", "x_proj_"), ("dt_proj.", "dt_proj_"))
     block = shared_block(fields) if hybrid else None
-    return hybrid_stack(fields, mixer, hybrid, block, 1, "shared_transf", projections)
+    return shared_block_stack(fields, mixer, hybrid, block, 1, "shared_transf", projections)
 
 
 def new_hybrid_config(options: Any, least: int) -> dict:

@@ -7,14 +7,14 @@ from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Stack
 
-from .common import MIXER, channels, mamba2_spec
-from .zamba import NAMES, PLAIN, SHARED_BLOCK, hybrid_layers, hybrid_stack, new_hybrid_config, shared_block
+from .common import MIXER, ROPE, channels, mamba2_spec, rope_theta
+from .zamba import NAMES, PLAIN, SHARED_BLOCK, hybrid_layers, new_hybrid_config, shared_block, shared_block_stack
 
-DEFAULTS: dict[str, Any] = MIXER | SHARED_BLOCK | dict(
+DEFAULTS: dict[str, Any] = MIXER | SHARED_BLOCK | ROPE | dict(
     hidden_size=2560, state_size=64, num_hidden_layers=54, num_heads=8, n_groups=1, head_dim=None,
     feed_forward_size=None, num_attention_heads=32, num_key_value_heads=None, num_mem_blocks=1,
     use_shared_attention_adapter=False, adapter_rank=128, use_mem_rope=False, use_long_context=False,
-    rope_parameters=None, rope_scaling=None, rope_theta=10000.0, hybrid_layer_ids=None,
+    hybrid_layer_ids=None,
 )  # fmt: skip
 GATED_NORM_EPS = 1e-5
 DEFAULT_KINDS = (
@@ -32,8 +32,10 @@ def read(fields: FieldReader) -> Stack:
     hybrid = hybrid_layers(fields, DEFAULT_KINDS)
     fields.check_derived("hybrid_layer_ids", list(hybrid), "the hybrid layers of layers_block_type")
     if not hybrid:
-        return hybrid_stack(fields, mixer, hybrid, None, 1, "shared_transformer")
-    bias, theta = fields.boolean("use_bias"), rope_theta(fields)
+        return shared_block_stack(fields, mixer, hybrid, None, 1, "shared_transformer")
+    bias, theta = fields.boolean("use_bias"), rope_theta(fields) if fields.boolean("use_mem_rope") else 0.0
+    if theta and fields.boolean("use_long_context"):  # Zyphra's code scales the base; transformers only warns
+        raise ValueError(f"{fields.family.name} with use_long_context=True is not implemented (only False)")
     block, hidden = shared_block(fields, bias, packed=True, rope_theta=theta), fields["hidden_size"]
     attended = block.attended
     adapted = fields.boolean("use_shared_attention_adapter")
@@ -46,25 +48,9 @@ def read(fields: FieldReader) -> Stack:
     if theta and attended.head_dim % 2:
         raise ValueError(f"rotary embeddings need heads of even size, not {attended.head_dim}")
     use: dict[str, Any] = dict(adapter_rank=fields.positive("adapter_rank"), attention_adapters=adapted)
-    return hybrid_stack(fields, mixer, hybrid, block, fields.positive("num_mem_blocks"), "shared_transformer", **use)
-
-
-def rope_theta(fields: FieldReader) -> float:
-    """The base of the rotary embedding (0: the model has none); ValueError if the embedding is not the default one."""
-    if not fields.boolean("use_mem_rope"):
-        return 0.0
-    if fields.boolean("use_long_context"):  # Zyphra's code scales the base; transformers only warns
-        raise ValueError(f"{fields.family.name} with use_long_context=True is not implemented (only False)")
-    parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
-    if not isinstance(parameters, dict):
-        raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"{fields.family.name} with rope_type={kind!r} is not implemented (only 'default')")
-    theta = FieldReader(fields.family, {**fields.raw, **parameters}).number("rope_theta")
-    if theta <= 0:
-        raise ValueError(f"config.json: rope_theta={theta!r} must be positive")
-    return theta
+    return shared_block_stack(
+        fields, mixer, hybrid, block, fields.positive("num_mem_blocks"), "shared_transformer", **use
+    )
 
 
 def new_config(options: Any) -> dict:

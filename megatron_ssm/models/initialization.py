@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -9,12 +10,14 @@ from torch import nn
 
 from megatron_ssm.stack.fields import Field, field_of
 
+NO_CHANGES: Mapping[str, str] = {}
+
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 @torch.no_grad()
 def initialize(model: AnyModel, seed: int = 0) -> AnyModel:
-    """Draw every parameter as state-spaces' Mamba does, in place; returns the model.
+    """Draw every parameter as the model's `Stack.draws` says, in place; returns the model.
 
     Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
     ranks must use the same seed. Sends nothing.
@@ -24,13 +27,23 @@ def initialize(model: AnyModel, seed: int = 0) -> AnyModel:
     for parameter in model.parameters():
         field = field_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
-        parameter.copy_(draw(field, config.num_layers, generator)[field.piece(ranks.rank, ranks.size)])
+        drawn = draw(field, config.num_layers, generator, config.draws, config.draws_std)
+        parameter.copy_(drawn[field.piece(ranks.rank, ranks.size)])
     return model
 
 
-def draw(field: Field, layers: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The initial values of a whole field, at least fp32. layers: of the model. generator: None is torch's own."""
-    return _DRAWS[field.init](field, layers, generator)
+def draw(
+    field: Field, layers: int, generator: torch.Generator | None = None, draws: Mapping[str, str] = NO_CHANGES,
+    std: float = 0.02,
+) -> torch.Tensor:  # fmt: skip
+    """The initial values of a whole field, at least fp32. layers: of the model. generator: None is torch's own.
+
+    draws: {a kind in `Field.init`: the kind that takes its place}. std: the deviation of normal ones.
+    """
+    kind = draws.get(field.init, field.init)
+    if kind == "normal":
+        return torch.empty(field.shape, dtype=torch.float64).normal_(0, std, generator=generator)
+    return _DRAWS[kind](field, layers, generator)
 
 
 def _uniform(shape, bound, generator) -> torch.Tensor:
@@ -59,6 +72,12 @@ def _a_log(field, layers, generator) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float64).uniform_(1, 16, generator=generator).log()
 
 
+def _counted(field, layers, generator) -> torch.Tensor:
+    """A = -1, -2, ..., of each head, or of each state of a channel."""
+    count = torch.arange(1, field.shape[-1] + 1, dtype=torch.float64)
+    return count.log().expand(field.shape)
+
+
 def _dt_bias(field, layers, generator) -> torch.Tensor:
     """The inverse softplus of a step size that is drawn log-uniformly from a range, with a floor (`Field.init_range`)."""
     low, high, floor = field.init_range
@@ -70,9 +89,10 @@ def _dt_bias(field, layers, generator) -> torch.Tensor:
 _DRAWS = {
     "linear": _linear,
     "out_proj": _out_proj,
-    "dt_proj": _linear,  # dt_rank^-1/2
+    "mixer_out_proj": _out_proj,
     "embedding": _embedding,
     "A_log": _a_log,
+    "counted": _counted,
     "dt_bias": _dt_bias,
     "one": lambda field, layers, generator: torch.ones(field.shape),
     "bias": lambda field, layers, generator: torch.zeros(field.shape),

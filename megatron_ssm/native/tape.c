@@ -121,9 +121,9 @@ INLINE void residual_row(const Op *o, const void *x, const void *sum, const floa
 #pragma omp simd
   for (ptrdiff_t i = 0; i < size; i++) {
     float added = squares ? rounded(scale * ((const float *)sum)[i], type) : get(sum, i, type);
-    added = o->f[1] * added;
+    added = rounded(o->f[1] * added, type);
     if (o->bias) added = rounded(added + get(o->bias, i, type), type);
-    put(y, i, (o->flag ? 0 : get(x, i, sum_type)) + o->f[0] * added, sum_type);
+    put(y, i, (o->flag ? 0 : get(x, i, sum_type)) + rounded(o->f[0] * added, type), sum_type);
   }
 }
 CLONES static void residual_any(const Op *o, const void *x, const void *sum, const float *squares, void *y) {
@@ -154,18 +154,18 @@ INLINE float activated(float x, int activation) {
   return x * sigmoid_(2 * inner, LEAST_EXPONENT);
 }
 
-/* y = activation(x) z, or activation(x) if not gated. */
-INLINE void activate_row(const void *x, const void *z, void *y, ptrdiff_t size, int activation, int gated, int type) {
+/* y = activation(f x) z, or activation(f x) if not gated. */
+INLINE void activate_row(const void *x, const void *z, void *y, ptrdiff_t size, float f, int activation, int gated, int type) {
 #pragma omp simd
   for (ptrdiff_t i = 0; i < size; i++) {
-    float value = rounded(activated(get(x, i, type), activation), type);
+    float value = rounded(activated(rounded(f * get(x, i, type), type), activation), type);
     put(y, i, gated ? value * get(z, i, type) : value, type);
   }
 }
 #define ACTIVATE_FOR(NAME, ACTIVATION)                                                                                  \
-  CLONES static void NAME(const void *x, const void *z, void *y, ptrdiff_t size, int gated, int type) {                 \
-    if (type == FLOAT32) activate_row(x, z, y, size, ACTIVATION, gated, FLOAT32);                                       \
-    else activate_row(x, z, y, size, ACTIVATION, gated, BFLOAT16);                                                      \
+  CLONES static void NAME(const void *x, const void *z, void *y, ptrdiff_t size, float f, int gated, int type) {        \
+    if (type == FLOAT32) activate_row(x, z, y, size, f, ACTIVATION, gated, FLOAT32);                                    \
+    else activate_row(x, z, y, size, f, ACTIVATION, gated, BFLOAT16);                                                   \
   }
 ACTIVATE_FOR(activate_gelu, GELU)
 ACTIVATE_FOR(activate_gelu_tanh, GELU_TANH)
@@ -173,16 +173,16 @@ ACTIVATE_FOR(activate_silu, SILU)
 ACTIVATE_FOR(activate_relu, RELU)
 ACTIVATE_FOR(activate_squared_relu, SQUARED_RELU)
 
-/* n: size, activation. flag: whether it is gated. */
+/* n: size, activation. f: what multiplies x. flag: whether it is gated. */
 static void activate(const Tape *t, const Op *o) {
-  void (*functions[])(const void *, const void *, void *, ptrdiff_t, int, int) = {
+  void (*functions[])(const void *, const void *, void *, ptrdiff_t, float, int, int) = {
       activate_gelu, activate_gelu_tanh, activate_silu, activate_relu, activate_squared_relu};
   ptrdiff_t rows = tape_rows(t), share = rows_per_thread(rows, 8 * o->n[0], t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
   for (ptrdiff_t start = 0; start < rows; start += share)
     for (ptrdiff_t r = start; r < rows && r < start + share; r++)
-      functions[o->n[1]](row(t, &o->x, r, o->type), row(t, &o->z, r, o->type), row(t, &o->y, r, o->type), o->n[0], o->flag,
-                         o->type);
+      functions[o->n[1]](row(t, &o->x, r, o->type), row(t, &o->z, r, o->type), row(t, &o->y, r, o->type), o->n[0], o->f[0],
+                         o->flag, o->type);
 }
 
 /* Recurrences */
@@ -281,13 +281,14 @@ static int recurrence(const Tape *t, const Op *o) {
   return failed;
 }
 
-/* Norms of dt, B and C in the sum of x_proj, in place. n: heads, rank of dt, N. f: eps. */
+/* Norms of dt, B and C in the sum of x_proj, in place. n: heads, rank of dt, N. f: eps. weight: of all three, or NULL. */
 static void inner_norms(const Tape *t, const Op *o) {
   ptrdiff_t rank = o->n[1], N = o->n[2], width = rank + 2 * N, cuts[] = {0, rank, rank + N, width};
   for (ptrdiff_t i = 0; i < tape_rows(t) * o->n[0]; i++)
     for (int k = 0; k < 3; k++) {
       void *part = at(t->sums[o->sum].total, i * width + cuts[k], o->type);
-      rms_norm(part, NULL, part, 1, cuts[k + 1] - cuts[k], o->f[0], o->type, o->type, 1);
+      const void *weight = o->weight ? at((void *)o->weight, cuts[k], o->type) : NULL;
+      rms_norm(part, weight, part, 1, cuts[k + 1] - cuts[k], o->f[0], o->type, o->type, 1);
     }
 }
 
@@ -390,6 +391,7 @@ static int run(Tape *t, const Op *o) {
   switch (o->kind) {
     case EMBED: embed(t, o); return 0;
     case CONVERT:
+#pragma omp parallel for num_threads(t->threads) if (t->threads > 1 && rows >= MANY)
       for (ptrdiff_t r = 0; r < rows; r++)
         convert_any(row(t, &o->x, r, o->from_type), row(t, &o->y, r, o->type), o->n[0], o->f[0], o->from_type, o->type);
       return 0;

@@ -21,6 +21,7 @@ from megatron_ssm.ops import cuda_kernels
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
+    Packed,
     RowParallelLinear,
     apply_layer,
     bias_of,
@@ -28,7 +29,7 @@ from megatron_ssm.parallel.layers import (
     rms_norm,
     with_adapter,
 )  # fmt: skip
-from megatron_ssm.parallel.operators import sum_over_ranks
+from megatron_ssm.parallel.operators import copy_to_ranks, reduce_from_ranks, sum_over_ranks
 from megatron_ssm.stack.fields import Field, divide_either_way, divides, packed, row_parallel
 from megatron_ssm.stack.sizes import RecurrenceSizes, Sizes, Workload
 from megatron_ssm.stack.stack import Spec
@@ -47,9 +48,9 @@ SELECTIVE_NUMBERS = 256  # the C kernel of the scan keeps a state for SELECTIVE_
 @dataclass(frozen=True)
 class Mamba1Spec(Spec):
     """The sizes of a Mamba-1 mixer. heads: each has an x_proj of its own. inner_norm_eps: of norms of dt, B and C; None:
-    there are none. dt_range: of new models, the smallest and largest dt, and a floor. interleaved: whether files store the
-    rows of x and z in turn. stored_by_head: whether they store what is split by channel with the heads as the first
-    dimension.
+    there are none. inner_norm_weights: whether these norms have weights, in mixers of one head. dt_range: of new models,
+    the smallest and largest dt, and a floor. interleaved: whether files store the rows of x and z in turn. stored_by_head:
+    whether they store what is split by channel with the heads as the first dimension.
     """
 
     hidden_size: int
@@ -61,6 +62,7 @@ class Mamba1Spec(Spec):
     bias: bool = False
     conv_bias: bool = True
     inner_norm_eps: float | None = None
+    inner_norm_weights: bool = False
     dt_range: tuple[float, float, float] = field(default=(0.001, 0.1, 1e-4), compare=False)
     interleaved: bool = False
     stored_by_head: bool = False
@@ -89,10 +91,12 @@ class Mamba1Spec(Spec):
         x = {"x": inner}
         yield from packed("conv", x, x, (1, self.conv_kernel), self.conv_bias, hf="conv1d")
         yield Field("x_proj", "x_proj.weight", (rank + 2 * state, inner), 1, **by_channel)
-        yield Field("dt_proj", "dt_proj.weight", (inner, rank), 0, **by_channel, init="dt_proj")
+        yield Field("dt_proj", "dt_proj.weight", (inner, rank), 0, **by_channel)
+        for name, size in (("dt", rank), ("B", state), ("C", state)) if self.inner_norm_weights else ():
+            yield Field(f"inner_norm.{name}", f"{name.lower()}_layernorm.weight", (size,), init="one")
         dt: dict[str, Any] = dict(fp32=True, init="dt_bias", init_range=self.dt_range)
         yield Field("dt_bias", "dt_proj.bias", (inner,), 0, **by_channel, **dt)
-        yield from row_parallel("out_proj", (self.hidden_size, inner), inner, self.bias)
+        yield from row_parallel("out_proj", (self.hidden_size, inner), inner, self.bias, init="mixer_out_proj")
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""
@@ -142,6 +146,7 @@ class MambaMixer(Operator):
     """
 
     small_matrices = ("x_proj", "dt_proj")
+    inner_norm: Packed | None
 
     def __init__(self, spec: Mamba1Spec, place: Place):
         ranks, where, wide = place.ranks, place.where, at_least_fp32(place.dtype)
@@ -159,6 +164,9 @@ class MambaMixer(Operator):
         self.x_proj = nn.Parameter(torch.empty(rank + 2 * state, inner, **where))
         self.dt_proj = nn.Parameter(torch.empty(inner, rank, **where))
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide, device=place.device))
+        sizes = dict(zip(("dt", "B", "C"), self.splits, strict=True))
+        norm = Packed(sizes, (), place.ranks, **where) if spec.inner_norm_weights else None
+        self.register_module("inner_norm", norm)
         self.out_proj = RowParallelLinear(inner, spec.hidden_size, spec.bias, ranks, **where)
 
     def new_state(self, batch: int) -> State:
@@ -195,7 +203,8 @@ class MambaMixer(Operator):
             raise NotLowered("adapters of x_proj or dt_proj")
         summed = tape.sum(self.head_ranks, parameters, is_exact=True)
         if self.inner_norm_eps is not None:
-            tape.inner_norms(summed, heads, rank, N, self.inner_norm_eps)
+            weight = None if self.inner_norm is None else self.inner_norm()
+            tape.inner_norms(summed, heads, rank, N, self.inner_norm_eps, weight)
         dt = tape.buffer(channels)
         low = parameters.columns(0, heads * width)
         tape.head_matmuls(low, dt, self.dt_proj, each, rank, (heads, each * rank, width, each, rank))
@@ -243,11 +252,14 @@ class MambaMixer(Operator):
 
     def _sum(self, parameters: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); then each is normalized if it has a norm."""
-        parameters = sum_over_ranks(parameters, self.head_ranks.group, self.head_ranks.all_reduce_exact_once)
+        ranks = self.head_ranks
         if self.inner_norm_eps is None:
-            return parameters
+            return sum_over_ranks(parameters, ranks.group, ranks.all_reduce_exact_once)
+        parameters = reduce_from_ranks(parameters, ranks.group, ranks.all_reduce_exact_once)
         parts = (rms_norm(t, self.inner_norm_eps).to(t.dtype) for t in parameters.split(self.splits, dim=-1))
-        return torch.cat(list(parts), dim=-1)
+        normed = torch.cat(list(parts), dim=-1)
+        normed = normed if self.inner_norm is None else self.inner_norm() * normed
+        return copy_to_ranks(normed, ranks.group, ranks.all_reduce_exact)  # so the gradient of the weights is whole
 
     def _scan(self, x, z, head: slice, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The gated output and the next state of one head's channels (batch, seq, width). Its temporaries are freed.

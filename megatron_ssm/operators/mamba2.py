@@ -46,13 +46,17 @@ CUDA_SSD_CHUNK = 256  # mamba_chunk_scan_combined keeps a state for each chunk o
 SSD_CHUNK = 16  # tokens for which the C kernel keeps one state
 
 NO_LIMIT = (0.0, math.inf)
+NO_SCALES = (1.0,) * 5  # of z, x, B, C, dt
+GATE_FIRST, NORM_FIRST, NO_NORM = "gate first", "norm first", "no norm"
 
 
 @dataclass(frozen=True)
 class Mamba2Spec(Spec):
     """The sizes of a Mamba-2 mixer. groups: heads of a group share B and C, and the gated norm is over a group's channels.
 
-    dt_limit: of the step sizes in prompts. dt_range: as for `Mamba1Spec`.
+    norm: what precedes out_proj. GATE_FIRST is norm(y * silu(z)), NORM_FIRST norm(y) * silu(z), NO_NORM y * silu(z). bias:
+    whether in_proj has biases; out_bias: whether out_proj has them, None: as in_proj. scales: constants that multiply z, x,
+    B, C and dt after in_proj. dt_limit: of the step sizes in prompts. dt_range: as for `Mamba1Spec`.
     """
 
     hidden_size: int
@@ -66,11 +70,19 @@ class Mamba2Spec(Spec):
     conv_bias: bool = True
     dt_limit: tuple[float, float] = NO_LIMIT
     dt_range: tuple[float, float, float] = field(default=(0.001, 0.1, 1e-4), compare=False)
+    norm: str = GATE_FIRST
+    out_bias: bool | None = None
+    scales: tuple[float, ...] = NO_SCALES
 
     @property
     def channels(self) -> int:
         """Those of all heads."""
         return self.heads * self.head_dim
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether out_proj has a bias."""
+        return self.bias if self.out_bias is None else self.out_bias
 
     @property
     def history(self) -> int:
@@ -90,11 +102,12 @@ class Mamba2Spec(Spec):
         yield Field("A_log", "A_log", (heads,), 0, heads, fp32=True, init="A_log")
         yield Field("D", "D", (heads,), 0, heads, fp32=True, init="one")
         yield Field("dt_bias", "dt_bias", (heads,), 0, heads, fp32=True, init="dt_bias", init_range=self.dt_range)
-        yield Field("norm_weight", "norm.weight", (inner,), 0, heads, init="one")
+        if self.norm != NO_NORM:
+            yield Field("norm_weight", "norm.weight", (inner,), 0, heads, init="one")
         yield from packed("in_proj", parts, units, (self.hidden_size,), self.bias)
         xBC = {name: parts[name] for name in "xBC"}
         yield from packed("conv", xBC, units, (1, self.conv_kernel), self.conv_bias, hf="conv1d")
-        yield from row_parallel("out_proj", (self.hidden_size, inner), heads, self.bias)
+        yield from row_parallel("out_proj", (self.hidden_size, inner), heads, self.has_out_bias, init="mixer_out_proj")
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""
@@ -114,23 +127,29 @@ class Mamba2Spec(Spec):
         """
         ranks, s, N, hidden = work.ranks, work.itemsize, self.state_size, self.hidden_size
         i, heads, groups = self.channels // ranks, self.heads // ranks, max(1, self.groups // ranks)
-        bc, is_fused, summed = 2 * groups * N, self.groups == 1 and ranks > 1, 1 < self.groups < ranks
+        has_norm = self.norm != NO_NORM
+        bc, is_fused, summed = (
+            2 * groups * N,
+            has_norm and self.groups == 1 < ranks,
+            has_norm and 1 < self.groups < ranks,
+        )
         rows = i + i + bc + heads
         scan = s * (rows + i + bc + i) + 2 * work.wide_itemsize * heads
         if work.on_cuda:
             scan += 4 * (2 * i * N // CUDA_SSD_CHUNK + groups * CUDA_SSD_CHUNK)
         steps, whole = 2 if self.dt_limit == NO_LIMIT else 3, hidden * work.share
-        gated = 4 * i + 1 + whole + 2 * work.share if is_fused else 5 * i + groups
+        gated = 4 * i + 1 + whole + 2 * work.share if is_fused else 5 * i + groups if has_norm else 3 * i
         in_norm = 2 * i + (hidden - whole if is_fused else 0)
         in_scan = 3 * i - gated + i * N / SSD_CHUNK + 2 * bc + 4 * heads
         inner, copied = (self.groups,) if summed else (), 2 * self.groups * N  # rows that several ranks hold
         widths = (hidden, self.conv_kernel) + (1,) * (self.conv_bias + self.bias)
         return Sizes(
             state=(self.history * (i + bc) * s + N * i * work.wide_itemsize),
-            stages={"scan": max(scan, s * (rows + 2 * i)), "output": s * i + s * hidden * (1 + self.bias)},
-            stored=2 * i + bc + heads + i + bc + steps * heads + gated,
+            stages={"scan": max(scan, s * (rows + 2 * i)), "output": s * i + s * hidden * (1 + self.has_out_bias)},
+            projected=s * rows, stored=2 * i + bc + heads + i + bc + steps * heads + gated,
             kept=whole + work.share if is_fused else 0,
-            gradients=whole + max(in_norm, in_scan), columns=1 if self.groups == 1 else 0, inner=inner, backward=inner,
+            gradients=whole + max(in_norm, in_scan),
+            columns=1 if has_norm and self.groups == 1 else 0, inner=inner, backward=inner,
             parameters=tuple(copied * width for width in widths) if self.groups % ranks else (),
             passed=i * N, convolved=i + bc, scan=7 * self.channels * N,
         )  # fmt: skip
@@ -149,6 +168,7 @@ class Mamba2Mixer(Operator):
     A_log: nn.Parameter
     D: nn.Parameter
     dt_bias: nn.Parameter
+    norm_weight: nn.Parameter  # None if there is no norm
 
     def __init__(self, spec: Mamba2Spec, place: Place):
         ranks, where, wide = place.ranks, place.where, at_least_fp32(place.dtype)
@@ -156,18 +176,19 @@ class Mamba2Mixer(Operator):
         self.heads, self.head_dim, self.state_size = spec.heads // ranks.size, spec.head_dim, spec.state_size
         self.groups = max(1, spec.groups // ranks.size)
         self.all_groups, self.eps, self.dt_limit = spec.groups, spec.norm_eps, spec.dt_limit
-        self.group_channels = spec.channels // spec.groups
+        self.group_channels, self.norm, self.scales = spec.channels // spec.groups, spec.norm, spec.scales
         self.kernel = spec.conv_kernel
         inner, bc = self.heads * self.head_dim, self.groups * self.state_size
         self.rows = {"z": inner, "x": inner, "B": bc, "C": bc, "dt": self.heads}
         shared: dict[str, Any] = dict(shared=("B", "C"), pieces=spec.groups) if spec.groups < ranks.size else {}
         for name in ("A_log", "D", "dt_bias"):
             self.register_parameter(name, nn.Parameter(torch.empty(self.heads, dtype=wide, device=place.device)))
-        self.norm_weight = nn.Parameter(torch.empty(inner, **where))
+        weight = None if spec.norm == NO_NORM else nn.Parameter(torch.empty(inner, **where))
+        self.register_parameter("norm_weight", weight)
         self.in_proj = ColumnParallelLinear(spec.hidden_size, self.rows, spec.bias, ranks, **where, **shared)
         channels = {name: self.rows[name] for name in "xBC"}
         self.conv = Convolution(channels, spec.conv_kernel, spec.conv_bias, ranks, **where, **shared)
-        self.out_proj = RowParallelLinear(inner, spec.hidden_size, spec.bias, ranks, **where)
+        self.out_proj = RowParallelLinear(inner, spec.hidden_size, spec.has_out_bias, ranks, **where)
 
     def new_state(self, batch: int) -> State:
         """conv: (batch, K-1, channels of x, B and C), the last inputs of the convolution of K taps. state: (batch, this
@@ -175,9 +196,18 @@ class Mamba2Mixer(Operator):
         """
         device, wide = self.D.device, at_least_fp32(self.D.dtype)
         channels = sum(self.rows[name] for name in "xBC")
-        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.norm_weight.dtype, device=device)
+        conv = torch.zeros(batch, self.kernel - 1, channels, dtype=self.conv.weight.fields[0].dtype, device=device)
         state = torch.zeros(batch, self.heads, self.state_size, self.head_dim, dtype=wide, device=device)
         return State(dict(conv=conv, state=state))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Operator`: [z | x | B | C | dt] of this rank."""
+        projected = super().project(x)
+        if self.scales == NO_SCALES:
+            return projected
+        parts = zip(self.scales, self.rows.values(), strict=True)
+        factors = torch.cat([projected.new_full((rows,), scale) for scale, rows in parts])
+        return projected * factors if torch.is_grad_enabled() else projected.mul_(factors)
 
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
         """See `Operator`. projected: [z | x | B | C | dt] of this rank.
@@ -193,8 +223,13 @@ class Mamba2Mixer(Operator):
         """See `Operator`."""
         if not (self.local_norm or self.fused_norm):
             raise NotLowered("a norm over a group on some of the ranks")
+        if self.norm == NORM_FIRST:
+            raise NotLowered("a gate after the norm")
         inner, bc = self.rows["x"], self.rows["B"]
-        projected = lowered_linear(tape, self.in_proj, x, adapter_of(self.lora, "in_proj"))
+        projected, first = lowered_linear(tape, self.in_proj, x, adapter_of(self.lora, "in_proj")), 0
+        for scale, rows in zip(self.scales, self.rows.values(), strict=True):
+            tape.scale(projected.columns(first, rows), scale)
+            first += rows
         z, xBC = projected.columns(0, inner), projected.columns(inner, inner + 2 * bc)
         convolved = tape.conv(xBC, *self.conv.tensors())
         dt = tape.step_sizes(projected.columns(2 * inner + 2 * bc, self.heads), self.dt_bias, self.dt_limit)
@@ -202,7 +237,10 @@ class Mamba2Mixer(Operator):
         sizes = self.heads, self.head_dim, self.groups, self.state_size
         y = tape.ssd(convolved, dt, self.A_log, self.D, *sizes, may_round)
         squares = tape.buffer(1, torch.float32) if self.fused_norm else None
-        normed = tape.gated_norm(y, z, self.norm_weight, self.groups, self.eps, squares)
+        if self.norm == NO_NORM:
+            normed = tape.activate(z, y, "silu")
+        else:
+            normed = tape.gated_norm(y, z, self.norm_weight, self.groups, self.eps, squares)
         tape.release_unless_speculative(projected, convolved, dt, y)
         out = lowered_linear(tape, self.out_proj, normed, adapter_of(self.lora, "out_proj"))
         tape.release(normed)
@@ -269,31 +307,37 @@ class Mamba2Mixer(Operator):
 
     @property
     def local_norm(self) -> bool:
-        """Whether this rank holds all channels of its groups, so that it normalizes them alone."""
-        return self.all_groups >= self.ranks.size
+        """Whether this rank holds all channels of its groups, so that it normalizes them alone; or there is no norm."""
+        return self.all_groups >= self.ranks.size or self.norm == NO_NORM
 
     @property
     def fused_norm(self) -> bool:
         """Whether the sum of squares of the only group is a column in the all-reduce of out_proj."""
-        return self.ranks.size > 1 and self.all_groups == 1
+        return self.ranks.size > 1 and self.all_groups == 1 and self.norm != NO_NORM
 
     def _normed(self, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(norm(y * silu(z)) * weight, None); the norm is over all channels of a group, on all ranks that hold them.
 
         With `fused_norm`: (the same without the factor 1/sqrt(mean square), this rank's sum of squares (batch, seq, 1)).
+        Or what else the specification's `norm` says.
         """
-        local_groups, fused = self.local_norm or self.fused_norm, self.fused_norm
-        if local_groups and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
+        if self.norm == NO_NORM:
+            return F.silu(z) * y, None
+        gates_first, fused = self.norm == GATE_FIRST, self.fused_norm
+        is_local = self.local_norm or fused
+        if gates_first and is_local and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
             return kernels.gated_norm(y, z, self.norm_weight, self.groups, None if fused else self.eps)
         wide = at_least_fp32(self.norm_weight.dtype)
-        y = y.to(wide) * F.silu(z.to(wide))
+        gate = F.silu(z.to(wide))
+        y = y.to(wide) * gate if gates_first else y.to(wide)
         local = y.unflatten(-1, (self.groups, -1))
         squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
         if not fused:
             squares = squares if self.local_norm else self._sum_of_group(squares)
             scale = torch.rsqrt(squares / self.group_channels + self.eps)
             y = (local * scale.unsqueeze(-1)).view_as(y)
-        return self.norm_weight * y.to(self.norm_weight.dtype), squares if fused else None
+        y = self.norm_weight * y.to(self.norm_weight.dtype)
+        return y if gates_first else y * gate.to(y.dtype), squares if fused else None
 
     def _sum_of_group(self, squares: torch.Tensor) -> torch.Tensor:
         """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of one column per group."""

@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class MlpSpec(Spec):
-    """The sizes of an MLP: down(activation(gate(x)) * up(x)), or down(activation(up(x))) if it is not gated.
+    """The sizes of an MLP: down(activation(gate_scale * gate(x)) * up(x)), or down(activation(up(x))) if it is not gated.
 
     channels: of the inner dimension. packed: whether files store gate and up in one tensor.
     """
@@ -46,6 +46,7 @@ class MlpSpec(Spec):
     gated: bool = True
     bias: bool = False
     packed: bool = False
+    gate_scale: float = 1.0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -86,6 +87,7 @@ class MlpSpec(Spec):
                 "MLP": work.itemsize * (count + 2) * inner,
                 "output": work.itemsize * (inner + hidden * (1 + self.bias)),
             },
+            projected=work.itemsize * count * inner,
             stored=(2 * count) * inner,
             gradients=hidden * work.share + (count + 1) * inner,
         )
@@ -131,7 +133,9 @@ class Mlp(Operator):
 
     def lower_activated(self, tape: Builder, projected: Buffer) -> Buffer:
         """`activated` on a tape; releases its input."""
-        y = tape.activate(projected, self.mlp_spec.activation, self.mlp_spec.gated)
+        spec, inner = self.mlp_spec, self.mlp_rows["up"]
+        up = projected.columns(inner, inner) if spec.gated else None
+        y = tape.activate(projected.columns(0, inner), up, spec.activation, spec.gate_scale)
         tape.release(projected)
         return y
 
@@ -140,4 +144,5 @@ class Mlp(Operator):
         if not self.mlp_spec.gated:
             return self.activation(projected)
         gate, up = projected.chunk(2, dim=-1)
+        gate = gate if self.mlp_spec.gate_scale == 1.0 else self.mlp_spec.gate_scale * gate
         return self.activation(gate) * up

@@ -12,7 +12,7 @@ from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
-from .operator import Operator, Partial, Place, as_input, check_plain, mix, sum_of
+from .operator import Lowered, Operator, Partial, Place, as_input, check_plain, mix, sum_of
 from .shared_block import SharedBlock
 from .state import State
 
@@ -76,11 +76,9 @@ class Layer(TrackedModule):
         """
         check_plain(self)
         for unit in self.units:
-            if len(unit.operators) > 1 or unit.norm is None or unit.post_norm is not None:
-                raise NotLowered("a unit of several operators, or with other norms")
-            (part,), (operator,), given = unit.operators, self._operators(unit), x
-            if part.input_scale != 1.0:
-                raise NotLowered("a scaled input")
+            if unit.norm is None or unit.post_norm is not None:
+                raise NotLowered("a unit with other norms")
+            given = x
             if unit.side is not None and embeddings is not None:
                 block, name = shared[unit.side.shared], unit.side.part.name
                 check_plain(block)
@@ -88,17 +86,40 @@ class Layer(TrackedModule):
                 more = block.lower_use(tape, x, embeddings, getattr(self, name))
                 given = tape.add(x, more)
                 tape.release(more)
-            tape.path = path + part.name
+            tape.path = path + unit.operators[0].name
             norm = self._norm(unit.norm)
             normed = tape.norm(given, norm.weight, norm.eps)
             if given is not x:
                 tape.release(given)
-            low = operator.lower(tape, normed)
-            tape.release(normed)
+            low, scale = self._lower_operators(unit, tape, path, normed)
             summed = tape.sum(self.ranks, low.out, low.columns)
-            scales = unit.residual_scale, part.output_scale
-            tape.residual(x, summed, low.bias, scales, low.group, low.eps)
+            tape.residual(x, summed, low.bias, (unit.residual_scale, scale), low.group, low.eps)
             tape.release(low.out, *([low.columns] if low.columns else []))
+
+    def _lower_operators(self, unit: Unit, tape: Builder, path: str, normed: Buffer) -> tuple[Lowered, float]:
+        """The operators of a unit and their sum on this rank, and what multiplies the sum over the ranks."""
+        lows = []
+        for part, operator in zip(unit.operators, self._operators(unit), strict=True):
+            tape.path = path + part.name
+            given = normed if part.input_scale == 1.0 else tape.converted(normed, tape.dtype, part.input_scale)
+            low = operator.lower(tape, given)
+            if given is not normed:
+                tape.release(given)
+            if low.bias is not None and part.output_scale != 1.0:
+                raise NotLowered("a scaled bias")
+            if low.columns is None:
+                tape.scale(low.out, part.output_scale)
+            lows.append(low)
+        tape.release(normed)
+        first, *others = lows
+        if not others:
+            return first, 1.0 if first.columns is None else unit.operators[0].output_scale
+        if any(low.columns is not None or low.bias is not None for low in lows):
+            raise NotLowered("several operators with biases, or with norms after the sum")
+        for low in others:
+            tape.add(first.out, low.out, into=True)
+            tape.release(low.out)
+        return first, 1.0
 
     def _unit(
         self, unit: Unit, x: torch.Tensor, call: Call, states: Mapping[str, State], shared, embeddings

@@ -134,9 +134,13 @@ class Memory:
             for name, size in unit.side.part.spec.sizes(work).stages.items():
                 if name != "output":
                     yield name, kept + size
-        for count, part in enumerate(unit.operators):  # the outputs of the operators before it are kept
-            for name, size in part.spec.sizes(work).stages.items():
-                yield name, kept + x + count * s * H + size
+        sizes = [part.spec.sizes(work) for part in unit.operators]
+        for count, each in enumerate(
+            sizes
+        ):  # beside the outputs of the operators before it, and inputs of those after it
+            waiting = sum(later.projected for later in sizes[count + 1 :])
+            for name, size in each.stages.items():
+                yield name, kept + x + count * s * H + waiting + size
         converted = residual if residual != s * H and not self.on_cuda else 0  # by torch on the CPU, before it adds
         yield "sum", kept + x + len(unit.operators) * s * H + converted + residual
 

@@ -141,10 +141,12 @@ def rows_of(
         start += 1 if interleaved else count
 
 
-def row_parallel(name: str, shape: tuple[int, int], units: int, bias: bool = False, hf: str = "") -> Iterator[Field]:
+def row_parallel(
+    name: str, shape: tuple[int, int], units: int, bias: bool = False, hf: str = "", init: str = "out_proj"
+) -> Iterator[Field]:
     """The fields of a linear layer that is split by input column; every rank holds the whole bias. hf: as for `packed`."""
     hf = hf or name
-    yield Field(f"{name}.weight", f"{hf}.weight", shape, 1, units, init="out_proj")
+    yield Field(f"{name}.weight", f"{hf}.weight", shape, 1, units, init=init)
     if bias:
         yield Field(f"{name}.bias", f"{hf}.bias", shape[:1], init="bias")
 

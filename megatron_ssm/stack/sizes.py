@@ -65,7 +65,8 @@ class Sizes:
     """What an operator needs on one rank.
 
     Generation, in bytes: state, of one sequence, whatever its length; keys, of each token of a sequence; stages, {stage: of
-    one token of a prompt, besides the operator's input}.
+    one token of a prompt, besides the operator's input}; projected, what waits of one token while other operators of the
+    unit compute.
 
     Training, in numbers for each token of the rank: stored from forward to backward; kept, the same where activations are
     recomputed (sums over ranks, and what attention stores); gradients, the most that exists in backward minus what is freed
@@ -83,6 +84,7 @@ class Sizes:
     state: int = 0
     keys: int = 0
     stages: Mapping[str, int] = field(default_factory=dict)
+    projected: int = 0
     stored: float = 0
     kept: float = 0
     gradients: float = 0

@@ -8,7 +8,7 @@ and ask for no family. docs/concepts/putting-a-model-together.md has a picture.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,8 +134,10 @@ class Stack:
 
     layers: the units of each layer. shared: blocks that units of several layers use, with one set of weights.
     residual_in_fp32: whether the residual stream is at least fp32. embedding_scale, logits_scale: constants that multiply
-    the embeddings, and the logits. embeddings, final_norm, head: the names of their tensors in files. aliases: (what names
-    of tensors in files begin with, what else they may begin with). norm_eps: of the final norm.
+    the embeddings, and the logits. draws: how a new model is initialized, as {kind of a field: kind that takes its place},
+    with the deviation draws_std of normal ones (see `models.initialization`); {}: as state-spaces' Mamba does. embeddings,
+    final_norm, head: the names of their tensors in files. aliases: (what names of tensors in files begin with, what else
+    they may begin with). norm_eps: of the final norm.
 
     raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
     """
@@ -156,6 +158,8 @@ class Stack:
     root: str = "model."
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    draws: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    draws_std: float = field(default=0.02, compare=False, repr=False)
     raw: dict = field(default_factory=dict, compare=False, repr=False)
     unknown: tuple[str, ...] = field(default=(), compare=False, repr=False)
     unknown_note: str = field(default="", compare=False, repr=False)

@@ -194,6 +194,11 @@ class Builder:
         self._add("convert", x=x, y=y, from_type=TYPES[x.dtype], type=TYPES[dtype], n=(x.width,), f=(factor,))
         return y
 
+    def scale(self, x: Buffer, factor: float) -> None:
+        """x *= factor, each rounded to x's dtype."""
+        if factor != 1.0:
+            self._add("convert", x=x, y=x, from_type=TYPES[x.dtype], type=TYPES[x.dtype], n=(x.width,), f=(factor,))
+
     def concat(self, x: Buffer, z: Buffer) -> Buffer:
         """[x | z]."""
         y = self.buffer(x.width + z.width)
@@ -274,9 +279,12 @@ class Builder:
         self._add("selective_scan", x=x, y=y, z=dt, **tensors, slot=self.slot("state"), sum=parameters.number, n=n)
         return y
 
-    def inner_norms(self, parameters: Summed, heads: int, rank: int, state: int, eps: float) -> None:
+    def inner_norms(
+        self, parameters: Summed, heads: int, rank: int, state: int, eps: float, weight: Tensor | None
+    ) -> None:
         """Norms of dt, B and C in the sum, in place."""
-        self._add("inner_norms", sum=parameters.number, n=(heads, rank, state), f=(eps,))
+        self._typed(weight)
+        self._add("inner_norms", sum=parameters.number, n=(heads, rank, state), f=(eps,), weight=weight)
 
     def gated_norm(
         self, x: Buffer, gate: Buffer, weight: Tensor, groups: int, eps: float, squares: Buffer | None
@@ -312,14 +320,13 @@ class Builder:
         self._add("residual", "alone", x=y, y=y, sum=summed.number, bias=bias, n=(y.width, 1), f=(1.0, 1.0), flag=True)
         return y
 
-    def activate(self, x: Buffer, activation: str, gated: bool) -> Buffer:
-        """activation(gate) * up of x = [gate | up], or activation(x)."""
+    def activate(self, gate: Buffer, up: Buffer | None, activation: str, factor: float = 1.0) -> Buffer:
+        """activation(factor * gate) * up; up None: without it."""
         name = "silu" if activation == "swish" else activation
         if name not in ACTIVATIONS:
             raise NotLowered(f"the activation {activation}")
-        width = x.width // 2 if gated else x.width
-        y, up = self.buffer(width), x.columns(width, width) if gated else x
-        self._add("activate", name, x=x.columns(0, width), y=y, z=up, n=(width, ACTIVATIONS.index(name)), flag=gated)
+        y, n = self.buffer(gate.width), (gate.width, ACTIVATIONS.index(name))
+        self._add("activate", name, x=gate, y=y, z=up or gate, n=n, f=(factor,), flag=up is not None)
         return y
 
     def rotate(self, x: Buffer, heads: int, head_dim: int, size: int, table: Callable[[int], Tensor]) -> None:

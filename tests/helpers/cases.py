@@ -63,17 +63,52 @@ CASES = {
         dict(num_attention_heads=8, num_key_value_heads=4, hidden_act="silu", use_mem_rope=True, mamba_d_conv=2)
         | dict(rope_parameters=dict(rope_type="default", rope_theta=50.0)),
     ),
+    "nemotron-2-groups": ("nemotron_h", dict(num_hidden_layers=4)),
+    "nemotron-4-groups-biases": (
+        "nemotron_h",
+        dict(n_groups=4, use_bias=True, mlp_bias=True, layers_block_type=["mlp", "full_attention", "linear_attention"]),
+    ),
+    "nemotron-1-group-1-kv-head": ("nemotron_h", dict(n_groups=1, num_key_value_heads=1, mlp_hidden_act="silu")),
+    "granite-1-group": ("granitemoehybrid", dict(mamba_n_groups=1, tie_word_embeddings=True)),
+    "granite-2-groups-biases-rope": (
+        "granitemoehybrid",
+        dict(position_embedding_type="rope", attention_bias=True, mamba_proj_bias=True, mamba_conv_bias=False),
+    ),
+    "bamba-1-group": ("bamba", dict(mamba_n_groups=1, num_attention_heads=8, vocab_size=64)),
+    "bamba-2-groups-biases-tied": (
+        "bamba",
+        dict(attention_bias=True, mlp_bias=True, mamba_proj_bias=True, tie_word_embeddings=True, head_dim=12)
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=50.0), time_step_limit=(0.02, 0.2)),
+    ),
+    "falcon-h1-no-norm": ("falcon_h1", dict(num_key_value_heads=1)),
+    "falcon-h1-norm-first-1-group": ("falcon_h1", dict(mamba_rms_norm=True, mamba_n_groups=1)),
+    "falcon-h1-gate-first-1-group-biases": (
+        "falcon_h1",
+        dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=1, mamba_proj_bias=True, mlp_bias=True)
+        | dict(attention_bias=True, projectors_bias=True, tie_word_embeddings=True),
+    ),
+    "falcon-h1-norm-first-2-groups": (
+        "falcon_h1",
+        dict(mamba_rms_norm=True, mamba_d_head="auto", mamba_d_ssm=None, time_step_limit=(0.02, 0.2)),
+    ),
+    "jamba": ("jamba", dict(num_hidden_layers=3)),
+    "jamba-biases-tied": (
+        "jamba",
+        dict(mamba_proj_bias=True, mamba_conv_bias=False, tie_word_embeddings=True, num_key_value_heads=1),
+    ),
     "zamba2-no-attention": ("zamba2", dict(layers_block_type=["linear_attention"] * 2, time_step_min=1e-9)),
 }
 
 RARE = (
     "mamba-no-conv-bias", "mamba2-4-groups", "falcon-wider", "zamba-1-head", "zamba-8-heads", "zamba2-grouped-rope-1-use",
-    "zamba2-no-attention",
+    "zamba2-no-attention", "nemotron-4-groups-biases", "nemotron-1-group-1-kv-head", "granite-1-group", "bamba-1-group",
+    "falcon-h1-norm-first-1-group", "falcon-h1-norm-first-2-groups", "jamba",
 )  # fmt: skip
 MARKED = by_default(CASES.keys() - set(RARE), CASES)
 
 # The largest error of fp32 logits, whose standard deviation is 1 to 4.
 TOLERANCE = {"mamba": 5e-5, "falcon_mamba": 5e-5, "mamba2": 5e-5, "zamba": 1e-4, "zamba2": 3e-4}
+TOLERANCE |= dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba"), 1e-4)
 
 
 class Oracle:
@@ -87,7 +122,7 @@ class Oracle:
         self.directory = directory
         # A prompt can be processed in pieces of this length or more. In a piece of a single token, dt is not clamped to
         # time_step_limit, which Zamba2 always has.
-        self.smallest_piece = 2 if family == "zamba2" or "time_step_limit" in changes else 1
+        self.smallest_piece = 2 if family in ("zamba2", "nemotron_h") or "time_step_limit" in changes else 1
         self.vocab = changes.get("vocab_size", SMALL["vocab_size"])
         self.family, self.changes, self.dtype = family, with_layers(changes), dtype
         self.model = hf_model(family, dtype=dtype, **self.changes)
@@ -128,7 +163,9 @@ class Oracle:
         output = self.model(ids[:, :-steps], use_cache=True)
         cache, logits = cache_name(output), []
         for i in range(ids.shape[1] - steps, ids.shape[1]):
-            output = self.model(ids[:, i : i + 1], use_cache=True, **{cache: output[cache]})
+            # without positions, transformers' Bamba takes each token for the first one
+            where = dict(position_ids=torch.full_like(ids[:, :1], i)) if self.family == "bamba" else {}
+            output = self.model(ids[:, i : i + 1], use_cache=True, **{cache: output[cache]}, **where)
             logits.append(output.logits)
         return torch.cat(logits, dim=1)
 
@@ -157,7 +194,8 @@ def random_changes(family, seed):
     """Random changes to the small model of `family` that 4 ranks can split and transformers supports."""
     rng = random.Random(f"{family} {seed}")
     changes = _RANDOM[family](rng)
-    return dict(changes, vocab_size=rng.randint(2, 90), tie_word_embeddings=rng.random() < 0.5)
+    changes["vocab_size"], tied = rng.randint(2, 90), rng.random() < 0.5
+    return dict(changes, tie_word_embeddings=tied and family != "nemotron_h")  # which transformers does not tie
 
 
 def _random_constants(rng):
@@ -240,12 +278,109 @@ def _random_zamba2(rng):
     )
 
 
+def _random_ssd(rng):
+    """Settings of hybrids with Mamba-2."""
+    heads, head_dim, groups, expand = _random_heads(rng)
+    return dict(
+        hidden_size=heads * head_dim // expand,
+        mamba_expand=expand,
+        mamba_n_heads=heads,
+        mamba_d_head=rng.choice(("auto", head_dim)),
+        mamba_n_groups=groups,
+        mamba_d_state=rng.choice((1, 3, 8, 16)),
+        mamba_d_conv=rng.randint(2, 5),
+        mamba_conv_bias=rng.random() < 0.5,
+        mamba_proj_bias=rng.random() < 0.5,
+    )
+
+
+def _random_attention(rng):
+    """Settings of hybrids whose attention is a layer's own."""
+    heads = rng.choice((4, 8, 12))
+    return dict(
+        num_hidden_layers=rng.randint(1, 3),
+        num_attention_heads=heads,
+        num_key_value_heads=rng.choice([k for k in (1, 2, 4, 8, 12) if heads % k == 0]),
+        head_dim=4 * rng.randint(1, 3),
+        intermediate_size=4 * rng.randint(1, 16),
+        attention_bias=rng.random() < 0.5,
+    )
+
+
+def _random_nemotron(rng):
+    heads, head_dim, groups, expand = _random_heads(rng)
+    kinds = ["full_attention", *rng.choices(("linear_attention", "mlp", "full_attention"), k=rng.randint(1, 3))]
+    rng.shuffle(kinds)
+    return dict(
+        {name: value for name, value in _random_attention(rng).items() if name != "attention_bias"},
+        layers_block_type=kinds,
+        num_hidden_layers=len(kinds),
+        hidden_size=heads * head_dim // expand,
+        mamba_num_heads=heads,
+        mamba_head_dim=rng.choice((2, 6, 8)),
+        n_groups=groups,
+        ssm_state_size=rng.choice((1, 3, 8, 16)),
+        conv_kernel=rng.randint(2, 5),
+        use_bias=rng.random() < 0.5,
+        mlp_bias=rng.random() < 0.5,
+        mlp_hidden_act=rng.choice(("relu2", "silu")),
+        time_step_min=rng.choice((0.001, 0.03)),
+    )
+
+
+def _random_granite(rng):
+    changes = dict(_random_attention(rng), **_random_ssd(rng))
+    changes["shared_intermediate_size"] = changes.pop("intermediate_size")
+    kinds = ["full_attention", *rng.choices(("linear_attention", "full_attention"), k=changes["num_hidden_layers"] - 1)]
+    return dict(changes, layer_types=kinds, position_embedding_type=rng.choice((None, "rope")))
+
+
+def _random_bamba(rng):
+    changes = dict(_random_attention(rng), **_random_ssd(rng), mlp_bias=rng.random() < 0.5)
+    indices = rng.sample(range(changes["num_hidden_layers"]), rng.randint(1, changes["num_hidden_layers"]))
+    return dict(changes, attn_layer_indices=indices)
+
+
+def _random_falcon_h1(rng):
+    return dict(
+        _random_attention(rng),
+        **_random_ssd(rng),
+        mamba_d_ssm=None,
+        mamba_rms_norm=rng.random() < 0.6,
+        mamba_norm_before_gate=rng.random() < 0.5,
+        mlp_bias=rng.random() < 0.5,
+        projectors_bias=rng.random() < 0.5,
+    )
+
+
+def _random_jamba(rng):
+    changes = _random_attention(rng)
+    del changes["attention_bias"]
+    return dict(
+        changes,
+        hidden_size=4 * rng.randint(2, 12),
+        mamba_expand=rng.choice((1, 2, 3)),
+        mamba_dt_rank=rng.choice(("auto", 1, 7)),
+        mamba_d_state=rng.choice((1, 3, 8, 16)),
+        mamba_d_conv=rng.randint(2, 5),
+        mamba_conv_bias=rng.random() < 0.5,
+        mamba_proj_bias=rng.random() < 0.5,
+        attn_layer_period=2,
+        attn_layer_offset=rng.randint(0, 1),
+    )
+
+
 _RANDOM = {
     "mamba": _random_mamba,
     "falcon_mamba": lambda rng: dict(_random_mamba(rng), mixer_rms_eps=rng.choice((1e-6, 0.01))),
     "mamba2": _random_mamba2,
     "zamba": _random_zamba,
     "zamba2": _random_zamba2,
+    "nemotron_h": _random_nemotron,
+    "granitemoehybrid": _random_granite,
+    "bamba": _random_bamba,
+    "falcon_h1": _random_falcon_h1,
+    "jamba": _random_jamba,
 }
 
 

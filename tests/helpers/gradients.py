@@ -48,8 +48,11 @@ def transformers_loss(oracle, ignored=0.0):
 
 
 def transformers_gradients(model):
-    """{Hugging Face name: gradient}; adapters that are unused because blocks are untied have none."""
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    """{name in files: gradient}; adapters that are unused because blocks are untied have none."""
+    found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    if model.config.model_type != "nemotron_h":
+        return found
+    return {name.replace("model.", "backbone.", 1): grad for name, grad in found.items()}
 
 
 def errors(ours, theirs):

@@ -12,7 +12,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, FalconMambaConfig, Mamba2Config, MambaConfig, Zamba2Config, ZambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
+    FalconMambaConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Mamba2Config,
+    MambaConfig,
+    NemotronHConfig,
+    Zamba2Config,
+    ZambaConfig,
+)
 
 INDEX = "model.safetensors.index.json"
 SMALL = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61)
@@ -21,12 +33,41 @@ HYBRID = dict(
     num_hidden_layers=6, layers_block_type=LAYERS, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48,
     mamba_d_state=8, pad_token_id=None,  # otherwise the embedding of id 0 would get no gradient
 )  # fmt: skip
+SSD = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=2)
+ATTENDED = dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, pad_token_id=None)
 CONFIGS = {
     "mamba": (MambaConfig, dict(state_size=8)),
     "falcon_mamba": (FalconMambaConfig, dict(state_size=8)),
     "mamba2": (Mamba2Config, dict(num_heads=8, head_dim=8, n_groups=1, state_size=8)),
     "zamba": (ZambaConfig, HYBRID),
     "zamba2": (Zamba2Config, dict(HYBRID, n_mamba_heads=8, num_mem_blocks=2, adapter_rank=6)),
+    "nemotron_h": (
+        NemotronHConfig,
+        dict(ATTENDED, head_dim=6, ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2),
+    ),
+    "granitemoehybrid": (
+        GraniteMoeHybridConfig,
+        dict(ATTENDED, **SSD, num_local_experts=0, shared_intermediate_size=48, attention_multiplier=0.3)
+        | dict(embedding_multiplier=1.5, residual_multiplier=0.7, logits_scaling=1.6),
+    ),
+    "bamba": (BambaConfig, dict(ATTENDED, **SSD, attn_layer_indices=[1])),
+    "falcon_h1": (
+        FalconH1Config,
+        dict(ATTENDED, **SSD, mamba_d_ssm=64, key_multiplier=0.6, lm_head_multiplier=0.8, embedding_multiplier=1.3)
+        | dict(attention_in_multiplier=0.9, attention_out_multiplier=0.7, ssm_in_multiplier=1.2, ssm_out_multiplier=0.5)
+        | dict(mlp_multipliers=[0.8, 0.6], ssm_multipliers=[0.7, 1.1, 0.9, 1.2, 0.8]),
+    ),
+    "jamba": (
+        JambaConfig,
+        dict(ATTENDED, mamba_d_state=8, num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=5),
+    ),
+}
+# The kinds of layers, repeated as often as needed
+KINDS = {
+    "zamba": ("layers_block_type", LAYERS),
+    "zamba2": ("layers_block_type", LAYERS),
+    "nemotron_h": ("layers_block_type", ["linear_attention", "full_attention", "mlp"]),
+    "granitemoehybrid": ("layer_types", ["linear_attention", "full_attention"]),
 }
 
 
@@ -53,8 +94,9 @@ def hf_model(family, seed=0, dtype=torch.float32, **changes):
     """A transformers model in eval mode of `family` (one of CONFIGS), small unless `changes` say otherwise."""
     make, extra = CONFIGS[family]
     values = {**SMALL, **extra, **changes}
-    if "layers_block_type" in values and "layers_block_type" not in changes:
-        values["layers_block_type"] = [LAYERS[i % len(LAYERS)] for i in range(values["num_hidden_layers"])]
+    name, kinds = KINDS.get(family, ("", []))
+    if name and name not in changes:
+        values[name] = [kinds[i % len(kinds)] for i in range(values["num_hidden_layers"])]
     with precisely(dtype):
         model = AutoModelForCausalLM.from_config(make(**values), dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)

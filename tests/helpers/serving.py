@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 
 from hf import hf_model, save_hf
 from megatron_ssm import load
@@ -25,13 +26,18 @@ FAMILIES = {
     "zamba2": dict(
         num_hidden_layers=3, num_mem_blocks=1, use_shared_attention_adapter=True, use_mem_rope=True, time_step_min=0.1
     ),
+    "nemotron_h": dict(num_hidden_layers=3, time_step_min=0.1),
+    "granitemoehybrid": dict(num_hidden_layers=2),
+    "bamba": dict(num_hidden_layers=2),
+    "falcon_h1": dict(num_hidden_layers=2),
+    "jamba": dict(num_hidden_layers=2),
 }
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", by_default(FAMILIES.keys() - {"granitemoehybrid", "bamba", "jamba"}, FAMILIES))
 families_of_worlds = pytest.mark.parametrize(
     "world, chosen",
     (
-        (1, ("mamba", "zamba2")),
-        (2, ("falcon_mamba", "mamba2", "zamba")),
+        (1, ("mamba", "zamba2", "bamba", "falcon_h1")),
+        (2, ("falcon_mamba", "mamba2", "zamba", "nemotron_h", "granitemoehybrid", "jamba")),
         pytest.param(1, FAMILIES, marks=pytest.mark.full),
         pytest.param(2, FAMILIES, marks=pytest.mark.full),
     ),

@@ -30,6 +30,12 @@ MODELS = [
     ("zamba", dict(HYBRID, n_mamba_heads=8, mamba_expand=3, mamba_dt_rank=2, mamba_proj_bias=True)),
     ("zamba2", ROTARY),
     ("zamba2", dict(HYBRID, num_attention_heads=8, num_key_value_heads=4, hidden_act="gelu_pytorch_tanh")),
+    ("nemotron_h", dict(use_bias=True)),
+    ("nemotron_h", dict(layers_block_type=["mlp", "full_attention"], mlp_bias=True)),
+    ("granitemoehybrid", dict(attention_bias=True)),
+    ("bamba", dict(head_dim=12)),
+    ("falcon_h1", dict()),
+    ("jamba", dict(mamba_proj_bias=True)),
 ]
 models = pytest.mark.parametrize("family, changes", MODELS)
 DTYPES = (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full))

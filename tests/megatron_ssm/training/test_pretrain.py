@@ -539,7 +539,7 @@ def refused(capsys, *arguments):
               ("zamba2", 1, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
           )],
         ("--data text --out out --train-iters 1 --model-type gpt",
-         "model type 'gpt' is not supported (supported: mamba, falcon_mamba, mamba2, zamba, zamba2)"),
+         "model type 'gpt' is not supported (supported: mamba, falcon_mamba, mamba2, zamba, zamba2, nemotron_h,"),
         ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
         ("--config none.yaml", "cannot read --config none.yaml: No such file or directory"),
         ("--config text", "cannot read --config text: Is a directory"),

@@ -1,0 +1,59 @@
+"""Bamba: Mamba-2 or attention in each layer, and then an MLP; transformers' BambaForCausalLM."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
+from megatron_ssm.stack.reader import Family, FieldReader
+from megatron_ssm.stack.stack import Part, Stack
+
+from .common import (
+    ATTENTION,
+    HYBRID,
+    HYBRID_NAMES,
+    IGNORED_OF_HYBRIDS,
+    MAMBA,
+    ROPE,
+    attention_spec,
+    channels,
+    hybrid_mamba2,
+    hybrid_stack,
+    layer_count,
+    mixer_and_mlp,
+    rope_parameters,
+    rope_theta,
+)
+
+DEFAULTS: dict[str, Any] = HYBRID | ROPE | dict(
+    vocab_size=128000, intermediate_size=14336, num_key_value_heads=8, attn_layer_indices=None, mlp_bias=False
+)  # fmt: skip
+ROTATED = 0.5  # the part of each head that is rotated
+
+
+def read(fields: FieldReader) -> Stack:
+    """See `Family`."""
+    attended = attention_spec(fields, rope_theta=rope_theta(fields))
+    size = int(attended.head_dim * rope_parameters(fields).get("partial_rotary_factor", ROTATED))
+    if size < 2 or size % 2:
+        raise ValueError(
+            f"rotary embeddings need an even part of each head, not {size} of {attended.head_dim} elements"
+        )
+    specs = {MAMBA: hybrid_mamba2(fields, channels(fields)), ATTENTION: replace(attended, rope_size=size)}
+    inner, activation = fields.positive("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS)
+    mlp = MlpSpec(fields.positive("hidden_size"), inner, activation, bias=fields.boolean("mlp_bias"))
+    attending = fields["attn_layer_indices"] or []
+    if not isinstance(attending, list):
+        raise ValueError(f"config.json: attn_layer_indices={attending!r} must be a list of layers")
+    layers, eps = [], fields.number("layer_norm_epsilon")
+    for index in range(layer_count(fields)):
+        path, kind = f"model.layers.{index}.", ATTENTION if index in attending else MAMBA
+        name, hf = ("mixer", "mamba") if kind == MAMBA else ("attention", "self_attn")
+        mixer = Part(name, specs[kind], f"{path}{hf}.")
+        layers.append(mixer_and_mlp(path, eps, (mixer,), Part("mlp", mlp, f"{path}feed_forward.")))
+    return hybrid_stack(fields, layers, final_norm="model.final_layernorm.weight")
+
+
+BAMBA = Family(
+    "bamba", read, DEFAULTS, HYBRID_NAMES,
+    ignored=IGNORED_OF_HYBRIDS | {"partial_rotary_factor", "z_loss_coefficient", "attn_rotary_emb"},
+)  # fmt: skip

@@ -1,0 +1,60 @@
+"""Jamba: Mamba or attention in each layer, and then an MLP; transformers' JambaForCausalLM."""
+
+from typing import Any
+
+from megatron_ssm.operators.mamba1 import Mamba1Spec
+from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
+from megatron_ssm.stack.reader import Family, FieldReader
+from megatron_ssm.stack.stack import Part, Stack
+
+from .common import (
+    HYBRID_NAMES,
+    IGNORED_OF_HYBRIDS,
+    MIXER,
+    NORMAL,
+    attention_spec,
+    channels,
+    dt_rank,
+    hybrid_stack,
+    layer_count,
+    mixer_and_mlp,
+)
+
+DEFAULTS: dict[str, Any] = MIXER | dict(
+    vocab_size=65536, tie_word_embeddings=False, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=None, hidden_act="silu", layer_norm_epsilon=1e-6,
+    state_size=16, num_experts=16, expert_layer_period=2, expert_layer_offset=1, attn_layer_period=8,
+    attn_layer_offset=4, initializer_range=0.02,
+)  # fmt: skip
+
+
+def read(fields: FieldReader) -> Stack:
+    """See `Family`."""
+    count, eps = layer_count(fields), fields.number("layer_norm_epsilon")
+    every, first = fields.positive("expert_layer_period"), fields.integer("expert_layer_offset")
+    if fields.positive("num_experts") > 1 and any(i % every == first for i in range(count)):
+        raise ValueError(f"experts are not implemented: num_experts={fields['num_experts']} (only 1)")
+    hidden, activation = fields.positive("hidden_size"), fields.choice("hidden_act", ACTIVATIONS)
+    mixer = Mamba1Spec(
+        hidden_size=hidden, channels=channels(fields), state_size=fields.positive("state_size"),
+        conv_kernel=fields.positive("conv_kernel"), dt_rank=dt_rank(fields), bias=fields.boolean("use_bias"),
+        conv_bias=fields.boolean("use_conv_bias"), inner_norm_eps=eps, inner_norm_weights=True,
+    )  # fmt: skip
+    attended, mlp = attention_spec(fields), MlpSpec(hidden, fields.positive("intermediate_size"), activation)
+    period, offset = fields.positive("attn_layer_period"), fields.integer("attn_layer_offset")
+    layers = []
+    for index in range(count):
+        path = f"model.layers.{index}."
+        part = Part("mixer", mixer, f"{path}mamba.")
+        if index % period == offset:
+            part = Part("attention", attended, f"{path}self_attn.")
+        layers.append(mixer_and_mlp(path, eps, (part,), Part("mlp", mlp, f"{path}feed_forward.")))
+    draws = NORMAL | dict(dt_bias="bias")
+    return hybrid_stack(fields, layers, final_norm="model.final_layernorm.weight", draws=draws)
+
+
+JAMBA = Family(
+    "jamba", read, DEFAULTS, HYBRID_NAMES | dict(time_step_rank="mamba_dt_rank"),
+    ignored=IGNORED_OF_HYBRIDS | {"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"},
+    supported={"mamba_inner_layernorms": (True,)},
+)  # fmt: skip

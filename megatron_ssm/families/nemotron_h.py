@@ -1,0 +1,102 @@
+"""Nemotron-H: Mamba-2, attention or an MLP in each layer; transformers' NemotronHForCausalLM."""
+
+import math
+from typing import Any
+
+from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
+from megatron_ssm.stack.fields import divides
+from megatron_ssm.stack.reader import Family, FieldReader
+from megatron_ssm.stack.stack import Norm, Part, Spec, Stack, Unit
+
+from .common import (
+    ATTENTION,
+    BACKBONE,
+    IGNORED_OF_HYBRIDS,
+    KINDS,
+    MAMBA,
+    MIXER,
+    NORMAL,
+    attention_spec,
+    layer_kinds,
+    mamba2_spec,
+    stack_of,
+)
+
+DEFAULTS: dict[str, Any] = MIXER | dict(
+    vocab_size=131072, hidden_size=4096, num_hidden_layers=None, layers_block_type=None, layer_types=None,
+    hybrid_override_pattern=None, tie_word_embeddings=False, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    intermediate_size=21504, mlp_hidden_act="relu2", mlp_bias=False, state_size=128, num_heads=128, mamba_head_dim=64,
+    n_groups=8, initializer_range=0.02, rescale_prenorm_residual=True,
+)  # fmt: skip
+MLP, EXPERTS = "mlp", "moe"
+LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of Megatron's --hybrid-override-pattern
+
+
+def pattern_kinds(pattern: object, where: str) -> list[str]:
+    """The kind of each layer of a pattern such as "M-M*-"; ValueError, which names it as `where`."""
+    if not isinstance(pattern, str) or not pattern or any(letter not in LETTERS for letter in pattern):
+        raise ValueError(f"{where} {pattern!r} must consist of the letters {' '.join(LETTERS)}")
+    return [LETTERS[letter] for letter in pattern]
+
+
+def read(fields: FieldReader) -> Stack:
+    """See `Family`."""
+    names = fields["layers_block_type"] or fields["layer_types"]
+    if names is None:
+        names = pattern_kinds(fields["hybrid_override_pattern"], "config.json: hybrid_override_pattern")
+    kinds = layer_kinds(fields, names, KINDS | {MLP: MLP, EXPERTS: EXPERTS})
+    if EXPERTS in kinds:
+        raise ValueError(f"experts are not implemented: layer {kinds.index(EXPERTS)} has them")
+    heads, hidden = fields.positive("num_heads"), fields.positive("hidden_size")
+    eps, limit = fields.number("layer_norm_epsilon"), (fields.number("time_step_min"), math.inf)
+    divides(heads, fields.positive("n_groups"), "heads", "groups")
+    activation = fields.choice("mlp_hidden_act", ACTIVATIONS)
+    specs: dict[str, Spec] = {
+        MAMBA: mamba2_spec(
+            fields, heads, fields.positive("mamba_head_dim"), dt_limit=limit, norm_eps=eps,
+            conv_bias=fields.boolean("use_conv_bias"),
+        ),
+        ATTENTION: attention_spec(fields),
+        MLP: MlpSpec(hidden, fields.positive("intermediate_size"), activation, False, fields.boolean("mlp_bias")),
+    }  # fmt: skip
+    layers = []
+    for index, kind in enumerate(kinds):
+        path = f"backbone.layers.{index}."
+        part = Part("mixer", specs[kind], f"{path}mixer.")
+        layers.append((Unit((part,), Norm("norm", f"{path}norm.weight", eps)),))
+    draws = NORMAL | (dict(mixer_out_proj="mixer_out_proj") if fields.boolean("rescale_prenorm_residual") else {})
+    return stack_of(
+        fields, layers, draws=draws, draws_std=fields.number("initializer_range"), aliases=(("backbone.", ("model.",)),),
+        **BACKBONE,
+    )  # fmt: skip
+
+
+def new_config(options: Any) -> dict:
+    """See `Family.from_options`."""
+    pattern = options.hybrid_override_pattern or ("M-" * options.num_layers)[: options.num_layers]
+    kinds = pattern_kinds(pattern, "--hybrid-override-pattern")
+    return dict(
+        architectures=["NemotronHForCausalLM"], layers_block_type=kinds, num_hidden_layers=len(kinds),
+        ssm_state_size=options.mamba_state_dim, mamba_head_dim=options.mamba_head_dim, n_groups=options.mamba_num_groups,
+        mamba_num_heads=2 * options.hidden_size // options.mamba_head_dim,
+        num_attention_heads=options.num_attention_heads, head_dim=options.hidden_size // options.num_attention_heads,
+        num_key_value_heads=options.num_query_groups or options.num_attention_heads,
+        intermediate_size=options.ffn_hidden_size or 4 * options.hidden_size,
+    )  # fmt: skip
+
+
+NEMOTRON_H = Family(
+    "nemotron_h", read, DEFAULTS,
+    dict(state_size="ssm_state_size", num_heads="mamba_num_heads"),
+    supported={
+        "mamba_hidden_act": ("silu", "swish"), "tie_word_embeddings": (False,), "attention_bias": (False,),
+        "mamba_proj_bias": (False,), "residual_in_fp32": (False,), "sliding_window": (None,),
+    },
+    ignored=IGNORED_OF_HYBRIDS | frozenset(
+        """time_step_limit expand hidden_dropout n_routed_experts n_shared_experts moe_intermediate_size norm_eps
+        moe_shared_expert_intermediate_size moe_latent_size moe_shared_expert_overlap num_experts_per_tok n_group
+        routed_scaling_factor topk_group norm_topk_prob num_nextn_predict_layers mtp_layers_block_type
+        output_router_logits use_mamba_kernels mtp_hybrid_override_pattern rope_theta partial_rotary_factor""".split()
+    ),
+    from_options=new_config, unsupported_by_peft=("out_proj",),
+)  # fmt: skip
