@@ -67,7 +67,7 @@ def read(fields: FieldReader) -> Stack:
     draws = NORMAL | (dict(mixer_out_proj="mixer_out_proj") if fields.boolean("rescale_prenorm_residual") else {})
     return stack_of(
         fields, layers, draws=draws, draws_std=fields.number("initializer_range"), aliases=(("backbone.", ("model.",)),),
-        **BACKBONE,
+        modules="model.", **BACKBONE,
     )  # fmt: skip
 
 
@@ -77,6 +77,7 @@ def new_config(options: Any) -> dict:
     kinds = pattern_kinds(pattern, "--hybrid-override-pattern")
     return dict(
         architectures=["NemotronHForCausalLM"], layers_block_type=kinds, num_hidden_layers=len(kinds),
+        tie_word_embeddings=False,  # which transformers would ignore
         ssm_state_size=options.mamba_state_dim, mamba_head_dim=options.mamba_head_dim, n_groups=options.mamba_num_groups,
         mamba_num_heads=2 * options.hidden_size // options.mamba_head_dim,
         num_attention_heads=options.num_attention_heads, head_dim=options.hidden_size // options.num_attention_heads,

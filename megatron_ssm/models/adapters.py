@@ -67,7 +67,7 @@ def attach_lora(model: Model, lora: Lora) -> None:
         owner: Any = model.get_submodule(target.owner)
         if owner.lora is None:
             owner.lora = Adapters()
-        owner.lora[target.name] = _low_rank(target, lora, model)
+        owner.lora[target.key] = _low_rank(target, lora, model)
     model.lora = lora
     model.attach_fields()
 
@@ -110,7 +110,7 @@ def merge_lora(model: Model) -> None:
     for module in model.lora.modules:
         target = targets[module]
         owner: Any = model.get_submodule(target.owner)
-        product = owner.lora[target.name].product()
+        product = owner.lora[target.key].product()
         parts = [weights[field.name] for field in target.weights]
         for part, rows in zip(parts, product.split([len(part) for part in parts]), strict=True):
             part.add_(rows)

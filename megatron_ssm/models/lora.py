@@ -51,9 +51,15 @@ class Target:
         """The last part of Hugging Face's name."""
         return self.module.rpartition(".")[2]
 
+    @property
+    def key(self) -> str:
+        """What the operator calls the layer: the adapter's name in its `Adapters`."""
+        usual = self.weights[0].usual or self.weights[0].hf
+        return usual.removesuffix(".weight").rpartition(".")[2]
+
     def fields(self, rank: int) -> list[Field]:
         """The layout of the adapter's A and B, under PEFT's names."""
-        first, ours = self.weights[0], f"{self.owner}.lora.{self.name}."
+        first, ours = self.weights[0], f"{self.owner}.lora.{self.key}."
         split, inputs, names = first.split, first.shape[1], f"base_model.model.{self.module}.lora_"
         columns: dict[str, Any] = dict(split=1, units=first.units) if split == 1 else {}
         down = Field(ours + "down", names + "A.weight", (rank, inputs), **columns)
@@ -75,7 +81,7 @@ def lora_targets(config: Stack) -> dict[str, Target]:
     """{Hugging Face's name: target} of every linear layer that may have an adapter."""
     by_module: dict[str, list[Field]] = {}
     for field in config.fields():
-        module = field.hf.removesuffix(".weight")
+        module = config.module_of(field.hf)
         if field.hf.endswith(".weight") and len(field.shape) == 2 and not field.heads:
             by_module.setdefault(module, []).append(field)
     found = []

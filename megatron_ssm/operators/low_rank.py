@@ -99,7 +99,7 @@ class LowRank(TrackedModule):
 
 
 class Adapters(nn.ModuleDict):
-    """{the last part of Hugging Face's name of a linear layer, such as in_proj: its `LowRank`}."""
+    """{what the operator calls a linear layer, such as in_proj: its `LowRank`}."""
 
 
 def adapter_of(adapters: Adapters | None, name: str) -> Product | None:

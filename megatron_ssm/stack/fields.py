@@ -23,6 +23,7 @@ class Field:
     heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
         (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it has not.
     fp32: is stored in at least float32 and has no weight decay (A_log, D, the dt bias).
+    usual: the operator's own name of Hugging Face's tensor, which a family may have changed ("": it is `hf`).
     init, init_range: how a new model initializes it (see `models.initialization`), and the numbers for it.
     """
 
@@ -35,6 +36,7 @@ class Field:
     stride: int = 1
     heads: int = 0
     fp32: bool = False
+    usual: str = ""
     init: str = "linear"
     init_range: tuple[float, ...] = ()
 

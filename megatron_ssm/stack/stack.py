@@ -84,7 +84,7 @@ class Part:
             for usual, theirs in self.renamed:
                 if each.hf.startswith(usual):
                     hf = theirs + each.hf.removeprefix(usual)
-            yield replace(each, name=f"{path}{self.name}.{each.name}", hf=hf)
+            yield replace(each, name=f"{path}{self.name}.{each.name}", hf=hf, usual=each.usual or each.hf)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ class Stack:
     the embeddings, and the logits. draws: how a new model is initialized, as {kind of a field: kind that takes its place},
     with the deviation draws_std of normal ones (see `models.initialization`); {}: as state-spaces' Mamba does. embeddings,
     final_norm, head: the names of their tensors in files. aliases: (what names of tensors in files begin with, what else
-    they may begin with). norm_eps: of the final norm.
+    they may begin with). root: what most of these names begin with; modules: what transformers' names of modules begin with
+    instead. norm_eps: of the final norm.
 
     raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
     """
@@ -156,6 +157,7 @@ class Stack:
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     root: str = "model."
+    modules: str = ""
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     draws: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -243,6 +245,11 @@ class Stack:
         for name in spellings:
             yield name
             yield name.removeprefix(self.root)
+
+    def module_of(self, hf: str) -> str:
+        """transformers' name of the module that has a tensor, whose name in files is `hf`."""
+        module = hf.removesuffix(".weight")
+        return self.modules + module.removeprefix(self.root) if self.modules and hf.startswith(self.root) else module
 
     def check_ranks(self, size: int) -> None:
         """ValueError, with the numbers, if this model cannot be split over `size` tensor-parallel ranks."""

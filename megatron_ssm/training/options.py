@@ -65,12 +65,15 @@ class Options:
     mamba_state_dim: int = _option(64, "size of the state of each channel")
     mamba_head_dim: int = _option(32, "channels per head (Mamba-2, shared-block families)")
     mamba_num_groups: int = _option(1, "number of groups of heads that share B and C (Mamba-2)")
+    hybrid_override_pattern: str = _option(
+        "", "a letter for each block of a new nemotron_h model: M Mamba-2, * attention, - MLP (default: M-M-...)"
+    )
     hybrid_interval: int = _option(1, "every N-th block uses the shared attention block")
     shared_blocks: int = _option(1, "number of shared attention blocks, which these use in turn")
     adapter_rank: int = _option(8, "rank of the adapters that each of these adds to its shared block")
-    num_attention_heads: int = _option(4, "heads of the shared block, which is 2 x --hidden-size wide")
-    num_query_groups: int = _option(0, "key/value heads of the shared block (0: as many as attention heads)")
-    ffn_hidden_size: int = _option(0, "width of the shared block's MLP (0: 4 x --hidden-size)")
+    num_attention_heads: int = _option(4, "attention heads; those of a shared block are 2 x --hidden-size wide")
+    num_query_groups: int = _option(0, "key/value heads (0: as many as attention heads)")
+    ffn_hidden_size: int = _option(0, "width of an MLP (0: 4 x --hidden-size)")
     untie_embeddings_and_output_weights: bool = _option(False, "give the language-model head weights of its own")
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
@@ -140,6 +143,13 @@ class Options:
             raise ValueError("--model-config is for a new model, and --init-from for one that exists")
         if self.lora_rank and not self.init_from:
             raise ValueError(f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from")
+        pattern, layers = self.hybrid_override_pattern, self.num_layers
+        if pattern and self.model_type not in ("mamba2", "nemotron_h"):  # mamba2: the default
+            raise ValueError(f"--hybrid-override-pattern makes a nemotron_h model, not --model-type {self.model_type}")
+        if pattern and layers not in (2, len(pattern)):  # 2: the default
+            raise ValueError(
+                f"--hybrid-override-pattern {pattern} has {len(pattern)} blocks, not --num-layers {layers}"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
         warmup, decayed = self.lr_warmup_iters, self.lr_decay_iters
@@ -206,9 +216,10 @@ class Options:
         """
         from megatron_ssm.families import family_of  # imports torch
 
-        family = family_of({"model_type": self.model_type})
+        name = "nemotron_h" if self.hybrid_override_pattern else self.model_type
+        family = family_of({"model_type": name})
         return {
-            "model_type": self.model_type,
+            "model_type": name,
             "vocab_size": vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,

@@ -32,7 +32,9 @@ FAMILIES = {
     "falcon_h1": dict(num_hidden_layers=2),
     "jamba": dict(num_hidden_layers=2),
 }
-families = pytest.mark.parametrize("family", by_default(FAMILIES.keys() - {"granitemoehybrid", "bamba", "jamba"}, FAMILIES))
+families = pytest.mark.parametrize(
+    "family", by_default(FAMILIES.keys() - {"granitemoehybrid", "bamba", "jamba"}, FAMILIES)
+)
 families_of_worlds = pytest.mark.parametrize(
     "world, chosen",
     (

@@ -5,6 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+import hf
 from megatron_ssm import families
 from megatron_ssm.parallel.groups import Groups, initialize
 from megatron_ssm.training.data import Batches, Tokens
@@ -24,6 +25,19 @@ ZAMBA2 = dict(model_type="zamba2", hybrid_interval=1, num_layers=2, adapter_rank
 ZAMBA2_UNTIED = dict(
     ZAMBA2, mamba_num_groups=2, num_layers=3, shared_blocks=2, untie_embeddings_and_output_weights=True, lr=1e-3
 )
+NEMOTRON = dict(hybrid_override_pattern="M*-M", mamba_num_groups=2, num_query_groups=2)
+# {model type: config.json} of families that cannot be made from options
+RAW = {
+    name: hf.CONFIGS[name][0](**hf.SMALL | hf.CONFIGS[name][1] | changes).to_dict()
+    for name, changes in {
+        "granitemoehybrid": dict(layer_types=["full_attention", "linear_attention"]),
+        "bamba": dict(mamba_n_groups=1),
+        "falcon_h1": dict(mamba_rms_norm=True, mamba_n_groups=1),
+        "jamba": {},
+    }.items()
+    for changes in [changes | dict(hidden_size=16, num_hidden_layers=2, mamba_d_state=4)]
+    for changes in [changes if name == "jamba" else changes | dict(mamba_n_heads=4, mamba_d_ssm=32)]
+}
 STEPS = 10  # of a run's 20, those that a curve shows: three of warm-up, and half of the decay
 VOCAB = 61  # not divisible: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(
@@ -55,7 +69,7 @@ def batches(run: Options, vocab=VOCAB) -> Batches:
 def trainer(run: Options, groups: Groups = None, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer of a new model over these groups (None: one rank), with the run's engine."""
     groups = groups or Groups()
-    config = families.from_dict(run.new_config(vocab, 0))
+    config = families.from_dict(RAW[run.model_type] if run.model_type in RAW else run.new_config(vocab, 0))
     is_deepspeed = run.engine == "deepspeed"
     settings = read_settings(run, groups.data_ranks, config.hidden_size) if is_deepspeed else None
     return make_trainer(make_model(run, config, groups, torch.device(device)), groups, run, settings)

@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     import peft
 
 EXACT, RANK, ALPHA = 5e-11, 3, 6
+FUSED = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # whose fused CUDA kernels call no out_proj
 CASES = {
     "mamba": ("mamba", dict(use_bias=True), "in_proj x_proj out_proj"),
     "falcon": ("falcon_mamba", {}, "in_proj x_proj"),
@@ -34,6 +35,10 @@ CASES = {
         dict(mamba_ngroups=2, use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True),
         "in_proj out_proj q_proj k_proj v_proj o_proj gate_up_proj down_proj linear",
     ),
+    "nemotron": ("nemotron_h", dict(num_key_value_heads=1), "in_proj out_proj q_proj v_proj o_proj up_proj down_proj"),
+    "granite": ("granitemoehybrid", dict(attention_bias=True), "in_proj k_proj v_proj input_linear output_linear"),
+    "falcon-h1": ("falcon_h1", dict(mamba_rms_norm=True), "in_proj out_proj k_proj o_proj gate_proj down_proj"),
+    "jamba": ("jamba", {}, "in_proj x_proj out_proj q_proj o_proj up_proj"),
 }
 
 
@@ -138,7 +143,8 @@ def test_saved_adapters_are_those_of_peft(ranks, name, tp, case, tmp_path):
         again = peft.PeftModel.from_pretrained(model, tmp_path, autocast_adapter_dtype=False)
         with torch.no_grad():
             logits = again(shifted(case.ids)[0], use_cache=False).logits
-    torch.testing.assert_close(logits, case.logits.detach(), rtol=EXACT, atol=EXACT)
+    exact = 1e-6 if name == "falcon-h1" else EXACT  # from_pretrained rounds the constants of its mixers to float32
+    torch.testing.assert_close(logits, case.logits.detach(), rtol=exact, atol=exact)
 
 
 @pytest.mark.parametrize("tp", (1, 2, 4))
@@ -239,7 +245,7 @@ def test_a_line_names_what_peft_refuses(ranks, family, target, dp, caplog):
         return [record.message for record in caplog.records]
 
     assert ranks(add, dp) == [expected] + [[]] * (dp - 1)
-    assert bool(expected) == (target == "out_proj" and not family.startswith("zamba"))
+    assert bool(expected) == (target == "out_proj" and family in FUSED)
 
 
 @pytest.mark.parametrize("tp", (2, 4))

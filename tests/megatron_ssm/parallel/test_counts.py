@@ -10,6 +10,7 @@ from chosen import by_default
 
 import megatron_ssm
 from hf import save_hf
+from megatron_ssm.sizing.advise import all_reduces
 from sparsefusion import all_reduce
 
 LAYERS, HIDDEN, STATE, KERNEL, VOCAB, BATCH = 3, 32, 8, 4, 61, 2
@@ -328,3 +329,42 @@ def test_parameter_bytes(ranks, tp, name, models):
     first, *others = ranks(run, tp)
     assert first == expected
     assert all(other <= first for other in others)  # the last ranks may have fewer words
+
+
+# Hybrids whose layers are units of a mixer and an MLP, or one of them
+
+HYBRIDS_COUNTED = {  # name: (family, changes, the numbers in the sums of one layer after the other for T ranks)
+    "nemotron_h": ("nemotron_h", dict(num_hidden_layers=3), lambda T: [HIDDEN + 2 * (T == 4)] + [HIDDEN] * 2),
+    "bamba": ("bamba", dict(num_hidden_layers=2, mamba_n_groups=1), lambda T: [HIDDEN + 1] + [HIDDEN] * 3),
+    "granitemoehybrid": ("granitemoehybrid", dict(num_hidden_layers=2, mamba_n_groups=4), lambda T: [HIDDEN] * 4),
+    "falcon_h1": ("falcon_h1", dict(num_hidden_layers=2), lambda T: [HIDDEN] * 4),
+    "falcon_h1 norm": (
+        "falcon_h1", dict(num_hidden_layers=1, mamba_rms_norm=True, mamba_n_groups=1), lambda T: [2 * HIDDEN + 1, HIDDEN],
+    ),
+    "jamba": ("jamba", dict(num_hidden_layers=2), lambda T: [5 + 2 * STATE, HIDDEN, HIDDEN] + [HIDDEN] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("name", HYBRIDS_COUNTED)
+def test_all_reduces_of_hybrids(ranks, tp, name, tmp_path):
+    """Nemotron-H L + 1; Bamba, Granite and Falcon-H1, whose mixers share a sum, 2L + 1; Jamba 3M + 2A + 1. With
+    1 < groups < ranks, one more for each Mamba-2. The numbers are also those of `advise`."""
+    family, changes, numbers = HYBRIDS_COUNTED[name]
+    save_hf(tmp_path, family, hidden_size=HIDDEN, vocab_size=VOCAB, **changes)
+
+    @torch.no_grad()
+    def run(rank):
+        model = megatron_ssm.load(tmp_path, dist.group.WORLD, shared_memory=False)
+        cache = model.new_cache(BATCH)
+        model(torch.zeros(BATCH, 9, dtype=torch.long), cache=cache)
+        model.counter.reset()
+        model.local_logits(torch.zeros(BATCH, 1, dtype=torch.long), cache=cache)
+        return model.counter.calls["all_reduce"], model.counter.nbytes, list(all_reduces(model.config, tp))
+
+    expected = [HIDDEN, *numbers(tp)]  # the embedding first
+    extra = int(name == "nemotron_h" and tp == 4)  # of the mixer with 2 groups
+    for calls, nbytes, predicted in ranks(run, tp):
+        assert calls == len(expected) + extra == sum(count for _, count in predicted)
+        assert nbytes == 4 * BATCH * sum(expected)
+        assert nbytes == BATCH * sum(size * count for size, count in predicted)

@@ -23,6 +23,8 @@ MODELS = {
         "zamba": tiny.ZAMBA,
         "zamba2": dict(tiny.ZAMBA2, lr=1e-3),
         "zamba2 GQA": dict(tiny.ZAMBA2, lr=1e-3, num_query_groups=2),  # four query heads
+        "nemotron": tiny.NEMOTRON,
+        **{name: dict(model_type=name) for name in tiny.RAW},
     }.items()
 }
 SCHEDULES = ("auto", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
@@ -79,6 +81,11 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
         pytest.param("zamba2", 1, 4, 1, "search", marks=pytest.mark.full),
         pytest.param("zamba2", 1, 5, 1, "search", marks=pytest.mark.full),
         pytest.param("mamba2 large states", 1, 3, 1, "search", marks=pytest.mark.full),
+        ("nemotron", 2, 2, 1, "auto"),
+        ("falcon_h1", 1, 2, 2, "2d"),
+        pytest.param("granitemoehybrid", 2, 2, 1, "ring", marks=pytest.mark.full),
+        pytest.param("bamba", 1, 4, 1, "usp", marks=pytest.mark.full),
+        pytest.param("jamba", 2, 2, 1, "auto", marks=pytest.mark.full),
     ],
 )
 def test_curves(ranks, model, tp, cp, dp, schedule):
@@ -86,7 +93,16 @@ def test_curves(ranks, model, tp, cp, dp, schedule):
 
 
 @pytest.mark.parametrize(
-    "model, tp, cp, dp", [("mamba2", 2, 1, 1), pytest.param("zamba2", 2, 2, 1, marks=pytest.mark.full)]
+    "model, tp, cp, dp",
+    [
+        ("mamba2", 2, 1, 1),
+        pytest.param("zamba2", 2, 2, 1, marks=pytest.mark.full),
+        ("falcon_h1", 2, 2, 1),
+        ("jamba", 2, 1, 1),
+        pytest.param("nemotron", 2, 2, 1, marks=pytest.mark.full),
+        pytest.param("granitemoehybrid", 2, 1, 2, marks=pytest.mark.full),
+        pytest.param("bamba", 2, 1, 1, marks=pytest.mark.full),
+    ],
 )
 def test_curves_in_less_memory(ranks, model, tp, cp, dp):
     """With sequence parallelism and recomputation; 29 tokens do not divide over tensor and context ranks."""

@@ -30,6 +30,8 @@ MODELS = {
     "zamba": tiny.ZAMBA,
     "zamba2": tiny.ZAMBA2,
     "zamba2 untied": tiny.ZAMBA2_UNTIED,
+    "nemotron": tiny.NEMOTRON,
+    **{name: dict(model_type=name) for name in tiny.RAW},
 }
 
 
@@ -76,6 +78,11 @@ def check_curves(ranks, tp, dp, model, micro):
         pytest.param(2, 2, "mamba2", 1, marks=pytest.mark.full),
         pytest.param(2, 2, "zamba2", 2, marks=pytest.mark.full),
         pytest.param(4, 1, "zamba", 4, marks=pytest.mark.full),
+        (2, 2, "nemotron", 2),
+        (2, 1, "falcon_h1", 4),
+        pytest.param(2, 2, "granitemoehybrid", 2, marks=pytest.mark.full),
+        pytest.param(4, 1, "bamba", 4, marks=pytest.mark.full),
+        pytest.param(2, 2, "jamba", 1, marks=pytest.mark.full),
     ],
 )
 def test_curves(ranks, tp, dp, model, micro):
