@@ -107,7 +107,7 @@ class AttentionSpec(Spec):
                 "attention": s * (2 * q + 2 * kv + rotated + normed + copied),
                 "output": s * (q + hidden * (1 + self.bias)),
             },
-            projected=s * (q + 2 * kv), stored=stored, kept=stored, gradients=inputs * work.share + q + 2 * kv,
+            projected=s * (q + 2 * kv), stored=stored, kept=stored, gradients=(inputs + hidden) * work.share + 2 * (q + kv),
             parameters=tuple(copies * width for width in widths) if copies else (), attention=4 * self.heads * self.head_dim,
         )  # fmt: skip
 

@@ -124,7 +124,7 @@ class Mamba1Spec(Spec):
         return Sizes(
             state=self.history * i * s + N * i * work.wide_itemsize,
             stages={
-                "scan": s * (4 if heads == 1 else 5) * i + s * (rank + 2 * N) + copies,
+                "scan": s * (4 if heads == 1 else 5) * i + s * (rank + 2 * N) * (5 if self.inner_norm_weights else 1) + copies,
                 "output": s * i + s * hidden * (1 + self.bias),
             },
             stored=5 * i + parameters + normalized + states,  # in_proj (2), convolution, dt, y

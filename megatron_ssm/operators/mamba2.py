@@ -137,6 +137,10 @@ class Mamba2Spec(Spec):
         scan = s * (rows + i + bc + i) + 2 * work.wide_itemsize * heads
         if work.on_cuda:
             scan += 4 * (2 * i * N // CUDA_SSD_CHUNK + groups * CUDA_SSD_CHUNK)
+        wide_copies = 3 + (s != work.wide_itemsize)
+        normed = (
+            (wide_copies * work.wide_itemsize - s) * i if self.norm == NORM_FIRST else 0
+        )  # there is no kernel for it
         steps, whole = 2 if self.dt_limit == NO_LIMIT else 3, hidden * work.share
         gated = 4 * i + 1 + whole + 2 * work.share if is_fused else 5 * i + groups if has_norm else 3 * i
         in_norm = 2 * i + (hidden - whole if is_fused else 0)
@@ -145,7 +149,7 @@ class Mamba2Spec(Spec):
         widths = (hidden, self.conv_kernel) + (1,) * (self.conv_bias + self.bias)
         return Sizes(
             state=(self.history * (i + bc) * s + N * i * work.wide_itemsize),
-            stages={"scan": max(scan, s * (rows + 2 * i)), "output": s * i + s * hidden * (1 + self.has_out_bias)},
+            stages={"scan": max(scan, s * (rows + 2 * i) + normed), "output": s * i + s * hidden * (1 + self.has_out_bias)},
             projected=s * rows, stored=2 * i + bc + heads + i + bc + steps * heads + gated,
             kept=whole + work.share if is_fused else 0,
             gradients=whole + max(in_norm, in_scan),
@@ -322,7 +326,8 @@ class Mamba2Mixer(Operator):
         Or what else the specification's `norm` says.
         """
         if self.norm == NO_NORM:
-            return F.silu(z) * y, None
+            gate = F.silu(z)
+            return gate * y if torch.is_grad_enabled() else gate.mul_(y), None
         gates_first, fused = self.norm == GATE_FIRST, self.fused_norm
         is_local = self.local_norm or fused
         if gates_first and is_local and not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):

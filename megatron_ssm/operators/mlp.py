@@ -88,8 +88,8 @@ class MlpSpec(Spec):
                 "output": work.itemsize * (inner + hidden * (1 + self.bias)),
             },
             projected=work.itemsize * count * inner,
-            stored=(2 * count) * inner,
-            gradients=hidden * work.share + (count + 1) * inner,
+            stored=(2 * count + (self.gate_scale != 1.0)) * inner,
+            gradients=hidden * work.share + (2 if self.gated else 3) * inner,
         )
 
 

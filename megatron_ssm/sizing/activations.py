@@ -2,10 +2,11 @@
 
 A step in which this rank has `tokens` tokens of each sequence needs, besides parameters, gradients and optimizer state,
 
-    itemsize * batch * tokens * (stored + the largest of (head, each layer while backward runs through it))
+    itemsize * batch * tokens * the largest of (all units' stored + head, the stored of each unit and those before it +
+                                                the unit in backward)
 
-- stored: the numbers that all layers store for each token. With recomputation these are the inputs of blocks, and what
-  ranks have sent each other.
+- stored: the numbers that a unit stores for each token. With recomputation these are its input, and what ranks have sent
+  each other.
 - head: the last norm, and the logits with their gradient.
 - a unit in backward: the gradients of its activations, minus the stored ones that are freed by then. With recomputation
   also what the layer stores otherwise, because it is computed again.
@@ -53,8 +54,11 @@ class TrainingMemory:
 
     def peak(self, batch: int, tokens: int) -> int:
         """Bytes of activations at the worst moment of a step. tokens: of each sequence on this rank."""
-        backward = max(map(self._backward, self._units), default=0)
-        return int(self.itemsize * batch * tokens * (self.stored + max(self._head, backward)))
+        before, worst = 0.0, self.stored + self._head
+        for _, unit in self.config.units:  # what the units after it have stored is freed when backward reaches it
+            before += self._stored(unit)
+            worst = max(worst, before + self._backward(unit))
+        return int(self.itemsize * batch * tokens * worst)
 
     @property
     def stored(self) -> float:
@@ -84,7 +88,13 @@ class TrainingMemory:
         side = unit.side.part.spec.sizes(self.work) if unit.side else Sizes()
         if self.recompute:
             return self._hidden + side.kept + sum(each.kept for each in self._sizes(unit))
-        return self.work.norm(self.config.hidden_size) + side.stored + sum(each.stored for each in self._sizes(unit))
+        norm = self.work.norm(self.config.hidden_size) + self._scaled(unit)
+        return norm + side.stored + sum(each.stored for each in self._sizes(unit))
+
+    def _scaled(self, unit: Unit) -> float:
+        """The copies of the operators' input that are multiplied by constants, beside one that all of them read."""
+        scaled = sum(part.input_scale != 1.0 for part in unit.operators)
+        return self.config.hidden_size * max(0, scaled - (scaled == len(unit.operators)))
 
     def _backward(self, unit: Unit) -> float:
         """What exists in the worst moment of a unit's backward, besides what units store in forward."""
@@ -92,7 +102,9 @@ class TrainingMemory:
         most = max((each.gradients for each in sizes), default=0)
         if not self.recompute:
             return most
-        most += self.work.norm(hidden) - self._hidden + sum(each.stored for each in sizes)
+        most += (
+            self.work.norm(hidden) - self._hidden + self._scaled(unit) + sum(each.stored - each.kept for each in sizes)
+        )
         most += hidden - self._hidden  # the gathered output of the norm, if tokens are divided
         peaks = unit.side.part.spec.sizes(self.work).peaks if unit.side else ()
         return max((most, *peaks))

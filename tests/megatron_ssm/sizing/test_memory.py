@@ -18,6 +18,8 @@ from megatron_ssm.sizing.memory import Memory
 __all__ = ["oracle"]
 TWO_LAYERS = dict(hidden_size=256, num_hidden_layers=2, vocab_size=64)
 HYBRID = dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"])
+SSD = dict(mamba_num_heads=8, mamba_head_dim=64, ssm_state_size=64)
+WIDE = dict(mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64)
 CASES = {
     "mamba": ("mamba", {}),
     "falcon": ("falcon_mamba", dict(intermediate_size=512)),
@@ -26,6 +28,11 @@ CASES = {
     "zamba": ("zamba", dict(HYBRID, intermediate_size=1024)),
     "zamba-wide-attention": ("zamba", dict(HYBRID, intermediate_size=256)),
     "zamba2": ("zamba2", dict(HYBRID, intermediate_size=512, mamba_ngroups=1)),
+    "nemotron": ("nemotron_h", dict(num_hidden_layers=3, head_dim=64, intermediate_size=512, **SSD, n_groups=4)),
+    "granite": ("granitemoehybrid", dict(shared_intermediate_size=512, **WIDE, mamba_n_groups=4)),
+    "falcon-h1": ("falcon_h1", dict(intermediate_size=512, **WIDE, mamba_d_ssm=512)),
+    "falcon-h1-norm": ("falcon_h1", dict(intermediate_size=512, **WIDE, mamba_d_ssm=512, mamba_rms_norm=True)),
+    "jamba": ("jamba", dict(intermediate_size=512, mamba_d_state=16, mamba_dt_rank=16)),
 }
 BATCH, PROMPT = 32, 256
 
