@@ -119,12 +119,13 @@ class Mamba1Spec(Spec):
         copies = s * (5 * i // heads + 2 * N) if work.on_cuda else 0  # heads run one after the other
         parameters = heads * (rank + 2 * N)  # dt, B and C of this rank's channels, before dt is projected
         normalized = parameters + 3 if self.inner_norm_eps is not None else 0
+        parts = 5 if self.inner_norm_weights else 1  # copies of dt, B and C
         states = i * N / max(1, SELECTIVE_NUMBERS // N)
         inner = (rank + 2 * N,) if work.ranks > self.heads else ()
         return Sizes(
             state=self.history * i * s + N * i * work.wide_itemsize,
             stages={
-                "scan": s * (4 if heads == 1 else 5) * i + s * (rank + 2 * N) * (5 if self.inner_norm_weights else 1) + copies,
+                "scan": s * (4 if heads == 1 else 5) * i + s * parts * (rank + 2 * N) + copies,
                 "output": s * i + s * hidden * (1 + self.bias),
             },
             stored=5 * i + parameters + normalized + states,  # in_proj (2), convolution, dt, y
