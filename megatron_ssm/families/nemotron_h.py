@@ -1,6 +1,7 @@
 """Nemotron-H: Mamba-2, attention or an MLP in each layer; transformers' NemotronHForCausalLM."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
@@ -24,7 +25,8 @@ from .common import (
 
 DEFAULTS: dict[str, Any] = MIXER | dict(
     vocab_size=131072, hidden_size=4096, num_hidden_layers=None, layers_block_type=None, layer_types=None,
-    hybrid_override_pattern=None, tie_word_embeddings=False, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    hybrid_override_pattern=None, tie_word_embeddings=False, num_attention_heads=32, num_key_value_heads=8, head_dim=None,
+    attention_head_dim=128,  # the old name of head_dim
     intermediate_size=21504, mlp_hidden_act="relu2", mlp_bias=False, state_size=128, num_heads=128, mamba_head_dim=64,
     n_groups=8, initializer_range=0.02, rescale_prenorm_residual=True,
 )  # fmt: skip
@@ -48,6 +50,7 @@ def read(fields: FieldReader) -> Stack:
     if EXPERTS in kinds:
         raise ValueError(f"experts are not implemented: layer {kinds.index(EXPERTS)} has them")
     heads, hidden = fields.positive("num_heads"), fields.positive("hidden_size")
+    head_dim = "attention_head_dim" if fields["head_dim"] is None else "head_dim"
     eps, limit = fields.number("layer_norm_epsilon"), (fields.number("time_step_min"), math.inf)
     divides(heads, fields.positive("n_groups"), "heads", "groups")
     activation = fields.choice("mlp_hidden_act", ACTIVATIONS)
@@ -56,7 +59,7 @@ def read(fields: FieldReader) -> Stack:
             fields, heads, fields.positive("mamba_head_dim"), dt_limit=limit, norm_eps=eps,
             conv_bias=fields.boolean("use_conv_bias"),
         ),
-        ATTENTION: attention_spec(fields),
+        ATTENTION: replace(attention_spec(fields), head_dim=fields.positive(head_dim)),
         MLP: MlpSpec(hidden, fields.positive("intermediate_size"), activation, False, fields.boolean("mlp_bias")),
     }  # fmt: skip
     layers = []
