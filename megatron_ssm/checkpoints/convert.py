@@ -1,6 +1,7 @@
 """Converts checkpoints of state-spaces/mamba (pytorch_model.bin and config.json) to Hugging Face directories, and back.
 
-Also converts DeepSpeed's own checkpoints to Hugging Face directories; `deepspeed_files` reads them.
+Also converts DeepSpeed's own checkpoints to Hugging Face directories (`deepspeed_files` reads them), and Hugging Face
+directories to those of quantized models (`quantized_files`).
 
 The mixers' tensors have the same names and shapes in both formats; the embedding's name, the head and the configuration
 differ. Nothing is guessed: a tensor or a configuration field that has no counterpart is an error that names it.
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 
 from megatron_ssm import families
 from megatron_ssm.families import read_json
-from megatron_ssm.stack.reader import FieldReader
+from megatron_ssm.stack.reader import QUANTIZATION, FieldReader
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
 
@@ -37,6 +38,7 @@ from .hf_directory import (
     open_tensors,
     weight_files,
 )
+from .quantized_files import write_quantized
 from .shards import new_file
 
 EMBEDDING, EMBEDDINGS, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
@@ -77,8 +79,13 @@ class Row:
     dtype: str
 
 
-def convert(source: str | Path, target: str | Path | None = None, file_bytes: int = FILE_BYTES) -> list[Row]:
+def convert(
+    source: str | Path, target: str | Path | None = None, file_bytes: int = FILE_BYTES, weights: str | None = None
+) -> list[Row]:
     """Convert directory `source` into directory `target` (None: only check); returns one row per tensor.
+
+    weights: "int8" or "int4" writes the matrices of a Hugging Face directory in 8 or 4 bits, for `load`, `generate` and
+    `serve` (see `quantized_files`).
 
     A Hugging Face directory of a mamba or mamba2 model becomes a state-spaces directory, and the other way round; a
     checkpoint of DeepSpeed's becomes a Hugging Face directory. Tensors keep their dtype and bytes. file_bytes: the largest
@@ -90,6 +97,8 @@ def convert(source: str | Path, target: str | Path | None = None, file_bytes: in
         raise FileNotFoundError(f"{source} is not a directory")
     if target is not None:
         _check_target(source, Path(target))
+    if weights is not None:
+        return _to_quantized(source, target, weights)
     if is_deepspeed(source) and not weight_files(source):
         return _from_deepspeed(source, target, file_bytes)
     raw = read_json(source)
@@ -230,6 +239,15 @@ def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) ->
     return [_row(names, hf, tensor) for hf, (names, tensor) in found.items()]
 
 
+def _to_quantized(source: Path, target: str | Path | None, weights: str) -> list[Row]:
+    """From a Hugging Face directory to one of quantized matrices."""
+    if weights not in QUANTIZATION:
+        raise ValueError(f"weights={weights!r} is none of {', '.join(QUANTIZATION)}")
+    with _told(target):
+        rows = write_quantized(source, None if target is None else Path(target), weights)
+    return [Row(name, name, shape, kind) for name, shape, kind in rows]
+
+
 def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> list[Row]:
     """From a Hugging Face directory."""
     config_json = state_spaces_config(config)
@@ -270,13 +288,21 @@ def _writer(target: str | Path, tensors: dict[str, torch.Tensor]) -> Iterator[Wr
     Failure if the target cannot be written, for instance because the disk is full.
     """
     writer = Writer(Path(target), sum(tensor.nbytes for tensor in tensors.values()))
+    with _told(target):
+        try:
+            writer.open()
+            with writer.explained():
+                yield writer
+        finally:
+            writer.abandon()
+
+
+@contextmanager
+def _told(target: str | Path | None) -> Iterator[None]:
+    """Failure, of one line, if the target cannot be written."""
     try:
-        writer.open()
-        with writer.explained():
-            yield writer
+        yield
     except (OSError, SafetensorError) as error:
         if isinstance(error, INPUT_ERRORS):
             raise
         raise Failure(f"cannot save to {target}: {first_line(error)}") from None
-    finally:
-        writer.abandon()

@@ -20,7 +20,7 @@ from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.native.products import BLOCK
 from megatron_ssm.operators.operator import Operator
 from megatron_ssm.ops.huge_pages import HugePages
-from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, narrowed, quantize
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.stack.fields import field_of, hf_shapes
@@ -30,7 +30,8 @@ from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
 
 from .agreement import run_and_compare
-from .hf_directory import FILE_BYTES, FLOATS, Writer, file_plan, match_tensors, open_tensors
+from .hf_directory import FILE_BYTES, FLOATS, Writer, file_plan, match_tensors, open_tensors, weight_files
+from .quantized_files import QuantizedTensor, format_of, join_scales, read_quantized
 
 log = logging.getLogger("megatron_ssm")
 
@@ -66,7 +67,7 @@ def load(
     `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
 
     weights: "int8" or "int4" keeps the matrices in 8 or 4 bits, for a model that only generates on a CPU; None keeps them in
-    `dtype`.
+    `dtype`, or as they are stored in a directory of quantized matrices (see `quantized_files`).
 
     shared_memory: whether ranks on one host sum CPU tensors through memory that they share, if they all have the C kernels;
     `auto` then is fp32, and `model.close()` releases the memory. False: always through the group's backend.
@@ -94,6 +95,7 @@ def load(
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
         config, tensors = _open(Path(directory), group, data_group, context, exchange_channels, stack)
+        _check_quantized(config, directory, weights, sequence_parallel, device)
         return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
     def compared(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> tuple:
@@ -108,8 +110,9 @@ def load(
 
     def build_and_fill() -> Model:
         options = found, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
-        model = build(config, group, data_group, *options, nullcontext() if weights else None)
-        _read_parameters(model, tensors, weights, directory)
+        kept = weights or format_of(config.raw)
+        model = build(config, group, data_group, *options, nullcontext() if kept else None)
+        _read_parameters(model, tensors, kept, directory)
         return model
 
     with ExitStack() as stack:
@@ -151,6 +154,17 @@ def _check_arguments(
         raise FileNotFoundError(f"{directory} is not a directory")
 
 
+def _check_quantized(
+    config: Stack, directory: str | Path, weights: str | None, sequence_parallel: bool, device: torch.device | str
+) -> None:
+    """ValueError for arguments of `load` that a directory of quantized matrices does not allow."""
+    stored = format_of(config.raw)
+    if stored and weights not in (None, stored):
+        raise ValueError(f"weights={weights!r}: {directory} holds matrices in {stored}")
+    if stored and (sequence_parallel or torch.device(device).type != "cpu"):
+        raise ValueError(f"{directory} holds matrices in {stored}, for models that only generate on a CPU")
+
+
 def _open(
     directory: Path,
     group: ProcessGroup | None,
@@ -167,6 +181,8 @@ def _open(
     config.check_ranks(1 if group is None else group.size())
     check_schedule(context, config, group, data_group, exchange_channels)
     tensors = open_tensors(directory, files)
+    if stored := format_of(config.raw):
+        tensors = join_scales(tensors, weight_files(directory), stored, files)
     return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
 
 
@@ -205,7 +221,7 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
     try:
         with torch.no_grad():
             memory = HugePages()
-            quantized = _fill(model, lambda p: _read(p, tensors[field_of(p).hf], model.ranks), weights, memory)
+            quantized = _fill(model, tensors, weights, memory, model.ranks)
         if weights is not None:
             _move_parameters(model, memory)
             _freeze(model, weights, quantized, directory)
@@ -215,16 +231,24 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
 
 
 def _fill(
-    module: nn.Module, read: Callable[[nn.Parameter], None], weights: str | None, memory: HugePages
+    module: nn.Module, tensors: dict[str, Any], weights: str | None, memory: HugePages, ranks: Ranks
 ) -> list[bool]:
     """Read a module's parameters, then its children's. With `weights`, each matrix that was read is quantized into `memory`.
 
-    Returns, for each matrix of a quantizable layer, whether it was quantized.
+    Matrices that are stored quantized are read as they are, but where ranks have parts of blocks. Returns, for each matrix
+    of a quantizable layer, whether it is quantized.
     """
+    quantized = []
+    can_be_quantized = weights is not None and isinstance(module, QUANTIZABLE)
+    is_stored = can_be_quantized and isinstance(tensors[field_of(next(module.parameters())).hf], QuantizedTensor)
+    if is_stored:
+        quantized.append(read_quantized(module, tensors, ranks, memory))
     for parameter in module.parameters(recurse=False):
-        read(parameter)
-    quantized = [done for child in module.children() for done in _fill(child, read, weights, memory)]
-    if weights is not None and isinstance(module, QUANTIZABLE):
+        _read(parameter, tensors[field_of(parameter).hf], ranks)
+    for child in module.children():
+        if not isinstance(child, QuantizedMatrix):
+            quantized += _fill(child, tensors, weights, memory, ranks)
+    if weights is not None and can_be_quantized and not is_stored:
         with memory:
             quantized.append(quantize(module, weights))
     return quantized

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
 
 from .agreement import first_line
@@ -169,7 +170,7 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
         found = tuple(tensors[name].get_shape())
         if found != shapes[hf]:
             raise ValueError(f"{directory}: {name} is {found}, its configuration says {shapes[hf]}")
-        if tensors[name].get_dtype() not in FLOATS:
+        if tensors[name].get_dtype() not in (*FLOATS, *QUANTIZATION):
             raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
         _check_copies(tensors, name, set(spellings[hf]) & set(tensors), directory)
     unused = sorted(set(tensors) - {name for known in spellings.values() for name in known})

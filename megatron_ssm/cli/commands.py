@@ -191,7 +191,7 @@ TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json"
 
 def convert_checkpoint(arguments: Namespace) -> None:
     """Run `convert`: print a table with one line per tensor, and what was written; or where a tokenizer can be had."""
-    rows = convert(arguments.model, None if arguments.dry_run else arguments.out)
+    rows = convert(arguments.model, None if arguments.dry_run else arguments.out, weights=arguments.weights)
     table = [("tensor", "becomes", "shape", "dtype")]
     table += [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

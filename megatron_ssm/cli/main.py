@@ -37,10 +37,13 @@ def parser() -> Parser:
         "or the weights of DeepSpeed's checkpoint into a Hugging Face directory."
     )
     convert = commands.add_parser(
-        "convert", help="checkpoints of state-spaces and DeepSpeed to Hugging Face's", description=about
+        "convert", help="checkpoints of state-spaces and DeepSpeed to Hugging Face's; quantized ones", description=about
     )
     convert.add_argument("--model", required=True, metavar="DIR", help="what to convert; its format is recognized")
     convert.add_argument("--out", metavar="DIR", help="receives the result (not needed with --dry-run)")
+    convert.add_argument(
+        "--weights", choices=("int8", "int4"), help="write a Hugging Face directory's matrices in 8 or 4 bits"
+    )
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
     about = (
         "How to divide a model over ranks: predicted times and memory of every division, and why one is the fastest."

@@ -48,6 +48,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "kernel_line": [INT] * 3 + [POINTER] * 2,
     "instructions": [],
     "widen": [POINTER] * 3 + [SIZE] * 2 + [INT] * 3,
+    "quantize": [POINTER] * 3 + [SIZE] * 3 + [INT] * 3,
     "has_products_of": [INT],
     "run_tape": [POINTER],
     "keep_tokens": [POINTER, POINTER],

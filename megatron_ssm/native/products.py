@@ -107,6 +107,21 @@ def _check_matrix(values: Tensor, scales: Tensor | None) -> None:
     check_shapes(values=(values, values.shape), scales=(scales, (out, columns // BLOCK)))
 
 
+def quantized(matrix: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(values, scales) of a typed matrix (out, in), in 8 bits (int8) or 4 (uint8); ValueError for incomplete blocks."""
+    out, columns = matrix.shape
+    if columns % BLOCK:
+        raise ValueError(f"rows of {columns} elements are not a multiple of {BLOCK}")
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    values = torch.empty(out, columns // (1 if stored is torch.int8 else 2), dtype=stored)
+    scales = torch.empty(out, columns // BLOCK)
+    functions().quantize(
+        matrix.data_ptr(), values.data_ptr(), scales.data_ptr(), out, columns, matrix.stride(0), TYPES[matrix.dtype],
+        TYPES[stored], torch.get_num_threads(),
+    )  # fmt: skip
+    return values, scales
+
+
 def widened(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """A quantized matrix times its scales -> (out, in) of float32 or bfloat16; ValueError for a matrix of another dtype."""
     out, columns = len(values), columns_of(values)

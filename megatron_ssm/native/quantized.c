@@ -1,5 +1,7 @@
-/* x of a product as integers, and matrices of 8 or 4 bits in floating point. The format of matrices is in quantized.h; Python makes them
-   (ops/quantized_matrices.py). */
+/* x of a product as integers, matrices of 8 or 4 bits, and these in floating point. The format of matrices is in quantized.h; its twin
+   is ops/quantized_matrices.py. */
+#include <math.h>
+
 #include "quantized.h"
 
 /* LARGEST numbers of 16 bits: 127 * 256 + 127, so that each is the sum of 256 times a byte and a byte. */
@@ -103,4 +105,74 @@ int widen(const void *values, const float *scales, void *to, ptrdiff_t out, ptrd
                  weight_type, type);
   }
   return 0;
+}
+
+/* A block in 8 bits; returns its scale. Where a number is not finite, the scale is not either. */
+INLINE float quantize_to_8_bits(const float *x, int8_t *to) {
+  float most = 0, wrong = 0;
+#pragma omp simd reduction(max : most) reduction(+ : wrong)
+  for (int i = 0; i < BLOCK; i++) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most, wrong += 0 * x[i];
+  float scale = most / 127, divisor = scale > 0 ? scale : 1;
+#pragma omp simd
+  for (int i = 0; i < BLOCK; i++) {
+    float rounded = __builtin_rintf(x[i] / divisor);
+    to[i] = (int8_t)(int32_t)(rounded > 127 ? 127 : rounded < -127 ? -127 : rounded);
+  }
+  return scale + wrong;
+}
+
+/* In 4 bits: of the scales for which the extreme number becomes -8, -7.5, -6.9 or -6.3, that with the least sum of squared errors. */
+INLINE float quantize_to_4_bits(const float *x, uint16_t *to) {
+  static const float DIVISORS[] = {8, 7.5f, 6.9f, 6.3f};
+  float most = 0, wrong = 0, extreme = 0, best = INFINITY, chosen = 0;
+#pragma omp simd reduction(max : most) reduction(+ : wrong)
+  for (int i = 0; i < BLOCK; i++) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most, wrong += 0 * x[i];
+  for (int i = BLOCK - 1; i >= 0; i--) extreme = __builtin_fabsf(x[i]) == most ? x[i] : extreme;
+  for (int d = 0; d < 4; d++) {
+    float scale = extreme / -DIVISORS[d], divisor = scale != 0 ? scale : 1, error = 0;
+#pragma omp simd reduction(+ : error)
+    for (int i = 0; i < BLOCK; i++) {
+      float rounded = __builtin_rintf(x[i] / divisor);
+      rounded = rounded > 7 ? 7 : rounded < -8 ? -8 : rounded;
+      float difference = rounded * scale - x[i];
+      error += difference * difference;
+    }
+    if (error < best) best = error, chosen = scale;
+  }
+  int32_t integers[BLOCK];
+  float divisor = chosen != 0 ? chosen : 1;
+#pragma omp simd
+  for (int i = 0; i < BLOCK; i++) {
+    float rounded = __builtin_rintf(x[i] / divisor);
+    integers[i] = (int32_t)(rounded > 7 ? 7 : rounded < -8 ? -8 : rounded);
+  }
+#pragma omp simd
+  for (int j = 0; j < 16; j++)
+    to[j] = (uint16_t)((integers[j] & 15) | (integers[16 + j] & 15) << 4 | (integers[32 + j] & 15) << 8 | (integers[48 + j] & 15) << 12);
+  return chosen + wrong;
+}
+
+INLINE void quantize_row(const void *x, char *values, float *scales, ptrdiff_t blocks, int type, int weight_type) {
+  for (ptrdiff_t k = 0; k < blocks; k++, x = at((void *)x, BLOCK, type), values += bytes_per_block(weight_type)) {
+    float numbers[BLOCK];
+#pragma omp simd
+    for (int i = 0; i < BLOCK; i++) numbers[i] = get(x, i, type);
+    scales[k] = weight_type == INT8 ? quantize_to_8_bits(numbers, (int8_t *)values) : quantize_to_4_bits(numbers, (uint16_t *)values);
+  }
+}
+CLONES static void quantize_any(const void *x, char *values, float *scales, ptrdiff_t blocks, int type, int weight_type) {
+  if (type == FLOAT32 && weight_type == INT8) quantize_row(x, values, scales, blocks, FLOAT32, INT8);
+  else if (type == FLOAT32) quantize_row(x, values, scales, blocks, FLOAT32, INT4);
+  else if (weight_type == INT8) quantize_row(x, values, scales, blocks, BFLOAT16, INT8);
+  else quantize_row(x, values, scales, blocks, BFLOAT16, INT4);
+}
+
+/* A matrix (out, in) of `type`, whose rows are `stride` elements apart -> values and scales of weight_type. */
+void quantize(const void *matrix, char *values, float *scales, ptrdiff_t out, ptrdiff_t in, ptrdiff_t stride, int type, int weight_type,
+              int threads) {
+  ptrdiff_t blocks = in / BLOCK;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (ptrdiff_t r = 0; r < out; r++)
+    quantize_any(at((void *)matrix, r * stride, type), values + r * blocks * bytes_per_block(weight_type), scales + r * blocks, blocks, type,
+                 weight_type);
 }

@@ -46,6 +46,8 @@ class QuantizedMatrix(nn.Module):
         """
         out, columns = weight.shape
         dtype = torch.int8 if cls.bits == 8 else torch.uint8
+        if usable(weight):
+            return cls(*products.quantized(weight, dtype), weight.dtype)
         values = torch.empty(out, columns * cls.bits // 8, dtype=dtype, device=weight.device)
         scales = torch.empty(out, columns // BLOCK, device=weight.device)
         step = max(1, NUMBERS // columns)

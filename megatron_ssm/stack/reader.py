@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# The value of quantization_config, {format of the matrices: value}, in directories that `convert --weights` writes.
+QUANTIZATION = {
+    weights: {"quant_method": "megatron_ssm", "weights": weights, "block_size": 64} for weights in ("int8", "int4")
+}
 # Fields of every family that change what the model computes, and the values that are implemented.
 COMMON_VALUES: dict[str, tuple] = {
     "hidden_mamba_act": ("silu", "swish"),
@@ -14,7 +18,7 @@ COMMON_VALUES: dict[str, tuple] = {
     "attn_layer_idx": ([],),
     "attn_cfg": ({},),
     "d_intermediate": (0,),
-    "quantization_config": (None,),
+    "quantization_config": (None, *QUANTIZATION.values()),
     "gated_linear_unit": (True,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),

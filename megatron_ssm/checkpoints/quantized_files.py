@@ -1,0 +1,244 @@
+"""Directories of quantized models: Hugging Face's, but for the matrices, which are stored in 8 or 4 bits.
+
+config.json has {"quantization_config": {"quant_method": "megatron_ssm", "weights": "int4", "block_size": 64}}, or "int8".
+The files are safetensors. A quantized matrix NAME (out, in) is two tensors in them. NAME has the values: int8 (out, in), or
+uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of a row are
+multiplied (`ops.quantized_matrices` says how). Other tensors are as in the source, but for Mamba-1's small matrices, which
+are bfloat16 if they were float32. What a rank quantizes at load has the same bits, so both generate the same tokens.
+"""
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ssm import families
+from megatron_ssm.native.products import BLOCK
+from megatron_ssm.operators.operator import Operator
+from megatron_ssm.ops.huge_pages import HugePages
+from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed
+from megatron_ssm.parallel.layers import QUANTIZABLE
+from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.fields import Field, field_of
+from megatron_ssm.stack.reader import QUANTIZATION
+from megatron_ssm.stack.stack import Stack
+
+from .hf_directory import FLOATS, Writer, file_plan, match_tensors, open_tensors
+
+SCALES = ".scales"  # what is added to a matrix's name in the name of its scales
+FILE_BYTES = 10**9  # of tensors in a file, which are in memory together
+READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
+
+
+class QuantizedTensor:
+    """A quantized matrix in a file; it has the methods of a safetensors slice that tell what a tensor is.
+
+    file: a descriptor. begins: where the values and the scales begin in it.
+    """
+
+    def __init__(self, file: int, begins: tuple[int, int], shape: tuple[int, int], format: str):
+        self._file, self._begins, self._shape, self.format = file, begins, shape, format
+        self.kind = QUANTIZED_FORMATS[format]
+
+    def get_shape(self) -> list[int]:
+        """[out, in]."""
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """The format: int8 or int4."""
+        return self.format
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
+        """Some rows and columns in float32."""
+        rows, columns = index
+        return self._matrix(rows).rows(slice(None))[:, columns]
+
+    def _matrix(self, rows: slice) -> QuantizedMatrix:
+        out, width, dtype = (
+            range(self._shape[0])[rows],
+            self._shape[1],
+            torch.int8 if self.kind.bits == 8 else torch.uint8,
+        )
+        values = torch.empty(len(out), width * self.kind.bits // 8, dtype=dtype)
+        scales = torch.empty(len(out), width // BLOCK)
+        self.read(values, scales, rows, slice(0, width))
+        return self.kind(values, scales, torch.float32)
+
+    def read(self, values: Tensor, scales: Tensor, rows: slice, columns: slice) -> None:
+        """Read some rows, and columns that begin and end with blocks, into values and scales of this size."""
+        for target, begin, divisor in zip((values, scales), self._begins, (8 // self.kind.bits, BLOCK), strict=True):
+            length = self._shape[1] // divisor
+            self._read(target, begin, length, rows, slice(columns.start // divisor, columns.stop // divisor))
+
+    def _read(self, target: Tensor, begin: int, length: int, rows: slice, columns: slice) -> None:
+        """A part of a tensor that begins at `begin`, with rows of `length` elements."""
+        wanted, nbytes = range(self._shape[0])[rows], length * target.element_size()
+        if not wanted:
+            return
+        if wanted.step == 1 and columns == slice(0, length):
+            return _pread(self._file, target, begin + wanted.start * nbytes)
+        at_once = max(1, READ_BYTES // nbytes // wanted.step)
+        for first in range(0, len(wanted), at_once):
+            part = wanted[first : first + at_once]
+            whole = torch.empty(part[-1] - part[0] + 1, length, dtype=target.dtype)
+            _pread(self._file, whole, begin + part[0] * nbytes)
+            target[first : first + at_once] = whole[:: wanted.step, columns]
+
+
+def _pread(file: int, target: Tensor, begin: int) -> None:
+    """Fill a contiguous tensor from a file."""
+    view = memoryview(target.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]
+    while view:
+        count = os.preadv(file, [view], begin)
+        if not count:
+            raise ValueError("a file with quantized matrices has become shorter")
+        view, begin = view[count:], begin + count
+
+
+def format_of(raw: Any) -> str | None:
+    """The format of the matrices of a directory with this config.json; None: they are not quantized."""
+    found = raw.get("quantization_config") if isinstance(raw, dict) else None
+    return next((weights for weights, value in QUANTIZATION.items() if value == found), None)
+
+
+def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: ExitStack) -> dict[str, Any]:
+    """{name: tensor} where quantized matrices are `QuantizedTensor`s. paths: the files of the tensors.
+
+    ValueError for a matrix whose scales are missing or have another shape.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        files.callback(os.close, file)
+        size = int.from_bytes(os.pread(file, 8, 0), "little")  # safetensors has checked the header
+        for name, stored in json.loads(os.pread(file, size, 8)).items():
+            if name != "__metadata__":
+                places[name] = file, 8 + size + stored["data_offsets"][0]
+    joined = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
+    bits = QUANTIZED_FORMATS[format].bits
+    for name, tensor in joined.items():
+        if tensor.get_dtype() != ("I8" if bits == 8 else "U8"):
+            continue
+        out, width = tensor.get_shape()
+        shape, scales = (out, width * 8 // bits), tensors.get(name + SCALES)
+        if scales is None or (*scales.get_shape(), scales.get_dtype()) != (out, shape[1] // BLOCK, "F32"):
+            raise ValueError(
+                f"the scales {name}{SCALES} ({out}, {shape[1] // BLOCK}) of a quantized matrix are missing"
+            )
+        if places[name][0] != places[name + SCALES][0]:
+            raise ValueError(f"{name} and {name}{SCALES} are in different files")
+        begins = places[name][1], places[name + SCALES][1]
+        joined[name] = QuantizedTensor(places[name][0], begins, shape, format)
+    return joined
+
+
+def read_quantized(module: nn.Module, tensors: dict[str, Any], ranks: Ranks, memory: HugePages) -> bool:
+    """Replace a layer's `weight` by this rank's part of stored matrices; False, and nothing is done, if blocks are cut."""
+    weight: Any = module.weight
+    parameters = list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
+    stored = [tensors[field_of(p).hf] for p in parameters]
+    pieces = [_slices(field_of(p), ranks) for p in parameters]
+    if any((columns.start % BLOCK or columns.stop % BLOCK) for _, columns in pieces):
+        return False
+    dtype, kind = parameters[0].dtype, stored[0].kind
+    counts = [len(parameter) for parameter in parameters]
+    width = parameters[0].shape[1]
+    if not sum(counts):
+        return True  # as `quantize`, which leaves a matrix without rows
+    with memory:
+        values = torch.empty(sum(counts), width * kind.bits // 8, dtype=torch.int8 if kind.bits == 8 else torch.uint8)
+        scales = torch.empty(sum(counts), width // BLOCK)
+    parts = zip(stored, pieces, values.split(counts), scales.split(counts), strict=True)
+    for tensor, (rows, columns), its_values, its_scales in parts:
+        tensor.read(its_values, its_scales, rows, columns)
+    del module.weight
+    module.weight = kind(values, scales, dtype)
+    return True
+
+
+def _slices(field: Field, ranks: Ranks) -> tuple[slice, slice]:
+    """The rows and columns of a rank's part of a matrix in a file."""
+    rows, columns = field.piece(ranks.rank, ranks.size)
+    start, count = field.start + field.stride * rows.start, rows.stop - rows.start
+    return slice(start, start + field.stride * (count - 1) + 1 if count else start, field.stride), columns
+
+
+# Writing
+
+
+def quantized_names(config: Stack) -> tuple[set[str], set[str]]:
+    """The names in files of the matrices that are quantized, and of the small ones that are kept in bfloat16."""
+    from .hf import build
+
+    model = build(config, device="meta")
+    quantized: set[str] = set()
+    small: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, QUANTIZABLE):
+            weight: Any = module.weight
+            parameters = list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
+            if parameters[0].shape[1] % BLOCK == 0:
+                quantized |= {field_of(parameter).hf for parameter in parameters}
+        elif isinstance(module, Operator):
+            small |= {field_of(module.get_parameter(name)).hf for name in module.small_matrices}
+    return quantized, small
+
+
+def write_quantized(
+    source: Path, target: Path | None, format: str, file_bytes: int = FILE_BYTES
+) -> list[tuple[str, tuple, str]]:
+    """Write the model of a Hugging Face directory with quantized matrices; [(name, shape, dtype or format)] of its tensors.
+
+    target None: only check. The tensors of one file are in memory together, of at most `file_bytes`. ValueError if nothing can be quantized, and
+    errors as `load`.
+    """
+    raw = families.read_json(source)
+    config = families.from_dict(raw)
+    if format_of(raw):
+        raise ValueError(f"{source} holds quantized matrices already ({format_of(raw)})")
+    quantized, small = quantized_names(config)
+    if not quantized:
+        raise ValueError(f"nothing of {source} can be quantized: no matrix has rows of a multiple of {BLOCK} elements")
+    bits = QUANTIZED_FORMATS[format].bits
+    with ExitStack() as stack:
+        slices = open_tensors(source, stack)
+        names = match_tensors(config, slices, source)
+        shapes = {hf: tuple(slices[name].get_shape()) for hf, name in names.items()}
+        sizes = {}
+        for hf, name in names.items():
+            count, itemsize = torch.Size(shapes[hf]).numel(), FLOATS[slices[name].get_dtype()].itemsize
+            sizes[hf] = count * bits // 8 + count // BLOCK * 4 if hf in quantized else count * itemsize
+        if target is not None:
+            _write(slices, names, quantized, small, file_plan(sizes, file_bytes), format, config, source, target)
+        kinds = {hf: format if hf in quantized else slices[name].get_dtype() for hf, name in names.items()}
+    return [(hf, shapes[hf], kinds[hf]) for hf in names]
+
+
+def _write(
+    slices: dict[str, Any], names: dict[str, str], quantized: set[str], small: set[str], plan: dict[str, list[str]],
+    format: str, config: Stack, source: Path, target: Path,
+) -> None:  # fmt: skip
+    """Write the files of a plan. names: {name: that in slices}."""
+    writer, weight_map = Writer(target, 0), {}
+    try:
+        writer.open()
+        for file, held in plan.items():
+            tensors: dict[str, Tensor] = {}
+            for hf in held:
+                tensor = slices[names[hf]][:]
+                if hf in quantized:
+                    matrix = QUANTIZED_FORMATS[format].of(tensor)
+                    tensors[hf], tensors[hf + SCALES] = matrix.values, matrix.scales
+                else:
+                    tensors[hf] = narrowed(tensor) if hf in small else tensor.contiguous()
+            writer.write(file, tensors)
+            weight_map |= dict.fromkeys(tensors, file)
+        stored = str(FLOATS[slices[next(iter(names.values()))].get_dtype()]).removeprefix("torch.")
+        written = config.to_dict(config.raw.get("dtype") or config.raw.get("torch_dtype") or stored)
+        writer.close(written | {"quantization_config": QUANTIZATION[format]}, source, weight_map)
+    finally:
+        writer.abandon()
