@@ -2,8 +2,8 @@
 
 config.json has {"quantization_config": {"quant_method": "megatron_ssm", "weights": "int4", "block_size": 64}}, or "int8".
 The files are safetensors. A quantized matrix NAME (out, in) is two tensors in them. NAME has the values: int8 (out, in), or
-uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of a row are
-multiplied (`ops.quantized_matrices` says how). Other tensors are as in the source, but for Mamba-1's small matrices, which
+uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of
+a row are multiplied (`ops.quantized_matrices` says how). Other tensors are as in the source, but for Mamba-1's small matrices, which
 are bfloat16 if they were float32. What a rank quantizes at load has the same bits, so both generate the same tokens.
 """
 
@@ -193,8 +193,8 @@ def write_quantized(
 ) -> list[tuple[str, tuple, str]]:
     """Write the model of a Hugging Face directory with quantized matrices; [(name, shape, dtype or format)] of its tensors.
 
-    target None: only check. The tensors of one file are in memory together, of at most `file_bytes`. ValueError if nothing can be quantized, and
-    errors as `load`.
+    target None: only check. The tensors of one file are in memory together, of at most `file_bytes`. ValueError if nothing
+    can be quantized, and errors as `load`.
     """
     raw = families.read_json(source)
     config = families.from_dict(raw)
