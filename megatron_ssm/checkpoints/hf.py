@@ -19,7 +19,7 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.native.products import BLOCK
 from megatron_ssm.operators.operator import Operator
-from megatron_ssm.ops.huge_pages import HugePages
+from megatron_ssm.ops.huge_pages import HugePages, trim_heap
 from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
@@ -223,7 +223,7 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
             memory = HugePages()
             quantized = _fill(model, tensors, weights, memory, model.ranks)
         if weights is not None:
-            _move_parameters(model, memory)
+            trim_heap()
             _freeze(model, weights, quantized, directory)
     except BaseException:
         model.close()
@@ -235,16 +235,21 @@ def _fill(
 ) -> list[bool]:
     """Read a module's parameters, then its children's. With `weights`, each matrix that was read is quantized into `memory`.
 
-    Matrices that are stored quantized are read as they are, but where ranks have parts of blocks. Returns, for each matrix
-    of a quantizable layer, whether it is quantized.
+    Matrices that are stored quantized are read as they are, but where ranks have parts of blocks. What is not quantized is
+    moved into `memory` as well, operators' small matrices as bfloat16; but for packed fields, which are views of one
+    storage. Returns, for each matrix of a quantizable layer, whether it is quantized.
     """
     quantized = []
     can_be_quantized = weights is not None and isinstance(module, QUANTIZABLE)
     is_stored = can_be_quantized and isinstance(tensors[field_of(next(module.parameters())).hf], QuantizedTensor)
     if is_stored:
         quantized.append(read_quantized(module, tensors, ranks, memory))
-    for parameter in module.parameters(recurse=False):
+    small = module.small_matrices if isinstance(module, Operator) else ()
+    for name, parameter in module.named_parameters(recurse=False):
         _read(parameter, tensors[field_of(parameter).hf], ranks)
+        is_moved = weights is not None and parameter.is_cpu and not isinstance(module, Packed)
+        if is_moved and not (can_be_quantized and name == "weight" and not is_stored):
+            parameter.data = memory.copy(narrowed(parameter.data) if name in small else parameter.data)
     for child in module.children():
         if not isinstance(child, QuantizedMatrix):
             quantized += _fill(child, tensors, weights, memory, ranks)
@@ -252,20 +257,6 @@ def _fill(
         with memory:
             quantized.append(quantize(module, weights))
     return quantized
-
-
-def _move_parameters(model: Model, memory: HugePages) -> None:
-    """Move what was not quantized into `memory`, but for packed fields, which are views of one storage.
-
-    The small matrices of operators are moved as bfloat16.
-    """
-    for module in model.modules():
-        for name in module.small_matrices if isinstance(module, Operator) else ():
-            matrix = module.get_parameter(name)
-            matrix.data = narrowed(matrix.data)
-        for parameter in () if isinstance(module, Packed) else module.parameters(recurse=False):
-            if parameter.is_cpu:
-                parameter.data = memory.copy(parameter.data)
 
 
 def _freeze(model: Model, weights: str, quantized: list[bool], directory: str | Path) -> None:

@@ -107,26 +107,34 @@ int widen(const void *values, const float *scales, void *to, ptrdiff_t out, ptrd
   return 0;
 }
 
+/* The largest size of a block's numbers; infinite if one of them is not finite. */
+INLINE float largest(const float *x) {
+  float most = 0;
+#pragma omp simd reduction(max : most)
+  for (int i = 0; i < BLOCK; i++) {
+    float size = __builtin_isfinite(x[i]) ? __builtin_fabsf(x[i]) : INFINITY;
+    most = size > most ? size : most;
+  }
+  return most;
+}
+
 /* A block in 8 bits; returns its scale. Where a number is not finite, the scale is not either. */
 INLINE float quantize_to_8_bits(const float *x, int8_t *to) {
-  float most = 0, wrong = 0;
-#pragma omp simd reduction(max : most) reduction(+ : wrong)
-  for (int i = 0; i < BLOCK; i++) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most, wrong += 0 * x[i];
+  float most = largest(x);
   float scale = most / 127, divisor = scale > 0 ? scale : 1;
 #pragma omp simd
   for (int i = 0; i < BLOCK; i++) {
     float rounded = __builtin_rintf(x[i] / divisor);
     to[i] = (int8_t)(int32_t)(rounded > 127 ? 127 : rounded < -127 ? -127 : rounded);
   }
-  return scale + wrong;
+  return most < INFINITY ? scale : NAN;
 }
 
-/* In 4 bits: of the scales for which the extreme number becomes -8, -7.5, -6.9 or -6.3, that with the least sum of squared errors. */
+/* In 4 bits: of the scales for which the extreme number becomes -8, -7.5, -6.9 or -6.3, that with the least sum of squared
+   errors. */
 INLINE float quantize_to_4_bits(const float *x, uint16_t *to) {
   static const float DIVISORS[] = {8, 7.5f, 6.9f, 6.3f};
-  float most = 0, wrong = 0, extreme = 0, best = INFINITY, chosen = 0;
-#pragma omp simd reduction(max : most) reduction(+ : wrong)
-  for (int i = 0; i < BLOCK; i++) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most, wrong += 0 * x[i];
+  float most = largest(x), extreme = 0, best = INFINITY, chosen = 0;
   for (int i = BLOCK - 1; i >= 0; i--) extreme = __builtin_fabsf(x[i]) == most ? x[i] : extreme;
   for (int d = 0; d < 4; d++) {
     float scale = extreme / -DIVISORS[d], divisor = scale != 0 ? scale : 1, error = 0;
@@ -137,7 +145,7 @@ INLINE float quantize_to_4_bits(const float *x, uint16_t *to) {
       float difference = rounded * scale - x[i];
       error += difference * difference;
     }
-    if (error < best) best = error, chosen = scale;
+    if (d == 0 || !(error >= best)) best = error, chosen = scale; /* the first one also where errors are infinite */
   }
   int32_t integers[BLOCK];
   float divisor = chosen != 0 ? chosen : 1;
@@ -147,9 +155,11 @@ INLINE float quantize_to_4_bits(const float *x, uint16_t *to) {
     integers[i] = (int32_t)(rounded > 7 ? 7 : rounded < -8 ? -8 : rounded);
   }
 #pragma omp simd
-  for (int j = 0; j < 16; j++)
-    to[j] = (uint16_t)((integers[j] & 15) | (integers[16 + j] & 15) << 4 | (integers[32 + j] & 15) << 8 | (integers[48 + j] & 15) << 12);
-  return chosen + wrong;
+  for (int j = 0; j < 16; j++) {
+    int32_t low = (integers[j] & 15) | (integers[16 + j] & 15) << 4, high = (integers[32 + j] & 15) | (integers[48 + j] & 15) << 4;
+    to[j] = (uint16_t)(low | high << 8);
+  }
+  return most < INFINITY ? chosen : NAN;
 }
 
 INLINE void quantize_row(const void *x, char *values, float *scales, ptrdiff_t blocks, int type, int weight_type) {
@@ -157,7 +167,8 @@ INLINE void quantize_row(const void *x, char *values, float *scales, ptrdiff_t b
     float numbers[BLOCK];
 #pragma omp simd
     for (int i = 0; i < BLOCK; i++) numbers[i] = get(x, i, type);
-    scales[k] = weight_type == INT8 ? quantize_to_8_bits(numbers, (int8_t *)values) : quantize_to_4_bits(numbers, (uint16_t *)values);
+    if (weight_type == INT8) scales[k] = quantize_to_8_bits(numbers, (int8_t *)values);
+    else scales[k] = quantize_to_4_bits(numbers, (uint16_t *)values);
   }
 }
 CLONES static void quantize_any(const void *x, char *values, float *scales, ptrdiff_t blocks, int type, int weight_type) {
@@ -168,11 +179,11 @@ CLONES static void quantize_any(const void *x, char *values, float *scales, ptrd
 }
 
 /* A matrix (out, in) of `type`, whose rows are `stride` elements apart -> values and scales of weight_type. */
-void quantize(const void *matrix, char *values, float *scales, ptrdiff_t out, ptrdiff_t in, ptrdiff_t stride, int type, int weight_type,
-              int threads) {
+void quantize(const void *matrix, char *values, float *scales, ptrdiff_t out, ptrdiff_t in, ptrdiff_t stride, int type,
+              int weight_type, int threads) {
   ptrdiff_t blocks = in / BLOCK;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t r = 0; r < out; r++)
-    quantize_any(at((void *)matrix, r * stride, type), values + r * blocks * bytes_per_block(weight_type), scales + r * blocks, blocks, type,
-                 weight_type);
+    quantize_any(at((void *)matrix, r * stride, type), values + r * blocks * bytes_per_block(weight_type),
+                 scales + r * blocks, blocks, type, weight_type);
 }

@@ -1,5 +1,6 @@
 """Memory in pages of 2 MB for a model's weights and states, on Linux."""
 
+import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -64,6 +65,13 @@ class HugePages(TorchFunctionMode):
         self._end = self._used + nbytes
         with suppress(OSError):  # a kernel without huge pages
             self._piece.madvise(mmap.MADV_HUGEPAGE)
+
+
+def trim_heap() -> None:
+    """Give memory that was freed back to the system, where C's library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _is_cpu(device: Any) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import megatron_ssm
 from hf import save_hf
 from megatron_ssm.native import kernels, products
-from megatron_ssm.ops import matrices
+from megatron_ssm.ops import matrices, quantized_matrices
 from megatron_ssm.ops.matrices import linear, rows_at
 from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, Int4Weight, Int8Weight, QuantizedMatrix, narrowed
 
@@ -337,3 +337,15 @@ def test_a_model_turned_into_bfloat16(directory_of):
     assert (logits_of(model) - expected).norm() <= 0.05 * expected.norm()
     half = partial(megatron_ssm.load, directory_of("mamba"), dtype=torch.float16)
     assert (logits_of(half()) - logits_of(megatron_ssm.load(directory_of("mamba")))).norm() <= 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", QUANTIZING)
+def test_the_kernel_quantizes_as_torch(kind, dtype, monkeypatch):
+    """Bit for bit, also blocks of zeros and rows with gaps between them."""
+    weight = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)).to(dtype)[:, 64:]
+    weight[3, 64:] = 0
+    found = kind.of(weight)
+    monkeypatch.setattr(quantized_matrices, "usable", lambda *_: False)
+    expected = kind.of(weight)
+    assert torch.equal(found.values, expected.values) and torch.equal(found.scales, expected.scales)
