@@ -7,9 +7,13 @@ os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     FalconMambaConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
     Mamba2Config,
     MambaConfig,
+    NemotronHConfig,
     PreTrainedModel,
     ZambaConfig,
 )
@@ -19,6 +23,12 @@ from megatron_ssm.diagnostics.doctor import cpu_model
 from megatron_ssm.native.products import instructions
 
 PROMPT = 256
+
+
+def _kinds(pattern: str) -> list[str]:
+    return [{"M": "linear_attention", "*": "full_attention", "-": "mlp"}[letter] for letter in pattern]
+
+
 SHAPES = {
     "Mamba-1 130m": MambaConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50280),
     "Mamba-2 130m": Mamba2Config(
@@ -36,6 +46,31 @@ FAMILIES = SHAPES | {  # the four families of the paper that docs/results/paper-
     ),
 }  # fmt: skip
 
+_SSD = dict(mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1)
+_ATTENTION = dict(num_attention_heads=12, num_key_value_heads=4, vocab_size=50280)
+HYBRIDS = {  # of 100 to 200 million parameters
+    "Nemotron-H": NemotronHConfig(
+        hidden_size=768, intermediate_size=3072, layers_block_type=_kinds("M-M-M-M*-M-M-M-M*-M-"), head_dim=64,
+        mamba_num_heads=24, mamba_head_dim=64, ssm_state_size=128, n_groups=8, **_ATTENTION,
+    ),
+    "Granite 4.0 H": GraniteMoeHybridConfig(
+        hidden_size=768, num_hidden_layers=12, shared_intermediate_size=2048, num_local_experts=0, rms_norm_eps=1e-5,
+        layer_types=["full_attention" if i % 6 == 5 else "linear_attention" for i in range(12)], embedding_multiplier=12.0,
+        logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=1 / 64, tie_word_embeddings=True,
+        **_SSD, **_ATTENTION,
+    ),
+    "Falcon-H1": FalconH1Config(
+        hidden_size=768, num_hidden_layers=12, intermediate_size=1536, mamba_d_ssm=1536, head_dim=64, rms_norm_eps=1e-5,
+        key_multiplier=0.4, lm_head_multiplier=0.5, embedding_multiplier=5.6, attention_out_multiplier=0.9,
+        ssm_in_multiplier=1.25, ssm_out_multiplier=0.24, mlp_multipliers=[0.9, 0.6],
+        ssm_multipliers=[0.35, 0.25, 0.35, 0.5, 0.35], tie_word_embeddings=False, **_SSD, **_ATTENTION,
+    ),
+    "Jamba": JambaConfig(
+        hidden_size=768, num_hidden_layers=12, intermediate_size=2048, num_experts=1, attn_layer_period=6,
+        attn_layer_offset=5, tie_word_embeddings=True, **_ATTENTION,
+    ),
+}  # fmt: skip
+
 PUBLISHED = {
     "mamba-2.8b": MambaConfig(hidden_size=2560, num_hidden_layers=64, vocab_size=50280),
     "mamba2-2.7b": Mamba2Config(
@@ -50,9 +85,9 @@ PUBLISHED = {
 
 
 def random_model(shape: str, directory: str | Path) -> PreTrainedModel:
-    """transformers' model of a shape of FAMILIES, with random weights; it is also saved in `directory`."""
+    """transformers' model of a shape of FAMILIES or HYBRIDS, with random weights; it is also saved in `directory`."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_config(FAMILIES[shape]).eval()
+    model = AutoModelForCausalLM.from_config((FAMILIES | HYBRIDS)[shape]).eval()
     Path(directory).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     return model

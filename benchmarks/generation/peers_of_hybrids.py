@@ -1,0 +1,169 @@
+"""Prefill and decode of hybrids against llama.cpp and transformers, the same weights in each format (about 40 min).
+
+It needs the packages of the extra `peers`. Random weights of 100 to 200 million parameters of Nemotron-H, Granite 4.0 H,
+Falcon-H1 and Jamba. Ours and llama.cpp's take turns in one process, with one and with two threads; the first tokens that
+both choose greedily are compared before. The claims, at equal format and threads: prefill of 256 tokens with AMX in fp32
+>= 2x as fast, in bf16 and with int8 weights >= 3x; without AMX in fp32 and bf16 >= 1.2x, with int8 weights >= 1.8x;
+decoding in fp32 >= 1.0x, in bf16 and with int8 weights >= 1.4x, with int4 weights >= 1.2x of Q4_K, after 256 and after
+2,048 tokens; decoding >= 3x as fast as transformers. A number on the command line is the only number of threads.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_ssm
+from benchmarks.generation.peers import IN_A_ROW, NEW, OURS, TITLES
+from benchmarks.support.shapes import HYBRIDS, processor, random_model
+from benchmarks.support.tables import interleaved, markdown, print_or_publish
+from megatron_ssm.native.products import instructions
+
+PROMPT, CONTEXTS, REPETITIONS, GREEDY = 256, (256, 2048), 6, 8
+
+
+def engines(shape: str, directory: Path) -> tuple[dict[str, tuple[Any, Any]], Any]:
+    """{format: (our model, llama.cpp's)} of the same random weights, and transformers' model."""
+    from benchmarks.support import gguf_files, gguf_hybrids  # needs the extra `peers`
+
+    torch.manual_seed(0)
+    theirs = random_model(shape, directory / "hf")
+    gguf_hybrids.write(directory / "hf", directory / "F32.gguf")
+    found = {}
+    for format, options in OURS.items():
+        path = directory / f"{format}.gguf"
+        if format != "F32":
+            gguf_files.quantize(directory / "F32.gguf", path, format)
+        llama = gguf_files.LlamaModel(path, theirs.config.vocab_size, max(CONTEXTS) + 64)
+        found[format] = megatron_ssm.load(directory / "hf", **options), llama
+    return found, theirs
+
+
+def check(ours: megatron_ssm.Model, theirs: Any) -> None:
+    """RuntimeError unless both choose the same tokens, greedily, in float32."""
+    prompt = torch.randint(1, 1000, (1, 40), generator=torch.Generator().manual_seed(1))
+    wanted = megatron_ssm.generate(ours, prompt, max_new_tokens=GREEDY)[0].tolist()
+    theirs.reset()
+    logits, found = theirs(prompt[0].tolist()), []
+    for _ in range(GREEDY):
+        found.append(int(logits.argmax()))
+        logits = theirs([found[-1]])
+    if found != wanted:
+        raise RuntimeError(f"llama.cpp chooses {found}, not {wanted}")
+
+
+def prefills(ours: megatron_ssm.Model, theirs: Any, threads: int) -> tuple[Callable, Callable]:
+    """Functions (ours, theirs) that read a prompt."""
+    ids = torch.ones(1, PROMPT, dtype=torch.int64)
+
+    def read() -> None:
+        torch.set_num_threads(threads)
+        ours(ids, cache=ours.new_cache(1, PROMPT), logits_to_keep=1)
+
+    def their_read() -> None:
+        theirs.use_threads(threads)
+        theirs.reset()
+        theirs(ids[0].tolist())
+
+    return read, their_read
+
+
+def decodings(ours: megatron_ssm.Model, theirs: Any, threads: int, context: int) -> tuple[Callable, Callable]:
+    """Functions (ours, theirs) that decode NEW tokens after `context` others; each call continues the last one."""
+    ids, cache, runs = torch.ones(1, context, dtype=torch.int64), ours.new_cache(1, context + 64 * NEW), [0]
+    ours(ids, cache=cache, logits_to_keep=1)
+    theirs.reset()
+    theirs(ids[0].tolist())
+    one = ids[:, :1].clone()
+
+    def decode() -> None:
+        torch.set_num_threads(threads)
+        for _ in range(NEW):
+            ours(one, cache=cache)
+
+    def their_decode() -> None:
+        theirs.use_threads(threads)
+        runs[0] += 1
+        if runs[0] % 3 == 0:  # its cache has room for a few runs
+            theirs.reset()
+            theirs(ids[0].tolist())
+        for _ in range(NEW):
+            theirs([1])
+
+    return decode, their_decode
+
+
+def rows_of(shape: str, threads: int, models: dict[str, tuple[Any, Any]]) -> list[list[str]]:
+    """The rows of the table for a number of threads."""
+    rows = []
+    functions: dict[str, Callable] = {}
+    for format, pair in models.items():
+        functions[f"ours {format}"], functions[f"theirs {format}"] = prefills(*pair, threads)
+    times = interleaved(functions, REPETITIONS, IN_A_ROW)
+    cells = [_pair(times[f"ours {f}"], times[f"theirs {f}"], "s") for f in models]
+    rows.append([shape, str(threads), f"prefill {PROMPT}, s", *cells])
+    for context in CONTEXTS:
+        cells = []
+        for pair in models.values():  # one after the other: each has one cache
+            ours, theirs = decodings(*pair, threads, context)
+            times = interleaved({"ours": ours, "theirs": theirs}, REPETITIONS, 1)
+            cells.append(_pair(times["ours"], times["theirs"], "tokens"))
+        rows.append([shape, str(threads), f"decode after {context}, tokens/s", *cells])
+    return rows
+
+
+def _pair(ours: float, theirs: float, what: str) -> str:
+    shown = f"{ours:.3f} / {theirs:.3f}" if what == "s" else f"{NEW / ours:.0f} / {NEW / theirs:.0f}"
+    return f"{shown} ({theirs / ours:.2f}x)"
+
+
+def row_of_transformers(shape: str, threads: int, ours: megatron_ssm.Model, theirs: Any) -> list[str]:
+    """Decoding in float32 beside transformers."""
+    ids = torch.ones(1, PROMPT, dtype=torch.int64)
+    output = theirs(ids, use_cache=True)
+    state = [output]
+
+    def their_decode() -> None:
+        torch.set_num_threads(threads)
+        for _ in range(NEW):
+            name = next(n for n in ("cache", "past_key_values", "cache_params") if n in state[0])
+            state[0] = theirs(ids[:, :1], use_cache=True, **{name: state[0][name]})
+
+    cache = ours.new_cache(1, PROMPT + 64 * NEW)
+    ours(ids, cache=cache, logits_to_keep=1)
+
+    def decode() -> None:
+        torch.set_num_threads(threads)
+        for _ in range(NEW):
+            ours(ids[:, :1], cache=cache)
+
+    times = interleaved({"ours": decode, "theirs": their_decode}, 3, 1)
+    cell = _pair(times["ours"], times["theirs"], "tokens")
+    return [shape, str(threads), "decode, tokens/s: ours / transformers", cell, "", "", ""]
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure all shapes, print the processor, and publish the table."""
+    rows, counts = [], list(map(int, sys.argv[1:] or (1, 2)))
+    for shape in HYBRIDS:
+        with tempfile.TemporaryDirectory() as temporary:
+            torch.set_num_threads(2)
+            models, transformers_model = engines(shape, Path(temporary))
+            check(*models["F32"])
+            for threads in counts:
+                rows += rows_of(shape, threads, models)
+            rows.append(row_of_transformers(shape, counts[-1], models["F32"][0], transformers_model))
+        print(markdown(["", "", "", *models], rows), flush=True)
+        del models, transformers_model
+    header = [processor(), "threads", "ours / llama.cpp", *TITLES.values()]
+    print(f"llama-cpp-python {version('llama-cpp-python')}")
+    print_or_publish("hybrids-with-amx" if instructions() == "AMX" else "hybrids-without-amx", markdown(header, rows))
+
+
+if __name__ == "__main__":
+    main()
