@@ -33,4 +33,9 @@ int widen(const void *values, const float *scales, void *to, ptrdiff_t out, ptrd
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,
                ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type, int threads);
 
+enum { MOST_HEADS = 4 }; /* that attend together */
+/* y = softmax(scale * q k^T) v of `heads` query heads that use one key/value head; scores: heads * keys + dim numbers. */
+void attend_heads(const void *q, const void *k, const void *v, void *y, ptrdiff_t keys, ptrdiff_t dim, ptrdiff_t stride,
+                  float scale, float *scores, int heads, int type);
+
 #endif

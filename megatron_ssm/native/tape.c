@@ -327,53 +327,30 @@ static void append(const Tape *t, const Op *o) {
            row(t, &o->x, r, o->type), bytes_of(o->n[0], o->type));
 }
 
-/* The heads of one row that use one key/value head: y = softmax(scale * q k^T) v over `keys` keys. scores: (keys). */
-INLINE void attend_head(const void *q, const void *k, const void *v, void *y, ptrdiff_t keys, ptrdiff_t dim, ptrdiff_t stride,
-                        float scale, float *scores, float *out, int type) {
-  float most = -INFINITY, total = 0;
-  for (ptrdiff_t j = 0; j < keys; j++) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (ptrdiff_t i = 0; i < dim; i++) sum += get(q, i, type) * get(k, j * stride + i, type);
-    scores[j] = scale * sum;
-    most = scores[j] > most ? scores[j] : most;
-  }
-#pragma omp simd reduction(+ : total)
-  for (ptrdiff_t j = 0; j < keys; j++) total += scores[j] = exp_(scores[j] - most);
-  for (ptrdiff_t i = 0; i < dim; i++) out[i] = 0;
-  for (ptrdiff_t j = 0; j < keys; j++) {
-    float weight = scores[j];
-#pragma omp simd
-    for (ptrdiff_t i = 0; i < dim; i++) out[i] += weight * get(v, j * stride + i, type);
-  }
-#pragma omp simd
-  for (ptrdiff_t i = 0; i < dim; i++) put(y, i, out[i] / total, type);
-}
-CLONES static void attend_any(const void *q, const void *k, const void *v, void *y, ptrdiff_t keys, ptrdiff_t dim,
-                              ptrdiff_t stride, float scale, float *scores, float *out, int type) {
-  if (type == FLOAT32) attend_head(q, k, v, y, keys, dim, stride, scale, scores, out, FLOAT32);
-  else attend_head(q, k, v, y, keys, dim, stride, scale, scores, out, BFLOAT16);
-}
-
 /* x: queries. slot: of the keys, the next one of the values. n: heads, key/value heads, head_dim. f: scale. */
 static int attend(const Tape *t, const Op *o) {
   const Slot *keys = &t->slots[o->slot], *values = keys + 1;
-  ptrdiff_t rows = tape_rows(t), heads = o->n[0], shared = heads / o->n[1], dim = o->n[2], stride = o->n[1] * dim;
+  ptrdiff_t rows = tape_rows(t), heads = o->n[0], kv_heads = o->n[1], shared = heads / kv_heads, dim = o->n[2], stride = kv_heads * dim;
   ptrdiff_t longest = 0, work = 0;
   for (ptrdiff_t r = 0; r < rows; r++) {
     ptrdiff_t count = position(t, r) + 1;
     longest = count > longest ? count : longest, work += count;
   }
   int failed = 0, several = t->threads > 1 && work * heads * dim >= 1 << 15;
+  ptrdiff_t together = shared < MOST_HEADS ? shared : MOST_HEADS; /* heads of a task; fewer, so that each thread has one */
+  while (several && together > 1 && rows * kv_heads * ((shared + together - 1) / together) < t->threads) together--;
+  ptrdiff_t parts = (shared + together - 1) / together;
 #pragma omp parallel for num_threads(t->threads) if (several) reduction(| : failed)
-  for (ptrdiff_t task = 0; task < rows * heads; task++) {
-    ptrdiff_t r = task / heads, h = task % heads, sequence = t->sequences[r / t->tokens], head = h / shared * dim;
-    float *scores = malloc((longest + dim) * sizeof(float));
+  for (ptrdiff_t task = 0; task < rows * kv_heads * parts; task++) {
+    ptrdiff_t r = task / (kv_heads * parts), kv = task / parts % kv_heads, part = task % parts * together;
+    ptrdiff_t h = kv * shared + part, count = shared - part < together ? shared - part : together;
+    ptrdiff_t sequence = t->sequences[r / t->tokens];
+    float *scores = malloc((together * longest + dim) * sizeof(float));
     if (scores)
-      attend_any(at(row(t, &o->x, r, o->type), h * dim, o->type), at(keys->data, sequence * keys->stride + head, o->type),
-                 at(values->data, sequence * values->stride + head, o->type),
-                 at(row(t, &o->y, r, o->type), h * dim, o->type), position(t, r) + 1, dim, stride, o->f[0], scores,
-                 scores + longest, o->type);
+      attend_heads(at(row(t, &o->x, r, o->type), h * dim, o->type), at(keys->data, sequence * keys->stride + kv * dim, o->type),
+                   at(values->data, sequence * values->stride + kv * dim, o->type),
+                   at(row(t, &o->y, r, o->type), h * dim, o->type), position(t, r) + 1, dim, stride, o->f[0], scores,
+                   (int)count, o->type);
     failed |= !scores;
     free(scores);
   }
