@@ -1,4 +1,4 @@
-"""Prefill and decode of hybrids against llama.cpp and transformers, the same weights in each format (about 40 min).
+"""Prefill and decode of hybrids against llama.cpp and transformers, the same weights in each format (about 20 min).
 
 It needs the packages of the extra `peers`. Random weights of 100 to 200 million parameters of Nemotron-H, Granite 4.0 H,
 Falcon-H1 and Jamba. Ours and llama.cpp's take turns in one process, with one and with two threads; the first tokens that
@@ -21,7 +21,6 @@ import megatron_ssm
 from benchmarks.generation.peers import IN_A_ROW, NEW, OURS, TITLES
 from benchmarks.support.shapes import HYBRIDS, processor, random_model
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
-from megatron_ssm.native.products import instructions
 
 PROMPT, CONTEXTS, REPETITIONS, GREEDY = 256, (256, 2048), 6, 8
 
@@ -74,7 +73,7 @@ def prefills(ours: megatron_ssm.Model, theirs: Any, threads: int) -> tuple[Calla
 
 def decodings(ours: megatron_ssm.Model, theirs: Any, threads: int, context: int) -> tuple[Callable, Callable]:
     """Functions (ours, theirs) that decode NEW tokens after `context` others; each call continues the last one."""
-    ids, cache, runs = torch.ones(1, context, dtype=torch.int64), ours.new_cache(1, context + 64 * NEW), [0]
+    ids, cache = torch.ones(1, context, dtype=torch.int64), ours.new_cache(1, context + 64 * NEW)
     ours(ids, cache=cache, logits_to_keep=1)
     theirs.reset()
     theirs(ids[0].tolist())
@@ -87,10 +86,6 @@ def decodings(ours: megatron_ssm.Model, theirs: Any, threads: int, context: int)
 
     def their_decode() -> None:
         theirs.use_threads(threads)
-        runs[0] += 1
-        if runs[0] % 3 == 0:  # its cache has room for a few runs
-            theirs.reset()
-            theirs(ids[0].tolist())
         for _ in range(NEW):
             theirs([1])
 
@@ -162,7 +157,7 @@ def main() -> None:
         del models, transformers_model
     header = [processor(), "threads", "ours / llama.cpp", *TITLES.values()]
     print(f"llama-cpp-python {version('llama-cpp-python')}")
-    print_or_publish("hybrids-with-amx" if instructions() == "AMX" else "hybrids-without-amx", markdown(header, rows))
+    print_or_publish("peers-of-hybrids", markdown(header, rows))
 
 
 if __name__ == "__main__":

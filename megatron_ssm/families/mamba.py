@@ -13,7 +13,10 @@ DEFAULTS: dict[str, Any] = MIXER | dict(
     intermediate_size=None, residual_in_fp32=True,
 )  # fmt: skip
 OF_MAMBAS: dict[str, Any] = dict(
-    supported={"hidden_act": ("silu", "swish")}, unsupported_by_peft=("out_proj",), tokenizer_class="GPTNeoXTokenizer"
+    pattern={"M": "linear_attention"},
+    supported={"hidden_act": ("silu", "swish")},
+    unsupported_by_peft=("out_proj",),
+    tokenizer_class="GPTNeoXTokenizer",
 )  # what the families without attention share
 
 

@@ -102,5 +102,6 @@ NEMOTRON_H = Family(
         routed_scaling_factor topk_group norm_topk_prob num_nextn_predict_layers mtp_layers_block_type
         output_router_logits use_mamba_kernels mtp_hybrid_override_pattern rope_theta partial_rotary_factor""".split()
     ),
-    from_options=new_config, unsupported_by_peft=("out_proj",),
+    pattern={letter: kind for letter, kind in LETTERS.items() if kind != EXPERTS}, from_options=new_config,
+    unsupported_by_peft=("out_proj",),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from megatron_ssm.stack.stack import Part, Side, Spec, Stack, Unit
 from .common import MIXER, channels, dt_range, dt_rank, layer_count, mixer_layer, stack_of
 
 PLAIN = "linear_attention"  # a layer without the shared block; "mamba" is its old name
+PATTERN = {"M": PLAIN, "*": "hybrid"}
 SHARED_BLOCK: dict[str, Any] = dict(
     vocab_size=32000, tie_word_embeddings=True, hidden_act="gelu", layers_block_type=None, attention_head_dim=None,
     attention_hidden_size=None,
@@ -136,5 +137,5 @@ def new_config(options: Any) -> dict:
 ZAMBA = Family(
     "zamba", read, DEFAULTS,
     NAMES | dict(use_bias="mamba_proj_bias", use_conv_bias="mamba_conv_bias", time_step_rank="mamba_dt_rank"),
-    from_options=new_config, shares_blocks=True,
+    from_options=new_config, shares_blocks=True, pattern=PATTERN,
 )  # fmt: skip

@@ -8,7 +8,16 @@ from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Stack
 
 from .common import MIXER, ROPE, channels, mamba2_spec, rope_theta
-from .zamba import NAMES, PLAIN, SHARED_BLOCK, hybrid_layers, new_hybrid_config, shared_block, shared_block_stack
+from .zamba import (
+    NAMES,
+    PATTERN,
+    PLAIN,
+    SHARED_BLOCK,
+    hybrid_layers,
+    new_hybrid_config,
+    shared_block,
+    shared_block_stack,
+)
 
 DEFAULTS: dict[str, Any] = MIXER | SHARED_BLOCK | ROPE | dict(
     hidden_size=2560, state_size=64, num_hidden_layers=54, num_heads=8, n_groups=1, head_dim=None,
@@ -63,5 +72,5 @@ def new_config(options: Any) -> dict:
 ZAMBA2 = Family(
     "zamba2", read, DEFAULTS,
     NAMES | dict(use_bias="add_bias_linear", n_groups="mamba_ngroups", head_dim="mamba_headdim"),
-    from_options=new_config, shares_blocks=True,
+    from_options=new_config, shares_blocks=True, pattern=PATTERN,
 )  # fmt: skip

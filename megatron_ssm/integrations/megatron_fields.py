@@ -6,13 +6,16 @@ from typing import Any
 
 from megatron_ssm import families
 from megatron_ssm.families import FAMILIES
-from megatron_ssm.operators.mlp import ACTIVATIONS
+from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec, squared_relu
 from megatron_ssm.stack.reader import Family
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.stack.stack import Stack, Unit
 from sparsefusion.foundation.command_line import did_you_mean
 
-HYBRID = "*"  # the symbol of a hybrid layer in Megatron's layer pattern; every other layer has the symbol MAMBA
-MAMBA = "M"
+MAMBA, ATTENTION, MLP = (
+    "M",
+    "*",
+    "-",
+)  # symbols of layers in Megatron's patterns; a layer with a shared block is ATTENTION
 # What a TransformerConfig has no counterpart for, under our names of Hugging Face's fields.
 _OPTIONS = """expand intermediate_size conv_kernel use_conv_bias use_bias mixer_rms_eps tie_word_embeddings
     time_step_rank time_step_limit time_step_min time_step_max time_step_floor
@@ -24,6 +27,10 @@ def check_given(family: str, given: Iterable[str]) -> None:
     """ValueError for an unknown family, or for a name that is no field of its config.json; it suggests a similar one."""
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}{did_you_mean(family, FAMILIES)}")
+    if FAMILIES[family].pattern is None:
+        raise ValueError(
+            f"a layer of Megatron's pattern is one block, and those of {family} are more: there is no spec for it"
+        )
     for name in FAMILIES[family].unknown_fields(list(given)):
         similar = did_you_mean(name, sorted(FAMILIES[family].known))
         raise ValueError(f"{name} of the layer spec is no field of {family}'s config.json{similar}")
@@ -32,7 +39,7 @@ def check_given(family: str, given: Iterable[str]) -> None:
 def config_of_layers(
     config: Any, family: str, given: Mapping[str, Any], pattern: Iterable[str] = (MAMBA,), **more: Any
 ) -> Stack:
-    """The stack of `family` with the sizes of a TransformerConfig and the layers of a pattern (symbols M and *).
+    """The stack of `family` with the sizes of a TransformerConfig and the layers of a pattern (symbols M, * and -).
 
     given: fields of Hugging Face's config.json that a TransformerConfig does not have (chunk sizes, adapters, ...). more:
     further fields. ValueError if a size is not supported, or if `given` has an unknown field or contradicts the
@@ -40,7 +47,8 @@ def config_of_layers(
     """
     check_given(family, given)
     fields = _fields_of(config, FAMILIES[family], given) | more
-    kinds = ["hybrid" if symbol == HYBRID else "linear_attention" for symbol in pattern]
+    names = FAMILIES[family].pattern or {}
+    kinds = [names.get(symbol, names[MAMBA]) for symbol in pattern]
     fields |= {"model_type": family, "num_hidden_layers": len(kinds)}
     fields |= {"layers_block_type": kinds} if "layers_block_type" in FAMILIES[family].known else {}
     for name, value in given.items():
@@ -58,15 +66,19 @@ def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[st
         name("state_size"): config.mamba_state_dim,
     }
     if "n_groups" in family.defaults:
+        own = "mamba_head_dim" if "mamba_head_dim" in family.defaults else "head_dim"
         inner, head_dim = _inner_size(config, given.get(name("expand"), 2)), config.mamba_head_dim
         if inner % head_dim:
             raise ValueError(f"{inner} channels do not divide into heads of {head_dim} ({inner} % {head_dim})")
-        fields[name("num_heads")], fields[name("head_dim")] = inner // head_dim, head_dim
+        fields[name("num_heads")], fields[name(own)] = inner // head_dim, head_dim
         fields[name("n_groups")], fields[name("expand")] = config.mamba_num_groups, _expand(inner, config.hidden_size)
     elif "num_heads" in family.defaults and config.mamba_num_heads is not None:
         fields[name("num_heads")] = config.mamba_num_heads
     if family.shares_blocks:
         fields |= _shared_block(config)
+    if "mlp_hidden_act" in family.defaults:
+        block = _shared_block(config)
+        fields |= {"mlp_hidden_act": block.pop("hidden_act"), "head_dim": config.kv_channels, **block}
     if "residual_in_fp32" in family.defaults:
         fields["residual_in_fp32"] = False
     if "add_bias_linear" in family.known:
@@ -90,8 +102,9 @@ def _expand(inner: int, hidden: int) -> int | float:
 
 
 def _shared_block(config: Any) -> dict[str, Any]:
-    """The sizes of the attention and the MLP of a shared block."""
-    names = [name for name, function in ACTIVATIONS.items() if function is config.activation_func]
+    """The sizes of attention and MLP."""
+    given = config.activation_func  # Megatron has a function of its own for relu2
+    names = [n for n, f in ACTIVATIONS.items() if f is given or f is squared_relu and given.__name__ == f.__name__]
     if not names:
         raise ValueError(f"activation_func={config.activation_func} is none of {', '.join(ACTIVATIONS)}")
     return {
@@ -110,8 +123,16 @@ def spec_options(config: Stack) -> dict[str, Any]:
 
 
 def layer_pattern(config: Stack) -> str:
-    """The hybrid layer pattern for Megatron of a model with this configuration: M for Mamba layers, * for hybrid ones."""
-    return "".join(HYBRID if any(unit.side for unit in layer) else MAMBA for layer in config.layers)
+    """The layer pattern for Megatron of a model with this configuration: M Mamba, * attention or a shared block, - MLP."""
+    return "".join(map(_symbol, config.layers))
+
+
+def _symbol(layer: tuple[Unit, ...]) -> str:
+    (unit,) = layer
+    spec = unit.operators[0].spec
+    if unit.side is not None or spec.attention is not None:
+        return ATTENTION
+    return MLP if isinstance(spec, MlpSpec) else MAMBA
 
 
 def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
@@ -119,8 +140,11 @@ def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
 
     Megatron divides num_attention_heads by the number of tensor-parallel ranks also in models without attention.
     """
-    mixer: Any = config.layers[0][0].operators[0].spec
-    sizes = config.recurrences[0]
+    specs: list[Any] = [spec for _, spec in config.operators]
+    mixer: Any = next((spec for spec in specs if spec.recurrence is not None), None)
+    if mixer is None:
+        raise ValueError(f"a {config.family} model without a Mamba layer has no sizes of one for Megatron")
+    sizes = mixer.recurrence
     options: dict[str, Any] = dict(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=tensor_ranks,
         normalization="RMSNorm", layernorm_epsilon=config.norm_eps, mamba_state_dim=sizes.state,
@@ -131,11 +155,14 @@ def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
         options |= dict(mamba_head_dim=sizes.head_dim, mamba_num_groups=sizes.groups, mamba_num_heads=sizes.heads)
     elif sizes.groups > 1:
         options |= dict(mamba_num_heads=sizes.groups)
-    if config.shared:
-        block: Any = config.shared[0].spec
-        attention, mlp = block.attention, block.mlp
-        options |= dict(
-            num_attention_heads=attention.heads, num_query_groups=attention.kv_heads, kv_channels=attention.head_dim,
-            ffn_hidden_size=mlp.channels, activation_func=ACTIVATIONS[mlp.activation],
-        )  # fmt: skip
+    block: Any = config.shared[0].spec if config.shared else None
+    attention = next(iter(config.attentions), None)
+    mlp = block.mlp if block else next((spec for spec in specs if isinstance(spec, MlpSpec)), None)
+    if attention is not None:
+        sizes = dict(num_attention_heads=attention.heads, num_query_groups=attention.kv_heads)
+        options |= dict(kv_channels=attention.head_dim, **sizes)
+    if mlp is not None:
+        options |= dict(ffn_hidden_size=mlp.channels, activation_func=ACTIVATIONS[mlp.activation])
+    if not config.shared and (attention or mlp) and (mixer.bias or mlp is not None and mlp.bias):
+        raise ValueError("biases: Megatron's own attention and MLP layers have all of them or none")
     return options

@@ -27,11 +27,43 @@ _NAMES = {
     "decoder.final_norm.weight": "norm_f.weight",
     "output_layer.weight": "lm_head.weight",
 }
+# Of those in a layer of Megatron's own attention or MLP
+_NAMES_IN_LAYERS = {
+    "input_layernorm.weight": "norm.weight",
+    "pre_mlp_layernorm.weight": "norm.weight",
+    "self_attention.linear_proj.weight": "mixer.o_proj.weight",
+    "mlp.linear_fc1.weight": "mixer.gate_up.weight.up",
+    "mlp.linear_fc2.weight": "mixer.down_proj.weight",
+}
+_QKV = "self_attention.linear_qkv.weight"  # for each key/value head its query heads, the key head and the value head
 
 
 def our_name(name: str) -> str:
     """Our name of a parameter of Megatron's model."""
-    return _NAMES.get(name, name.removeprefix("decoder."))
+    name = _NAMES.get(name, name.removeprefix("decoder."))
+    layers, _, rest = name.partition(".")
+    index, _, rest = rest.partition(".")
+    return f"layers.{index}.{_NAMES_IN_LAYERS[rest]}" if layers == "layers" and rest in _NAMES_IN_LAYERS else name
+
+
+def in_our_names(named: Iterable[tuple[str, torch.Tensor]], config: ModelStack) -> dict[str, torch.Tensor]:
+    """Megatron's parameters, or their gradients, under our names.
+
+    Queries, keys and values of Megatron's own attention are views (key/value heads of this rank, rows of each, hidden).
+    """
+    found = {}
+    for theirs, tensor in named:
+        name = our_name(theirs)
+        if not name.endswith(_QKV):
+            found[name] = tensor
+            continue
+        sizes = config.attentions[0]
+        queries = sizes.heads // sizes.kv_heads * sizes.head_dim
+        rows = [queries, sizes.head_dim, sizes.head_dim]
+        parts = tensor.unflatten(0, (-1, sum(rows))).split(rows, dim=1)
+        prefix = name.removesuffix(_QKV) + "mixer.qkv.weight."
+        found |= {prefix + each: part for each, part in zip("qkv", parts, strict=True)}
+    return found
 
 
 def model_class() -> tuple[type, str]:
@@ -97,7 +129,7 @@ def our_config(model: Any) -> ModelStack:
         raise ValueError("only models that megatron_ssm's stack_spec built have a Hugging Face counterpart")
     if stack.pp_group.size() > 1:
         raise ValueError(f"the model is a stage of {stack.pp_group.size()}: Hugging Face directories need all layers")
-    symbols = set(stack.layer_type_list) - ({"M", "*"} if families.FAMILIES[stack.family].shares_blocks else {"M"})
+    symbols = set(stack.layer_type_list) - set(families.FAMILIES[stack.family].pattern or {})
     if symbols or model.position_embedding_type != "none":
         what = f"layers {', '.join(sorted(symbols))}" if symbols else f"positions {model.position_embedding_type}"
         raise ValueError(f"a {stack.family} model with {what} has no counterpart in Hugging Face's format")
@@ -176,13 +208,15 @@ def _stack(model: Any) -> Any:
 
 
 @torch.no_grad()
-def _copy(ours: nn.Module, model: nn.Module, into_megatron: bool) -> None:
+def _copy(ours: Any, model: nn.Module, into_megatron: bool) -> None:
     """Copy this rank's parts from one model to the other. Megatron's may have more rows, of a padded vocabulary."""
-    theirs = {our_name(name): p for name, p in model.named_parameters()}
+    theirs = in_our_names(model.named_parameters(), ours.config)
     parts = dict(ours.named_parameters())
     if set(theirs) != set(parts):
         raise ValueError(f"the models differ in the parameters {', '.join(sorted(set(theirs) ^ set(parts)))}")
     for name, part in parts.items():
+        if theirs[name].dim() > part.dim():
+            part = part.view(theirs[name].shape)
         rows, padding = theirs[name][: len(part)], theirs[name][len(part) :]
         if into_megatron:
             rows.copy_(part)

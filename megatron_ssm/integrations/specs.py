@@ -135,4 +135,5 @@ def __getattr__(name: str) -> ModuleSpec:
 
 
 # Megatron's scripts look for a name in the module's dictionary.
-globals().update({name: __getattr__(name) for name in (f"{each}_stack_spec" for each in (*FAMILIES, *_OTHER_NAMES))})
+_WITH_SPEC = [each for each in (*FAMILIES, *_OTHER_NAMES) if FAMILIES[_OTHER_NAMES.get(each, each)].pattern]
+globals().update({name: __getattr__(name) for name in (f"{each}_stack_spec" for each in _WITH_SPEC)})

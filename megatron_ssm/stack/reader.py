@@ -59,7 +59,9 @@ class Family:
     of fields that change the model and that `read` does not read. ignored: config.json's names of fields that do not change
     the model, besides `IGNORED_FIELDS`. unsupported_by_peft: names of linear layers whose adapters PEFT refuses to load.
     from_options: makes the family's own fields of a new model's config.json from training options; None: it cannot.
-    shares_blocks: whether some layers use a shared block. tokenizer_class: transformers' class where no file names one.
+    shares_blocks: whether some layers use a shared block. pattern: {symbol of Megatron's layer patterns: the name of such a
+    layer in config.json}; None: the family has no layer specs for Megatron. tokenizer_class: transformers' class where no
+    file names one.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Family:
     unsupported_by_peft: tuple[str, ...] = ()
     from_options: Callable[[Any], dict] | None = None
     shares_blocks: bool = False
+    pattern: Mapping[str, str] | None = None
     tokenizer_class: str | None = None
 
     def sizes_from_options(self, options: Any) -> dict:

@@ -22,6 +22,7 @@ CASES = {
     "mamba2": ("mamba2", dict(n_groups=2, bos_token_id=3, eos_token_id=[0, 4], pad_token_id=5)),
     "zamba": ("zamba", {}),
     "zamba2": ("zamba2", dict(mamba_ngroups=2, use_shared_attention_adapter=True)),
+    "nemotron": ("nemotron_h", dict(num_hidden_layers=4, head_dim=8, num_key_value_heads=4, num_attention_heads=8)),
     "61 tokens": ("mamba2", dict(vocab_size=61)),  # not a multiple of 2 or 4: Megatron's model has more rows
     "61 tied tokens": ("mamba2", dict(vocab_size=61, tie_word_embeddings=True)),
 }

@@ -35,6 +35,7 @@ CASES = {
         dict(mamba_ngroups=2, use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True)
         | dict(layers_block_type=["linear_attention"] + ["hybrid"] * 3, tie_word_embeddings=True),
     ),
+    "nemotron": ("nemotron_h", dict(num_hidden_layers=3, head_dim=8, num_key_value_heads=4, num_attention_heads=8)),
     "zamba2-untied": (
         "zamba2",
         dict(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
@@ -67,7 +68,8 @@ def run_model(oracle, tp, cp, **options):
     model = megatron_model(config, 64, tp, **options)
     load_hugging_face(model, oracle.directory)
     loss, found = gradients_of(model, *shifted(oracle.ids))
-    found = {megatron_weights.our_name(name): gradient for name, gradient in found.items()}
+    found = megatron_weights.in_our_names(found.items(), config)
+    found = {name: tensor.flatten(0, 1) if ".qkv." in name else tensor for name, tensor in found.items()}
     for name in {"embeddings.weight", "lm_head.weight"} & found.keys():  # with rows that pad the vocabulary
         per_rank = -(-config.vocab_size // tp)
         rows = min(per_rank, config.vocab_size - dist.get_rank() % tp * per_rank)
