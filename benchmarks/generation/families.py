@@ -1,4 +1,4 @@
-"""Every family against transformers, on 1, 2 and 4 ranks: logits, greedy tokens, all-reduces, cache (about 1 min).
+"""Every family against transformers, on 1, 2 and 4 ranks: logits, greedy tokens, all-reduces, cache (about 2 min).
 
 The claims are the rows of the table of families. The models are those of the tests (tests/helpers/hf.py): small, in fp32,
 with weights rescaled so that logits are of the order of 1 to 10. The counts of all-reduces hold for models of every size.
@@ -31,6 +31,11 @@ FAMILIES = {
     "Mamba-2, 2 groups": ("mamba2", dict(n_groups=2)),
     "Zamba, 2 heads": ("zamba", dict(num_hidden_layers=4)),
     "Zamba2, 2 blocks": ("zamba2", dict(num_hidden_layers=4, use_shared_attention_adapter=True, use_mem_rope=True)),
+    "Nemotron-H, 2 groups": ("nemotron_h", {}),
+    "Granite 4.0 H, 2 groups": ("granitemoehybrid", {}),
+    "Bamba, 2 groups": ("bamba", {}),
+    "Falcon-H1": ("falcon_h1", {}),
+    "Jamba": ("jamba", {}),
 }
 
 
@@ -40,7 +45,8 @@ def theirs(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     output, decoded = model(ids[:, :-DECODED], use_cache=True), []
     name = cache_name(output)
     for i in range(SEQ - DECODED, SEQ):
-        output = model(ids[:, i : i + 1], use_cache=True, **{name: output[name]})
+        where = {"position_ids": torch.full((BATCH, 1), i)} if model.config.model_type == "bamba" else {}
+        output = model(ids[:, i : i + 1], use_cache=True, **{name: output[name]}, **where)
         decoded.append(output.logits)
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, eos_token_id=None)
     return model(ids, use_cache=False).logits, torch.cat(decoded, 1), tokens
