@@ -38,6 +38,7 @@ from .hf_directory import (
     open_tensors,
     weight_files,
 )
+from .quantized_files import FILE_BYTES as QUANTIZED_BYTES
 from .quantized_files import write_quantized
 from .shards import new_file
 
@@ -98,7 +99,7 @@ def convert(
     if target is not None:
         _check_target(source, Path(target))
     if weights is not None:
-        return _to_quantized(source, target, weights)
+        return _to_quantized(source, target, weights, file_bytes)
     if is_deepspeed(source) and not weight_files(source):
         return _from_deepspeed(source, target, file_bytes)
     raw = read_json(source)
@@ -239,12 +240,14 @@ def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) ->
     return [_row(names, hf, tensor) for hf, (names, tensor) in found.items()]
 
 
-def _to_quantized(source: Path, target: str | Path | None, weights: str) -> list[Row]:
+def _to_quantized(source: Path, target: str | Path | None, weights: str, file_bytes: int) -> list[Row]:
     """From a Hugging Face directory to one of quantized matrices."""
     if weights not in QUANTIZATION:
         raise ValueError(f"weights={weights!r} is none of {', '.join(QUANTIZATION)}")
     with _told(target):
-        rows = write_quantized(source, None if target is None else Path(target), weights)
+        rows = write_quantized(
+            source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)
+        )
     return [Row(name, name, shape, kind) for name, shape, kind in rows]
 
 

@@ -4,8 +4,8 @@ config.json has {"quantization_config": {"quant_method": "megatron_ssm", "weight
 The files are safetensors. A quantized matrix NAME (out, in) is two tensors in them. NAME has the values: int8 (out, in), or
 uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of a
 row are multiplied (`ops.quantized_matrices` says how). Other tensors are as in the source, but for Mamba-1's small
-matrices, which are bfloat16 if they were float32. What a rank quantizes at load has the same bits, so both generate the
-same tokens.
+matrices, which are bfloat16 if they were float32. What a rank quantizes at load, in the dtype of the files, has the same
+bits, so both generate the same tokens. Where ranks have parts of blocks, they keep the quantized numbers in floating point.
 """
 
 import json
@@ -124,6 +124,8 @@ def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: 
     for name, tensor in joined.items():
         if tensor.get_dtype() != ("I8" if bits == 8 else "U8"):
             continue
+        if len(tensor.get_shape()) != 2:
+            raise ValueError(f"{name} {tuple(tensor.get_shape())} is not a quantized matrix")
         out, width = tensor.get_shape()
         shape, scales = (out, width * 8 // bits), tensors.get(name + SCALES)
         if scales is None or (*scales.get_shape(), scales.get_dtype()) != (out, shape[1] // BLOCK, "F32"):

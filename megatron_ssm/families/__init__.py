@@ -55,7 +55,7 @@ def from_dict(raw: Mapping[str, Any]) -> Stack:
     family = family_of(raw)
     given = {name: value for name, value in raw.items() if value is not None}
     family.check_supported(given)
-    return replace(family.read(FieldReader(family, given)), raw=dict(raw))
+    return replace(family.read(FieldReader(family, given, raw.keys() - given.keys())), raw=dict(raw))
 
 
 def read(directory: str | Path) -> Stack:

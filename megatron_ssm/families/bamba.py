@@ -32,13 +32,18 @@ ROTATED = 0.5  # the part of each head that is rotated
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    attended = attention_spec(fields, rope_theta=rope_theta(fields))
-    size = int(attended.head_dim * rope_parameters(fields).get("partial_rotary_factor", ROTATED))
+    attended, part = attention_spec(fields), rope_parameters(fields).get("partial_rotary_factor", ROTATED)
+    if type(part) not in (int, float) or not 0 < part <= 1:
+        raise ValueError(f"config.json: partial_rotary_factor={part!r} must be above 0 and at most 1")
+    size = int(attended.head_dim * part)
     if size < 2 or size % 2:
         raise ValueError(
             f"rotary embeddings need an even part of each head, not {size} of {attended.head_dim} elements"
         )
-    specs = {MAMBA: hybrid_mamba2(fields, channels(fields)), ATTENTION: replace(attended, rope_size=size)}
+    specs = {
+        MAMBA: hybrid_mamba2(fields, channels(fields)),
+        ATTENTION: replace(attended, rope_theta=rope_theta(fields), rope_size=size),
+    }
     inner, activation = fields.positive("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS)
     mlp = MlpSpec(fields.positive("hidden_size"), inner, activation, bias=fields.boolean("mlp_bias"))
     attending = fields["attn_layer_indices"] or []

@@ -102,11 +102,14 @@ def hybrid_mamba2(fields: FieldReader, inner: int, **more: Any) -> Mamba2Spec:
 def attention_spec(fields: FieldReader, **more: Any) -> AttentionSpec:
     """Grouped-query attention. more: other fields of the specification."""
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
-    kv_heads = heads if fields["num_key_value_heads"] is None else fields.positive("num_key_value_heads")
+    is_given = fields["num_key_value_heads"] is not None and "num_key_value_heads" not in fields.nulls
+    kv_heads = fields.positive("num_key_value_heads") if is_given else heads
     divides(heads, kv_heads, "attention heads", "key/value heads")
     head_dim = hidden // heads if fields["head_dim"] is None else fields.positive("head_dim")
     if not head_dim:
         raise ValueError(f"{heads} attention heads are more than hidden_size={hidden}")
+    if more.get("rope_theta") and head_dim % 2:
+        raise ValueError(f"rotary embeddings need heads of even size, not {head_dim}")
     bias = "attention_bias" in fields and fields.boolean("attention_bias")
     return AttentionSpec(hidden, heads, kv_heads, head_dim, **{**dict(qkv_bias=bias, bias=bias), **more})
 

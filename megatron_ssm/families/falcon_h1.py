@@ -26,7 +26,7 @@ from .common import (
 MULTIPLIERS = """embedding_multiplier lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier
     ssm_in_multiplier ssm_out_multiplier""".split()
 DEFAULTS: dict[str, Any] = HYBRID | ROPE | dict.fromkeys(MULTIPLIERS, 1.0) | dict(
-    vocab_size=128000, intermediate_size=14336, num_key_value_heads=8, mamba_d_ssm=None, mamba_rms_norm=False,
+    vocab_size=128000, intermediate_size=14336, num_key_value_heads=8, mamba_d_ssm=1024, mamba_rms_norm=False,
     mamba_norm_before_gate=True, projectors_bias=False, mlp_bias=False, mlp_multipliers=(1.0, 1.0),
     ssm_multipliers=(1.0,) * 5,
 )  # fmt: skip
@@ -36,7 +36,7 @@ def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     scale = {name: fields.number(name) for name in MULTIPLIERS}
     gate_scale, down_scale = constants(fields, "mlp_multipliers", 2)
-    inner = channels(fields) if fields["mamba_d_ssm"] is None else fields.positive("mamba_d_ssm")
+    inner = channels(fields) if "mamba_d_ssm" in fields.nulls else fields.positive("mamba_d_ssm")
     norm = NORM_FIRST if fields.boolean("mamba_norm_before_gate") else GATE_FIRST
     mixer = hybrid_mamba2(
         fields, inner, norm=norm if fields.boolean("mamba_rms_norm") else NO_NORM,

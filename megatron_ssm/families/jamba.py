@@ -42,6 +42,10 @@ def read(fields: FieldReader) -> Stack:
     )  # fmt: skip
     attended, mlp = attention_spec(fields), MlpSpec(hidden, fields.positive("intermediate_size"), activation)
     period, offset = fields.positive("attn_layer_period"), fields.integer("attn_layer_offset")
+    if not 0 <= offset < period:
+        raise ValueError(
+            f"config.json: attn_layer_offset={offset} must be at least 0 and below attn_layer_period={period}"
+        )
     layers = []
     for index in range(count):
         path = f"model.layers.{index}."

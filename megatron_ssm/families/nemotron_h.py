@@ -30,6 +30,10 @@ DEFAULTS: dict[str, Any] = MIXER | dict(
     intermediate_size=21504, mlp_hidden_act="relu2", mlp_bias=False, state_size=128, num_heads=128, mamba_head_dim=64,
     n_groups=8, initializer_range=0.02, rescale_prenorm_residual=True,
 )  # fmt: skip
+OLD_NAMES = dict(
+    mamba_n_groups="n_groups", mamba_d_conv="conv_kernel", mamba_dt_min="time_step_min", mamba_dt_max="time_step_max",
+    mamba_dt_init_floor="time_step_floor", mamba_conv_bias="use_conv_bias",
+)  # fmt: skip
 MLP, EXPERTS = "mlp", "moe"
 LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of Megatron's --hybrid-override-pattern
 
@@ -37,12 +41,14 @@ LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of Megatron's 
 def pattern_kinds(pattern: object, where: str) -> list[str]:
     """The kind of each layer of a pattern such as "M-M*-"; ValueError, which names it as `where`."""
     if not isinstance(pattern, str) or not pattern or any(letter not in LETTERS for letter in pattern):
-        raise ValueError(f"{where} {pattern!r} must consist of the letters {' '.join(LETTERS)}")
+        raise ValueError(f"{where} {pattern!r} must consist of the letters M (Mamba-2), * (attention) and - (MLP)")
     return [LETTERS[letter] for letter in pattern]
 
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
+    renamed = {new: fields.raw[old] for old, new in OLD_NAMES.items() if old in fields.raw}
+    fields = FieldReader(fields.family, {**fields.raw, **renamed})
     names = fields["layers_block_type"] or fields["layer_types"]
     if names is None:
         names = pattern_kinds(fields["hybrid_override_pattern"], "config.json: hybrid_override_pattern")
@@ -78,6 +84,8 @@ def new_config(options: Any) -> dict:
     """See `Family.from_options`."""
     pattern = options.hybrid_override_pattern or ("M-" * options.num_layers)[: options.num_layers]
     kinds = pattern_kinds(pattern, "--hybrid-override-pattern")
+    for size, name in (2 * options.hidden_size, "mamba_head_dim"), (options.hidden_size, "num_attention_heads"):
+        divides(size, getattr(options, name), "channels", f"--{name.replace('_', '-')}")
     return dict(
         architectures=["NemotronHForCausalLM"], layers_block_type=kinds, num_hidden_layers=len(kinds),
         tie_word_embeddings=False,  # which transformers would ignore
@@ -96,7 +104,7 @@ NEMOTRON_H = Family(
         "mamba_hidden_act": ("silu", "swish"), "tie_word_embeddings": (False,), "attention_bias": (False,),
         "mamba_proj_bias": (False,), "residual_in_fp32": (False,), "sliding_window": (None,),
     },
-    ignored=IGNORED_OF_HYBRIDS | frozenset(
+    ignored=IGNORED_OF_HYBRIDS | OLD_NAMES.keys() | frozenset(
         """time_step_limit expand hidden_dropout n_routed_experts n_shared_experts moe_intermediate_size norm_eps
         moe_shared_expert_intermediate_size moe_latent_size moe_shared_expert_overlap num_experts_per_tok n_group
         routed_scaling_factor topk_group norm_topk_prob num_nextn_predict_layers mtp_layers_block_type

@@ -11,11 +11,8 @@ from megatron_ssm.stack.reader import Family
 from megatron_ssm.stack.stack import Stack, Unit
 from sparsefusion.foundation.command_line import did_you_mean
 
-MAMBA, ATTENTION, MLP = (
-    "M",
-    "*",
-    "-",
-)  # symbols of layers in Megatron's patterns; a layer with a shared block is ATTENTION
+# Symbols of layers in Megatron's patterns; a layer with a shared block is ATTENTION.
+MAMBA, ATTENTION, MLP = "M", "*", "-"
 # What a TransformerConfig has no counterpart for, under our names of Hugging Face's fields.
 _OPTIONS = """expand intermediate_size conv_kernel use_conv_bias use_bias mixer_rms_eps tie_word_embeddings
     time_step_rank time_step_limit time_step_min time_step_max time_step_floor
@@ -28,9 +25,7 @@ def check_given(family: str, given: Iterable[str]) -> None:
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}{did_you_mean(family, FAMILIES)}")
     if FAMILIES[family].pattern is None:
-        raise ValueError(
-            f"a layer of Megatron's pattern is one block, and those of {family} are more: there is no spec for it"
-        )
+        raise ValueError(f"{family} has no layer spec for Megatron (its Family has no pattern)")
     for name in FAMILIES[family].unknown_fields(list(given)):
         similar = did_you_mean(name, sorted(FAMILIES[family].known))
         raise ValueError(f"{name} of the layer spec is no field of {family}'s config.json{similar}")
@@ -77,6 +72,7 @@ def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[st
     if family.shares_blocks:
         fields |= _shared_block(config)
     if "mlp_hidden_act" in family.defaults:
+        _check_own_layers(config, family.name)
         block = _shared_block(config)
         fields |= {"mlp_hidden_act": block.pop("hidden_act"), "head_dim": config.kv_channels, **block}
     if "residual_in_fp32" in family.defaults:
@@ -101,10 +97,31 @@ def _expand(inner: int, hidden: int) -> int | float:
     return factor if int(factor * hidden) == inner else math.nextafter(factor, math.inf)
 
 
+# Options of Megatron's own attention and MLP that its counterpart in Hugging Face's format does not have.
+_NOT_IN_OWN_LAYERS = (
+    "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "softmax_scale", "attention_output_gate", "qk_layernorm",
+    "window_size",
+)  # fmt: skip
+
+
+def _check_own_layers(config: Any, family: str) -> None:
+    """ValueError for options of Megatron's own attention and MLP layers that models of the family do not have."""
+    for name in _NOT_IN_OWN_LAYERS:
+        if value := getattr(config, name, None):
+            raise ValueError(f"{name}={value!r}: a {family} model has no such option")
+    groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
+    if groups % ranks:
+        raise ValueError(f"{groups} key/value heads of Megatron's attention do not divide over {ranks} ranks here")
+
+
 def _shared_block(config: Any) -> dict[str, Any]:
     """The sizes of attention and MLP."""
     given = config.activation_func  # Megatron has a function of its own for relu2
-    names = [n for n, f in ACTIVATIONS.items() if f is given or f is squared_relu and given.__name__ == f.__name__]
+    names = [
+        n
+        for n, f in ACTIVATIONS.items()
+        if f is given or f is squared_relu and getattr(given, "__name__", "") == f.__name__
+    ]
     if not names:
         raise ValueError(f"activation_func={config.activation_func} is none of {', '.join(ACTIVATIONS)}")
     return {

@@ -122,8 +122,7 @@ def _hide_padding(model: Any, vocab_size: int) -> None:
 def our_config(model: Any) -> ModelStack:
     """Our configuration of a MambaModel that `specs.stack_spec` built; ValueError for any other model.
 
-    Also for one with attention or MLP layers, or learned positions, which no family in Hugging Face's format has, and for a
-    stage of a pipeline.
+    Also for one with layers that its family does not have, or with learned positions, and for a stage of a pipeline.
     """
     if not isinstance(stack := getattr(model, "decoder", None), Stack):
         raise ValueError("only models that megatron_ssm's stack_spec built have a Hugging Face counterpart")
@@ -218,6 +217,8 @@ def _copy(ours: Any, model: nn.Module, into_megatron: bool) -> None:
         if theirs[name].dim() > part.dim():
             part = part.view(theirs[name].shape)
         rows, padding = theirs[name][: len(part)], theirs[name][len(part) :]
+        if rows.shape != part.shape or len(padding) and name not in _NAMES.values():
+            raise ValueError(f"{name} is {tuple(theirs[name].shape)} in Megatron's model, not {tuple(part.shape)}")
         if into_megatron:
             rows.copy_(part)
             padding.zero_()

@@ -125,7 +125,9 @@ class Model(TrackedModule):
     def check_exact_weights(self, purpose: str) -> None:
         """ValueError if the weights are quantized, so that the model cannot be `purpose` ("saved", "trained")."""
         if self.weights is not None:
-            raise ValueError(f"a model with weights={self.weights!r} cannot be {purpose}: load it without")
+            raise ValueError(
+                f"a model with weights={self.weights!r} cannot be {purpose}: load one that is not quantized"
+            )
 
     def close(self) -> None:
         """Release the CUDA graphs, and the memory that the ranks share. No thread may be running the model.

@@ -3,7 +3,7 @@
 import difflib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,11 +114,12 @@ class Family:
 class FieldReader:
     """The fields of a config.json under our names, with transformers' defaults and checks of their types.
 
-    Errors are ValueErrors that name the field as the file does.
+    nulls: config.json's names of fields that it gives as null, which is seldom something else than leaving them out. Errors
+    are ValueErrors that name the field as the file does.
     """
 
-    def __init__(self, family: Family, raw: Mapping[str, Any]):
-        self.family, self.raw, self.defaults = family, raw, family.defaults
+    def __init__(self, family: Family, raw: Mapping[str, Any], nulls: Collection[str] = ()):
+        self.family, self.raw, self.defaults, self.nulls = family, raw, family.defaults, nulls
 
     def hf_name(self, name: str) -> str:
         """The name of a field in this family's config.json."""

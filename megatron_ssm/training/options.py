@@ -66,7 +66,8 @@ class Options:
     mamba_head_dim: int = _option(32, "channels per head (Mamba-2, shared-block families)")
     mamba_num_groups: int = _option(1, "number of groups of heads that share B and C (Mamba-2)")
     hybrid_override_pattern: str = _option(
-        "", "a letter for each block of a new nemotron_h model: M Mamba-2, * attention, - MLP (default: M-M-...)"
+        "",
+        "a letter for each block of a new nemotron_h model: M Mamba-2, * attention, - MLP (default: M-M-...)",
     )
     hybrid_interval: int = _option(1, "every N-th block uses the shared attention block")
     shared_blocks: int = _option(1, "number of shared attention blocks, which these use in turn")
@@ -146,6 +147,8 @@ class Options:
         pattern, layers = self.hybrid_override_pattern, self.num_layers
         if pattern and self.model_type not in ("mamba2", "nemotron_h"):  # mamba2: the default
             raise ValueError(f"--hybrid-override-pattern makes a nemotron_h model, not --model-type {self.model_type}")
+        if pattern and (self.model_config or self.init_from):
+            raise ValueError("--hybrid-override-pattern is for a new model that is made from options")
         if pattern and layers not in (2, len(pattern)):  # 2: the default
             raise ValueError(
                 f"--hybrid-override-pattern {pattern} has {len(pattern)} blocks, not --num-layers {layers}"

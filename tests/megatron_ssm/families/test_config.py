@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -384,3 +385,49 @@ def test_transformers_reads_what_is_written(base, tmp_path):
     assert theirs.dtype == torch.bfloat16
     assert_same_configuration(config, theirs)
     assert families.read(tmp_path) == config
+
+
+def hybrid(family, **changes):
+    """config.json of a small hybrid."""
+    return {**CONFIGS[family][0](**{**SMALL, **CONFIGS[family][1], "num_hidden_layers": 2}).to_dict(), **changes}
+
+
+@pytest.mark.parametrize(
+    "family, changes, message",
+    [
+        ("granitemoehybrid", dict(num_local_experts=4), "experts are not implemented: num_local_experts=4"),
+        ("jamba", dict(num_experts=4), "experts are not implemented: num_experts=4"),
+        ("nemotron_h", dict(layers_block_type=["moe", "mlp"]), "experts are not implemented: layer 0 has them"),
+        ("nemotron_h", dict(layers_block_type=["mamba", "window"]), "must be a list of linear_attention, mamba"),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["mlp"] * 3, num_hidden_layers=2),
+            "3 kinds of layers, num_hidden_layers=2",
+        ),
+        ("nemotron_h", dict(tie_word_embeddings=True), "tie_word_embeddings=True is not implemented"),
+        ("bamba", dict(rope_parameters=dict(partial_rotary_factor=2.0)), "partial_rotary_factor=2.0"),
+        ("bamba", dict(attn_layer_indices=3), "attn_layer_indices=3 must be a list"),
+        ("falcon_h1", dict(head_dim=7), "heads of even size, not 7"),
+        ("falcon_h1", dict(ssm_multipliers=[1.0]), "ssm_multipliers=[1.0] must be 5 numbers"),
+        ("falcon_h1", dict(rope_scaling=dict(rope_type="yarn")), "rope_type='yarn' is not implemented"),
+        ("jamba", dict(attn_layer_offset=5), "attn_layer_offset=5 must be at least 0 and below"),
+        ("granitemoehybrid", dict(mamba_d_head=9), "mamba_d_head=9 is not"),
+    ],
+)
+def test_hybrids_that_are_refused(family, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        families.from_dict(hybrid(family, **changes))
+
+
+def test_fields_of_hybrids_under_other_names():
+    """Megatron's letters, old names of kinds and sizes, and nulls that transformers reads otherwise than fields left out."""
+    raw = hybrid("nemotron_h", layers_block_type=["mamba", "attention"])
+    named = families.from_dict(raw)
+    letters = {**raw, "layers_block_type": None, "hybrid_override_pattern": "M*", "mamba_dt_min": 0.5, "head_dim": None}
+    read = families.from_dict({**letters, "attention_head_dim": 10})
+    assert [type(spec) for _, spec in read.operators] == [type(spec) for _, spec in named.operators]
+    (_, mixer), (_, attention) = read.operators
+    assert mixer.dt_limit[0] == 0.5 and attention.head_dim == 10
+    bamba = families.from_dict(hybrid("bamba", num_key_value_heads=None)).operators
+    attention = next(spec for _, spec in bamba if spec.attention is not None)
+    assert attention.kv_heads == attention.heads == 4

@@ -69,7 +69,7 @@ def run_model(oracle, tp, cp, **options):
     load_hugging_face(model, oracle.directory)
     loss, found = gradients_of(model, *shifted(oracle.ids))
     found = megatron_weights.in_our_names(found.items(), config)
-    found = {name: tensor.flatten(0, 1) if ".qkv." in name else tensor for name, tensor in found.items()}
+    found = {name: t.flatten(0, 1) if ".mixer.qkv." in name else t for name, t in found.items()}
     for name in {"embeddings.weight", "lm_head.weight"} & found.keys():  # with rows that pad the vocabulary
         per_rank = -(-config.vocab_size // tp)
         rows = min(per_rank, config.vocab_size - dist.get_rank() % tp * per_rank)
@@ -102,6 +102,21 @@ def test_loss_and_gradients_over_context_ranks(ranks, name, tp, cp, kind, oracle
     """Megatron itself shards the tokens."""
     oracle = oracle(name)
     check(oracle, ranks(lambda rank: run_model(oracle, tp, cp, cp_comm_type=kind), tp * cp), tp)
+
+
+@pytest.mark.parametrize(
+    "option", (dict(gated_linear_unit=True), dict(softmax_scale=1.0), dict(add_bias_linear=True)), ids=str
+)
+def test_options_that_nemotron_h_does_not_have(ranks, option, oracle):
+    """They are refused when the model is built, because its files could not say them."""
+    config = families.read(oracle("nemotron").directory)
+
+    def run(rank):
+        join(1)
+        with pytest.raises(ValueError, match=f"{next(iter(option))}=.*: a nemotron_h model has no such option"):
+            megatron_model(config, 64, **CPU | option)
+
+    ranks(run, 1)
 
 
 # A hybrid pattern of Megatron's own: Mamba, attention and MLP layers
