@@ -4,6 +4,9 @@
 
 #include "registers.h"
 
+/* GCC warns that functions pass Lanes in another way with AVX-512; these functions are all inline. */
+#pragma GCC diagnostic ignored "-Wpsabi"
+
 /* 16 numbers; on processors whose registers are smaller, several of them. */
 typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t WideLanes __attribute__((vector_size(64)));
