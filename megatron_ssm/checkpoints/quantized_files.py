@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ssm import families
+from megatron_ssm.models.model import Model
 from megatron_ssm.native.products import BLOCK
 from megatron_ssm.operators.operator import Operator
 from megatron_ssm.ops.huge_pages import HugePages
@@ -27,6 +28,7 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.fields import Field, field_of
 from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.counted import Counter
 
 from .hf_directory import FLOATS, Writer, file_plan, match_tensors, open_tensors
 
@@ -59,13 +61,8 @@ class QuantizedTensor:
         return self._matrix(rows).rows(slice(None))[:, columns]
 
     def _matrix(self, rows: slice) -> QuantizedMatrix:
-        out, width, dtype = (
-            range(self._shape[0])[rows],
-            self._shape[1],
-            torch.int8 if self.kind.bits == 8 else torch.uint8,
-        )
-        values = torch.empty(len(out), width * self.kind.bits // 8, dtype=dtype)
-        scales = torch.empty(len(out), width // BLOCK)
+        out, width = len(range(self._shape[0])[rows]), self._shape[1]
+        values, scales = self.kind.empty(out, width)
         self.read(values, scales, rows, slice(0, width))
         return self.kind(values, scales, torch.float32)
 
@@ -141,8 +138,7 @@ def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: 
 
 def read_quantized(module: nn.Module, tensors: dict[str, Any], ranks: Ranks, memory: HugePages) -> bool:
     """Replace a layer's `weight` by this rank's part of stored matrices; False, and nothing is done, if blocks are cut."""
-    weight: Any = module.weight
-    parameters = list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
+    parameters = _parameters_of(module)
     stored = [tensors[field_of(p).hf] for p in parameters]
     pieces = [_slices(field_of(p), ranks) for p in parameters]
     if any((columns.start % BLOCK or columns.stop % BLOCK) for _, columns in pieces):
@@ -153,14 +149,19 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], ranks: Ranks, mem
     if not sum(counts):
         return True  # as `quantize`, which leaves a matrix without rows
     with memory:
-        values = torch.empty(sum(counts), width * kind.bits // 8, dtype=torch.int8 if kind.bits == 8 else torch.uint8)
-        scales = torch.empty(sum(counts), width // BLOCK)
+        values, scales = kind.empty(sum(counts), width)
     parts = zip(stored, pieces, values.split(counts), scales.split(counts), strict=True)
     for tensor, (rows, columns), its_values, its_scales in parts:
         tensor.read(its_values, its_scales, rows, columns)
     del module.weight
     module.weight = kind(values, scales, dtype)
     return True
+
+
+def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of which a layer's `weight` consists: one, or those of a `Packed`."""
+    weight: Any = module.weight
+    return list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
 
 
 def _slices(field: Field, ranks: Ranks) -> tuple[slice, slice]:
@@ -175,15 +176,12 @@ def _slices(field: Field, ranks: Ranks) -> tuple[slice, slice]:
 
 def quantized_names(config: Stack) -> tuple[set[str], set[str]]:
     """The names in files of the matrices that are quantized, and of the small ones that are kept in bfloat16."""
-    from .hf import build
-
-    model = build(config, device="meta")
+    model = Model(config, Ranks.of(None, Counter()), device="meta")
     quantized: set[str] = set()
     small: set[str] = set()
     for module in model.modules():
         if isinstance(module, QUANTIZABLE):
-            weight: Any = module.weight
-            parameters = list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
+            parameters = _parameters_of(module)
             if parameters[0].shape[1] % BLOCK == 0:
                 quantized |= {field_of(parameter).hf for parameter in parameters}
         elif isinstance(module, Operator):
@@ -216,32 +214,34 @@ def write_quantized(
             count, itemsize = torch.Size(shapes[hf]).numel(), FLOATS[slices[name].get_dtype()].itemsize
             sizes[hf] = count * bits // 8 + count // BLOCK * 4 if hf in quantized else count * itemsize
         if target is not None:
-            _write(slices, names, quantized, small, file_plan(sizes, file_bytes), format, config, source, target)
+            writer, plan = Writer(target, sum(sizes.values())), file_plan(sizes, file_bytes)
+            try:
+                writer.open()
+                with writer.explained():
+                    _write(writer, slices, names, quantized, small, plan, format, config, source)
+            finally:
+                writer.abandon()
         kinds = {hf: format if hf in quantized else slices[name].get_dtype() for hf, name in names.items()}
     return [(hf, shapes[hf], kinds[hf]) for hf in names]
 
 
 def _write(
-    slices: dict[str, Any], names: dict[str, str], quantized: set[str], small: set[str], plan: dict[str, list[str]],
-    format: str, config: Stack, source: Path, target: Path,
+    writer: Writer, slices: dict[str, Any], names: dict[str, str], quantized: set[str], small: set[str],
+    plan: dict[str, list[str]], format: str, config: Stack, source: Path,
 ) -> None:  # fmt: skip
     """Write the files of a plan. names: {name: that in slices}."""
-    writer, weight_map = Writer(target, 0), {}
-    try:
-        writer.open()
-        for file, held in plan.items():
-            tensors: dict[str, Tensor] = {}
-            for hf in held:
-                tensor = slices[names[hf]][:]
-                if hf in quantized:
-                    matrix = QUANTIZED_FORMATS[format].of(tensor)
-                    tensors[hf], tensors[hf + SCALES] = matrix.values, matrix.scales
-                else:
-                    tensors[hf] = narrowed(tensor) if hf in small else tensor.contiguous()
-            writer.write(file, tensors)
-            weight_map |= dict.fromkeys(tensors, file)
-        stored = str(FLOATS[slices[next(iter(names.values()))].get_dtype()]).removeprefix("torch.")
-        written = config.to_dict(config.raw.get("dtype") or config.raw.get("torch_dtype") or stored)
-        writer.close(written | {"quantization_config": QUANTIZATION[format]}, source, weight_map)
-    finally:
-        writer.abandon()
+    weight_map: dict[str, str] = {}
+    for file, held in plan.items():
+        tensors: dict[str, Tensor] = {}
+        for hf in held:
+            tensor = slices[names[hf]][:]
+            if hf in quantized:
+                matrix = QUANTIZED_FORMATS[format].of(tensor)
+                tensors[hf], tensors[hf + SCALES] = matrix.values, matrix.scales
+            else:
+                tensors[hf] = narrowed(tensor) if hf in small else tensor.contiguous()
+        writer.write(file, tensors)
+        weight_map |= dict.fromkeys(tensors, file)
+    stored = str(FLOATS[slices[next(iter(names.values()))].get_dtype()]).removeprefix("torch.")
+    written = config.to_dict(config.raw.get("dtype") or config.raw.get("torch_dtype") or stored)
+    writer.close(written | {"quantization_config": QUANTIZATION[format]}, source, weight_map)

@@ -111,5 +111,5 @@ NEMOTRON_H = Family(
         output_router_logits use_mamba_kernels mtp_hybrid_override_pattern rope_theta partial_rotary_factor""".split()
     ),
     pattern={letter: kind for letter, kind in LETTERS.items() if kind != EXPERTS}, from_options=new_config,
-    unsupported_by_peft=("out_proj",),
+    made_from_pattern=True, unsupported_by_peft=("out_proj",),
 )  # fmt: skip

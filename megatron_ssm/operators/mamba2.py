@@ -128,19 +128,15 @@ class Mamba2Spec(Spec):
         ranks, s, N, hidden = work.ranks, work.itemsize, self.state_size, self.hidden_size
         i, heads, groups = self.channels // ranks, self.heads // ranks, max(1, self.groups // ranks)
         has_norm = self.norm != NO_NORM
-        bc, is_fused, summed = (
-            2 * groups * N,
-            has_norm and self.groups == 1 < ranks,
-            has_norm and 1 < self.groups < ranks,
-        )
+        is_fused, summed = has_norm and self.groups == 1 < ranks, has_norm and 1 < self.groups < ranks
+        bc = 2 * groups * N
         rows = i + i + bc + heads
         scan = s * (rows + i + bc + i) + 2 * work.wide_itemsize * heads
         if work.on_cuda:
             scan += 4 * (2 * i * N // CUDA_SSD_CHUNK + groups * CUDA_SSD_CHUNK)
         wide_copies = 3 + (s != work.wide_itemsize)
-        normed = (
-            (wide_copies * work.wide_itemsize - s) * i if self.norm == NORM_FIRST else 0
-        )  # there is no kernel for it
+        # There is no kernel for NORM_FIRST, and torch makes copies in at least fp32.
+        normed = (wide_copies * work.wide_itemsize - s) * i if self.norm == NORM_FIRST else 0
         steps, whole = 2 if self.dt_limit == NO_LIMIT else 3, hidden * work.share
         gated = 4 * i + 1 + whole + 2 * work.share if is_fused else 5 * i + groups if has_norm else 3 * i
         in_norm = 2 * i + (hidden - whole if is_fused else 0)

@@ -28,6 +28,7 @@ class QuantizedMatrix(nn.Module):
     """
 
     bits: ClassVar[int]
+    stored: ClassVar[torch.dtype]
     values: Tensor
     scales: Tensor
 
@@ -38,6 +39,12 @@ class QuantizedMatrix(nn.Module):
         self.dtype = dtype
 
     @classmethod
+    def empty(cls, out: int, columns: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Uninitialized values and scales of a matrix (out, columns)."""
+        values = torch.empty(out, columns * cls.bits // 8, dtype=cls.stored, device=device)
+        return values, torch.empty(out, columns // BLOCK, device=device)
+
+    @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor) -> "QuantizedMatrix":
         """A floating-point matrix (out, in), quantized; `in` is a multiple of 64. A block of zeros has the scale 0.
@@ -45,11 +52,9 @@ class QuantizedMatrix(nn.Module):
         A block with NaN or Inf has a scale that is not finite, and gives only NaN or Inf.
         """
         out, columns = weight.shape
-        dtype = torch.int8 if cls.bits == 8 else torch.uint8
         if usable(weight):
-            return cls(*products.quantized(weight, dtype), weight.dtype)
-        values = torch.empty(out, columns * cls.bits // 8, dtype=dtype, device=weight.device)
-        scales = torch.empty(out, columns // BLOCK, device=weight.device)
+            return cls(*products.quantized(weight, cls.stored), weight.dtype)
+        values, scales = cls.empty(out, columns, weight.device)
         step = max(1, NUMBERS // columns)
         for start in range(0, out, step):
             rows = slice(start, start + step)
@@ -100,7 +105,7 @@ class QuantizedMatrix(nn.Module):
 class Int8Weight(QuantizedMatrix):
     """A matrix in 8 bits: `values` int8 (out, in). A block's scale is max(abs(w)) / 127."""
 
-    bits = 8
+    bits, stored = 8, torch.int8
 
     @staticmethod
     def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +124,7 @@ class Int4Weight(QuantizedMatrix):
     A block's scale is the one of DIVISORS with the least sum of squared errors.
     """
 
-    bits = 4
+    bits, stored = 4, torch.uint8
 
     @staticmethod
     def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:

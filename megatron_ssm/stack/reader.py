@@ -60,8 +60,8 @@ class Family:
     the model, besides `IGNORED_FIELDS`. unsupported_by_peft: names of linear layers whose adapters PEFT refuses to load.
     from_options: makes the family's own fields of a new model's config.json from training options; None: it cannot.
     shares_blocks: whether some layers use a shared block. pattern: {symbol of Megatron's layer patterns: the name of such a
-    layer in config.json}; None: the family has no layer specs for Megatron. tokenizer_class: transformers' class where no
-    file names one.
+    layer in config.json}; None: the family has no layer specs for Megatron. made_from_pattern:
+    whether --hybrid-override-pattern makes a new model of it. tokenizer_class: transformers' class where no file names one.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Family:
     from_options: Callable[[Any], dict] | None = None
     shares_blocks: bool = False
     pattern: Mapping[str, str] | None = None
+    made_from_pattern: bool = False
     tokenizer_class: str | None = None
 
     def sizes_from_options(self, options: Any) -> dict:

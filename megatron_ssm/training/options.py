@@ -67,7 +67,7 @@ class Options:
     mamba_num_groups: int = _option(1, "number of groups of heads that share B and C (Mamba-2)")
     hybrid_override_pattern: str = _option(
         "",
-        "a letter for each block of a new nemotron_h model: M Mamba-2, * attention, - MLP (default: M-M-...)",
+        "a letter for each block of a new hybrid: M Mamba-2, * attention, - MLP",
     )
     hybrid_interval: int = _option(1, "every N-th block uses the shared attention block")
     shared_blocks: int = _option(1, "number of shared attention blocks, which these use in turn")
@@ -145,8 +145,6 @@ class Options:
         if self.lora_rank and not self.init_from:
             raise ValueError(f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from")
         pattern, layers = self.hybrid_override_pattern, self.num_layers
-        if pattern and self.model_type not in ("mamba2", "nemotron_h"):  # mamba2: the default
-            raise ValueError(f"--hybrid-override-pattern makes a nemotron_h model, not --model-type {self.model_type}")
         if pattern and (self.model_config or self.init_from):
             raise ValueError("--hybrid-override-pattern is for a new model that is made from options")
         if pattern and layers not in (2, len(pattern)):  # 2: the default
@@ -217,12 +215,17 @@ class Options:
 
         ValueError for a family that is not known, or that cannot be made from options.
         """
-        from megatron_ssm.families import family_of  # imports torch
+        from megatron_ssm.families import FAMILIES, family_of  # imports torch
 
-        name = "nemotron_h" if self.hybrid_override_pattern else self.model_type
-        family = family_of({"model_type": name})
+        family = family_of({"model_type": self.model_type})
+        if self.hybrid_override_pattern and not family.made_from_pattern:
+            family = next(each for each in FAMILIES.values() if each.made_from_pattern)
+            if self.model_type != Options.model_type:  # the default
+                raise ValueError(
+                    f"--hybrid-override-pattern makes a {family.name} model, not --model-type {self.model_type}"
+                )
         return {
-            "model_type": name,
+            "model_type": family.name,
             "vocab_size": vocab_size,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
