@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 
 from megatron_ssm import families
 from megatron_ssm.operators.attention import AttentionSpec
+from megatron_ssm.operators.gated_delta import GatedDeltaSpec
 from megatron_ssm.operators.mamba1 import Mamba1Spec
 from megatron_ssm.operators.mamba2 import Mamba2Spec
 from megatron_ssm.operators.mlp import MlpSpec
 
 ARCHITECTURES = {
     "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "jamba": "jamba",
+    "qwen3_5_text": "qwen35",
 }  # fmt: skip
 # Of a layer's tensors: the end of our field's usual name in files, GGUF's name
 NAMES = {
@@ -27,7 +29,9 @@ NAMES = {
     "b_layernorm.weight": "ssm_b_norm.weight", "c_layernorm.weight": "ssm_c_norm.weight",
     "q_proj.weight": "attn_q.weight", "k_proj.weight": "attn_k.weight", "v_proj.weight": "attn_v.weight",
     "o_proj.weight": "attn_output.weight", "gate_proj.weight": "ffn_gate.weight", "up_proj.weight": "ffn_up.weight",
-    "down_proj.weight": "ffn_down.weight", "gate_up_proj.weight": "gate and up",
+    "down_proj.weight": "ffn_down.weight", "gate_up_proj.weight": "gate and up", "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight", "in_proj_b.weight": "ssm_beta.weight", "in_proj_a.weight": "ssm_alpha.weight",
+    "q_norm.weight": "attn_q_norm.weight", "k_norm.weight": "attn_k_norm.weight",
 }  # fmt: skip
 
 
@@ -55,25 +59,33 @@ def _write_fields(writer: Any, stack: Any, raw: dict) -> None:
     per_layer = [[part.spec for unit in layer for part in unit.operators] for layer in stack.layers]
     every = [spec for specs in per_layer for spec in specs]
     attention = next(spec for spec in every if isinstance(spec, AttentionSpec))
-    mixer: Any = next(spec for spec in every if isinstance(spec, Mamba1Spec | Mamba2Spec))
-    is_mamba2 = isinstance(mixer, Mamba2Spec)
+    mixer: Any = next(spec for spec in every if isinstance(spec, Mamba1Spec | Mamba2Spec | GatedDeltaSpec))
+    is_mamba2, is_delta = isinstance(mixer, Mamba2Spec), isinstance(mixer, GatedDeltaSpec)
     kv = [next((s.kv_heads for s in specs if isinstance(s, AttentionSpec)), 0) for specs in per_layer]
     mlps = [next((s.channels for s in specs if isinstance(s, MlpSpec)), 0) for specs in per_layer]
     writer.add_context_length(2**20)
     writer.add_embedding_length(stack.hidden_size)
     writer.add_feed_forward_length(mlps if 0 in mlps else mlps[0])
     writer.add_head_count(attention.heads)
-    writer.add_head_count_kv(kv if 0 in kv else kv[0])
+    writer.add_head_count_kv(attention.kv_heads if is_delta else kv if 0 in kv else kv[0])
     writer.add_key_length(attention.head_dim)
     writer.add_value_length(attention.head_dim)
-    writer.add_rope_dimension_count(attention.head_dim)
+    writer.add_rope_dimension_count(attention.rope_size or attention.head_dim)
     writer.add_block_count(len(per_layer))
     writer.add_layer_norm_rms_eps(stack.norm_eps)
     writer.add_layer_norm_eps(stack.norm_eps)  # nemotron_h reads it under this name
     writer.add_ssm_conv_kernel(mixer.conv_kernel)
-    writer.add_ssm_inner_size(mixer.channels)
-    writer.add_ssm_state_size(mixer.state_size)
-    writer.add_ssm_time_step_rank(mixer.heads if is_mamba2 else mixer.dt_rank)
+    if is_delta:
+        writer.add_ssm_inner_size(mixer.value_heads * mixer.value_dim)
+        writer.add_ssm_state_size(mixer.key_dim)
+        writer.add_ssm_time_step_rank(mixer.value_heads)
+        writer.add_ssm_group_count(mixer.key_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    else:
+        writer.add_ssm_inner_size(mixer.channels)
+        writer.add_ssm_state_size(mixer.state_size)
+        writer.add_ssm_time_step_rank(mixer.heads if is_mamba2 else mixer.dt_rank)
     if is_mamba2:
         writer.add_ssm_group_count(mixer.groups)
     if attention.rope_theta:
@@ -94,13 +106,15 @@ def _converted(stack: Any, field: Any, tensor: torch.Tensor, raw: dict) -> list[
     scaled = raw if stack.family == "falcon_h1" else {}
     if field.name == "embeddings.weight":
         return [("token_embd.weight", tensor * scaled.get("embedding_multiplier", 1))]
+    if field.init == "zero":  # norms whose weights are centred around zero
+        tensor = 1 + tensor
     if field.name == "norm_f.weight":
         return [("output_norm.weight", tensor)]
     if field.name == "lm_head.weight":
         return [("output.weight", tensor * scaled.get("lm_head_multiplier", 1))]
     _, layer, module, *_ = field.name.split(".")
     if not field.usual:  # a block's norm
-        name = "attn_norm" if module != "mlp_norm" else "ffn_norm"
+        name = "attn_norm" if module != "mlp_norm" else "ffn_norm" if stack.family != "qwen3_5_text" else "post_attention_norm"
         has_ending = module != "mlp_norm" or stack.family != "falcon_h1"
         return [(f"blk.{layer}.{name}{'.weight' if has_ending else ''}", tensor)]
     name, spec = NAMES[field.usual], next(s for p, s in stack.operators if p == f"layers.{layer}.{module}")
@@ -116,9 +130,23 @@ def _converted(stack: Any, field: Any, tensor: torch.Tensor, raw: dict) -> list[
         tensor = tensor.unsqueeze(1)
     if is_mamba2 and field.usual == "norm.weight":
         tensor = tensor.view(spec.groups, -1)
+    if isinstance(spec, GatedDeltaSpec):
+        tensor = _tiled(field.usual, spec, tensor)
     if scaled:
         tensor = tensor * _constant(field.usual, spec, raw)
     return [(f"blk.{layer}.{name}", tensor)]
+
+
+def _tiled(usual: str, spec: GatedDeltaSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a gated delta net with the first value head of each key head before the second ones, as llama.cpp has them."""
+
+    def tiled(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.unflatten(dim, (spec.key_heads, spec.value_heads // spec.key_heads, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if usual in ("in_proj_qkv.weight", "conv1d.weight"):
+        keys = 2 * spec.key_heads * spec.key_dim
+        return torch.cat([tensor[:keys], tiled(tensor[keys:], 0)])
+    return tensor if usual == "norm.weight" else tiled(tensor, 1 if usual == "out_proj.weight" else 0)
 
 
 def _constant(usual: str, spec: Any, raw: dict) -> Any:

@@ -15,6 +15,7 @@ from transformers import (
     MambaConfig,
     NemotronHConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     ZambaConfig,
 )
 from transformers.utils import logging
@@ -68,6 +69,10 @@ HYBRIDS = {  # of 100 to 200 million parameters
     "Jamba": JambaConfig(
         hidden_size=768, num_hidden_layers=12, intermediate_size=2048, num_experts=1, attn_layer_period=6,
         attn_layer_offset=5, tie_word_embeddings=True, **_ATTENTION,
+    ),
+    "Qwen3.5": Qwen3_5TextConfig(
+        hidden_size=768, num_hidden_layers=12, intermediate_size=2048, vocab_size=50280, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=128, linear_num_key_heads=6, linear_num_value_heads=12, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
 
 from .agreement import run_and_compare
-from .hf_directory import FILE_BYTES, FLOATS, Writer, file_plan, match_tensors, open_tensors, weight_files
+from .hf_directory import FILE_BYTES, FLOATS, Writer, file_plan, left_out, match_tensors, open_tensors, weight_files
 from .quantized_files import QuantizedTensor, format_of, join_scales, read_quantized
 
 log = logging.getLogger("megatron_ssm")
@@ -119,7 +120,7 @@ def load(
         config, tensors, found = run_and_compare(open_files, compared, groups, device, part_of_model)
         model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
     model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
-    if config.unknown and model.ranks.rank == 0:
+    if config.unknown_note and model.ranks.rank == 0:
         log.warning(config.unknown_note)
     return model
 
@@ -183,6 +184,8 @@ def _open(
     tensors = open_tensors(directory, files)
     if stored := format_of(config.raw):
         tensors = join_scales(tensors, weight_files(directory), stored, files)
+    notes = config.unknown_note, left_out(config, tensors)
+    config = replace(config, unknown_note="; ".join(note for note in notes if note))
     return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
 
 

@@ -1,10 +1,12 @@
 """The files of a Hugging Face directory: weights found and checked against a configuration, or written completely."""
 
+import itertools
 import json
 import os
 import re
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -150,12 +152,49 @@ def _is_file_name(name: str, suffix: str) -> bool:
     return is_plain and len(os.fsencode(name)) <= LONGEST_NAME
 
 
+class CutElsewhere:
+    """Rows of tensors that stand one below the other, with the methods of a safetensors slice.
+
+    parts: the tensors in files. start, shape: the first row, and the shape of this one.
+    """
+
+    def __init__(self, parts: list[Any], start: int, shape: tuple[int, ...]):
+        self._parts, self._start, self._shape = parts, start, shape
+
+    def get_shape(self) -> list[int]:
+        """The sizes of its dimensions."""
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """Its dtype, as safetensors names it."""
+        return self._parts[0].get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        whole = torch.cat([part[:] for part in self._parts])
+        return whole[self._start : self._start + self._shape[0]][index]
+
+
+def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:
+    """{name: tensor} of those of `Stack.recut` that files cut in another way."""
+    found: dict[str, CutElsewhere] = {}
+    shapes = hf_shapes(config.fields())
+    for names in config.recut:
+        parts = [tensors[name] for name in names if name in tensors]
+        rows = [part.get_shape()[0] for part in parts]
+        wanted = [shapes[name][0] for name in names]
+        if len(parts) == len(names) and rows != wanted and sum(rows) == sum(wanted):
+            starts = itertools.accumulate(wanted, initial=0)
+            found |= {name: CutElsewhere(parts, start, shapes[name]) for name, start in zip(names, starts, strict=False)}
+    return found
+
+
 def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path) -> dict[str, str]:
     """{Hugging Face name: name in these files}, after checking that every tensor has its shape and a floating-point dtype.
 
     ValueError for a tensor that is missing, has another shape or dtype, or is not part of such a model, and for copies of a
-    tied tensor that differ.
+    tied tensor that differ. Replaces, in `tensors`, those that files cut in another way.
     """
+    tensors |= _recut(config, tensors)
     absent = _absent_layers(config, tensors)
     if absent:  # no need to list the tensors of as many layers as config.json may say
         config = config.with_layers(range(absent[0] + 1))
@@ -174,11 +213,20 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
             raise ValueError(f"{directory}: {name} is {tensors[name].get_dtype()}, not one of {', '.join(FLOATS)}")
         _check_copies(tensors, name, set(spellings[hf]) & set(tensors), directory)
     unused = sorted(set(tensors) - {name for known in spellings.values() for name in known})
+    skipped = tuple(prefix for prefix, _ in config.skipped)
+    unused = [name for name in unused if not name.startswith(skipped)]
     if unused:
         raise ValueError(
             f"{directory} has {len(unused)} tensors that a {config.family} model does not use, such as {unused[0]}"
         )
     return names
+
+
+def left_out(config: Stack, tensors: Iterable[str]) -> str:
+    """One line about tensors in files that the model knows and does not use; empty if there are none."""
+    counts = Counter(what for name in tensors for prefix, what in config.skipped if name.startswith(prefix))
+    found = ", ".join(f"{what} ({count} tensors)" for what, count in counts.items())
+    return f"left out of the checkpoint: {found}" if found else ""
 
 
 def _absent_layers(config: Stack, tensors: Iterable[str]) -> list[int]:

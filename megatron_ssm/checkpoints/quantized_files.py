@@ -25,7 +25,7 @@ from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed
 from megatron_ssm.parallel.layers import QUANTIZABLE
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.stack.fields import Field, field_of
+from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.counted import Counter
@@ -140,8 +140,8 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], ranks: Ranks, mem
     """Replace a layer's `weight` by this rank's part of stored matrices; False, and nothing is done, if blocks are cut."""
     parameters = _parameters_of(module)
     stored = [tensors[field_of(p).hf] for p in parameters]
-    pieces = [_slices(field_of(p), ranks) for p in parameters]
-    if any((columns.start % BLOCK or columns.stop % BLOCK) for _, columns in pieces):
+    places = [field_of(p).places(ranks.rank, ranks.size) for p in parameters]
+    if any(columns.start % BLOCK or columns.stop % BLOCK for each in places for _, columns in each):
         return False
     dtype, kind = parameters[0].dtype, stored[0].kind
     counts = [len(parameter) for parameter in parameters]
@@ -150,9 +150,10 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], ranks: Ranks, mem
         return True  # as `quantize`, which leaves a matrix without rows
     with memory:
         values, scales = kind.empty(sum(counts), width)
-    parts = zip(stored, pieces, values.split(counts), scales.split(counts), strict=True)
-    for tensor, (rows, columns), its_values, its_scales in parts:
-        tensor.read(its_values, its_scales, rows, columns)
+    runs = [(tensor, *place) for tensor, each in zip(stored, places, strict=True) for place in each]
+    lengths = [len(range(rows.start, rows.stop, rows.step)) for _, rows, _ in runs]
+    for (tensor, *place), its_values, its_scales in zip(runs, values.split(lengths), scales.split(lengths), strict=True):
+        tensor.read(its_values, its_scales, *place)
     del module.weight
     module.weight = kind(values, scales, dtype)
     return True
@@ -162,13 +163,6 @@ def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of which a layer's `weight` consists: one, or those of a `Packed`."""
     weight: Any = module.weight
     return list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
-
-
-def _slices(field: Field, ranks: Ranks) -> tuple[slice, slice]:
-    """The rows and columns of a rank's part of a matrix in a file."""
-    rows, columns = field.piece(ranks.rank, ranks.size)
-    start, count = field.start + field.stride * rows.start, rows.stop - rows.start
-    return slice(start, start + field.stride * (count - 1) + 1 if count else start, field.stride), columns
 
 
 # Writing

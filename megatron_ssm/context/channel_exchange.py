@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from megatron_ssm.ops.gated_delta import gated_delta
 from megatron_ssm.ops.scan import selective_scan, ssd
 from megatron_ssm.parallel.operators import differentiable
 from sparsefusion.collectives import counted
@@ -138,4 +139,25 @@ def ssd_by_heads(
     if len(set(group.bincount().tolist())) > 1:  # the recurrence takes groups of equal size
         B, C = (t[:, :, group.to(t.device)] for t in (B, C))
     y, _ = ssd(x, dt, A_log[partition.own], B, C, D[partition.own])
+    return _channels_to_tokens(y, partition)
+
+
+def gated_delta_by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, context: ContextRanks
+) -> torch.Tensor:
+    """`scans.gated_delta_over_context` in which each context rank computes some value heads: y, like v.
+
+    There are at least as many value heads as ranks. Forward sends 2 V + 2 numbers per value head and token, and 2 K per key
+    head and token, as `ssd_by_heads` does. Backward sends as many.
+    """
+    partition = ChannelPartition(v.shape[2], context)
+    rates = torch.stack([g, beta], dim=-1)
+    if rates.dtype == v.dtype:
+        v, rates = _tokens_to_channels(torch.cat([v, rates], dim=-1), partition).split([v.shape[-1], 2], dim=-1)
+    else:
+        v, rates = _tokens_to_channels(v, partition), _tokens_to_channels(rates, partition)
+    k, q, group = _own_groups(k, q, partition)
+    if len(set(group.bincount().tolist())) > 1:  # the recurrence takes groups of equal size
+        k, q = (t[:, :, group.to(t.device)] for t in (k, q))
+    y, _ = gated_delta(q, k, v, *rates.unbind(-1))
     return _channels_to_tokens(y, partition)

@@ -1,4 +1,4 @@
-"""The recurrences of Mamba-1 and Mamba-2 over a sequence that is spread over context ranks; exact, also their gradients.
+"""The recurrences of Mamba-1, Mamba-2 and gated delta nets over a sequence that is spread over context ranks; exact, also their gradients.
 
 Every tensor with tokens is in blocks (`blocks.ContextRanks.to_blocks`): (batch * blocks of this rank, block length, ...).
 Forward computes each block's summary, passes the states (`state_passing`), and runs the one-rank scan from them. That scan's
@@ -13,11 +13,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron_ssm.ops.gated_delta import gated_delta
 from megatron_ssm.ops.scan import selective_scan, ssd
 
 from .blocks import ContextRanks
-from .state_passing import PassedStates, pass_states
-from .summaries import selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
+from .state_passing import PassedStates, pass_matrix_states, pass_states
+from .summaries import (
+    delta_adjoint,
+    delta_summary,
+    selective_adjoint,
+    selective_summary,
+    ssd_adjoint,
+    ssd_summary,
+)
 
 NO_STEP = -1e4  # a step size before dt_bias and softplus, which make it zero
 
@@ -149,6 +157,41 @@ def ssd_over_context(
     passed = context.recomputation.communicate_once(pass_on)
     y, after = ssd(x, dt, A_log, B, C, D, from_channels(passed.incoming))
     return _add_final_state_gradient(y, after, passed, ssd_adjoint, to_channels, from_channels, dt, A_log, C), passed
+
+
+def gated_delta_over_context(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    context: ContextRanks,
+    initial: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, PassedStates]:
+    """`ops.gated_delta.gated_delta` in blocks: (y like v, the passed states, with n = K V for each value head).
+
+    initial: (batch, value heads, K, V). Forward sends of each block K V + K K numbers per value head and K V back, backward
+    K V and K V. Otherwise as `selective_scan_over_context`.
+    """
+    state_shape = k.shape[3], v.shape[3]
+
+    def to_channels(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(2).unflatten(0, (-1, context.blocks_per_rank))
+
+    def from_channels(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(0, 1).unflatten(2, state_shape)
+
+    @torch.no_grad()
+    def pass_on() -> PassedStates:
+        states, maps = delta_summary(k, v, g, beta)
+        first = None if initial is None else initial.flatten(2)
+        maps = maps.unflatten(0, (-1, context.blocks_per_rank))
+        return pass_matrix_states(to_channels(states), maps, context, first)
+
+    passed = context.recomputation.communicate_once(pass_on)
+    y, after = gated_delta(q, k, v, g, beta, from_channels(passed.incoming))
+    tensors = q, k, g, beta
+    return _add_final_state_gradient(y, after, passed, delta_adjoint, to_channels, from_channels, *tensors), passed
 
 
 def _add_final_state_gradient(

@@ -8,10 +8,12 @@ where S_b is its final state from zeros. So its *summary* (S_b, D_b) is all that
 per channel or head. Backward is the same in reverse: Lambda_b = E_b Lambda_{b+1} + G_b, where Lambda_b is the
 gradient of the state that enters block b, and G_b the part of it that comes from the outputs of block b.
 
-Both recurrences are elementwise in the state. So each rank takes an equal share of the channels of all blocks in one
-exchange, computes the recurrence over the blocks, and returns the results in another one. (Mamba-2 has one decay for each
-head; what is called a channel here is then a head.) What a rank sends does not depend on the length of the sequence. With P
-ranks in zigzag order it is (P-1)/P times four states in forward, and as much in backward; in contiguous order it is half.
+The recurrences of Mamba are elementwise in the state. In that of a gated delta net, E_b is a matrix (K, K) of each head, which
+is passed in place of D_b. In both, channels do not affect each other. So each rank takes an equal share of the channels of all
+blocks in one exchange, computes the recurrence over the blocks, and returns the results in another one. (Where a head has one
+decay or one matrix, what is called a channel here is a head.) What a rank sends does not depend on the length of the sequence.
+With P ranks in zigzag order, and states of s numbers, it is 2 (P-1)/P times 2 s and the D_b or E_b in forward, and 2 (P-1)/P
+times 2 s in backward; in contiguous order it is half.
 """
 
 from dataclasses import dataclass
@@ -88,19 +90,53 @@ class ChannelPartition:
         counted.exchange(sends, receives, context.group, context.counter).wait()
 
 
+class Decays:
+    """E_b = exp(A D_b) of each block, elementwise.
+
+    dt_sums: D_b of all blocks for own channels, (blocks, batch, own channels, 1). rates: A, (own channels, n or 1).
+    """
+
+    def __init__(self, dt_sums: torch.Tensor, rates: torch.Tensor):
+        self.dt_sums, self.rates = dt_sums, rates
+
+    def apply(self, block: int, state: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """E_b state + added."""
+        return torch.addcmul(added, torch.exp(self.dt_sums[block] * self.rates), state)
+
+    apply_transposed = apply
+
+
+class Matrices:
+    """E_b of each block: maps (blocks, batch, own heads, K, K), of states (K, V)."""
+
+    def __init__(self, maps: torch.Tensor):
+        self.maps = maps
+
+    def apply(self, block: int, state: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """E_b state + added."""
+        return added + self._product(self.maps[block], state)
+
+    def apply_transposed(self, block: int, state: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        """The transpose of E_b times state, + added."""
+        return added + self._product(self.maps[block].mT, state)
+
+    @staticmethod
+    def _product(matrix: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return (matrix @ state.unflatten(-1, (matrix.shape[-1], -1))).flatten(-2)
+
+
 @dataclass
 class PassedStates:
     """The states that enter this rank's blocks, and what backward needs to pass their gradients.
 
-    incoming: (batch, blocks of a rank, channels, n). final: (batch, own channels, n), of the whole sequence. dt_sums: D_b of
-    all blocks for own channels, (blocks, batch, own channels, 1). rates: A of own channels, (own channels, n or 1).
+    incoming: (batch, blocks of a rank, channels, n). final: (batch, own channels, n), of the whole sequence. maps: E_b of all
+    blocks for own channels.
     """
 
     partition: ChannelPartition
     incoming: torch.Tensor
     final: torch.Tensor
-    dt_sums: torch.Tensor
-    rates: torch.Tensor
+    maps: Decays | Matrices
 
     def whole_final(self) -> torch.Tensor:
         """The final state of the sequence on every rank, (batch, channels, n); all ranks call it together."""
@@ -113,7 +149,7 @@ class PassedStates:
         leaving = torch.empty_like(whole)
         for block in reversed(range(len(whole))):
             leaving[block] = adjoint
-            adjoint = torch.addcmul(whole[block], torch.exp(self.dt_sums[block] * self.rates), adjoint)
+            adjoint = self.maps.apply_transposed(block, adjoint, whole[block])
         return self.partition.channels_to_blocks(leaving)
 
 
@@ -131,12 +167,28 @@ def pass_states(
     sequence (None: zeros).
     """
     partition = ChannelPartition(states.shape[2], context)
-    packed = torch.cat([states, dt_sums.unsqueeze(-1)], dim=-1)
-    whole = partition.blocks_to_channels(packed)
-    summaries, sums, rates = whole[..., :-1], whole[..., -1:].clone(), rates[partition.own]
+    whole = partition.blocks_to_channels(torch.cat([states, dt_sums.unsqueeze(-1)], dim=-1))
+    maps = Decays(whole[..., -1:].clone(), rates[partition.own])
+    return _passed(partition, whole[..., :-1], maps, initial)
+
+
+def pass_matrix_states(
+    states: torch.Tensor, maps: torch.Tensor, context: ContextRanks, initial: torch.Tensor | None = None
+) -> PassedStates:
+    """`pass_states` where E_b are matrices: maps (batch, blocks of a rank, heads, K, K), and n = K V."""
+    partition, size = ChannelPartition(states.shape[2], context), states.shape[-1]
+    whole = partition.blocks_to_channels(torch.cat([states, maps.flatten(-2)], dim=-1))
+    matrices = Matrices(whole[..., size:].clone().unflatten(-1, maps.shape[-2:]))
+    return _passed(partition, whole[..., :size], matrices, initial)
+
+
+def _passed(
+    partition: ChannelPartition, summaries: torch.Tensor, maps: Decays | Matrices, initial: torch.Tensor | None
+) -> PassedStates:
+    """The states that enter blocks, from S_b and E_b of all blocks for own channels."""
     state = torch.zeros_like(summaries[0]) if initial is None else initial[:, partition.own]
     entering = torch.empty_like(summaries, memory_format=torch.contiguous_format)
     for block in range(len(summaries)):
         entering[block] = state
-        state = torch.addcmul(summaries[block], torch.exp(sums[block] * rates), state)
-    return PassedStates(partition, partition.channels_to_blocks(entering), state, sums, rates)
+        state = maps.apply(block, state, summaries[block])
+    return PassedStates(partition, partition.channels_to_blocks(entering), state, maps)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron_ssm.native import kernels
 from megatron_ssm.native.context_kernels import selective_carry
+from megatron_ssm.ops.gated_delta import gated_delta
 from megatron_ssm.ops.scan import SELECTIVE_CHUNK, selective_scan
 
 
@@ -86,6 +87,36 @@ def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torc
     dy: like x, the gradient of y; C: (batch, seq, groups, N).
     """
     return _weighted_products(C, dy, _exponents(dt, A_log).to(A_log.dtype).exp(), A_log.dtype)
+
+
+def delta_summary(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(final state from zeros (batch, value heads, K, V), what maps an incoming state to what it adds to the final one
+    (batch, value heads, K, K)) of `ops.gated_delta.gated_delta`, whose arguments these are.
+
+    Columns of a state do not affect each other. So K more columns that begin as the identity, with v = 0, end as the map.
+    """
+    size, width = k.shape[3], v.shape[3]
+    values = torch.cat([v, v.new_zeros(*v.shape[:3], size)], dim=-1)
+    first = torch.cat([g.new_zeros(size, width), torch.eye(size, dtype=g.dtype, device=g.device)], dim=-1)
+    first = first.expand(v.shape[0], v.shape[2], size, width + size)
+    _, last = gated_delta(k, k, values, g, beta, first.contiguous())  # q, here k, does not affect the state
+    state, transition = last.split([width, size], dim=-1)
+    return state, transition
+
+
+def delta_adjoint(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the incoming state of `ops.gated_delta.gated_delta`, (batch, value heads, K, V), that comes from y.
+
+    dy: like y. The outputs from v = 0 and the identity as incoming state are the rows by which outputs read that state.
+    """
+    size, shape = k.shape[3], (*dy.shape[:3], k.shape[3])
+    first = torch.eye(size, dtype=g.dtype, device=g.device).expand(len(dy), dy.shape[2], size, size).contiguous()
+    rows, _ = gated_delta(q.to(g.dtype), k.to(g.dtype), dy.new_zeros(shape, dtype=g.dtype), g, beta, first)
+    return torch.einsum("bthk,bthv->bhkv", rows, dy.to(g.dtype))
 
 
 def _exponents(dt, A_log):

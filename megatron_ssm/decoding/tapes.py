@@ -142,7 +142,7 @@ def _make(model: Any, kind: str) -> FinishedTape | None:
         if kind != PROMPT:
             builder.path, head, norm = "", model.logits_layer, model.norm_f
             check_plain(head, norm)
-            normed = builder.norm(x, norm.weight, norm.eps)
+            normed = builder.norm(x, norm)
             builder.logits(normed, head.weight, head.width)
             width = head.width
     except NotLowered:

@@ -22,10 +22,15 @@ from .jamba import JAMBA
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
 from .nemotron_h import NEMOTRON_H
+from .olmo_hybrid import OLMO_HYBRID
+from .qwen3_5 import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 from .zamba import ZAMBA
 from .zamba2 import ZAMBA2
 
-_ALL = MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2, NEMOTRON_H, GRANITE, BAMBA, FALCON_H1, JAMBA
+_ALL = (
+    MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2, NEMOTRON_H, GRANITE, BAMBA, FALCON_H1, JAMBA, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT,
+    OLMO_HYBRID,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {each.name: each for each in _ALL}
 
 
@@ -53,6 +58,8 @@ def from_dict(raw: Mapping[str, Any]) -> Stack:
     ValueError if a field has a wrong type, a value that is not supported, or one that contradicts other fields.
     """
     family = family_of(raw)
+    if family.nested is not None:
+        return from_dict(family.nested.fields(raw))
     given = {name: value for name, value in raw.items() if value is not None}
     family.check_supported(given)
     return replace(family.read(FieldReader(family, given, raw.keys() - given.keys())), raw=dict(raw))

@@ -20,7 +20,7 @@ from .common import (
     hybrid_stack,
     layer_count,
     mixer_and_mlp,
-    rope_parameters,
+    rope_size,
     rope_theta,
 )
 
@@ -32,14 +32,8 @@ ROTATED = 0.5  # the part of each head that is rotated
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    attended, part = attention_spec(fields), rope_parameters(fields).get("partial_rotary_factor", ROTATED)
-    if type(part) not in (int, float) or not 0 < part <= 1:
-        raise ValueError(f"config.json: partial_rotary_factor={part!r} must be above 0 and at most 1")
-    size = int(attended.head_dim * part)
-    if size < 2 or size % 2:
-        raise ValueError(
-            f"rotary embeddings need an even part of each head, not {size} of {attended.head_dim} elements"
-        )
+    attended = attention_spec(fields)
+    size = rope_size(fields, attended.head_dim, ROTATED)
     specs = {
         MAMBA: hybrid_mamba2(fields, channels(fields)),
         ATTENTION: replace(attended, rope_theta=rope_theta(fields), rope_size=size),

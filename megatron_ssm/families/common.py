@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ssm.operators.attention import AttentionSpec
+from megatron_ssm.operators.gated_delta import GatedDeltaSpec
 from megatron_ssm.operators.mamba2 import Mamba2Spec
 from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import MAX_LAYERS, MAX_SIZE, FieldReader, token_ids
@@ -27,6 +28,15 @@ HYBRID_NAMES = dict(
     layer_norm_epsilon="rms_norm_eps", num_heads="mamba_n_heads", mamba_head_dim="mamba_d_head", n_groups="mamba_n_groups",
     state_size="mamba_d_state", conv_kernel="mamba_d_conv", expand="mamba_expand", use_conv_bias="mamba_conv_bias",
     use_bias="mamba_proj_bias",
+)  # fmt: skip
+# Of hybrids whose layers have a gated delta net or attention, and then an MLP
+DELTA: dict[str, Any] = dict(
+    layer_norm_epsilon=1e-6, conv_kernel=4, attention_bias=False, hidden_act="silu", tie_word_embeddings=False,
+    initializer_range=0.02,
+)  # fmt: skip
+DELTA_NAMES = dict(
+    layer_norm_epsilon="rms_norm_eps", conv_kernel="linear_conv_kernel_dim", key_heads="linear_num_key_heads",
+    value_heads="linear_num_value_heads", key_dim="linear_key_head_dim", value_dim="linear_value_head_dim",
 )  # fmt: skip
 IGNORED_OF_HYBRIDS = frozenset(("mamba_chunk_size", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype"))
 # transformers' initial values; see `Stack.draws`
@@ -99,6 +109,17 @@ def hybrid_mamba2(fields: FieldReader, inner: int, **more: Any) -> Mamba2Spec:
     return mamba2_spec(fields, heads, head_dim, **{**known, "conv_bias": fields.boolean("use_conv_bias"), **more})
 
 
+def delta_spec(fields: FieldReader, **more: Any) -> GatedDeltaSpec:
+    """The gated delta net. more: other fields of the specification."""
+    keys, values = fields.positive("key_heads"), fields.positive("value_heads")
+    divides(values, keys, "value heads", "key heads")
+    known: dict[str, Any] = dict(norm_eps=fields.number("layer_norm_epsilon"))
+    return GatedDeltaSpec(
+        fields.positive("hidden_size"), keys, values, fields.positive("key_dim"), fields.positive("value_dim"),
+        fields.positive("conv_kernel"), **{**known, **more},
+    )  # fmt: skip
+
+
 def attention_spec(fields: FieldReader, **more: Any) -> AttentionSpec:
     """Grouped-query attention. more: other fields of the specification."""
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
@@ -134,6 +155,17 @@ def rope_parameters(fields: FieldReader) -> dict:
     return parameters
 
 
+def rope_size(fields: FieldReader, head_dim: int, usual: float) -> int:
+    """How many elements of a head are rotated; usual: the part of them if config.json does not say it."""
+    part = rope_parameters(fields).get("partial_rotary_factor", usual)
+    if type(part) not in (int, float) or not 0 < part <= 1:
+        raise ValueError(f"config.json: partial_rotary_factor={part!r} must be above 0 and at most 1")
+    size = int(head_dim * part)
+    if size < 2 or size % 2:
+        raise ValueError(f"rotary embeddings need an even part of each head, not {size} of {head_dim} elements")
+    return size
+
+
 def layer_kinds(fields: FieldReader, kinds: Any, known: Mapping[str, str] = KINDS) -> list[str]:
     """The kind of each layer, from their names in config.json; ValueError for another kind, or another number of layers."""
     if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in known for kind in kinds):
@@ -150,13 +182,17 @@ def mixer_and_mlp(
     mlp: Part,
     mlp_norm: str = "pre_ff_layernorm",
     residual: float = 1.0,
+    offset: float = 0.0,
+    norm: str = "input_layernorm",
 ) -> tuple[Unit, ...]:
     """A layer of two units, of which the first may have several operators. path: of the layer in files.
 
-    mlp_norm: the name of the second unit's norm there. residual: what multiplies the output of each unit.
+    norm, mlp_norm: the names of the units' norms there. residual: what multiplies the output of each unit. offset: what the
+    norms add to their weights.
     """
-    first = Unit(mixers, Norm("norm", f"{path}input_layernorm.weight", eps), residual_scale=residual)
-    return first, Unit((mlp,), Norm("mlp_norm", f"{path}{mlp_norm}.weight", eps), residual_scale=residual)
+    norms = (("norm", norm), ("mlp_norm", mlp_norm))
+    first, second = (Norm(name, f"{path}{hf}.weight", eps, offset) for name, hf in norms)
+    return Unit(mixers, first, residual_scale=residual), Unit((mlp,), second, residual_scale=residual)
 
 
 def hybrid_stack(fields: FieldReader, layers: Iterable[tuple[Unit, ...]], **more: Any) -> Stack:

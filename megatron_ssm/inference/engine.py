@@ -19,7 +19,7 @@ import torch
 from .grammar import Grammar, GrammarMatcher
 from .language_model import LanguageModel
 from .prefix_cache import PrefixCache
-from .prompt_reader import PromptReader
+from .prompt_reader import PromptReader, snapshot_interval
 from .request import Request
 from .request_tokenizer import RequestTokenizer
 from .sampling import Sampling, choose_tokens, log_probabilities
@@ -36,7 +36,7 @@ class Engine:
     keys and values for them at once; None: any number, and the allocation grows with the longest request. chunk: how many
     tokens of a prompt are read per step, so that long prompts do not delay the other requests (None: all). prefix_bytes:
     the memory on this rank for snapshots of prompts (0: there is no prefix cache). block: a snapshot is taken after every
-    `block` tokens of a prompt, and at its end.
+    `block` tokens of a prompt, and at its end; None: after 256, or more where states are large (see `snapshot_interval`).
 
     token_budget: how many tokens all requests together read per step, more than `slots` (None: any number). Each request
     that is decoding reads one, and the prompts share the rest in equal parts; what one does not need goes to the others.
@@ -58,7 +58,7 @@ class Engine:
         max_length: int | None = None,
         chunk: int | None = None,
         prefix_bytes: int = 0,
-        block: int = 256,
+        block: int | None = None,
         token_budget: int | None = None,
         speculate: int = 0,
         draft: LanguageModel | None = None,
@@ -76,6 +76,7 @@ class Engine:
         self.cache = model.new_cache(slots, None if max_length is None else max_length + speculate)
         self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft, chunk)
         self.prefix_cache = PrefixCache(prefix_bytes)
+        block = block or snapshot_interval(self.cache.state_bytes, prefix_bytes)
         self._prompts = PromptReader(model, self.cache, self.prefix_cache, chunk, block)
         self._waiting: deque[Request] = deque()
         self._slots: dict[int, Slot] = {}
@@ -342,7 +343,7 @@ class Engine:
 def _check_options(options: dict) -> None:
     """ValueError for an option of an engine that is out of range or of a wrong type."""
     for name, value in options.items():
-        may_be_none = name in ("max_length", "chunk", "token_budget")
+        may_be_none = name in ("max_length", "chunk", "token_budget", "block")
         least = int(name not in ("prefix_bytes", "speculate"))
         if not (may_be_none and value is None) and (type(value) is not int or value < least):
             raise ValueError(f"{name}={value!r} must be an integer, at least {least}")

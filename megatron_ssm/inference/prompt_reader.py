@@ -14,6 +14,7 @@ from .prefix_cache import PrefixCache
 from .sampling import log_probabilities
 from .slot import Slot, run_model
 
+SHORTEST_INTERVAL, LONG_PROMPT = 256, 4096  # tokens between snapshots, and of a prompt whose snapshots should fit
 SCORED = 128  # tokens of a prompt whose logits are computed at once, to limit memory
 
 
@@ -111,6 +112,17 @@ class PromptReader:
         snapshot = self.cache.snapshot(slot.row, slot.snapshot)
         is_kept = self.prefix_cache.add(prefix, snapshot, slot.logits.clone(), slot.request.prefix_key)
         return snapshot if is_kept else None
+
+
+def snapshot_interval(state_bytes: int, prefix_bytes: int) -> int:
+    """The tokens between two snapshots: so many that those of a LONG_PROMPT take at most a quarter of the prefix cache.
+
+    state_bytes: of what a snapshot holds that does not grow with the tokens. At least SHORTEST_INTERVAL, and a power of two.
+    """
+    interval = SHORTEST_INTERVAL
+    while interval < LONG_PROMPT and 4 * state_bytes * (LONG_PROMPT // interval) > prefix_bytes:
+        interval *= 2
+    return interval
 
 
 def fair_shares(wanted: Mapping[Slot, int], budget: int | None) -> dict[Slot, int]:

@@ -72,6 +72,12 @@ def _a_log(field, layers, generator) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float64).uniform_(1, 16, generator=generator).log()
 
 
+def _a_range(field, layers, generator) -> torch.Tensor:
+    """One A per head, uniform in a range (`Field.init_range`)."""
+    low, high = field.init_range
+    return torch.empty(field.shape, dtype=torch.float64).uniform_(low, high, generator=generator).log()
+
+
 def _counted(field, layers, generator) -> torch.Tensor:
     """A = -1, -2, ..., of each head, or of each state of a channel."""
     count = torch.arange(1, field.shape[-1] + 1, dtype=torch.float64)
@@ -92,8 +98,10 @@ _DRAWS = {
     "mixer_out_proj": _out_proj,
     "embedding": _embedding,
     "A_log": _a_log,
+    "A_range": _a_range,
     "counted": _counted,
     "dt_bias": _dt_bias,
     "one": lambda field, layers, generator: torch.ones(field.shape),
     "bias": lambda field, layers, generator: torch.zeros(field.shape),
+    "zero": lambda field, layers, generator: torch.zeros(field.shape),
 }

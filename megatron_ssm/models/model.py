@@ -100,7 +100,7 @@ class Model(TrackedModule):
         self.shared = TrackedList(part.spec.build(self.place) for part in config.shared)
         layers = [Layer(units, config.hidden_size, config.residual_in_fp32, self.place) for units in config.layers]
         self.layers = TrackedList(layers)
-        self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks)
+        self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks, offset=config.norm_offset)
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
         self.attach_fields()

@@ -26,8 +26,15 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D,
         const float *state, void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq,
         ptrdiff_t heads, ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int may_round, int threads);
-int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, int x_type, int type,
-             int threads);
+int gated_delta(const void *q, const void *k, const void *v, const float *g, const float *beta, const float *state, void *y,
+                float *next, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t key_heads, ptrdiff_t heads,
+                ptrdiff_t K, ptrdiff_t V, int type, int one_by_one, int threads);
+void delta_rates(const void *gates, const float *A_log, const float *dt_bias, float *rates, ptrdiff_t heads, float most, int type);
+int norm_gated(const void *y, const void *z, const void *weight, void *out, ptrdiff_t rows, ptrdiff_t z_stride, ptrdiff_t heads,
+               ptrdiff_t size, float eps, int type, int threads);
+void scale_row(const void *x, const void *weight, void *y, ptrdiff_t size, float scale, float offset, int type);
+int rms_norm(const void *x, const void *weight, void *y, ptrdiff_t rows, ptrdiff_t size, float eps, float offset, int x_type,
+             int type, int threads);
 int widen(const void *values, const float *scales, void *to, ptrdiff_t out, ptrdiff_t in, int weight_type, int type,
           int threads);
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,

@@ -41,7 +41,9 @@ SIGNATURES: dict[str, list[Any]] = {
     "selective_carry": [POINTER] * 9 + [SIZE] * 4 + [INT] * 2,
     "ssd": [POINTER] * 11 + [SIZE] * 6 + [INT] * 4,
     "ssd_backward": [POINTER] * 17 + [SIZE] * 6 + [INT],
-    "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] + [INT] * 3,
+    "gated_delta": [POINTER] * 9 + [SIZE] * 6 + [INT] * 3,
+    "norm_gated": [POINTER] * 4 + [SIZE] * 4 + [FLOAT] + [INT] * 2,
+    "rms_norm": [POINTER] * 3 + [SIZE] * 2 + [FLOAT] * 2 + [INT] * 3,
     "gated_norm": [POINTER] * 5 + [SIZE] * 4 + [FLOAT] + [INT] * 3,
     "linear": [POINTER] * 5 + [SIZE] * 3 + [INT] * 3 + [ctypes.c_char_p],
     "has_kernel": [INT] * 2 + [SIZE] * 2 + [INT],
@@ -257,19 +259,67 @@ def ssd_backward(
     return dx, ddt, dA_log.sum(0), dB.sum(0), dC.sum(0), dD.sum(0), adjoint
 
 
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, overwrite: bool = False,
+    one_by_one: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ops.gated_delta.gated_delta` of typed q, k and v, and float32 g, beta and state.
+
+    q, k: (batch, seq, key heads, K), K <= LARGEST_STATE; v: (batch, seq, heads, V); g, beta: (batch, seq, heads); state:
+    (batch, heads, K, V). overwrite: the next state may be written into state. Numbers below 2^-126 may count as zeros.
+    Returns (y, next state).
+    """
+    (batch, seq, heads, width), (key_heads, size) = v.shape, k.shape[2:]
+    check_size("K", size, LARGEST_STATE)
+    check_groups("value heads", heads, key_heads)
+    rates, shape = (batch, seq, heads), (batch, heads, size, width)
+    check_shapes(q=(q, k.shape), k=(k, (batch, seq, key_heads, size)), g=(g, rates), beta=(beta, rates), state=(state, shape))
+    q, k, v = map(token_major, (q, k, v))
+    g, beta = without_gaps(g, beta)
+    state, after = next_state(state, g, shape, overwrite)
+    y = v.new_empty(batch, seq, heads, width)
+    before = 0 if state is None else state.stride(0)
+    strides = c_array(*(s for t in (q, k, v, g) for s in token_strides(t)), before, after.stride(0))
+    raise_if_failed(functions().gated_delta(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), address(state), y.data_ptr(),
+        after.data_ptr(), strides, batch, seq, key_heads, heads, size, width, TYPES[v.dtype], one_by_one,
+        torch.get_num_threads(),
+    ))  # fmt: skip
+    return y, after
+
+
+def norm_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each head of y normalized, times weight, and then times silu(z); all typed.
+
+    y, z: (..., heads * size); weight: (size,).
+    """
+    width, size = y.shape[-1], len(weight)
+    check_groups("channels", width, width // size)
+    check_shapes(z=(z, y.shape))
+    y, weight = without_gaps(y, weight)
+    rows = z.reshape(-1, width)  # a view, if the tokens are equally far apart
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty_like(y)
+    functions().norm_gated(
+        y.data_ptr(), rows.data_ptr(), weight.data_ptr(), out.data_ptr(), len(rows), rows.stride(0), width // size, size,
+        eps, TYPES[y.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def supports_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Whether `rms_norm` supports these: x is of the weight's dtype, or float32."""
     return usable(weight) and x.dtype in (weight.dtype, torch.float32) and x.is_cpu and x.shape[-1] == len(weight) > 0
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (..., size) normalized over its last dimension, times weight (size,); the result is of the weight's dtype."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x (..., size) normalized over its last dimension, times offset + weight (size,), in the weight's dtype."""
     size, (x, weight) = x.shape[-1], without_gaps(x, weight)
     check_shapes(weight=(weight, (size,)))
     y = torch.empty_like(x, dtype=weight.dtype)
     functions().rms_norm(
-        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // size, size, eps, TYPES[x.dtype], TYPES[weight.dtype],
-        torch.get_num_threads(),
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // size, size, eps, offset, TYPES[x.dtype],
+        TYPES[weight.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return y
 

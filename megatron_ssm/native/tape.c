@@ -143,10 +143,11 @@ static void residual(const Tape *t, const Op *o) {
                    sum->squares ? sum->squares + r : NULL, row(t, &o->y, r, o->from_type));
 }
 
-enum { GELU, GELU_TANH, SILU, RELU, SQUARED_RELU };
+enum { GELU, GELU_TANH, SILU, RELU, SQUARED_RELU, SIGMOID };
 
 INLINE float activated(float x, int activation) {
   if (activation == SILU) return x * sigmoid_(x, LEAST_EXPONENT);
+  if (activation == SIGMOID) return sigmoid_(x, LEAST_EXPONENT);
   if (activation == RELU) return x > 0 ? x : 0;
   if (activation == SQUARED_RELU) return x > 0 ? x * x : 0;
   if (activation == GELU) return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
@@ -172,11 +173,12 @@ ACTIVATE_FOR(activate_gelu_tanh, GELU_TANH)
 ACTIVATE_FOR(activate_silu, SILU)
 ACTIVATE_FOR(activate_relu, RELU)
 ACTIVATE_FOR(activate_squared_relu, SQUARED_RELU)
+ACTIVATE_FOR(activate_sigmoid, SIGMOID)
 
 /* n: size, activation. f: what multiplies x. flag: whether it is gated. */
 static void activate(const Tape *t, const Op *o) {
   void (*functions[])(const void *, const void *, void *, ptrdiff_t, float, int, int) = {
-      activate_gelu, activate_gelu_tanh, activate_silu, activate_relu, activate_squared_relu};
+      activate_gelu, activate_gelu_tanh, activate_silu, activate_relu, activate_squared_relu, activate_sigmoid};
   ptrdiff_t rows = tape_rows(t), share = rows_per_thread(rows, 8 * o->n[0], t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
   for (ptrdiff_t start = 0; start < rows; start += share)
@@ -271,11 +273,29 @@ static void scan_selective(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t ba
                  strides, batch, tokens, channels, heads, N, 0, type, t->threads);
 }
 
+/* That of gated delta nets. x: [q | k | v], z: [beta | g] as float32. n: key heads, heads, K, V. */
+static int scan_delta(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, States s) {
+  ptrdiff_t stride = o->x.stride, step = t->tokens * stride, first = b * t->tokens, keys = o->n[0] * o->n[2];
+  ptrdiff_t rates = o->z.stride, strides[] = {step, stride, step, stride, step, stride, t->tokens * rates, rates,
+                                              t->slots[o->slot].stride, s.next_stride};
+  void *q = row(t, &o->x, first, o->type), *k = at(q, keys, o->type);
+  const float *beta = row(t, &o->z, first, FLOAT32);
+  return gated_delta(q, k, at(k, keys, o->type), beta + o->n[1], beta, s.state, row(t, &o->y, first, o->type), s.next, strides,
+                     batch, tokens, o->n[0], o->n[1], o->n[2], o->n[3], o->type, t->speculative, t->threads);
+}
+
+/* x: [b | a], y: [beta | g] as float32. n: heads. f: what multiplies the sigmoid of b. */
+static void rates(const Tape *t, const Op *o) {
+  for (ptrdiff_t r = 0; r < tape_rows(t); r++)
+    delta_rates(row(t, &o->x, r, o->type), o->A_log, o->dt_bias, row(t, &o->y, r, FLOAT32), o->n[0], o->f[0], o->type);
+}
+
 static int recurrence(const Tape *t, const Op *o) {
   int failed = 0;
   for (ptrdiff_t b = 0, count; b < t->batch; b += count) {
     count = neighbours(t, b);
     if (o->kind == SSD) failed |= scan_ssd(t, o, b, count, t->tokens, states_of(t, o, b));
+    else if (o->kind == GATED_DELTA) failed |= scan_delta(t, o, b, count, t->tokens, states_of(t, o, b));
     else scan_selective(t, o, b, count, t->tokens, states_of(t, o, b), 1);
   }
   return failed;
@@ -288,8 +308,32 @@ static void inner_norms(const Tape *t, const Op *o) {
     for (int k = 0; k < 3; k++) {
       void *part = at(t->sums[o->sum].total, i * width + cuts[k], o->type);
       const void *weight = o->weight ? at((void *)o->weight, cuts[k], o->type) : NULL;
-      rms_norm(part, weight, part, 1, cuts[k + 1] - cuts[k], o->f[0], o->type, o->type, 1);
+      rms_norm(part, weight, part, 1, cuts[k + 1] - cuts[k], o->f[0], 0, o->type, o->type, 1);
     }
+}
+
+/* y = the sum of the squares of x. n: size. */
+CLONES static float squares_of(const void *x, ptrdiff_t size, int type) {
+  float sum = 0;
+  if (type == FLOAT32) {
+#pragma omp simd reduction(+ : sum)
+    for (ptrdiff_t i = 0; i < size; i++) sum += get(x, i, FLOAT32) * get(x, i, FLOAT32);
+  } else {
+#pragma omp simd reduction(+ : sum)
+    for (ptrdiff_t i = 0; i < size; i++) sum += get(x, i, BFLOAT16) * get(x, i, BFLOAT16);
+  }
+  return sum;
+}
+
+/* A norm in place of numbers of which x are this rank's. n: size of x, the column of the sum that has the squares of all, its width,
+   how many all are. f: eps, offset. */
+static void whole_norm(const Tape *t, const Op *o) {
+  const float *squares = t->sums[o->sum].total;
+  for (ptrdiff_t r = 0; r < tape_rows(t); r++) {
+    void *x = row(t, &o->x, r, o->type);
+    float scale = 1 / sqrtf(squares[r * o->n[2] + o->n[1]] / o->n[3] + o->f[0]);
+    scale_row(x, o->weight, x, o->n[0], scale, o->f[1], o->type);
+  }
 }
 
 /* Attention */
@@ -375,14 +419,30 @@ static int run(Tape *t, const Op *o) {
     case CONCAT: concat(t, o); return 0;
     case NORM:
       return rms_norm(row(t, &o->x, 0, o->from_type), o->weight, row(t, &o->y, 0, o->type), rows, o->n[0], o->f[0],
-                      o->from_type, o->type, t->threads);
+                      o->f[1], o->from_type, o->type, t->threads);
     case MATMUL: return matmul(t, o, row(t, &o->y, 0, o->type));
     case HEAD_MATMULS: return head_matmuls(t, o);
     case LOGITS: return head_logits(t, o);
     case CONV: conv(t, o); return 0;
     case STEP_SIZES: step_sizes(t, o); return 0;
     case SSD:
-    case SELECTIVE_SCAN: return recurrence(t, o);
+    case SELECTIVE_SCAN:
+    case GATED_DELTA: return recurrence(t, o);
+    case DELTA_RATES: rates(t, o); return 0;
+    case NORM_GATED: /* x: the recurrence's output, z: the gate. n: heads, size of a head */
+      return norm_gated(row(t, &o->x, 0, o->type), row(t, &o->z, 0, o->type), o->weight, row(t, &o->y, 0, o->type), rows,
+                        o->z.stride, o->n[0], o->n[1], o->f[0], o->type, t->threads);
+    case SQUARES:
+      for (ptrdiff_t r = 0; r < rows; r++)
+        *(float *)row(t, &o->y, r, FLOAT32) = squares_of(row(t, &o->x, r, o->type), o->n[0], o->type);
+      return 0;
+    case WHOLE_NORM: whole_norm(t, o); return 0;
+    case HEAD_NORMS: /* in place. n: heads, size of a head */
+      for (ptrdiff_t r = 0; r < rows; r++) {
+        void *x = row(t, &o->x, r, o->type);
+        rms_norm(x, o->weight, x, o->n[0], o->n[1], o->f[0], o->f[1], o->type, o->type, 1);
+      }
+      return 0;
     case INNER_NORMS: inner_norms(t, o); return 0;
     case GATED_NORM: /* x: the scan's output, z: the gate. n: groups, size of a group, the place of the sums of squares + 1 */
       return gated_norm(row(t, &o->x, 0, o->type), row(t, &o->z, 0, o->type), o->weight, row(t, &o->y, 0, o->type),
@@ -429,11 +489,13 @@ int keep_tokens(const Tape *t, const ptrdiff_t *counts) {
   int failed = 0;
   for (ptrdiff_t i = t->from; i < t->to; i++) {
     const Op *o = &t->ops[i];
-    for (ptrdiff_t b = 0; b < t->batch && (o->kind == CONV || o->kind == SSD || o->kind == SELECTIVE_SCAN); b++) {
+    int has_state = o->kind == CONV || o->kind == SSD || o->kind == SELECTIVE_SCAN || o->kind == GATED_DELTA;
+    for (ptrdiff_t b = 0; b < t->batch && has_state; b++) {
       if (o->kind == CONV) { advance_conv(t, o, b, counts[b]); continue; }
       const Slot *s = &t->slots[o->slot];
       float *state = (float *)s->data + t->sequences[b] * s->stride;
       if (o->kind == SSD) failed |= scan_ssd(t, o, b, 1, counts[b], (States){state, state, s->stride});
+      else if (o->kind == GATED_DELTA) failed |= scan_delta(t, o, b, 1, counts[b], (States){state, state, s->stride});
       else scan_selective(t, o, b, 1, counts[b], (States){state, state, s->stride}, 0);
     }
   }

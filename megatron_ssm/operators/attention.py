@@ -4,9 +4,10 @@ Each of T ranks holds 1/T of the query heads, and their key/value heads. With fe
 ranks hold the same one and add up its gradients.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from megatron_ssm.parallel.layers import (
     apply_layer,
     bias_of,
     rms_norm,
+    weighted,
 )
-from megatron_ssm.stack.fields import Field, divide_either_way, divides, row_parallel
+from megatron_ssm.parallel.operators import sum_over_ranks
+from megatron_ssm.stack.fields import Field, divide_either_way, divides, norm_field, row_parallel, rows_of
 from megatron_ssm.stack.sizes import AttentionSizes, Sizes, Workload
 from megatron_ssm.stack.stack import Spec
 from megatron_ssm.tape.builder import Buffer, Builder, NotLowered, rotary_table
@@ -40,8 +43,10 @@ class AttentionSpec(Spec):
     heads, kv_heads: of queries, and of keys and values; heads/kv_heads consecutive query heads use the same key/value head.
     input_size: of the operator's input, if it is not hidden_size. scale: None is 1/sqrt(head_dim). rope_theta: the base of
     the rotary embedding (0: there are no positions), of the first rope_size elements of each head (0: all). qk_norm_eps: of
-    norms of queries and of keys, over the elements of each head; None: there are none. qkv_bias, bias: whether the
-    projections of queries, keys and values have biases, and that of the output.
+    norms of queries and of keys, over the elements of each head; None: there are none. norm_offset: what these norms add to
+    their weights. whole_norms: whether they are over all heads. gated: whether the output is multiplied by the sigmoid of a
+    gate, whose rows stand behind those of each head's query in files. qkv_bias, bias: whether the projections of queries,
+    keys and values have biases, and that of the output.
     """
 
     hidden_size: int
@@ -53,6 +58,9 @@ class AttentionSpec(Spec):
     rope_theta: float = 0.0
     rope_size: int = 0
     qk_norm_eps: float | None = None
+    norm_offset: float = 0.0
+    whole_norms: bool = False
+    gated: bool = False
     qkv_bias: bool = False
     bias: bool = False
 
@@ -64,18 +72,22 @@ class AttentionSpec(Spec):
     def fields(self) -> Iterator[Field]:
         """Queries are split by head, keys and values by key/value head, o_proj by input column."""
         inputs, dim = self.input_size or self.hidden_size, self.head_dim
-        for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
-            yield Field(f"qkv.weight.{name}", f"{name}_proj.weight", (heads * dim, inputs), 0, heads)
-        for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)) if self.qkv_bias else ():
-            yield Field(f"qkv.bias.{name}", f"{name}_proj.bias", (heads * dim,), 0, heads, init="bias")
-        for name in ("q_norm", "k_norm") if self.qk_norm_eps is not None else ():
-            yield Field(name, f"{name}.weight", (dim,), init="one")
+        units, rows = self._units, self.rows(1)
+        for kind, trailing, init in (("weight", (inputs,), "linear"), ("bias", (), "bias"))[: 1 + self.qkv_bias]:
+            for name, parts in (("q_proj", ("q", "gate") if self.gated else "q"), ("k_proj", "k"), ("v_proj", "v")):
+                inside, blocks = {part: rows[part] for part in parts}, self.heads if len(parts) > 1 else 1
+                yield from rows_of(f"qkv.{kind}", f"{name}.{kind}", inside, units, trailing, blocks, init)
+        for name in ("q", "k") if self.qk_norm_eps is not None else ():
+            field = norm_field(f"{name}_norm", f"{name}_norm.weight", dim, self.norm_offset)
+            yield replace(field, shape=(rows[name],), split=0, units=units[name]) if self.whole_norms else field
         yield from row_parallel("o_proj", (self.hidden_size, self.heads * dim), self.heads, self.bias)
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""
         divides(self.heads, size, "attention heads")
         divide_either_way(self.kv_heads, size, "key/value heads")
+        if self.whole_norms:
+            divides(self.kv_heads, size, "key/value heads")
 
     def build(self, place: Place) -> "Attention":
         """See `Spec`."""
@@ -83,8 +95,18 @@ class AttentionSpec(Spec):
 
     def rows(self, ranks: int) -> dict[str, int]:
         """{part of qkv: its rows on one of `ranks` tensor-parallel ranks}."""
-        kv = max(1, self.kv_heads // ranks) * self.head_dim
-        return {"q": self.heads // ranks * self.head_dim, "k": kv, "v": kv}
+        q, kv = self.heads // ranks * self.head_dim, max(1, self.kv_heads // ranks) * self.head_dim
+        return {"q": q, **({"gate": q} if self.gated else {}), "k": kv, "v": kv}
+
+    @property
+    def _units(self) -> dict[str, int]:
+        """{part of qkv: its heads}."""
+        return {"q": self.heads, "gate": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+
+    def adapted(self, ranks: int) -> dict[str, int]:
+        """{projection in files: its rows on one of `ranks` ranks}, for adapters beside them."""
+        rows = self.rows(ranks)
+        return {"q_proj": rows["q"] + rows.get("gate", 0), "k_proj": rows["k"], "v_proj": rows["v"]}
 
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`.
@@ -97,17 +119,19 @@ class AttentionSpec(Spec):
         rotated = q + kv if self.rope_theta else 0
         normed = q + kv if self.qk_norm_eps is not None else 0
         copied = 2 * q if work.amx and s == 2 else 0
-        inputs = self.input_size or hidden
-        stored = q + 2 * kv + normed + (rotated + self.head_dim if rotated else 0) + q + heads
+        inputs, gate = self.input_size or hidden, rows.get("gate", 0)
+        summed = (2,) if self.whole_norms and work.ranks > 1 else ()  # squares of queries and of keys
+        stored = q + gate + 2 * kv + 2 * normed + (rotated + self.head_dim if rotated else 0) + q + heads + 2 * gate
         copies = 2 * self.kv_heads * self.head_dim if self.kv_heads < work.ranks else 0
         widths = (inputs,) + (1,) * self.qkv_bias
         return Sizes(
             keys=2 * kv * s,
             stages={
-                "attention": s * (2 * q + 2 * kv + rotated + normed + copied),
+                "attention": s * (2 * q + gate + 2 * kv + rotated + normed + copied),
                 "output": s * (q + hidden * (1 + self.bias)),
             },
-            projected=s * (q + 2 * kv), stored=stored, kept=stored, gradients=(inputs + hidden) * work.share + 2 * (q + kv),
+            projected=s * (q + gate + 2 * kv), stored=stored, kept=stored, inner=summed, backward=summed,
+            gradients=(inputs + hidden) * work.share + 2 * (q + kv) + 2 * gate,
             parameters=tuple(copies * width for width in widths) if copies else (), attention=4 * self.heads * self.head_dim,
         )  # fmt: skip
 
@@ -116,8 +140,12 @@ class Attention(Operator):
     """Attention between the projections `qkv` and `o_proj`; its parameters may also be those of a larger block.
 
     Forward sends nothing, but for the attention over context ranks (`Place.core`). Backward sends, with fewer key/value
-    heads than ranks, one all-reduce for the weight of qkv, and one for its bias; and one for each weight of the norms.
+    heads than ranks, one all-reduce for the weight of qkv, and one for its bias; and one for each weight of the norms. Norms
+    over all heads send the squares of queries and keys, and in backward their gradients, in one all-reduce each.
     """
+
+    q_norm: nn.Parameter  # None if there are no norms
+    k_norm: nn.Parameter
 
     recomputes_mix = False
 
@@ -134,8 +162,9 @@ class Attention(Operator):
         shared: dict[str, Any] = dict(shared=("k", "v"), pieces=spec.kv_heads) if spec.kv_heads < ranks.size else {}
         inputs = spec.input_size or spec.hidden_size
         self.qkv = ColumnParallelLinear(inputs, self.rows, spec.qkv_bias, ranks, **where, **shared)
-        for name in ("q_norm", "k_norm") if spec.qk_norm_eps is not None else ():
-            self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim, **where)))
+        for name in ("q", "k") if spec.qk_norm_eps is not None else ():
+            size = self.rows[name] if spec.whole_norms else spec.head_dim
+            self.register_parameter(f"{name}_norm", nn.Parameter(torch.empty(size, **where)))
         self.o_proj = RowParallelLinear(self.rows["q"], spec.hidden_size, spec.bias, ranks, **where)
 
     def new_state(self, batch: int) -> State:
@@ -146,8 +175,8 @@ class Attention(Operator):
 
     def project(self, x: torch.Tensor, extra: Product | None = None) -> torch.Tensor:
         """[q | k | v] of this rank. extra: a low-rank product that is added."""
-        parts = {f"{name}_proj": rows for name, rows in self.rows.items()}
-        return apply_layer(self.qkv, x, extra or adapter_of_parts(self.lora, parts))
+        adapted = self.attention_spec.adapted(self.ranks.size)
+        return apply_layer(self.qkv, x, extra or adapter_of_parts(self.lora, adapted))
 
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
         """See `Operator`."""
@@ -156,8 +185,8 @@ class Attention(Operator):
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
-        parts = {f"{name}_proj": rows for name, rows in self.rows.items()}
-        qkv = lowered_linear(tape, self.qkv, x, adapter_of_parts(self.lora, parts))
+        adapted = self.attention_spec.adapted(self.ranks.size)
+        qkv = lowered_linear(tape, self.qkv, x, adapter_of_parts(self.lora, adapted))
         y = self.lower_attention(tape, qkv)
         out = lowered_linear(tape, self.o_proj, y, adapter_of(self.lora, "o_proj"))
         tape.release(y)
@@ -176,14 +205,18 @@ class Attention(Operator):
             tape.stop(attend_prompt, "attention")
             tape.release(qkv)
             return y
-        if self.core is not attend_with_cache or spec.qk_norm_eps is not None:
-            raise NotLowered("an attention with a core or norms of its own")
-        q, k, v = (
-            qkv.columns(first, rows[name])
-            for name, first in zip("qkv", (0, rows["q"], rows["q"] + rows["k"]), strict=True)
-        )
+        if self.core is not attend_with_cache:
+            raise NotLowered("an attention with a core of its own")
+        starts = itertools.accumulate(rows.values(), initial=0)
+        parts = {name: qkv.columns(first, rows[name]) for name, first in zip(rows, starts, strict=False)}
+        q, k, v = (parts[name] for name in "qkv")
         size, table = spec.rope_size or spec.head_dim, None
         heads, kv_heads = rows["q"] // spec.head_dim, rows["k"] // spec.head_dim
+        if spec.whole_norms:
+            self._lower_whole_norms(tape, q, k)
+        elif spec.qk_norm_eps is not None:
+            tape.head_norms(q, heads, self.q_norm, spec.qk_norm_eps, spec.norm_offset)
+            tape.head_norms(k, kv_heads, self.k_norm, spec.qk_norm_eps, spec.norm_offset)
         if spec.rope_theta:
             table = rotary_table(spec.rope_theta, size, tape.dtype)
             for part, count in ((q, heads), (k, kv_heads)):
@@ -191,27 +224,59 @@ class Attention(Operator):
         slot = tape.append(k, "keys")
         tape.append(v, "values")
         y = tape.attend(q, slot, heads, kv_heads, spec.head_dim, self.scale)
+        if spec.gated:
+            y, attended = tape.activate(parts["gate"], y, "sigmoid"), y
+            tape.release(attended)
         tape.release(qkv)
         return y
+
+    def _lower_whole_norms(self, tape: Builder, q: Buffer, k: Buffer) -> None:
+        """`_whole_norms` on a tape, in place."""
+        spec = self.attention_spec
+        assert spec.qk_norm_eps is not None
+        squares = tape.buffer(2, torch.float32)
+        for column, x in enumerate((q, k)):
+            tape.squares(x, squares.columns(column, 1))
+        summed = tape.sum(self.ranks, squares, is_exact=True)
+        for column, (x, weight, heads) in enumerate(((q, self.q_norm, spec.heads), (k, self.k_norm, spec.kv_heads))):
+            tape.whole_norm(x, summed, column, heads * spec.head_dim, weight, spec.qk_norm_eps, spec.norm_offset)
+        tape.release(squares)
 
     def attended(self, projected: torch.Tensor, call: Call, state: State | None) -> torch.Tensor:
         """[q | k | v] -> (batch, seq, this rank's heads * head_dim), the input of o_proj."""
         spec, positions = self.attention_spec, call.positions
         assert positions is not None, "attention needs the positions of the tokens"
-        q, k, v = (
-            part.unflatten(-1, (-1, spec.head_dim)) for part in projected.split(list(self.rows.values()), dim=-1)
-        )
-        if spec.qk_norm_eps is not None:
+        parts = dict(zip(self.rows, projected.split(list(self.rows.values()), dim=-1), strict=True))
+        if spec.whole_norms:
+            parts["q"], parts["k"] = self._whole_norms(parts["q"], parts["k"])
+        q, k, v = (parts[name].unflatten(-1, (-1, spec.head_dim)) for name in "qkv")
+        if spec.qk_norm_eps is not None and not spec.whole_norms:
             q, k = (self._normed(t, name) for t, name in ((q, "q_norm"), (k, "k_norm")))
         if spec.rope_theta:
             q, k = (rotate(t, positions.new, spec.rope_theta, spec.rope_size) for t in (q, k))
-        return self.core(q, k, v, self.scale, call, state).flatten(-2)
+        y = self.core(q, k, v, self.scale, call, state).flatten(-2)
+        return y * torch.sigmoid(parts["gate"]) if spec.gated else y
 
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """The norm of each head, times a weight that every rank has."""
-        weight, eps = self.copied(getattr(self, name)), self.attention_spec.qk_norm_eps
-        assert eps is not None
-        return weight * rms_norm(x, eps).to(weight.dtype)
+        spec = self.attention_spec
+        assert spec.qk_norm_eps is not None
+        return weighted(rms_norm(x, spec.qk_norm_eps), self.copied(getattr(self, name)), spec.norm_offset)
+
+    def _whole_norms(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norms of all queries, and of all keys, of a token. The ranks sum their squares in one message."""
+        spec, wide = self.attention_spec, at_least_fp32(q.dtype)
+        assert spec.qk_norm_eps is not None
+        both = q.to(wide), k.to(wide)
+        squares = torch.stack([t.square().sum(-1) for t in both], dim=-1)
+        if self.ranks.size > 1:
+            squares = sum_over_ranks(squares, self.ranks.group, self.ranks.all_reduce_exact_once)
+        counts = squares.new_tensor([spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim])
+        factors = torch.rsqrt(squares / counts + spec.qk_norm_eps).unbind(-1)
+        normed = (t * factor.unsqueeze(-1) for t, factor in zip(both, factors, strict=True))
+        weights = self.q_norm, self.k_norm
+        q, k = (weighted(t, weight, spec.norm_offset) for t, weight in zip(normed, weights, strict=True))
+        return q, k
 
 
 def _zeros(like: Any, shape: tuple[int, ...]) -> torch.Tensor:

@@ -82,6 +82,11 @@ class Cache:
         return next((tensor.device for tensor in self.tensors()), torch.device("cpu"))
 
     @property
+    def state_bytes(self) -> int:
+        """The bytes of a row's states that do not grow with its length."""
+        return sum(tensor[:1].nbytes for tensor in self._fixed())
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the cache on this rank."""
         return sum(t.numel() * t.element_size() for t in self.tensors())

@@ -87,7 +87,7 @@ class Mamba1Spec(Spec):
         yield Field("A_log", "A_log", (inner, state), 0, **by_channel, fp32=True, init="A_log")
         yield Field("D", "D", (inner,), 0, **by_channel, fp32=True, init="one")
         parts = {"x": inner, "z": inner}
-        yield from packed("in_proj", parts, parts, (self.hidden_size,), self.bias, self.interleaved)
+        yield from packed("in_proj", parts, parts, (self.hidden_size,), self.bias, inner if self.interleaved else 1)
         x = {"x": inner}
         yield from packed("conv", x, x, (1, self.conv_kernel), self.conv_bias, hf="conv1d")
         yield Field("x_proj", "x_proj.weight", (rank + 2 * state, inner), 1, **by_channel)

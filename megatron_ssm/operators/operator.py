@@ -150,11 +150,16 @@ def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) ->
     bias = layer.bias() if is_column and layer.bias is not None else None
     y = tape.matmul(x, layer.weight() if is_column else layer.weight, bias)
     if isinstance(adapter, PartsProduct):
-        for first, each in adapter.by_column:
-            add_low_rank(tape, y.columns(first, each.rows), x, each.down, each.up(), each.scale)
+        add_parts(tape, y, x, adapter)
     elif adapter is not None:
         add_low_rank(tape, y, x, adapter.down, adapter.up(), adapter.scale)
     return y
+
+
+def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -> None:
+    """Add low-rank products to the columns of their parts on a tape."""
+    for first, each in parts.by_column if parts else ():
+        add_low_rank(tape, y.columns(first, each.rows), x, each.down, each.up(), each.scale)
 
 
 def add_low_rank(tape: Builder, y: Buffer, x: Buffer, down: torch.Tensor, up: torch.Tensor, scale: float = 1.0) -> None:

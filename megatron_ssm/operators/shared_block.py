@@ -282,7 +282,7 @@ class SharedBlock(Attention, Mlp):
         if x.dtype is not tape.dtype:
             raise NotLowered("a residual stream in another dtype")
         both = tape.concat(x, embeddings)
-        normed = tape.norm(both, self.norm.weight, self.norm.eps)
+        normed = tape.norm(both, self.norm)
         tape.release(both)
         lora: Any = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
         qkv = lowered_linear(tape, self.qkv, normed, lora)
@@ -290,7 +290,7 @@ class SharedBlock(Attention, Mlp):
         tape.release(normed)
         attended = self.lower_attention(tape, qkv)
         y = self._lower_whole(tape, self.o_proj, attended, adapter_of(use.lora, "o_proj"))
-        normed = tape.norm(y, self.mlp_norm.weight, self.mlp_norm.eps)
+        normed = tape.norm(y, self.mlp_norm)
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
         gate_up = lowered_linear(tape, self.gate_up, normed, lora)

@@ -31,7 +31,8 @@ class Layer(TrackedModule):
         for unit in self.units:
             for norm in (unit.norm, unit.post_norm):
                 if norm is not None:
-                    self.add_module(norm.name, RMSNorm(hidden, norm.eps, **place.where, ranks=place.ranks))
+                    made = RMSNorm(hidden, norm.eps, **place.where, ranks=place.ranks, offset=norm.offset)
+                    self.add_module(norm.name, made)
             for part in (*unit.operators, *([unit.side.part] if unit.side else [])):
                 self.add_module(part.name, part.spec.build(place))
 
@@ -76,8 +77,6 @@ class Layer(TrackedModule):
         """
         check_plain(self)
         for unit in self.units:
-            if unit.norm is None or unit.post_norm is not None:
-                raise NotLowered("a unit with other norms")
             given = x
             if unit.side is not None and embeddings is not None:
                 block, name = shared[unit.side.shared], unit.side.part.name
@@ -87,14 +86,26 @@ class Layer(TrackedModule):
                 given = tape.add(x, more)
                 tape.release(more)
             tape.path = path + unit.operators[0].name
-            norm = self._norm(unit.norm)
-            normed = tape.norm(given, norm.weight, norm.eps)
+            normed = tape.converted(given, tape.dtype) if unit.norm is None else tape.norm(given, self._norm(unit.norm))
             if given is not x:
                 tape.release(given)
             low, scale = self._lower_operators(unit, tape, path, normed)
             summed = tape.sum(self.ranks, low.out, low.columns)
-            tape.residual(x, summed, low.bias, (unit.residual_scale, scale), low.group, low.eps)
+            if unit.post_norm is None:
+                tape.residual(x, summed, low.bias, (unit.residual_scale, scale), low.group, low.eps)
+            else:
+                self._lower_post_norm(unit, tape, x, summed, low)
             tape.release(low.out, *([low.columns] if low.columns else []))
+
+    def _lower_post_norm(self, unit: Unit, tape: Builder, x: Buffer, summed: Any, low: Lowered) -> None:
+        """Add the norm of a sum to x."""
+        if low.columns is not None:
+            raise NotLowered("a norm of what exact columns normalize")
+        assert unit.post_norm is not None, "there is no norm after the sum"
+        whole = tape.whole(summed, low.bias)
+        normed = tape.norm(whole, self._norm(unit.post_norm))
+        tape.add(x, normed, unit.residual_scale, into=True)
+        tape.release(whole, normed)
 
     def _lower_operators(self, unit: Unit, tape: Builder, path: str, normed: Buffer) -> tuple[Lowered, float]:
         """The operators of a unit and their sum on this rank, and what multiplies the sum over the ranks."""

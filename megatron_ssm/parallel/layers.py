@@ -241,24 +241,35 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.to(at_least_fp32(x.dtype)), x.shape[-1:], eps=eps)
 
 
+def weighted(normed: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
+    """normed * (offset + weight) in the weight's dtype; normed: in at least fp32.
+
+    It is rounded before the product with a weight, and after that with an offset and a weight, as transformers does.
+    """
+    if not offset:
+        return weight * normed.to(weight.dtype)
+    return (normed * (offset + weight.to(normed.dtype))).to(weight.dtype)
+
+
 class RMSNorm(TrackedModule):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in at least fp32; whole on every rank.
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, in at least fp32; whole on every rank.
 
     ranks: those that have other tokens if they are `sequence_parallel`; backward then all-reduces the weight's gradient.
     """
 
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype | None = None, device: Device = None, ranks: Ranks | None = None
-    ):
+        self, size: int, eps: float, dtype: torch.dtype | None = None, device: Device = None, ranks: Ranks | None = None,
+        offset: float = 0.0,
+    ):  # fmt: skip
         super().__init__()
-        self.eps, self.ranks = eps, ranks
+        self.eps, self.ranks, self.offset = eps, ranks, offset
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., size) -> the same shape in the weight's dtype."""
         if not torch.is_grad_enabled() and kernels.supports_rms_norm(x, self.weight):
-            return kernels.rms_norm(x, self.weight, self.eps)
-        return replicated(self.weight, self.ranks) * rms_norm(x, self.eps).to(self.weight.dtype)
+            return kernels.rms_norm(x, self.weight, self.eps, self.offset)
+        return weighted(rms_norm(x, self.eps), replicated(self.weight, self.ranks), self.offset)
 
 
 def vocabulary_range(vocab_size: int, ranks: Ranks) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Field:
@@ -19,7 +21,8 @@ class Field:
     units: the number of indivisible units along `split` (heads, groups, channels). With fewer units than ranks,
         ranks/units consecutive ranks hold the same unit. None: rows are split into ceil(rows/ranks) for each rank, and
         the last ranks may get fewer (the vocabulary).
-    start, stride: our row i is row start + stride * i of Hugging Face's tensor.
+    start, block, stride: the rows come in blocks of `block` (0: in one block). The first begins at row `start` of Hugging
+        Face's tensor, and each other one `stride` rows after the one before it.
     heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
         (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it has not.
     fp32: is stored in at least float32 and has no weight decay (A_log, D, the dt bias).
@@ -33,7 +36,8 @@ class Field:
     split: int | None = None
     units: int | None = None
     start: int = 0
-    stride: int = 1
+    block: int = 0
+    stride: int = 0
     heads: int = 0
     fp32: bool = False
     usual: str = ""
@@ -77,38 +81,57 @@ class Field:
             assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
             channels = self.shape[self.split] // self.heads
             return (self.heads, *self.shape[: self.split], channels, *self.shape[self.split + 1 :])
-        return (self.start + self.stride * (self.shape[0] - 1) + 1, *self.shape[1:])
+        blocks = self.shape[0] // self.block if self.block else 1
+        return (self.start + self.stride * (blocks - 1) + (self.block or self.shape[0]), *self.shape[1:])
 
     def read(self, tensor: Any, rank: int, size: int) -> Any:
         """The part of `rank` of `size`, out of Hugging Face's tensor or a safetensors slice object.
 
-        Slice objects do not support steps, so the stride is applied after reading.
+        Slice objects do not support steps, so they are applied after reading.
         """
-        first, *rest = self._hf_slices(rank, size)
-        contiguous = (slice(first.start, first.stop), *rest)
-        part = tensor[contiguous][:: first.step]
+        parts = []
+        for first, *rest in self.places(rank, size):
+            parts.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
+        part = parts[0] if len(parts) == 1 else torch.cat(parts)
         return part.movedim(0, self.split).reshape(self.local_shape(rank, size)) if self.heads else part
 
     def write(self, tensor: Any, piece: Any, rank: int, size: int) -> None:
         """Copy `piece`, the part of `rank` of `size`, into Hugging Face's full tensor."""
-        target = tensor[self._hf_slices(rank, size)]
+        targets = [tensor[place] for place in self.places(rank, size)]
         if self.heads:
-            piece = piece.unflatten(self.split, (len(target), -1)).movedim(self.split, 0)
-        target.copy_(piece)
+            piece = piece.unflatten(self.split, (len(targets[0]), -1)).movedim(self.split, 0)
+        for target, rows in zip(targets, piece.split([len(each) for each in targets]), strict=True):
+            target.copy_(rows)
 
-    def _hf_slices(self, rank, size) -> tuple[slice, ...]:
-        """The slices of a rank's part in Hugging Face's tensor: rows; or, with `heads`, whole heads or part of one head."""
+    def places(self, rank: int, size: int) -> list[tuple[slice, ...]]:
+        """The slices of a rank's part in Hugging Face's tensor, one tuple for each run of rows in it.
+
+        With `heads`, they are whole heads or part of one head.
+        """
         piece = self.piece(rank, size)
         if not self.heads:
             first, *rest = piece
-            start, length = self.start + self.stride * first.start, first.stop - first.start
-            return (slice(start, start + self.stride * (length - 1) + 1 if length else start, self.stride), *rest)
+            return [(rows, *rest) for rows in self._runs(first)]
         assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
         channels, mine = self.shape[self.split] // self.heads, piece[self.split]
         heads = slice(mine.start // channels, -(-mine.stop // channels), 1)
         first = mine.start % channels
         within = slice(first, first + min(channels, mine.stop - mine.start))
-        return (heads, *piece[: self.split], within, *piece[self.split + 1 :])
+        return [(heads, *piece[: self.split], within, *piece[self.split + 1 :])]
+
+    def _runs(self, rows: slice) -> list[slice]:
+        """Where some of our rows are in Hugging Face's tensor."""
+        if self.block == 1:  # one row of each block
+            first, count = self.start + self.stride * rows.start, rows.stop - rows.start
+            return [slice(first, first + self.stride * (count - 1) + 1 if count else first, self.stride)]
+        block = self.block or self.shape[0]
+        runs, row = [], rows.start
+        while row < rows.stop or not runs:
+            count = min(block - row % block, rows.stop - row) if block else 0
+            first = self.start + (self.stride * (row // block) + row % block if block else 0)
+            runs.append(slice(first, first + count, 1))
+            row += count
+        return runs
 
 
 def field_of(parameter: Any) -> Field:
@@ -118,29 +141,30 @@ def field_of(parameter: Any) -> Field:
 
 def packed(
     name: str, rows: Mapping[str, int], units: Mapping[str, int], trailing: tuple[int, ...], bias: bool = False,
-    interleaved: bool = False, hf: str = "",
+    blocks: int = 1, hf: str = "",
 ) -> Iterator[Field]:  # fmt: skip
     """The fields of a weight that packs several parameters, and of its bias: `name`.weight.PART and `name`.bias.PART.
 
-    rows: {part: its number of rows}, one block below the other in the file, or interleaved row by row. units: along the
-    rows, see `Field`. trailing: the other dimensions of the weight. hf: the name of the layer in files, if it is not `name`.
+    rows: {part: its number of rows}, one below the other in the file; each part in `blocks` equal blocks, of which the first
+    one of every part comes before the second ones. units: along the rows, see `Field`. trailing: the other dimensions of the
+    weight. hf: the name of the layer in files, if it is not `name`.
     """
     hf = hf or name
-    yield from rows_of(f"{name}.weight", f"{hf}.weight", rows, units, trailing, interleaved)
+    yield from rows_of(f"{name}.weight", f"{hf}.weight", rows, units, trailing, blocks)
     if bias:
-        yield from rows_of(f"{name}.bias", f"{hf}.bias", rows, units, (), interleaved, "bias")
+        yield from rows_of(f"{name}.bias", f"{hf}.bias", rows, units, (), blocks, "bias")
 
 
 def rows_of(
     name: str, hf: str, rows: Mapping[str, int], units: Mapping[str, int], trailing: tuple[int, ...],
-    interleaved: bool = False, init: str = "linear",
+    blocks: int = 1, init: str = "linear",
 ) -> Iterator[Field]:  # fmt: skip
     """The fields `name`.PART that are rows of the one tensor `hf`; arguments as for `packed`."""
-    start = 0
+    start, stride = 0, sum(rows.values()) // blocks
     for part, count in rows.items():
-        stride = len(rows) if interleaved else 1
-        yield Field(f"{name}.{part}", hf, (count, *trailing), 0, units[part], start, stride, init=init)
-        start += 1 if interleaved else count
+        where = dict(start=start, block=count // blocks, stride=stride) if blocks > 1 else dict(start=start)
+        yield Field(f"{name}.{part}", hf, (count, *trailing), 0, units[part], **where, init=init)
+        start += count // blocks
 
 
 def row_parallel(
@@ -151,6 +175,11 @@ def row_parallel(
     yield Field(f"{name}.weight", f"{hf}.weight", shape, 1, units, init=init)
     if bias:
         yield Field(f"{name}.bias", f"{hf}.bias", shape[:1], init="bias")
+
+
+def norm_field(name: str, hf: str, size: int, offset: float = 0.0) -> Field:
+    """The weight of a norm that multiplies by offset + weight; at first that is 1."""
+    return Field(name, hf, (size,), init="zero" if offset else "one")
 
 
 def hf_shapes(fields: Iterable[Field]) -> dict[str, tuple[int, ...]]:

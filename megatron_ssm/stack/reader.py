@@ -50,6 +50,22 @@ MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
+class Nested:
+    """A multimodal config.json, of which the field `name` has the fields of the language model, a `model_type`."""
+
+    name: str
+    model_type: str
+
+    def fields(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The config.json of the language model; fields of both that only the outer one has are taken from there."""
+        inner = raw.get(self.name)
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"config.json: {self.name}={inner!r} must be an object")
+        outer = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
+        return {"model_type": self.model_type} | {name: raw[name] for name in outer if name in raw} | dict(inner)
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of models: how its config.json becomes a `Stack`.
 
@@ -61,7 +77,8 @@ class Family:
     from_options: makes the family's own fields of a new model's config.json from training options; None: it cannot.
     shares_blocks: whether some layers use a shared block. pattern: {symbol of Megatron's layer patterns: the name of such a
     layer in config.json}; None: the family has no layer specs for Megatron. made_from_pattern:
-    whether --hybrid-override-pattern makes a new model of it. tokenizer_class: transformers' class where no file names one.
+    whether --hybrid-override-pattern makes a new model of it. nested: where config.json has the fields of the language model,
+    whose own model_type then is the family. tokenizer_class: transformers' class where no file names one.
     """
 
     name: str
@@ -75,6 +92,7 @@ class Family:
     shares_blocks: bool = False
     pattern: Mapping[str, str] | None = None
     made_from_pattern: bool = False
+    nested: Nested | None = None
     tokenizer_class: str | None = None
 
     def sizes_from_options(self, options: Any) -> dict:

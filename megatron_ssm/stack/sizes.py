@@ -21,7 +21,8 @@ class AttentionSizes:
 class RecurrenceSizes:
     """The sizes of a recurrence before it is split. A state is (heads, head_dim, state); groups of heads share B and C.
 
-    unit: what the heads are called in errors.
+    unit: what the heads are called in errors. is_mapped: whether a block maps an incoming state by a matrix (state, state) of
+    each head, and not by a factor of each head or number.
     """
 
     heads: int
@@ -29,6 +30,7 @@ class RecurrenceSizes:
     state: int
     groups: int
     unit: str = "heads"
+    is_mapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Sizes:
     quantized; inner, of exact sums; backward, of sums in backward besides that of the unit's input. parameters: numbers of
     each sum of gradients of parameters that several ranks hold.
 
-    Context ranks: passed, the numbers of a state; convolved, the channels whose last inputs are passed.
+    Context ranks: passed, the numbers of a state; mapped, those of the matrix by which a block maps one; convolved, the
+    channels whose last inputs are passed.
 
     operations(seq): floating-point operations for one token, besides products with matrices, are scan + attention * seq.
     """
@@ -95,6 +98,7 @@ class Sizes:
     backward: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     passed: int = 0
+    mapped: int = 0
     convolved: int = 0
     scan: int = 0
     attention: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .fields import Field, divide_either_way
+from .fields import Field, divide_either_way, norm_field
 from .sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
 
 
@@ -51,15 +51,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm over the hidden size. name: of the module; hf: of the weight in files."""
+    """An RMSNorm over the hidden size. name: of the module; hf: of the weight in files; offset: what is added to the weight."""
 
     name: str
     hf: str
     eps: float
+    offset: float = 0.0
 
     def field(self, path: str, size: int) -> Field:
         """Its weight; path: of the layer."""
-        return Field(f"{path}{self.name}.weight", self.hf, (size,), init="one")
+        return norm_field(f"{path}{self.name}.weight", self.hf, size, self.offset)
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,9 @@ class Stack:
     the embeddings, and the logits. draws: how a new model is initialized, as {kind of a field: kind that takes its place},
     with the deviation draws_std of normal ones (see `models.initialization`); {}: as state-spaces' Mamba does. embeddings,
     final_norm, head: the names of their tensors in files. aliases: (what names of tensors in files begin with, what else
-    they may begin with). root: what most of these names begin with; modules: what transformers' names of modules begin with
-    instead. norm_eps: of the final norm.
+    they may begin with). skipped: (what names of other tensors in files begin with, what they are), which are left out. recut:
+    names of tensors that files may cut into rows in another way, one below the other. root: what most of these names begin with; modules: what transformers' names of modules begin with
+    instead. norm_eps: of the final norm; norm_offset: what it adds to its weight.
 
     raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
     """
@@ -149,6 +151,7 @@ class Stack:
     layers: tuple[tuple[Unit, ...], ...]
     norm_eps: float
     tie_embeddings: bool
+    norm_offset: float = 0.0
     residual_in_fp32: bool = False
     shared: tuple[Part, ...] = ()
     embedding_scale: float = 1.0
@@ -159,6 +162,8 @@ class Stack:
     root: str = "model."
     modules: str = ""
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    recut: tuple[tuple[str, ...], ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     draws: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     draws_std: float = field(default=0.02, compare=False, repr=False)
@@ -231,7 +236,7 @@ class Stack:
             found.extend(part.fields("shared."))
         for path, unit in self.units:
             found.extend(unit.fields(path, hidden))
-        found.append(Field("norm_f.weight", self.final_norm, (hidden,), init="one"))
+        found.append(norm_field("norm_f.weight", self.final_norm, hidden, self.norm_offset))
         if not self.tie_embeddings:
             found.append(Field("lm_head.weight", self.head, (vocab, hidden), split=0))
         return tuple(found)

@@ -205,12 +205,27 @@ class Builder:
         self._add("concat", x=x, y=y, z=z, n=(x.width, z.width))
         return y
 
-    def norm(self, x: Buffer, weight: Tensor, eps: float) -> Buffer:
-        """RMSNorm of a whole buffer."""
-        self._typed(weight)
-        y = self.buffer(x.width)
-        self._add("norm", x=x, y=y, from_type=TYPES[x.dtype], weight=weight, n=(x.width,), f=(eps,))
+    def norm(self, x: Buffer, norm: Any) -> Buffer:
+        """A `parallel.layers.RMSNorm` of a whole buffer."""
+        self._typed(norm.weight)
+        y, f = self.buffer(x.width), (norm.eps, norm.offset)
+        self._add("norm", x=x, y=y, from_type=TYPES[x.dtype], weight=norm.weight, n=(x.width,), f=f)
         return y
+
+    def head_norms(self, x: Buffer, heads: int, weight: Tensor, eps: float, offset: float) -> None:
+        """RMSNorm of each head in place; weight: (size of a head)."""
+        self._typed(weight)
+        self._add("head_norms", x=x, weight=weight, n=(heads, x.width // heads), f=(eps, offset))
+
+    def squares(self, x: Buffer, y: Buffer) -> None:
+        """y (one float32) = the sum of the squares of x."""
+        self._add("squares", x=x, y=y, n=(x.width,))
+
+    def whole_norm(self, x: Buffer, summed: Summed, column: int, count: int, weight: Tensor, eps: float, offset: float) -> None:
+        """RMSNorm in place of `count` numbers, of which x are this rank's; column: of the sum that has their squares."""
+        self._typed(weight)
+        n = x.width, column, summed.part.width, count
+        self._add("whole_norm", x=x, weight=weight, sum=summed.number, n=n, f=(eps, offset))
 
     def matmul(self, x: Buffer, weight: Any, bias: Tensor | None = None) -> Buffer:
         """x W^T + bias."""
@@ -285,6 +300,26 @@ class Builder:
         """Norms of dt, B and C in the sum, in place."""
         self._typed(weight)
         self._add("inner_norms", sum=parameters.number, n=(heads, rank, state), f=(eps,), weight=weight)
+
+    def delta_rates(self, gates: Buffer, A_log: Tensor, dt_bias: Tensor, most_beta: float) -> Buffer:
+        """[beta | g] of gated delta nets in float32, of [b | a]."""
+        self._floats(A_log, dt_bias)
+        y = self.buffer(gates.width, torch.float32)
+        self._add("delta_rates", x=gates, y=y, A_log=A_log, dt_bias=dt_bias, n=(len(A_log),), f=(most_beta,))
+        return y
+
+    def gated_delta(self, x: Buffer, rates: Buffer, key_heads: int, heads: int, size: int, width: int) -> Buffer:
+        """The gated delta rule of [q | k | v], with its state `state`; size, width: of a state."""
+        y = self.buffer(heads * width)
+        self._add("gated_delta", x=x, y=y, z=rates, slot=self.slot("state"), n=(key_heads, heads, size, width))
+        return y
+
+    def norm_gated(self, x: Buffer, gate: Buffer, weight: Tensor, eps: float) -> Buffer:
+        """The norm of each head of x times weight (size of a head), and then times silu of the gate."""
+        self._typed(weight)
+        y = self.buffer(x.width)
+        self._add("norm_gated", x=x, y=y, z=gate, weight=weight, n=(x.width // len(weight), len(weight)), f=(eps,))
+        return y
 
     def gated_norm(
         self, x: Buffer, gate: Buffer, weight: Tensor, groups: int, eps: float, squares: Buffer | None

@@ -14,8 +14,9 @@ from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
 SUM_IN_PYTHON, NO_MEMORY, UNUSUAL, STOPPED = -1, -2, -3, -4  # results of `run_tape`
 ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
 KINDS = """embed sum convert concat norm matmul head_matmuls logits conv step_sizes ssd selective_scan inner_norms
-    gated_norm add residual activate rotate append attend stop""".split()
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu", "relu2")
+    gated_norm add residual activate rotate append attend head_norms delta_rates gated_delta norm_gated squares whole_norm
+    stop""".split()
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu", "relu2", "sigmoid")
 
 
 class Matrix(ctypes.Structure):

@@ -96,19 +96,36 @@ CASES = {
         "jamba",
         dict(mamba_proj_bias=True, mamba_conv_bias=False, tie_word_embeddings=True, num_key_value_heads=1),
     ),
+    "qwen3.5": ("qwen3_5_text", {}),
+    "qwen3.5-3-values-of-a-key": (
+        "qwen3_5_text",
+        dict(linear_num_key_heads=4, linear_num_value_heads=12, linear_value_head_dim=4, linear_conv_kernel_dim=3, vocab_size=5),
+    ),
+    "qwen3.5-1-key-head-tied-biases": (
+        "qwen3_5_text",
+        dict(linear_num_key_heads=1, num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True),
+    ),
+    "qwen3-next": ("qwen3_next", dict(num_hidden_layers=3)),
+    "olmo": ("olmo_hybrid", {}),
+    "olmo-rope-tied": (
+        "olmo_hybrid",
+        dict(rope_parameters=dict(rope_type="default", rope_theta=50.0), tie_word_embeddings=True, attention_bias=True)
+        | dict(linear_allow_neg_eigval=False, linear_num_value_heads=8, linear_value_head_dim=6, num_attention_heads=8),
+    ),
     "zamba2-no-attention": ("zamba2", dict(layers_block_type=["linear_attention"] * 2, time_step_min=1e-9)),
 }
 
 RARE = (
     "mamba-no-conv-bias", "mamba2-4-groups", "falcon-wider", "zamba-1-head", "zamba-8-heads", "zamba2-grouped-rope-1-use",
     "zamba2-no-attention", "nemotron-4-groups-biases", "nemotron-1-group-1-kv-head", "granite-1-group", "bamba-1-group",
-    "falcon-h1-norm-first-1-group", "falcon-h1-norm-first-2-groups", "jamba",
+    "falcon-h1-norm-first-1-group", "falcon-h1-norm-first-2-groups", "jamba", "qwen3.5-3-values-of-a-key", "olmo-rope-tied",
 )  # fmt: skip
 MARKED = by_default(CASES.keys() - set(RARE), CASES)
 
 # The largest error of fp32 logits, whose standard deviation is 1 to 4.
 TOLERANCE = {"mamba": 5e-5, "falcon_mamba": 5e-5, "mamba2": 5e-5, "zamba": 1e-4, "zamba2": 3e-4}
 TOLERANCE |= dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba"), 1e-4)
+TOLERANCE |= dict.fromkeys(("qwen3_5_text", "qwen3_next", "olmo_hybrid"), 1e-4)
 
 
 class Oracle:
@@ -370,7 +387,39 @@ def _random_jamba(rng):
     )
 
 
+def _random_qwen(rng):
+    heads, keys = rng.choice((4, 8)), rng.choice((1, 2, 4))
+    return dict(
+        num_hidden_layers=rng.randint(2, 4),  # transformers needs attention
+        hidden_size=4 * rng.randint(2, 12),
+        vocab_size=rng.randint(2, 80),
+        tie_word_embeddings=rng.random() < 0.5,
+        num_attention_heads=heads,
+        num_key_value_heads=rng.choice((1, 2, 4)),
+        head_dim=4 * rng.randint(1, 4),
+        intermediate_size=4 * rng.randint(1, 20),
+        attention_bias=rng.random() < 0.5,
+        linear_num_key_heads=keys,
+        linear_num_value_heads=4 * rng.randint(1, 3),
+        linear_key_head_dim=rng.randint(1, 20),
+        linear_value_head_dim=rng.choice((3, 8, 16, 32)),
+        linear_conv_kernel_dim=rng.randint(2, 5),
+    )
+
+
+def _random_olmo(rng):
+    changes = dict(_random_qwen(rng), linear_allow_neg_eigval=rng.random() < 0.5)
+    del changes["head_dim"]
+    heads = changes["num_attention_heads"]
+    layers = ["linear_attention", "full_attention"] + ["linear_attention"] * rng.randint(0, 1)
+    return dict(changes, num_key_value_heads=4, hidden_size=heads * 2 * rng.randint(1, 4), layer_types=layers,
+                num_hidden_layers=len(layers))  # fmt: skip
+
+
 _RANDOM = {
+    "qwen3_5_text": _random_qwen,
+    "qwen3_next": _random_qwen,
+    "olmo_hybrid": _random_olmo,
     "mamba": _random_mamba,
     "falcon_mamba": lambda rng: dict(_random_mamba(rng), mixer_rms_eps=rng.choice((1e-6, 0.01))),
     "mamba2": _random_mamba2,

@@ -50,9 +50,23 @@ def transformers_loss(oracle, ignored=0.0):
 def transformers_gradients(model):
     """{name in files: gradient}; adapters that are unused because blocks are untied have none."""
     found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-    if model.config.model_type != "nemotron_h":
-        return found
-    return {name.replace("model.", "backbone.", 1): grad for name, grad in found.items()}
+    if model.config.model_type == "nemotron_h":
+        return {name.replace("model.", "backbone.", 1): grad for name, grad in found.items()}
+    return _names_of_olmo(model.config, found) if model.config.model_type == "olmo_hybrid" else found
+
+
+def _names_of_olmo(config, gradients):
+    """OLMo Hybrid's norms have other names in files, and the convolutions of q, k and v are apart."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    named = {}
+    for name, grad in gradients.items():
+        if "conv1d" in name:
+            parts = grad.split([keys, keys, len(grad) - 2 * keys])
+            named |= {name.replace("conv1d", f"{part}_conv1d"): piece for part, piece in zip("qkv", parts, strict=True)}
+        else:
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            named[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = grad
+    return named
 
 
 def errors(ours, theirs):

@@ -22,6 +22,9 @@ from transformers import (
     Mamba2Config,
     MambaConfig,
     NemotronHConfig,
+    OlmoHybridConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
     Zamba2Config,
     ZambaConfig,
 )
@@ -35,6 +38,8 @@ HYBRID = dict(
 )  # fmt: skip
 SSD = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=2)
 ATTENDED = dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, pad_token_id=None)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
+ROTATED = dict(rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5))
 CONFIGS = {
     "mamba": (MambaConfig, dict(state_size=8)),
     "falcon_mamba": (FalconMambaConfig, dict(state_size=8)),
@@ -61,13 +66,23 @@ CONFIGS = {
         JambaConfig,
         dict(ATTENDED, mamba_d_state=8, num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=5),
     ),
+    "qwen3_5_text": (Qwen3_5TextConfig, dict(ATTENDED, **DELTA, **ROTATED, head_dim=8)),
+    "qwen3_next": (Qwen3NextConfig, dict(ATTENDED, **DELTA, **ROTATED, head_dim=8, num_experts=0)),
+    "olmo_hybrid": (
+        OlmoHybridConfig,  # transformers saves the convolutions of q, k and v as equal parts, whatever their sizes
+        dict(ATTENDED, **DELTA | dict(linear_num_key_heads=4, linear_value_head_dim=8), num_key_value_heads=4),
+    ),
 }
+CENTRED = ("qwen3_5_text", "qwen3_next")  # their norms multiply by 1 + weight
 # The kinds of layers, repeated as often as needed
 KINDS = {
     "zamba": ("layers_block_type", LAYERS),
     "zamba2": ("layers_block_type", LAYERS),
     "nemotron_h": ("layers_block_type", ["linear_attention", "full_attention", "mlp"]),
-    "granitemoehybrid": ("layer_types", ["linear_attention", "full_attention"]),
+    **dict.fromkeys(
+        ("granitemoehybrid", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
+        ("layer_types", ["linear_attention", "full_attention"]),
+    ),
 }
 
 
@@ -103,6 +118,8 @@ def hf_model(family, seed=0, dtype=torch.float32, **changes):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_draw(name, parameter.shape, generator))
+            if family in CENTRED and "norm" in name and "linear_attn" not in name:
+                parameter.sub_(1)
     return model
 
 
@@ -110,6 +127,8 @@ def _draw(name, shape, generator):
     noise = torch.randn(shape, generator=generator)
     if "norm" in name or name.endswith(".D"):
         return 1 + 0.3 * noise
+    if name.endswith("linear_attn.A_log"):
+        return 0.7 * noise - 3  # so that a head remembers tens to hundreds of tokens
     if name.endswith("A_log"):
         return 0.7 * noise
     if name.endswith(("dt_bias", "dt_proj.bias", "dt_proj_bias")):

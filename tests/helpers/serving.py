@@ -31,15 +31,18 @@ FAMILIES = {
     "bamba": dict(num_hidden_layers=2),
     "falcon_h1": dict(num_hidden_layers=2),
     "jamba": dict(num_hidden_layers=2),
+    "qwen3_5_text": dict(num_hidden_layers=2),
+    "qwen3_next": dict(num_hidden_layers=2),
+    "olmo_hybrid": dict(num_hidden_layers=2),
 }
 families = pytest.mark.parametrize(
-    "family", by_default(FAMILIES.keys() - {"granitemoehybrid", "bamba", "jamba"}, FAMILIES)
+    "family", by_default(FAMILIES.keys() - {"granitemoehybrid", "bamba", "jamba", "qwen3_next"}, FAMILIES)
 )
 families_of_worlds = pytest.mark.parametrize(
     "world, chosen",
     (
-        (1, ("mamba", "zamba2", "bamba", "falcon_h1")),
-        (2, ("falcon_mamba", "mamba2", "zamba", "nemotron_h", "granitemoehybrid", "jamba")),
+        (1, ("mamba", "zamba2", "bamba", "falcon_h1", "olmo_hybrid")),
+        (2, ("falcon_mamba", "mamba2", "zamba", "nemotron_h", "granitemoehybrid", "jamba", "qwen3_5_text")),
         pytest.param(1, FAMILIES, marks=pytest.mark.full),
         pytest.param(2, FAMILIES, marks=pytest.mark.full),
     ),

@@ -36,6 +36,10 @@ MODELS = [
     ("bamba", dict(head_dim=12)),
     ("falcon_h1", dict()),
     ("jamba", dict(mamba_proj_bias=True)),
+    ("qwen3_5_text", dict()),
+    ("qwen3_5_text", dict(linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32)),
+    ("qwen3_next", dict()),
+    ("olmo_hybrid", dict()),
 ]
 models = pytest.mark.parametrize("family, changes", MODELS)
 DTYPES = (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full))

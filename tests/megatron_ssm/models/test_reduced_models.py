@@ -16,10 +16,13 @@ import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from cases import CASES, oracle
 from hf import SMALL, save_hf
+from megatron_ssm import families
 from megatron_ssm.cli import main as __main__
 from megatron_ssm.inference.text import write_byte_tokenizer
 from megatron_ssm.parallel import ranks as sums
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.sizing.memory import sizes_of
+from megatron_ssm.stack.sizes import Workload
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 from sparsefusion import all_reduce
@@ -27,7 +30,7 @@ from sparsefusion.foundation.command_line import run
 
 __all__ = ["oracle"]
 
-HIDDEN, STATE = SMALL["hidden_size"], 8
+HIDDEN = SMALL["hidden_size"]
 LOSSY = ("fp16", "bf16", "int8")
 # Bounds on the relative error of the logits, ||difference|| / ||logits of the exact model||.
 BOUNDS = {"fp16": 3e-3, "bf16": 2e-2, "int8": 6e-2}
@@ -43,15 +46,9 @@ def bound(name, format):
     return BOUNDS[format] * AMPLIFICATION.get(CASES[name][0], 1)
 
 
-def block_outputs(name):
-    """How many block outputs a model reduces: one per mixer, and two (attention, MLP) per use of a shared block."""
-    family, changes = CASES[name]
-    if "layers_block_type" in changes:
-        kinds = changes["layers_block_type"]
-    else:
-        kinds = ["linear_attention", "hybrid", "hybrid"] if family.startswith("zamba") else ["linear_attention"] * 9
-        kinds = kinds[: changes.get("num_hidden_layers", 2)]
-    return len(kinds) + 2 * kinds.count("hybrid")
+def block_outputs(config):
+    """How many block outputs a model reduces: one per unit, and two (attention, MLP) per use of a shared block."""
+    return sum(1 + 2 * (unit.side is not None) for _, unit in config.units)
 
 
 def relative(got, exact):
@@ -125,7 +122,6 @@ def test_a_model_in_float64(ranks, tp, oracle):
 def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
     """All other sums are exact: those of x_proj, the embedding and the norms' squares, and all of backward."""
     source, ids = oracle(name).directory, oracle(name).ids
-    family, changes = CASES[name]
 
     def shapes(rank):
         rounded, beside, exact = [], [], []
@@ -152,18 +148,14 @@ def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
         return *forward, len(rounded)
 
     batch_shape = tuple(ids.shape)
-    groups = changes.get("n_groups", changes.get("mamba_ngroups", 1)) if family in ("mamba2", "zamba2") else 0
+    config = families.read(source)
+    sizes = [each for each, _ in sizes_of(config, Workload(tp))]
+    inner, has_columns = {width for each in sizes for width in each.inner}, any(each.columns for each in sizes)
     for rounded, beside, exact, in_all in ranks(shapes, tp):
-        assert rounded == [(*batch_shape, HIDDEN)] * block_outputs(name) and in_all == len(rounded)
-        assert set(beside) <= {(*batch_shape, 1)} and bool(beside) == (groups == 1)
+        assert {shape[:2] for shape in rounded} == {batch_shape} and in_all == len(rounded) == block_outputs(config)
+        assert set(beside) <= {(*batch_shape, 1)} and bool(beside) == has_columns
         assert exact[0] == (*batch_shape, HIDDEN) and exact.count((*batch_shape, HIDDEN)) == 1  # the embedding
-        width = {shape[-1] for shape in exact[1:]}
-        if 1 < groups < tp:
-            assert width == {groups}
-        elif groups or changes.get("n_mamba_heads", 2) * (family == "zamba") >= tp:
-            assert width == set()
-        else:
-            assert len(width) == 1 and 2 * STATE < width.pop() < HIDDEN  # x_proj: dt's rank and two states
+        assert {shape[-1] for shape in exact[1:]} == inner
 
 
 @worlds

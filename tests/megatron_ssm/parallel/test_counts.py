@@ -342,6 +342,8 @@ HYBRIDS_COUNTED = {  # name: (family, changes, the numbers in the sums of one la
         "falcon_h1", dict(num_hidden_layers=1, mamba_rms_norm=True, mamba_n_groups=1), lambda T: [2 * HIDDEN + 1, HIDDEN],
     ),
     "jamba": ("jamba", dict(num_hidden_layers=2), lambda T: [5 + 2 * STATE, HIDDEN, HIDDEN] + [HIDDEN] * 2),
+    "qwen3.5": ("qwen3_5_text", dict(num_hidden_layers=2), lambda T: [HIDDEN] * 4),
+    "olmo": ("olmo_hybrid", dict(num_hidden_layers=2), lambda T: [HIDDEN] * 2 + [2] + [HIDDEN] * 2),
 }  # fmt: skip
 
 

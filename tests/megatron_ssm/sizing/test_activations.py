@@ -15,6 +15,7 @@ from megatron_ssm.sizing.activations import TrainingMemory
 HYBRID = dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"])
 SSD = dict(mamba_num_heads=8, mamba_head_dim=64, ssm_state_size=64)
 WIDE = dict(mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64)
+DELTA = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=64, head_dim=64)
 CASES = {
     "mamba": ("mamba", dict(state_size=16)),
     "falcon": ("falcon_mamba", dict(intermediate_size=512)),
@@ -27,6 +28,8 @@ CASES = {
     "falcon-h1": ("falcon_h1", dict(intermediate_size=512, **WIDE, mamba_d_ssm=512)),
     "falcon-h1-norm": ("falcon_h1", dict(intermediate_size=512, **WIDE, mamba_d_ssm=512, mamba_rms_norm=True)),
     "jamba": ("jamba", dict(intermediate_size=512, mamba_d_state=16, mamba_dt_rank=16)),
+    "qwen3.5": ("qwen3_5_text", dict(intermediate_size=512, **DELTA)),
+    "olmo": ("olmo_hybrid", dict(intermediate_size=512, **DELTA)),
 }
 TOKENS = 2048
 SMALL = dict(hidden_size=256, num_hidden_layers=2, vocab_size=64)

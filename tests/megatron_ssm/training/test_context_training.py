@@ -86,6 +86,8 @@ def check_run(ranks, model, tp, cp, dp, schedule, micro=2, **changes):
         pytest.param("granitemoehybrid", 2, 2, 1, "ring", marks=pytest.mark.full),
         pytest.param("bamba", 1, 4, 1, "usp", marks=pytest.mark.full),
         pytest.param("jamba", 2, 2, 1, "auto", marks=pytest.mark.full),
+        ("qwen3_5_text", 2, 2, 1, "auto"),
+        ("olmo_hybrid", 1, 4, 1, "ring"),
     ],
 )
 def test_curves(ranks, model, tp, cp, dp, schedule):
@@ -99,6 +101,8 @@ def test_curves(ranks, model, tp, cp, dp, schedule):
         pytest.param("zamba2", 2, 2, 1, marks=pytest.mark.full),
         ("falcon_h1", 2, 2, 1),
         ("jamba", 2, 1, 1),
+        ("qwen3_5_text", 2, 2, 1),
+        pytest.param("olmo_hybrid", 2, 2, 1, marks=pytest.mark.full),
         pytest.param("nemotron", 2, 2, 1, marks=pytest.mark.full),
         pytest.param("granitemoehybrid", 2, 1, 2, marks=pytest.mark.full),
         pytest.param("bamba", 2, 1, 1, marks=pytest.mark.full),

@@ -83,6 +83,8 @@ def check_curves(ranks, tp, dp, model, micro):
         pytest.param(2, 2, "granitemoehybrid", 2, marks=pytest.mark.full),
         pytest.param(4, 1, "bamba", 4, marks=pytest.mark.full),
         pytest.param(2, 2, "jamba", 1, marks=pytest.mark.full),
+        (2, 2, "qwen3_5_text", 2),
+        (2, 1, "olmo_hybrid", 4),
     ],
 )
 def test_curves(ranks, tp, dp, model, micro):

@@ -1,0 +1,83 @@
+"""Qwen3.5 and 3.6, and Qwen3-Next: a gated delta net or gated attention in each layer, and then an MLP.
+
+transformers' Qwen3_5ForCausalLM and Qwen3NextForCausalLM. Of multimodal checkpoints, the language model is read.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_ssm.operators.gated_delta import BY_KEY_HEAD, GatedDeltaSpec
+from megatron_ssm.operators.mlp import MlpSpec
+from megatron_ssm.stack.reader import Family, FieldReader, Nested
+from megatron_ssm.stack.stack import Part, Spec, Stack
+
+from .common import (
+    ATTENTION,
+    DELTA,
+    DELTA_NAMES,
+    MAMBA,
+    ROPE,
+    attention_spec,
+    delta_spec,
+    hybrid_stack,
+    layer_count,
+    layer_kinds,
+    mixer_and_mlp,
+    rope_size,
+    rope_theta,
+)
+
+DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
+    vocab_size=248320, hidden_size=4096, num_hidden_layers=32, intermediate_size=12288, num_attention_heads=16,
+    num_key_value_heads=4, head_dim=256, key_heads=16, value_heads=32, key_dim=128, value_dim=128, layer_types=None,
+    full_attention_interval=4, partial_rotary_factor=0.25,
+)  # fmt: skip
+OF_NEXT: dict[str, Any] = dict(
+    vocab_size=151936, hidden_size=2048, num_hidden_layers=48, intermediate_size=5632, num_key_value_heads=2, num_experts=512
+)
+SKIPPED = (("mtp.", "the draft head"),)
+VISION = (("model.visual.", "the vision tower"), ("visual.", "the vision tower"))
+
+
+def read(fields: FieldReader) -> Stack:
+    """See `Family`."""
+    if "num_experts" in fields and fields["num_experts"]:
+        raise ValueError(f"experts are not implemented: num_experts={fields['num_experts']} (only 0)")
+    attended = attention_spec(fields, qk_norm_eps=fields.number("layer_norm_epsilon"), norm_offset=1.0, gated=True)
+    size = rope_size(fields, attended.head_dim, fields.number("partial_rotary_factor"))
+    delta = delta_spec(fields)
+    specs: dict[str, tuple[str, str, Spec]] = {
+        MAMBA: ("mixer", "linear_attn", _by_key_head(delta) if "num_experts" in fields else delta),
+        ATTENTION: ("attention", "self_attn", replace(attended, rope_theta=rope_theta(fields), rope_size=size)),
+    }
+    mlp = MlpSpec(fields.positive("hidden_size"), fields.positive("intermediate_size"))
+    layers, eps = [], fields.number("layer_norm_epsilon")
+    for index, kind in enumerate(_kinds(fields)):
+        path, (name, hf, spec) = f"model.layers.{index}.", specs[kind]
+        parts = (Part(name, spec, f"{path}{hf}."),), Part("mlp", mlp, f"{path}mlp.")
+        layers.append(mixer_and_mlp(path, eps, *parts, "post_attention_layernorm", offset=1.0))
+    stack = hybrid_stack(fields, layers, norm_offset=1.0, skipped=SKIPPED + VISION)
+    return replace(stack, aliases=(("model.", ("model.language_model.",)), *stack.aliases))
+
+
+def _by_key_head(spec: GatedDeltaSpec) -> GatedDeltaSpec:
+    return replace(spec, files=BY_KEY_HEAD)
+
+
+def _kinds(fields: FieldReader) -> list[str]:
+    """The kind of each layer."""
+    if fields["layer_types"] is not None:
+        return layer_kinds(fields, fields["layer_types"])
+    interval = fields.positive("full_attention_interval")
+    return [MAMBA if (index + 1) % interval else ATTENTION for index in range(layer_count(fields))]
+
+
+SUPPORTED: dict[str, tuple] = {"hidden_act": ("silu", "swish"), "attn_output_gate": (True,)}
+IGNORED = frozenset(
+    """attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers decoder_sparse_step
+    moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob output_router_logits
+    router_aux_loss_coef num_mtp_layers mtp_layer_types language_model_only use_sliding_window""".split()
+)
+QWEN3_5_TEXT = Family("qwen3_5_text", read, DEFAULTS, DELTA_NAMES, SUPPORTED, IGNORED)
+QWEN3_5 = replace(QWEN3_5_TEXT, name="qwen3_5", nested=Nested("text_config", "qwen3_5_text"))
+QWEN3_NEXT = replace(QWEN3_5_TEXT, name="qwen3_next", defaults=DEFAULTS | OF_NEXT)
