@@ -36,6 +36,9 @@ FAMILIES = {
     "Bamba, 2 groups": ("bamba", {}),
     "Falcon-H1": ("falcon_h1", {}),
     "Jamba": ("jamba", {}),
+    "Qwen3.5": ("qwen3_5_text", {}),
+    "Qwen3-Next": ("qwen3_next", {}),
+    "OLMo Hybrid": ("olmo_hybrid", {}),
 }
 
 

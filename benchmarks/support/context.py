@@ -21,9 +21,11 @@ def random_model(
 ) -> Model:
     """A byte-level model with random weights, split over the tensor-parallel `group`.
 
-    more: further arguments of `load`. options: those of `training.options.Options`, such as hidden_size.
+    more: further arguments of `load`. options: those of `training.options.Options`, such as hidden_size; or the fields of a
+    config.json, of a family that options do not make.
     """
-    config = families.from_dict(Options(**options).new_config(VOCABULARY, 0))
+    is_made = families.FAMILIES[options.get("model_type", "mamba2")].from_options is not None
+    config = families.from_dict(Options(**options).new_config(VOCABULARY, 0) if is_made else options)
     return initialize(build(config, group, None, context=schedule, **(more or {})), seed=0)
 
 

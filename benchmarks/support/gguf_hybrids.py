@@ -114,7 +114,13 @@ def _converted(stack: Any, field: Any, tensor: torch.Tensor, raw: dict) -> list[
         return [("output.weight", tensor * scaled.get("lm_head_multiplier", 1))]
     _, layer, module, *_ = field.name.split(".")
     if not field.usual:  # a block's norm
-        name = "attn_norm" if module != "mlp_norm" else "ffn_norm" if stack.family != "qwen3_5_text" else "post_attention_norm"
+        name = (
+            "attn_norm"
+            if module != "mlp_norm"
+            else "ffn_norm"
+            if stack.family != "qwen3_5_text"
+            else "post_attention_norm"
+        )
         has_ending = module != "mlp_norm" or stack.family != "falcon_h1"
         return [(f"blk.{layer}.{name}{'.weight' if has_ending else ''}", tensor)]
     name, spec = NAMES[field.usual], next(s for p, s in stack.operators if p == f"layers.{layer}.{module}")
@@ -138,10 +144,14 @@ def _converted(stack: Any, field: Any, tensor: torch.Tensor, raw: dict) -> list[
 
 
 def _tiled(usual: str, spec: GatedDeltaSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a gated delta net with the first value head of each key head before the second ones, as llama.cpp has them."""
+    """A tensor of a gated delta net with the first value head of each key head before the second ones, as in llama.cpp."""
 
     def tiled(x: torch.Tensor, dim: int) -> torch.Tensor:
-        return x.unflatten(dim, (spec.key_heads, spec.value_heads // spec.key_heads, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        return (
+            x.unflatten(dim, (spec.key_heads, spec.value_heads // spec.key_heads, -1))
+            .transpose(dim, dim + 1)
+            .flatten(dim, dim + 2)
+        )
 
     if usual in ("in_proj_qkv.weight", "conv1d.weight"):
         keys = 2 * spec.key_heads * spec.key_dim

@@ -49,7 +49,7 @@ FAMILIES = SHAPES | {  # the four families of the paper that docs/results/paper-
 
 _SSD = dict(mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1)
 _ATTENTION = dict(num_attention_heads=12, num_key_value_heads=4, vocab_size=50280)
-HYBRIDS = {  # of 100 to 200 million parameters
+HYBRIDS = {  # of 100 to 200 million parameters, but for the last one
     "Nemotron-H": NemotronHConfig(
         hidden_size=768, intermediate_size=3072, layers_block_type=_kinds("M-M-M-M*-M-M-M-M*-M-"), head_dim=64,
         mamba_num_heads=24, mamba_head_dim=64, ssm_state_size=128, n_groups=8, **_ATTENTION,
@@ -73,6 +73,10 @@ HYBRIDS = {  # of 100 to 200 million parameters
     "Qwen3.5": Qwen3_5TextConfig(
         hidden_size=768, num_hidden_layers=12, intermediate_size=2048, vocab_size=50280, num_attention_heads=6,
         num_key_value_heads=2, head_dim=128, linear_num_key_heads=6, linear_num_value_heads=12, tie_word_embeddings=True,
+    ),
+    "Qwen3.5 0.8B": Qwen3_5TextConfig(  # the published shape
+        hidden_size=1024, num_hidden_layers=24, intermediate_size=3584, num_attention_heads=8, num_key_value_heads=2,
+        linear_num_key_heads=16, linear_num_value_heads=16, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 

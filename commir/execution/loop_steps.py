@@ -91,12 +91,12 @@ def compute(state: RankState, step: Compute) -> Run:
 
 
 def summarize_blocks(state: RankState, step: Summarize) -> Run:
-    """Compute the summaries of this rank's blocks, and copy the rates of their decay."""
+    """Compute the summaries of this rank's blocks."""
     scan = state.program.scan
     assert scan is not None
     inputs = {operand.name: state.registers[operand.name, ()] for operand in state.program.inputs}
     summaries = summarize(state.program, inputs, _indices(state, {}))
-    for name, x in zip((scan.state, scan.decay, scan.rates), (*summaries, inputs["A"].clone()), strict=True):
+    for name, x in zip(scan.summaries, summaries, strict=True):
         state.count.hold(x)
         state.registers[name, ()] = x
     yield from ()
@@ -106,7 +106,7 @@ def pass_states(state: RankState, step: PassStates) -> Run:
     """Compute the state that enters each block."""
     scan = state.program.scan
     assert scan is not None
-    carry = pass_block_states(state.program, *state.read((scan.state, scan.decay, scan.rates)))
+    carry = pass_block_states(state.program, *state.read(scan.summaries))
     state.count.hold(carry)
     state.registers[scan.carry, ()] = carry
     yield from ()

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from commir.ir.checks import check_type, shown
-from commir.ir.program import WHOLE, Axis, Operand, Program, Result
+from commir.ir.program import SCANNED, WHOLE, Axis, Operand, Program, Result
 from commir.lowering.layouts import block_sizes
 from commir.lowering.plan import Plan
 from commir.lowering.steps import AllReduce, Combine, Compute, ReduceScatter, Round, SendPartial, Step
@@ -84,12 +84,16 @@ def unscheduled(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def smallest(plan: Plan, whole: int, inner: int) -> Plan:
-    """The plan at the smallest sizes that its digits divide, if possible with `inner` elements per innermost digit."""
+    """The plan at the smallest sizes that its digits divide, if possible with `inner` elements per innermost digit.
+
+    Along a scanned axis with twice as many, so that each of two blocks of a rank has several.
+    """
     blocks = None if plan.program.scan is None else plan.program.scan.blocks
     wholes = [axis for axis in plan.program.axes if axis.kind == WHOLE and axis.name != blocks]
     sizes = {axis.name: min(whole, axis.size) for axis in wholes}
     for axis in dict.fromkeys(digit.axis for digit in plan.schedule.digits):
-        sizes[axis] = _smallest_size(plan, axis, inner)
+        is_scanned = plan.program.axis(axis).kind == SCANNED
+        sizes[axis] = _smallest_size(plan, axis, 2 * inner if is_scanned else inner)
     return plan.at(**sizes)
 
 

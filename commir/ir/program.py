@@ -116,16 +116,22 @@ class Scan:
     """How a state passes along an axis: over blocks, by summaries. Names of an axis and of `Program.internal` operands.
 
     axis: the scanned axis. blocks: an axis that numbers the blocks of it among which states pass; its size is set when a
-    schedule is lowered. state, decay: what a block contributes from a state of zero, and the sum of its step sizes. rates:
-    by which a sum of step sizes becomes the block's decay. carry: the state that enters each block.
+    schedule is lowered. state: what a block contributes from a state of zero. decay: what else it does to the state that
+    enters it: the sum of its step sizes, or a matrix, its last two axes. carry: the state that enters each block. rates: by
+    which a sum of step sizes becomes the block's decay; empty for a matrix.
     """
 
     axis: str
     blocks: str
     state: str
     decay: str
-    rates: str
     carry: str
+    rates: str = ""
+
+    @property
+    def summaries(self) -> tuple[str, ...]:
+        """What a rank computes of its blocks before states pass: state, decay and, if there are any, rates."""
+        return (self.state, self.decay, *((self.rates,) if self.rates else ()))
 
 
 @dataclass(frozen=True)
@@ -225,9 +231,13 @@ class Program:
         if self.axis(self.scan.axis).kind != SCANNED or self.axis(self.scan.blocks).kind != WHOLE:
             raise ValueError(f"{self.name}: {self.scan.axis} must be scanned, and {self.scan.blocks} whole")
         internal = [each.name for each in self.internal]
-        for name in (self.scan.state, self.scan.decay, self.scan.rates, self.scan.carry):
+        for name in (*self.scan.summaries, self.scan.carry):
             if name not in internal:
                 raise ValueError(f"the scan of {self.name} needs {name}, which is no internal operand")
+        matrix = self.operand(self.scan.decay)
+        if not self.scan.rates and len(set(self.shape(matrix)[-2:])) > 1:
+            sizes = ", ".join(f"{axis} {self.axis(axis).size}" for axis in matrix.axes[-2:])
+            raise ValueError(f"the scan of {self.name} has no rates, so {matrix.name} must be square, not of {sizes}")
 
     def _check_kinds(self) -> None:
         """Every kind is true of the outputs, because lowering goes by which axes they have."""
@@ -262,8 +272,10 @@ class Program:
 
     @property
     def points(self) -> float:
-        """How many points of all axes are computed: half of them under a causal mask. A scan's blocks are no more points."""
-        sizes = (axis.size for axis in self.axes if self.scan is None or axis.name != self.scan.blocks)
+        """How many points of all axes are computed: half of them under a causal mask. Summaries have no points."""
+        internal = {name for each in self.internal for name in each.axes}
+        internal -= {name for each in self.operands for name in each.axes}
+        sizes = (axis.size for axis in self.axes if axis.name not in internal)
         return math.prod(sizes) * (0.5 if dict(self.options).get("causal") else 1.0)
 
     @property

@@ -8,6 +8,7 @@ TILES = {
     "attention": ("q k v", "out lse", "causal scale"),
     "attention_backward": ("dout out q k v lse delta", "dq dk dv", "causal scale"),
     "selective_scan": ("x dt B C A", "y", ""),
+    "gated_delta": ("v g beta q k", "y", ""),
 }
 SCALES = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the smallest and the largest normal number of float32
 

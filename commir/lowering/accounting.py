@@ -224,10 +224,10 @@ class _Ledger:
                 self._put(output.name, key, count, self._wide(output))
 
     def summarize(self, step: kinds.Summarize) -> None:
-        """Hold the state, the decay and the rates of this rank's blocks."""
+        """Hold the summaries of this rank's blocks."""
         scan = self.program.scan
         assert scan is not None
-        for name in (scan.state, scan.decay, scan.rates):
+        for name in scan.summaries:
             operand = self.program.operand(name)
             count = math.prod(self.digits.local_shape(operand, self.digits.needed(operand)))
             self._put(name, (), count, self.program.itemsize(operand))

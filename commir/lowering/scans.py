@@ -2,30 +2,33 @@
 
 Each rank summarizes its blocks. In the gather form all ranks get all summaries, and each computes all states. In the slice
 form an all-to-all gives each rank the summaries of all blocks for its share of the heads; another one returns the states.
-Neither form's bytes depend on the length of the sequence. The slice form sends less on more than two ranks; it needs as many
-heads as ranks.
+Neither form's bytes depend on the length of the sequence. The slice form sends less on more than two ranks and, where blocks
+map states by matrices, on two; it needs heads that divide over the ranks.
 """
 
 import math
 from collections.abc import Iterator
 
+from commir.ir.program import Scan
 from commir.scheduling.loop_nest import LoopNest
 
 from .layouts import Digits, scanning_mesh_axes
 from .steps import AllToAll, Free, Gather, PassStates, Place, Slice, Step, Summarize
 
 
-def is_sliced(ranks: int, heads: int) -> bool:
-    """Whether the slice form is taken. ranks: that share the sequence. heads: of each of them."""
-    return ranks > 2 and heads % ranks == 0
+def is_sliced(scan: Scan, ranks: int, heads: int) -> bool:
+    """Whether the slice form is taken. ranks: that share the sequence. heads: of each of them.
+
+    On two ranks, the gather form sends `decay` twice as often, and needs one message less: it is taken for numbers.
+    """
+    return ranks > (2 if scan.rates else 1) and heads % ranks == 0
 
 
 def takes_slices(digits: Digits) -> bool:
     """Whether a plan takes the slice form."""
     nest = digits.nest
-    if nest.program.scan is None:
-        return False
-    return is_sliced(math.prod(map(nest.mesh.size, scanning_mesh_axes(nest))), _local_heads(nest, digits))
+    scan, ranks = nest.program.scan, math.prod(map(nest.mesh.size, scanning_mesh_axes(nest)))
+    return scan is not None and is_sliced(scan, ranks, _local_heads(nest, digits))
 
 
 def scan_steps(digits: Digits) -> Iterator[Step]:
@@ -43,12 +46,13 @@ def scan_steps(digits: Digits) -> Iterator[Step]:
         joined = [(name, digits.place(nest.program.operand(name), layout[mesh_axis], after)) for name in summaries]
         if sliced:
             yield AllToAll(mesh_axis, tuple((name, _heads(digits, name), place) for name, place in joined))
-            yield Slice(mesh_axis, ((scan.rates, _heads(digits, scan.rates)),))
+            if scan.rates:
+                yield Slice(mesh_axis, ((scan.rates, _heads(digits, scan.rates)),))
         else:
             yield Gather(mesh_axis, tuple(joined))
         layout = after
     yield PassStates()
-    yield Free((*summaries, scan.rates), ())
+    yield Free(scan.summaries, ())
     carry, returned = nest.program.operand(scan.carry), digits.needed(nest.program.operand(scan.carry))
     for mesh_axis in reversed(shared) if sliced else shared:
         cut = digits.place(carry, returned[mesh_axis], layout)

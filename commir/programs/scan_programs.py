@@ -1,11 +1,16 @@
-"""The recurrence of state-space models and of linear attention, as a loop program with a scanned axis.
+"""The recurrences of state-space models and of linear attention, as loop programs with a scanned axis.
 
-s_t = exp(dt_t A) s_{t-1} + dt_t x_t B_t^T and y_t = s_t C_t, for every head: s is (dim, state). Mamba-1's channels are heads
-of dim 1; Mamba-2 has one A per head (the same along `state`). A block of tokens contributes its final state from zero, and
-the sum of its step sizes, D: a state s that enters it leaves it as exp(D A) s (docs/concepts/passing-states.md).
+Selective scan: s_t = exp(dt_t A) s_{t-1} + dt_t x_t B_t^T and y_t = s_t C_t, for every head: s is (dim, state). Mamba-1's
+channels are heads of dim 1; Mamba-2 has one A per head (the same along `state`). A block of tokens contributes its final
+state from zero, and the sum of its step sizes, D: a state s that enters it leaves it as exp(D A) s, plus that final state
+(docs/concepts/passing-states.md).
+
+Gated delta rule: s <- exp(g_t) s, s_t = s + k_t (beta_t (v_t - s^T k_t))^T and y_t = s_t^T q_t, for every head of values: s
+is (key_dim, value_dim). Here a matrix M takes the place of D: a state s that enters a block leaves it as M s, plus that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +20,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
+NORM_EPS = 1e-6  # added to the sum of squares of q and k
 
 
 def selective_scan(
@@ -27,17 +33,13 @@ def selective_scan(
     several groups of heads, each has its own B and C, which are (batch, seq, groups, state). ValueError: the heads do not
     divide by the groups, a size is no whole number of at least 1, or an argument has another type.
     """
-    check_sizes(heads=heads, groups=groups)
-    if heads % groups:
-        raise ValueError(f"{heads} heads do not divide into {groups} groups")
+    b, c = _of_groups("BC", heads, groups, "state")
     axes = (
         Axis("batch", batch), Axis("heads", heads), Axis("seq", seq, SCANNED, order), Axis("dim", dim, WHOLE),
         Axis("state", state, WHOLE), Axis("blocks", 1, WHOLE),
     )  # fmt: skip
     x, y = (Operand(name, ("batch", "seq", "heads", "dim"), "seq") for name in "xy")
     dt = Operand("dt", ("batch", "seq", "heads"), "seq", is_wide=True)
-    shared = (("batch", "seq", "heads", "state"), "seq", (("heads", heads // groups),))
-    b, c = (Operand(name, *(shared if groups > 1 else (("batch", "seq", "state"), "seq"))) for name in "BC")
     rates = Operand("A", ("heads", "state"), is_wide=True)
     summary = "batch", "blocks", "heads"
     internal = (
@@ -46,48 +48,90 @@ def selective_scan(
         Operand("block_rates", ("heads", "state"), is_wide=True),
         Operand("entering_state", (*summary, "dim", "state"), is_wide=True),
     )
-    scan = Scan("seq", "blocks", *(each.name for each in internal))
+    scan = Scan("seq", "blocks", "final_state", "sum_of_steps", "entering_state", "block_rates")
     return Program(
         "selective_scan", axes, (x, dt, b, c, rates), (y,), (Result("sum", ("y",)),), "selective_scan", (), dtype, scan,
         internal,
     )  # fmt: skip
 
 
+def gated_delta(
+    batch: int = 1, seq: int = 4096, heads: int = 8, key_dim: int = 128, value_dim: int = 128, groups: int = 1,
+    dtype: str = "float32", order: str = "zigzag",
+) -> Program:  # fmt: skip
+    """v (batch, seq, heads, value_dim), g, beta (batch, seq, heads), q, k (batch, seq, key_dim) -> y, shaped like v.
+
+    At home the ranks share the sequence, in `order`. g is the logarithm of the decay, at most 0. q and k are normalized
+    first, and q is divided by sqrt(key_dim). With several groups of heads, each has its own q and k, which are (batch, seq,
+    groups, key_dim): heads of keys. ValueError: as in `selective_scan`.
+    """
+    q, k = _of_groups("qk", heads, groups, "key_dim")
+    axes = (
+        Axis("batch", batch), Axis("heads", heads), Axis("seq", seq, SCANNED, order), Axis("key_dim", key_dim, WHOLE),
+        Axis("value_dim", value_dim, WHOLE), Axis("blocks", 1, WHOLE), Axis("entering_dim", key_dim, WHOLE),
+    )  # fmt: skip
+    v, y = (Operand(name, ("batch", "seq", "heads", "value_dim"), "seq") for name in "vy")
+    g, beta = (Operand(name, ("batch", "seq", "heads"), "seq", is_wide=True) for name in ("g", "beta"))
+    summary = "batch", "blocks", "heads", "key_dim"
+    internal = (
+        Operand("final_state", (*summary, "value_dim"), is_wide=True),
+        Operand("map", (*summary, "entering_dim"), is_wide=True),
+        Operand("entering_state", (*summary, "value_dim"), is_wide=True),
+    )
+    scan = Scan("seq", "blocks", *(each.name for each in internal))
+    return Program(
+        "gated_delta", axes, (v, g, beta, q, k), (y,), (Result("sum", ("y",)),), "gated_delta", (), dtype, scan,
+        internal,
+    )  # fmt: skip
+
+
+def _of_groups(names: str, heads: int, groups: int, dim: str) -> list[Operand]:
+    """Inputs that consecutive heads share, in groups. ValueError: the heads do not divide by them."""
+    check_sizes(heads=heads, groups=groups)
+    if heads % groups:
+        raise ValueError(f"{heads} heads do not divide into {groups} groups")
+    if groups == 1:
+        return [Operand(name, ("batch", "seq", dim), "seq") for name in names]
+    return [Operand(name, ("batch", "seq", "heads", dim), "seq", (("heads", heads // groups),)) for name in names]
+
+
 def with_lasting_states(program: Program, inputs: Tensors) -> dict[str, Tensor]:
-    """Inputs with positive step sizes and negative rates, so that states neither grow nor fade before the sequence ends.
+    """Inputs with which states neither grow nor fade before the sequence ends.
 
     Every block then matters to all later ones, and outputs have about one size.
     """
-    rates = inputs["A"].abs() * (-4 / program.axis("seq").size)
-    return {**inputs, "dt": inputs["dt"].abs(), "A": rates}
+    return {**inputs, **_RECURRENCES[program.tile].lasting(inputs, 4 / program.axis("seq").size)}
 
 
 def scan_tile(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
     """y of a tile: its blocks one by one, each from the state that enters it (without any: from zero)."""
     carry, (blocks, slots) = inputs.get("entering_state"), _blocks(program, inputs, indices)
-    outputs = [_recurrence(block, None if carry is None else carry[:, n])[0] for n, block in enumerate(blocks)]
+    compute = _RECURRENCES[program.tile].compute
+    outputs = [compute(block, None if carry is None else carry[:, n])[0] for n, block in enumerate(blocks)]
     y = torch.empty_like(torch.cat(outputs, 1))
     for place, output in zip(slots, outputs, strict=True):
         y[:, place] = output
     return {"y": y}
 
 
-def summarize(program: Program, inputs: Tensors, indices: Tensors) -> tuple[Tensor, Tensor]:
-    """(final states (batch, blocks, heads, dim, state), sums of step sizes (batch, blocks, heads)) of a tile's blocks."""
+def summarize(program: Program, inputs: Tensors, indices: Tensors) -> tuple[Tensor, ...]:
+    """The summaries of a tile's blocks, as `Scan` has them: (batch, blocks, heads, ...), and a copy of the rates, if any."""
     blocks, _ = _blocks(program, inputs, indices)
-    states = [_recurrence(block, None)[1] for block in blocks]
-    return torch.stack(states, 1), torch.stack([block["dt"].sum(1) for block in blocks], 1)
+    summaries = [_RECURRENCES[program.tile].summarize(block) for block in blocks]
+    rates = (inputs["A"].clone(),) if "A" in inputs else ()
+    return (*(torch.stack(each, 1) for each in zip(*summaries, strict=True)), *rates)
 
 
-def pass_states(program: Program, states: Tensor, sums: Tensor, rates: Tensor) -> Tensor:
+def pass_states(program: Program, states: Tensor, decays: Tensor, *rates: Tensor) -> Tensor:
     """The state that enters each block, in the order of `states`: numbered by rank, whereas states pass by position.
 
-    In zigzag order, blocks 2r and 2r+1 of the numbering stand at positions r and 2P-1-r.
+    In zigzag order, blocks 2r and 2r+1 of the numbering stand at positions r and 2P-1-r. Arguments: the summaries.
     """
+    kept = _RECURRENCES[program.tile].kept
     entering, state = torch.empty_like(states), torch.zeros_like(states[:, 0])
     for n in sorted(range(states.shape[1]), key=lambda number: _position(program, number)):
         entering[:, n] = state
-        state = torch.exp(sums[:, n, :, None, None] * rates[:, None]) * state + states[:, n]
+        state = kept(state, decays[:, n], *rates) + states[:, n]
     return entering
 
 
@@ -111,10 +155,10 @@ def _blocks(program: Program, inputs: Tensors, indices: Tensors) -> tuple[list[d
     return [{name: x if name == "A" else x[:, place] for name, x in wide.items()} for place in slots], slots
 
 
-def _recurrence(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _selective_scan(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y (batch, tokens, heads, dim), final state (batch, heads, dim, state)), token by token."""
     x, dt, rates = (block[name] for name in ("x", "dt", "A"))
-    b, c = (_per_head(block[name], x.shape[2]) for name in "BC")
+    b, c = (_per_head(block[name], x.shape[2]).unsqueeze(3) for name in "BC")
     decay = torch.exp(dt.unsqueeze(-1) * rates)  # (batch, tokens, heads, state)
     entry = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b
     state = torch.zeros_like(entry[:, 0]) if state is None else state
@@ -125,7 +169,65 @@ def _recurrence(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), state
 
 
+def _gated_delta(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y (batch, tokens, heads, value_dim), final state (batch, heads, key_dim, value_dim)), token by token."""
+    v, beta, decay = block["v"], block["beta"].unsqueeze(-1), torch.exp(block["g"])[..., None, None]
+    q, k = (_per_head(_normalized(block[name]), v.shape[2]).unsqueeze(-1) for name in "qk")
+    state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    outputs = []
+    for t in range(v.shape[1]):
+        state = decay[:, t] * state
+        change = beta[:, t] * (v[:, t] - (k[:, t] * state).sum(2))
+        state = state + k[:, t] * change.unsqueeze(2)
+        outputs.append((q[:, t] * state).sum(2))
+    return torch.stack(outputs, 1) * q.shape[3] ** -0.5, state
+
+
+def _summary_of_gated_delta(block: Tensors) -> tuple[Tensor, Tensor]:
+    """(final state from zero, map): the map is the final state from the unit matrix, where values are zero."""
+    v, size = block["v"], block["k"].shape[-1]
+    state = torch.cat([v.new_zeros(size, v.shape[3]), torch.eye(size, dtype=v.dtype, device=v.device)], 1)
+    values = torch.cat([v, v.new_zeros(*v.shape[:3], size)], 3)
+    _, final = _gated_delta({**block, "v": values}, state.expand(v.shape[0], v.shape[2], -1, -1))
+    return final[..., : v.shape[3]], final[..., v.shape[3] :]
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """q or k, divided by its length."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """B or C of all heads, or of each group of heads -> (batch, tokens, heads, 1, state)."""
+    """An input of all heads, or of each group of heads -> (batch, tokens, heads, n)."""
     x = x.unsqueeze(2) if x.ndim == 3 else x
-    return x.repeat_interleave(heads // x.shape[2], 2).unsqueeze(3)
+    return x.repeat_interleave(heads // x.shape[2], 2)
+
+
+class _Recurrence(NamedTuple):
+    """What differs between scanned programs.
+
+    compute(block, the state that enters it, or None): (y, the state that leaves it). summarize(block): (its final state from
+    zero, its decay). kept(state, decay, rates): what a block keeps of a state that enters it. lasting(inputs, share): inputs
+    instead of some of these, with which a token takes about this share of a state away.
+    """
+
+    compute: Callable[[Tensors, Tensor | None], tuple[Tensor, Tensor]]
+    summarize: Callable[[Tensors], tuple[Tensor, Tensor]]
+    kept: Callable[..., Tensor]
+    lasting: Callable[[Tensors, float], dict[str, Tensor]]
+
+
+_RECURRENCES = {
+    "selective_scan": _Recurrence(
+        _selective_scan,
+        lambda block: (_selective_scan(block, None)[1], block["dt"].sum(1)),
+        lambda state, steps, rates: torch.exp(steps[..., None, None] * rates[:, None]) * state,
+        lambda inputs, share: {"dt": inputs["dt"].abs(), "A": inputs["A"].abs() * -share},
+    ),
+    "gated_delta": _Recurrence(
+        _gated_delta,
+        _summary_of_gated_delta,
+        lambda state, matrix: matrix @ state,
+        lambda inputs, share: {"g": inputs["g"].abs() * -share, "beta": inputs["beta"].abs() * share},
+    ),
+}

@@ -243,4 +243,6 @@ _TILES: dict[tuple[str, str], Tile] = {
     ("attention_backward", "reference"): _attention_backward_ref,
     ("selective_scan", "library"): scan_tile,
     ("selective_scan", "reference"): scan_tile,
+    ("gated_delta", "library"): scan_tile,
+    ("gated_delta", "reference"): scan_tile,
 }

@@ -163,7 +163,7 @@ class CostModel:
         ranks = math.prod(part.size for part in shared)
         gathered = state + decay
         for part in shared:
-            if is_sliced(ranks, heads):
+            if is_sliced(scan, ranks, heads):
                 tally.collective(part, "summaries", (state + decay) // part.size, part.size - 1)
                 tally.collective(part, "states", state // part.size, part.size - 1)
             else:

@@ -54,6 +54,7 @@ def load(
     sequence_parallel: bool = False,
     recompute: bool = False,
     exchange_channels: bool = False,
+    draft_head: bool = False,
 ) -> Model:
     """A model from a Hugging Face directory, split over the ranks of `group`.
 
@@ -84,6 +85,9 @@ def load(
     `parallel.sequence_parallel`). This saves memory in training; such a model takes no cache. It needs reduce="fp32".
     recompute: backward computes the activations of each block again, but for what ranks have sent each other.
 
+    draft_head: also load the layer that guesses tokens (`mtp.*`), for checkpoints that ship one. An `Engine` with speculate
+    > 0 then proposes tokens by it. The cache also keeps the final hidden state of each token.
+
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
     Raises ValueError or FileNotFoundError for a configuration that cannot be split or is not supported, and for tensors that
@@ -94,8 +98,8 @@ def load(
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
-        _check_arguments(directory, dtype, reduce, weights, sequence_parallel)
-        config, tensors = _open(Path(directory), group, data_group, context, exchange_channels, stack)
+        _check_arguments(directory, dtype, reduce, weights, sequence_parallel, draft_head, context)
+        config, tensors = _open(Path(directory), group, data_group, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)
         return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
@@ -140,8 +144,9 @@ def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
 
 
 def _check_arguments(
-    directory: str | Path, dtype: object, reduce: object, weights: str | None, sequence_parallel: bool
-) -> None:
+    directory: str | Path, dtype: object, reduce: object, weights: str | None, sequence_parallel: bool, draft_head: bool,
+    context: object,
+) -> None:  # fmt: skip
     """ValueError or FileNotFoundError for arguments of `load` that are not supported."""
     if sequence_parallel and weights is not None:
         raise ValueError(f"sequence_parallel=True is for training, and weights={weights!r} for generation")
@@ -151,6 +156,8 @@ def _check_arguments(
         raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
     if dtype not in ("auto", *FLOATS.values()):
         raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
+    if draft_head and context is not None:
+        raise ValueError("draft_head=True: speculative decoding is not supported on context ranks")
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"{directory} is not a directory")
 
@@ -172,6 +179,7 @@ def _open(
     data_group: ProcessGroup | None,
     context: Attention2D | None,
     exchange_channels: bool,
+    draft_head: bool,
     files: ExitStack,
 ) -> tuple[Stack, dict[str, Any]]:
     """The configuration, and {Hugging Face tensor: what can be sliced}; ValueError if the ranks cannot split the model.
@@ -179,6 +187,7 @@ def _open(
     The tensors can be read until `files` is closed.
     """
     config = families.read(directory)
+    config = config.with_draft_head() if draft_head else config
     config.check_ranks(1 if group is None else group.size())
     check_schedule(context, config, group, data_group, exchange_channels)
     tensors = open_tensors(directory, files)

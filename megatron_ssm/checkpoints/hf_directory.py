@@ -184,7 +184,9 @@ def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:
         wanted = [shapes[name][0] for name in names]
         if len(parts) == len(names) and rows != wanted and sum(rows) == sum(wanted):
             starts = itertools.accumulate(wanted, initial=0)
-            found |= {name: CutElsewhere(parts, start, shapes[name]) for name, start in zip(names, starts, strict=False)}
+            found |= {
+                name: CutElsewhere(parts, start, shapes[name]) for name, start in zip(names, starts, strict=False)
+            }
     return found
 
 

@@ -152,7 +152,9 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], ranks: Ranks, mem
         values, scales = kind.empty(sum(counts), width)
     runs = [(tensor, *place) for tensor, each in zip(stored, places, strict=True) for place in each]
     lengths = [len(range(rows.start, rows.stop, rows.step)) for _, rows, _ in runs]
-    for (tensor, *place), its_values, its_scales in zip(runs, values.split(lengths), scales.split(lengths), strict=True):
+    for (tensor, *place), its_values, its_scales in zip(
+        runs, values.split(lengths), scales.split(lengths), strict=True
+    ):
         tensor.read(its_values, its_scales, *place)
     del module.weight
     module.weight = kind(values, scales, dtype)

@@ -1,4 +1,4 @@
-"""The recurrences of Mamba-1, Mamba-2 and gated delta nets over a sequence that is spread over context ranks; exact, also their gradients.
+"""The recurrences of Mamba-1, Mamba-2 and gated delta nets over context ranks; exact, also their gradients.
 
 Every tensor with tokens is in blocks (`blocks.ContextRanks.to_blocks`): (batch * blocks of this rank, block length, ...).
 Forward computes each block's summary, passes the states (`state_passing`), and runs the one-rank scan from them. That scan's

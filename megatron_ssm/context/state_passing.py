@@ -8,12 +8,12 @@ where S_b is its final state from zeros. So its *summary* (S_b, D_b) is all that
 per channel or head. Backward is the same in reverse: Lambda_b = E_b Lambda_{b+1} + G_b, where Lambda_b is the
 gradient of the state that enters block b, and G_b the part of it that comes from the outputs of block b.
 
-The recurrences of Mamba are elementwise in the state. In that of a gated delta net, E_b is a matrix (K, K) of each head, which
-is passed in place of D_b. In both, channels do not affect each other. So each rank takes an equal share of the channels of all
-blocks in one exchange, computes the recurrence over the blocks, and returns the results in another one. (Where a head has one
-decay or one matrix, what is called a channel here is a head.) What a rank sends does not depend on the length of the sequence.
-With P ranks in zigzag order, and states of s numbers, it is 2 (P-1)/P times 2 s and the D_b or E_b in forward, and 2 (P-1)/P
-times 2 s in backward; in contiguous order it is half.
+The recurrences of Mamba are elementwise in the state. In that of a gated delta net, E_b is a matrix (K, K) of each head,
+which is passed in place of D_b. In both, channels do not affect each other. So each rank takes an equal share of the
+channels of all blocks in one exchange, computes the recurrence over the blocks, and returns the results in another one.
+(Where a head has one decay or one matrix, what is called a channel here is a head.) What a rank sends does not depend on
+the length of the sequence. With P ranks in zigzag order, and states of s numbers, it is 2 (P-1)/P times 2 s and the D_b or
+E_b in forward, and 2 (P-1)/P times 2 s in backward; in contiguous order it is half.
 """
 
 from dataclasses import dataclass
@@ -129,8 +129,8 @@ class Matrices:
 class PassedStates:
     """The states that enter this rank's blocks, and what backward needs to pass their gradients.
 
-    incoming: (batch, blocks of a rank, channels, n). final: (batch, own channels, n), of the whole sequence. maps: E_b of all
-    blocks for own channels.
+    incoming: (batch, blocks of a rank, channels, n). final: (batch, own channels, n), of the whole sequence. maps: E_b of
+    all blocks for own channels.
     """
 
     partition: ChannelPartition

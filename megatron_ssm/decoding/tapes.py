@@ -143,6 +143,9 @@ def _make(model: Any, kind: str) -> FinishedTape | None:
             builder.path, head, norm = "", model.logits_layer, model.norm_f
             check_plain(head, norm)
             normed = builder.norm(x, norm)
+            if model.draft_head is not None:
+                builder.path = "final"
+                builder.append(normed, "hidden")
             builder.logits(normed, head.weight, head.width)
             width = head.width
     except NotLowered:

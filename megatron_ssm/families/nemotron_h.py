@@ -76,7 +76,7 @@ def read(fields: FieldReader) -> Stack:
     draws = NORMAL | (dict(mixer_out_proj="mixer_out_proj") if fields.boolean("rescale_prenorm_residual") else {})
     return stack_of(
         fields, layers, draws=draws, draws_std=fields.number("initializer_range"), aliases=(("backbone.", ("model.",)),),
-        modules="model.", **BACKBONE,
+        modules="model.", skipped=(("mtp.", "the draft head"),), **BACKBONE,
     )  # fmt: skip
 
 

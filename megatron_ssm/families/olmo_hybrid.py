@@ -30,8 +30,9 @@ from .common import (
 
 DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
     vocab_size=100352, hidden_size=3840, num_hidden_layers=32, intermediate_size=11008, num_attention_heads=30,
-    num_key_value_heads=None, head_dim=None, rope_theta=None, layer_types=None, key_heads=None, value_heads=None, key_dim=None,
-    value_dim=None, allow_neg_eigval=True, time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4, A_min=0.0, A_max=16.0,
+    num_key_value_heads=None, head_dim=None, rope_theta=None, layer_types=None, key_heads=None, value_heads=None,
+    key_dim=None, value_dim=None, allow_neg_eigval=True, time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
+    A_min=0.0, A_max=16.0,
 )  # fmt: skip
 NAMES = DELTA_NAMES | dict(
     time_step_min="linear_dt_min", time_step_max="linear_dt_max", time_step_floor="linear_dt_init_floor",
@@ -59,10 +60,14 @@ def read(fields: FieldReader) -> Stack:
         path = f"model.layers.{index}."
         dense = Part("mlp", mlp, f"{path}mlp.")
         if kind == MAMBA:
-            names = tuple((ours, f"{path}linear_attn.{theirs}") for ours, theirs in (("out_proj", "o_proj"), ("norm", "o_norm")))
+            names = tuple(
+                (ours, f"{path}linear_attn.{theirs}") for ours, theirs in (("out_proj", "o_proj"), ("norm", "o_norm"))
+            )
             mixer = Part("mixer", delta, f"{path}linear_attn.", names)
             cut.append(tuple(f"{path}linear_attn.{part}_conv1d.weight" for part in "qkv"))
-            layers.append(mixer_and_mlp(path, eps, (mixer,), dense, "feedforward_layer_norm", norm="attention_layer_norm"))
+            layers.append(
+                mixer_and_mlp(path, eps, (mixer,), dense, "feedforward_layer_norm", norm="attention_layer_norm")
+            )
         else:
             mixer = Part("attention", attended, f"{path}self_attn.")
             first, second = f"{path}feedforward_layer_norm.weight", f"{path}post_feedforward_layernorm.weight"

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ssm.operators.gated_delta import BY_KEY_HEAD, GatedDeltaSpec
 from megatron_ssm.operators.mlp import MlpSpec
 from megatron_ssm.stack.reader import Family, FieldReader, Nested
-from megatron_ssm.stack.stack import Part, Spec, Stack
+from megatron_ssm.stack.stack import DraftHead, Part, Spec, Stack
 
 from .common import (
     ATTENTION,
@@ -30,11 +30,17 @@ from .common import (
 DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
     vocab_size=248320, hidden_size=4096, num_hidden_layers=32, intermediate_size=12288, num_attention_heads=16,
     num_key_value_heads=4, head_dim=256, key_heads=16, value_heads=32, key_dim=128, value_dim=128, layer_types=None,
-    full_attention_interval=4, partial_rotary_factor=0.25,
+    full_attention_interval=4, partial_rotary_factor=0.25, draft_layers=None, num_mtp_layers=None,
 )  # fmt: skip
 OF_NEXT: dict[str, Any] = dict(
-    vocab_size=151936, hidden_size=2048, num_hidden_layers=48, intermediate_size=5632, num_key_value_heads=2, num_experts=512
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    intermediate_size=5632,
+    num_key_value_heads=2,
+    num_experts=512,
 )
+NAMES = DELTA_NAMES | dict(draft_layers="mtp_num_hidden_layers")
 SKIPPED = (("mtp.", "the draft head"),)
 VISION = (("model.visual.", "the vision tower"), ("visual.", "the vision tower"))
 
@@ -56,7 +62,13 @@ def read(fields: FieldReader) -> Stack:
         path, (name, hf, spec) = f"model.layers.{index}.", specs[kind]
         parts = (Part(name, spec, f"{path}{hf}."),), Part("mlp", mlp, f"{path}mlp.")
         layers.append(mixer_and_mlp(path, eps, *parts, "post_attention_layernorm", offset=1.0))
-    stack = hybrid_stack(fields, layers, norm_offset=1.0, skipped=SKIPPED + VISION)
+    draft = None
+    if fields["draft_layers"] or fields["num_mtp_layers"]:
+        name, hf, spec = specs[ATTENTION]
+        parts = (Part(name, spec, f"mtp.layers.0.{hf}."),), Part("mlp", mlp, "mtp.layers.0.mlp.")
+        units = mixer_and_mlp("mtp.layers.0.", eps, *parts, "post_attention_layernorm", offset=1.0)
+        draft = DraftHead(units, "mtp.", eps, 1.0)
+    stack = hybrid_stack(fields, layers, norm_offset=1.0, skipped=SKIPPED + VISION, draft_head=draft)
     return replace(stack, aliases=(("model.", ("model.language_model.",)), *stack.aliases))
 
 
@@ -74,10 +86,10 @@ def _kinds(fields: FieldReader) -> list[str]:
 
 SUPPORTED: dict[str, tuple] = {"hidden_act": ("silu", "swish"), "attn_output_gate": (True,)}
 IGNORED = frozenset(
-    """attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers decoder_sparse_step
+    """attn_output_gate mamba_ssm_dtype mtp_use_dedicated_embeddings mlp_only_layers decoder_sparse_step
     moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob output_router_logits
-    router_aux_loss_coef num_mtp_layers mtp_layer_types language_model_only use_sliding_window""".split()
+    router_aux_loss_coef mtp_layer_types language_model_only use_sliding_window""".split()
 )
-QWEN3_5_TEXT = Family("qwen3_5_text", read, DEFAULTS, DELTA_NAMES, SUPPORTED, IGNORED)
+QWEN3_5_TEXT = Family("qwen3_5_text", read, DEFAULTS, NAMES, SUPPORTED, IGNORED)
 QWEN3_5 = replace(QWEN3_5_TEXT, name="qwen3_5", nested=Nested("text_config", "qwen3_5_text"))
 QWEN3_NEXT = replace(QWEN3_5_TEXT, name="qwen3_next", defaults=DEFAULTS | OF_NEXT)

@@ -44,8 +44,9 @@ class Engine:
 
     speculate: speculative decoding (see the module `speculation`) with up to so many proposed tokens, which are what
     followed earlier in the request's own tokens; 0: off. draft: a small model, split over the same ranks, that proposes them
-    instead (up to DRAFTED if speculate is 0). A step then gives a request one or more tokens, the same as without. The
-    draft reads prompts in chunks, too, each step at most as many tokens as `chunk` and `token_budget` allow the model.
+    instead (up to DRAFTED if speculate is 0); None: the model's draft head, if it was loaded, does that. A step then gives a
+    request one or more tokens, the same as without. The draft reads prompts in chunks, too, each step at most as many tokens
+    as `chunk` and `token_budget` allow the model.
 
     The rounding of a matrix product may depend on the size of the batch. So a request's tokens are those of its solo run
     except where two logits are within rounding of each other. ValueError for an option that is out of range.
@@ -71,7 +72,8 @@ class Engine:
         check_draft(model, speculate, draft)
         if draft is not None:
             self._options["draft"] = f"{draft.config.num_layers} layers of {draft.config.hidden_size}"
-        speculate = DRAFTED if draft is not None and not speculate else speculate
+        if not speculate and (draft is not None or model.draft_head is not None):
+            speculate = DRAFTED
         self.model, self.max_length, self._token_budget, self._speculate = model, max_length, token_budget, speculate
         self.cache = model.new_cache(slots, None if max_length is None else max_length + speculate)
         self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft, chunk)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ class LanguageModel(Protocol):
 
     config: the model's configuration. ranks: the tensor-parallel ranks. embeddings: which part of the vocabulary this rank
     holds. directory: the checkpoint it was loaded from, with the tokenizer; None if there is none. weights: "int8" if the
-    matrices are quantized, else None.
+    matrices are quantized, else None. draft_head: its layer that guesses tokens, or None.
     """
 
     config: Stack
@@ -25,6 +25,13 @@ class LanguageModel(Protocol):
     embeddings: VocabularyParallel
     directory: Path | None
     weights: str | None
+    draft_head: Any
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings (batch, seq, hidden) of ids (batch, seq)."""
+
+    def scaled_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the logits of normalized hidden states (batch, seq, hidden)."""
 
     @property
     def dtype(self) -> torch.dtype:

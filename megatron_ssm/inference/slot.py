@@ -39,6 +39,16 @@ class Slot:
     proposed: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens the request has, those of its prompt included."""
+        return len(self.request.prompt) + len(self.request.tokens)
+
+    def tokens_from(self, start: int, count: int | None = None) -> list[int]:
+        """The tokens of the request, of its prompt and new ones, from `start` on; count: at most so many."""
+        prompt, tokens = self.request.prompt, self.request.tokens
+        return [*prompt[start:], *tokens[max(0, start - len(prompt)) :]][:count]
+
     @classmethod
     def of(cls, row: int, request: Request, model: LanguageModel, tokenizer: RequestTokenizer) -> "Slot":
         """A slot for a request whose prompt is still to be read."""

@@ -3,9 +3,10 @@
 A proposed token is accepted if it is the one that the request chooses at its position, by greedy search or with its next
 random number, from the logits that the model computed there. So a request gets the tokens that it would get without. The
 first token that is not accepted and those after it are taken back (`Cache.accept`). Proposals come from the request's own
-tokens (prompt lookup) or from a small draft model.
+tokens (prompt lookup), from a small draft model, or from the draft head of the model's own checkpoint.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from megatron_ssm.native.products import instructions
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.stack.stack import Stack
 
+from .head_draft import HeadDraft
 from .language_model import LanguageModel
 from .prompt_reader import fair_shares
 from .request import Request
@@ -138,8 +140,10 @@ class SpeculativeDecoder:
         self, model: LanguageModel, cache: Cache, longest: int, draft: LanguageModel | None, chunk: int | None
     ):
         self._model, self._cache, self._longest = model, cache, longest
-        self._draft = None if draft is None else Draft(draft, len(cache.lengths), chunk)
+        self._draft: Draft | HeadDraft | None = None if draft is None else Draft(draft, len(cache.lengths), chunk)
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
+        if draft is None and model.draft_head is not None and longest:
+            self._draft, self._draft_cost = HeadDraft(model, cache, chunk), relative_size_of_head(model)
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
         self.proposed, self.accepted = 0, 0  # tokens, of all requests so far
@@ -147,7 +151,7 @@ class SpeculativeDecoder:
     @property
     def bytes_of_draft(self) -> int:
         """How many bytes this rank has sent for the draft model."""
-        return 0 if self._draft is None else self._draft.model.ranks.counter.sent
+        return self._draft.model.ranks.counter.sent if isinstance(self._draft, Draft) else 0
 
     @cached_property
     def _times(self) -> tuple[float, ...]:
@@ -209,7 +213,7 @@ class SpeculativeDecoder:
         return proposals
 
     def _propose_by_draft(
-        self, draft: "Draft", slots: Sequence[Slot], limits: Sequence[int], room: int | None
+        self, draft: "Draft | HeadDraft", slots: Sequence[Slot], limits: Sequence[int], room: int | None
     ) -> tuple[int, list[list[int]]]:
         """How many tokens to propose for each slot, and the draft's for those whose requests it has read; [] for the others.
 
@@ -274,7 +278,7 @@ class Draft:
         wanted = {slot: min(left, self._chunk or left) for slot in slots if (left := self._behind(slot)) > 0}
         for slot, count in fair_shares(wanted, budget).items():
             start = self._tokens_read[slot]
-            ids = torch.tensor([_tokens(slot, start)[:count]], device=self.model.device)
+            ids = torch.tensor([slot.tokens_from(start, count)], device=self.model.device)
             self.model.next_logits(ids, None, self._cache.select([slot.row]), prompt=True)
             self._tokens_read[slot] = start + count
         return [slot for slot in slots if self._behind(slot) <= 0]
@@ -282,7 +286,7 @@ class Draft:
     def _behind(self, slot: Slot) -> int:
         """How many tokens must be read before `propose`, which reads the others: at least one, and at most CALLS[-1]."""
         request, read = slot.request, self._tokens_read[slot]
-        behind = len(request.prompt) + len(request.tokens) - read
+        behind = slot.tokens - read
         return max(len(request.prompt) - read, behind - CALLS[-1])
 
     def propose(self, slots: Sequence[Slot], count: int) -> list[list[int]]:
@@ -303,7 +307,7 @@ class Draft:
 
     def _catch_up(self, slots: Sequence[Slot]) -> torch.Tensor:
         """Read what each request has got since; this rank's logits after its last token, (batch, width)."""
-        unread = [_tokens(slot, self._tokens_read[slot]) for slot in slots]
+        unread = [slot.tokens_from(self._tokens_read[slot]) for slot in slots]
         counts = list(map(len, unread))
         most = next(tokens for tokens in CALLS if tokens >= max(counts))
         ids = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in unread], device=self.model.device)
@@ -315,15 +319,18 @@ class Draft:
         return local[torch.arange(len(slots)), torch.tensor(counts) - 1]
 
 
-def _tokens(slot: Slot, start: int) -> list[int]:
-    """The tokens of a request, of its prompt and new ones, from `start` on."""
-    prompt, tokens = slot.request.prompt, slot.request.tokens
-    return [*prompt[start:], *tokens[max(0, start - len(prompt)) :]]
-
-
 def relative_size(draft: LanguageModel, model: LanguageModel) -> float:
     """The time of a decoding step of the draft model in steps of the model: the ratio of their parameters."""
     return draft.config.elements / model.config.elements
+
+
+def relative_size_of_head(model: LanguageModel) -> float:
+    """The same for the model's draft head, which reads the rows of the vocabulary once more."""
+    config = model.config
+    head, vocabulary = config.draft_head, config.vocab_size * config.hidden_size
+    assert head is not None, "the model has no draft head"
+    own = sum(math.prod(field.shape) for field in head.fields(config.hidden_size))
+    return (own + vocabulary) / config.elements
 
 
 def check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | None) -> None:

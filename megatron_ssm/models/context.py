@@ -15,7 +15,7 @@ from attention2d.layout.token_order import local_length
 from attention2d.schedules.family import named_grids
 from commir import Mesh, Plan, Schedule, best_grid, search, verify
 from commir.lowering.scans import takes_slices
-from commir.programs import attention, selective_scan
+from commir.programs import attention, gated_delta, selective_scan
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place, placements_of
 from commir.searching.grids import VERIFIED, leaving_lse
@@ -79,24 +79,23 @@ def _searched(
 def scan_plan(
     group: ProcessGroup, config: Stack, tensor_ranks: int, seq: int, batch: int, fabric: Fabric | None = None
 ) -> tuple[Plan, bool]:
-    """(the best plan for the scan of a state-space layer, verified; whether the ranks of `group` exchange channels in it).
+    """(the best plan for the first recurrence of a model, verified; whether the ranks of `group` exchange channels in it).
 
     `commir.search` compares passing states with exchanging channels in forward, in fp32, by bytes or by the time on
     `fabric`. Backward sends about as much as forward in both forms, and the model's own step sizes travel a little
     differently, so near the number of tokens at which both send the same, the form that is taken may send a few per cent
-    more. Channels are exchanged only if they divide over the ranks; so must the groups that share B and C, if there are
-    several. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
-    verification would take long, the same messages are verified on fewer. Other arguments: as for `schedule_of`.
+    more. (Of a gated delta net with K = V up to a fifth: where states pass, backward sends no matrices.) Channels are
+    exchanged only if they divide over the ranks; so must the groups that share B and C, or q and k, if there are several.
+    All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose verification would
+    take long, the same messages are verified on fewer. Other arguments: as for `schedule_of`.
     """
     ranks, sizes = group.size(), config.recurrences[0]
-    program = selective_scan(
-        batch,
-        local_length("zigzag", seq, ranks) * ranks,
-        sizes.heads // tensor_ranks,
-        sizes.head_dim,
-        sizes.state,
-        groups=max(1, sizes.groups // tensor_ranks),
-    )
+    shape = batch, local_length("zigzag", seq, ranks) * ranks, sizes.heads // tensor_ranks
+    groups = max(1, sizes.groups // tensor_ranks)
+    if sizes.is_mapped:
+        program = gated_delta(*shape, sizes.state, sizes.head_dim, groups)
+    else:
+        program = selective_scan(*shape, sizes.head_dim, sizes.state, groups=groups)
     for plan in search(program, Mesh(rank=ranks), fabric, top=ALL):
         loops = {each.axis for each in placements_of(plan.schedule).values()}
         if loops <= {"seq"} or loops == {"heads"}:

@@ -31,9 +31,10 @@ from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives import counted as collectives
 
 from .context import agree_with_context, check_length, check_on_context_ranks, check_schedule, context_ranks
+from .draft_head import DraftHead
 from .inputs import can_be_sharded, check_ids, check_inputs, check_shares, pad_to_multiple
 from .lora import Lora, lora_fields
-from .loss import vocabulary_parallel_cross_entropy
+from .loss import cross_entropy
 from .parameters import attach_fields
 
 
@@ -42,7 +43,8 @@ class CallKind:
     """How a call counts. For the fields up to prompt see `Model.local_logits`.
 
     is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. speculative: see
-    `Model.speculative_logits`. compared: see `Model.next_logits`.
+    `Model.speculative_logits`. compared: see `Model.next_logits`. without_head: the call gives the input of the head instead
+    of logits, with sequence parallelism this rank's share of it.
     """
 
     logits_to_keep: int = 0
@@ -51,6 +53,7 @@ class CallKind:
     is_sharded: bool = False
     speculative: bool = False
     compared: bool = False
+    without_head: bool = False
 
     @property
     def is_prompt_or_sharded(self) -> bool:
@@ -70,9 +73,10 @@ class Model(TrackedModule):
     the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
     context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
 
-    The attribute directory is the checkpoint it was loaded from, or None; lora says which LoRA adapters it has, or None;
-    weights is "int8" or "int4" if the matrices are quantized, so that the model can only generate, and None otherwise;
-    graphs tells whether it may decode with CUDA graphs, and is False once a step could not be captured.
+    The attribute draft_head is the layer that guesses tokens, or None (see `load`). directory is the checkpoint it was
+    loaded from, or None; lora says which LoRA adapters it has, or None; weights is "int8" or "int4" if the matrices are
+    quantized, so that the model can only generate, and None otherwise; graphs tells whether it may decode with CUDA graphs,
+    and is False once a step could not be captured.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Model(TrackedModule):
         layers = [Layer(units, config.hidden_size, config.residual_in_fp32, self.place) for units in config.layers]
         self.layers = TrackedList(layers)
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks, offset=config.norm_offset)
+        self.draft_head = DraftHead(config, self.place) if config.has_draft_head else None
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
         self.attach_fields()
@@ -202,6 +207,9 @@ class Model(TrackedModule):
         paths = [f"layers.{i}.{name}" for i, layer in layers for name in getattr(layer, "names_with_state", ())]
         with HugePages():
             states = {path: modules[path].new_state(batch) for path in paths}
+        if self.draft_head is not None and self.context_ranks is None:
+            hidden = torch.zeros(batch, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+            states["final"] = State(per_token={"hidden": hidden})
         cache = Cache(states, torch.zeros(batch, dtype=torch.int64), max_length)
         if self.context_ranks is not None:
             cache.kv_lengths = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)
@@ -326,7 +334,9 @@ class Model(TrackedModule):
         if local is None:
             call = self._about(input_ids, mask, cache, lengths, is_decoding, sharding)
             new_per_rank = None if call.placement is None else call.placement.new_per_rank
-            if self.ranks.sequence_parallel:
+            if kind.without_head:
+                local = self.compute(input_ids, call, without_head=True)
+            elif self.ranks.sequence_parallel:
                 local = self.compute(input_ids, call)[:, :tokens][:, -keep:]
             else:
                 call = replace(call, speculative=True) if kind.speculative else call
@@ -399,11 +409,11 @@ class Model(TrackedModule):
         return replace(call, positions=positions, placement=placement, lengths=kv_lengths[rank].tolist())
 
     def compute(
-        self, input_ids: torch.Tensor, call: Call, cache: Cache | None = None, logits_to_keep: int = 0
-    ) -> torch.Tensor:
+        self, input_ids: torch.Tensor, call: Call, cache: Cache | None = None, logits_to_keep: int = 0,
+        without_head: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         """`local_logits` after its checks, for a cache with enough space; updates the cache but not its lengths."""
-        x = self.embeddings.embed(input_ids)
-        x = x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+        x = self.embedded(input_ids)
         embeddings = x if len(self.shared) else None  # without shared blocks they would only occupy memory
         read = self._tapes.read(self, call, cache, x)
         if read is not None:
@@ -411,10 +421,28 @@ class Model(TrackedModule):
         else:
             for index, layer in enumerate(self.layers):
                 x = layer(x, call, self.states_of(cache, index), self.shared, embeddings)
+        if cache is not None and "final" in cache.states:  # the draft head reads all hidden states
+            positions, x = call.positions, self.norm_f(x)
+            assert positions is not None, "a model with a draft head has attention"
+            final = cache.states["final"]
+            final.append(positions.new, positions.longest, call.rows, call.mask is not None, hidden=x)
+            return self.scaled_logits(x[:, -logits_to_keep:] if x.shape[1] > 1 else x)
         if call.sharding is not None and logits_to_keep:
             x = call.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
-        logits = self.logits_layer.logits(self.norm_f(x))
+        x = self.norm_f(x)
+        if without_head:
+            return x
+        return self.scaled_logits(x)
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings (batch, seq, hidden) of ids (batch, seq), times their constant."""
+        x = self.embeddings.embed(ids)
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+
+    def scaled_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's logits (batch, seq, width) of normalized hidden states, times their constant."""
+        logits = self.logits_layer.logits(x)
         return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
     def states_of(self, cache: Cache | None, layer: int) -> dict[str, State] | None:
@@ -469,8 +497,10 @@ class Model(TrackedModule):
             lambda: self._check_labels(input_ids, labels, ignore_index, seq),
             (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
         )
-        vocabulary = range(self.embeddings.start, self.embeddings.stop)
-        nats = vocabulary_parallel_cross_entropy(self.local_logits(input_ids), labels, vocabulary, self.ranks)
+        hidden = self._call(
+            input_ids, None, None, CallKind(is_sharded=self.context_ranks is not None, without_head=True)
+        )
+        nats = cross_entropy(hidden, self.logits_layer, labels, self.ranks, self.config.logits_scale)
         is_valid = labels != ignore_index
         sums = torch.stack([nats.masked_fill(~is_valid, 0).sum(), is_valid.sum().to(nats.dtype)])
         for group in self.copy_groups:

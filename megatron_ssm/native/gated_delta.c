@@ -41,11 +41,11 @@ enum { Q_ = 0, K_ = 2, V_ = 4, RATES = 6, STATE_ = 8, NEXT_ = 9 };
 typedef float Lanes VECTOR_OF(LANES);
 typedef float HalfLanes VECTOR_OF(LANES / 2);
 
-/* What a chunk of tokens, or the first of them alone, needs: keys and queries in columns (K, 2 * TOKENS), keys times what decays
-   until the end (K, TOKENS); beta; exp(c_i); factors of d_j in d_i, and in y_i. */
+/* What a chunk of tokens, or the first of them alone, needs: keys and queries (TOKENS, K); both in columns; keys times what decays
+   until the end, in columns; beta; g, and then exp(c_i); factors of d_j in d_i, and in y_i. */
 typedef struct {
-  float both[LARGEST][2 * TOKENS], later[LARGEST][TOKENS], beta[TOKENS], decay[TOKENS];
-  float keys[TOKENS][LARGEST], queries[TOKENS][LARGEST], corrections[TOKENS][TOKENS], scores[TOKENS][TOKENS];
+  float both[LARGEST][2 * TOKENS], later[LARGEST][TOKENS], keys[TOKENS * LARGEST], queries[TOKENS * LARGEST];
+  float beta[TOKENS], decay[TOKENS], corrections[TOKENS][TOKENS], scores[TOKENS][TOKENS];
 } Chunk;
 
 /* `count` numbers, at most LANES, as float32, and back. */
@@ -83,32 +83,10 @@ INLINE const void *token_of(const Delta *a, const void *p, int which, ptrdiff_t 
 INLINE void read_tokens(const Delta *a, Chunk *c, ptrdiff_t b, ptrdiff_t head, ptrdiff_t t, int count, int type) {
   ptrdiff_t K = a->K, key_head = head / (a->heads / a->key_heads);
   for (int i = 0; i < count; i++) {
-    normalize(token_of(a, a->k, K_, b, t + i, key_head * K, type), c->keys[i], K, 1, type);
-    normalize(token_of(a, a->q, Q_, b, t + i, key_head * K, type), c->queries[i], K, 1 / sqrtf(K), type);
+    normalize(token_of(a, a->k, K_, b, t + i, key_head * K, type), c->keys + i * K, K, 1, type);
+    normalize(token_of(a, a->q, Q_, b, t + i, key_head * K, type), c->queries + i * K, K, 1 / sqrtf(K), type);
     c->beta[i] = *(const float *)token_of(a, a->beta, RATES, b, t + i, head, FLOAT32);
     c->decay[i] = *(const float *)token_of(a, a->g, RATES, b, t + i, head, FLOAT32);
-  }
-}
-
-/* The rest of a chunk, from what `read_tokens` has written. */
-INLINE void prepare_chunk(const Delta *a, Chunk *c, int count) {
-  ptrdiff_t K = a->K;
-  float sums[TOKENS], sum = 0;
-  for (int i = 0; i < count; i++) sums[i] = sum += c->decay[i];
-  for (int i = 0; i < count; i++) {
-    c->decay[i] = exp_(sums[i]);
-    for (int j = 0; j <= i; j++) {
-      float between = exp_(sums[i] - sums[j]);
-      c->scores[i][j] = between * dot(c->queries[i], c->keys[j], K);
-      c->corrections[i][j] = j < i ? c->beta[i] * between * dot(c->keys[i], c->keys[j], K) : 0;
-    }
-  }
-  for (int i = 0; i < count; i++) {
-    float to_end = exp_(sum - sums[i]);
-    for (ptrdiff_t n = 0; n < K; n++) {
-      c->both[n][i] = c->keys[i][n], c->both[n][TOKENS + i] = c->queries[i][n];
-      c->later[n][i] = to_end * c->keys[i][n];
-    }
   }
 }
 
@@ -130,6 +108,42 @@ INLINE void prepare_chunk(const Delta *a, Chunk *c, int count) {
   }
 RECALL(recall_lanes, Lanes, 8)
 RECALL(recall_half_lanes, HalfLanes, 4)
+
+/* The products of each key, and then of each query, with each key. */
+INLINE void multiply_tokens(const Chunk *c, float products[2 * TOKENS][TOKENS], ptrdiff_t K) {
+  if (loop_level() == AVX512) {
+    Lanes found[2 * TOKENS][2];
+    for (int first = 0; first < 2 * TOKENS; first += 8) recall_lanes(c, c->both[0], 2 * TOKENS, K, first, found, 0);
+    for (int i = 0; i < 2 * TOKENS; i++) *(Lanes *)products[i] = found[i][0];
+  } else {
+    HalfLanes found[2 * TOKENS][2];
+    for (int first = 0; first < 2 * TOKENS; first += 4) recall_half_lanes(c, c->both[0], 2 * TOKENS, K, first, found, 1);
+    for (int i = 0; i < 2 * TOKENS; i++)
+      *(HalfLanes *)products[i] = found[i][0], *(HalfLanes *)(products[i] + LANES / 2) = found[i][1];
+  }
+}
+
+/* The rest of a chunk, from what `read_tokens` has written. */
+INLINE void prepare_chunk(const Delta *a, Chunk *c) {
+  ptrdiff_t K = a->K;
+  float sums[TOKENS], to_end[TOKENS], products[2 * TOKENS][TOKENS], sum = 0;
+  transpose_floats(c->keys, TOKENS, K, c->both[0], 2 * TOKENS);
+  transpose_floats(c->queries, TOKENS, K, c->both[0] + TOKENS, 2 * TOKENS);
+  multiply_tokens(c, products, K);
+  for (int i = 0; i < TOKENS; i++) sums[i] = sum += c->decay[i];
+#pragma omp simd
+  for (int i = 0; i < TOKENS; i++) to_end[i] = exp_(sum - sums[i]), c->decay[i] = exp_(sums[i]);
+  for (int i = 0; i < TOKENS; i++)
+#pragma omp simd
+    for (int j = 0; j < TOKENS; j++) { /* of later tokens j > i nothing is used */
+      float between = exp_(sums[i] - sums[j]);
+      c->scores[i][j] = between * products[TOKENS + i][j];
+      c->corrections[i][j] = c->beta[i] * between * products[i][j];
+    }
+  for (ptrdiff_t n = 0; n < K; n++)
+#pragma omp simd
+    for (int i = 0; i < TOKENS; i++) c->later[n][i] = to_end[i] * c->both[n][i];
+}
 
 /* A chunk of TOKENS tokens for one or two (`wide`) registers of columns of S. v, y: (TOKENS, stride). */
 #define CHUNK_OF(NAME, TYPE, RECALL_ROWS, ROWS)                                                                            \
@@ -174,7 +188,7 @@ CHUNK_OF(chunk_of_half_lanes, HalfLanes, recall_half_lanes, 4)
       _Pragma("GCC unroll 4")                                                                                             \
       for (int r = 0; r < registers; r++) {                                                                               \
         TYPE row = *(const TYPE *)(S + n * V + r * lanes);                                                                \
-        recalled[r] += c->keys[0][n] * row, read[r] += c->queries[0][n] * row;                                            \
+        recalled[r] += c->keys[n] * row, read[r] += c->queries[n] * row;                                            \
       }                                                                                                                   \
     }                                                                                                                     \
     for (int r = 0; r < registers; r++) {                                                                                 \
@@ -188,7 +202,7 @@ CHUNK_OF(chunk_of_half_lanes, HalfLanes, recall_half_lanes, 4)
       _Pragma("GCC unroll 4")                                                                                             \
       for (int r = 0; r < registers; r++) {                                                                               \
         TYPE *row = (TYPE *)(S + n * V + r * lanes);                                                                      \
-        *row = c->decay[0] * *row + c->keys[0][n] * d[r];                                                                 \
+        *row = c->decay[0] * *row + c->keys[n] * d[r];                                                                 \
       }                                                                                                                   \
     }                                                                                                                     \
   }
@@ -200,10 +214,10 @@ INLINE void token_of_columns(const Chunk *c, float *S, ptrdiff_t V, ptrdiff_t K,
                              ptrdiff_t first, int type) {
   for (ptrdiff_t i = first; i < V; i++) {
     float recalled = 0, read = 0;
-    for (ptrdiff_t n = 0; n < K; n++) recalled += c->keys[0][n] * S[n * V + i], read += c->queries[0][n] * S[n * V + i];
+    for (ptrdiff_t n = 0; n < K; n++) recalled += c->keys[n] * S[n * V + i], read += c->queries[n] * S[n * V + i];
     float d = c->beta[0] * (get(v, i, type) - c->decay[0] * recalled);
     put(y, i, c->decay[0] * read + score * d, type);
-    for (ptrdiff_t n = 0; n < K; n++) S[n * V + i] = c->decay[0] * S[n * V + i] + c->keys[0][n] * d;
+    for (ptrdiff_t n = 0; n < K; n++) S[n * V + i] = c->decay[0] * S[n * V + i] + c->keys[n] * d;
   }
 }
 
@@ -213,7 +227,7 @@ INLINE void one_token(const Delta *a, Chunk *c, float *S, ptrdiff_t b, ptrdiff_t
   void *y = at(a->y, ((b * a->seq + t) * a->heads + head) * V, type);
   read_tokens(a, c, b, head, t, 1, type);
   c->decay[0] = exp_(c->decay[0]);
-  float score = dot(c->queries[0], c->keys[0], K);
+  float score = dot(c->queries, c->keys, K);
   if (loop_level() == AVX512) {
     for (; first + COLUMNS * LANES <= V; first += COLUMNS * LANES)
       token_of_lanes(c, S + first, V, K, at(v, first, type), at(y, first, type), score, COLUMNS, type);
@@ -231,7 +245,7 @@ INLINE void one_chunk(const Delta *a, Chunk *c, float *S, ptrdiff_t b, ptrdiff_t
   const void *v = token_of(a, a->v, V_, b, t, head * V, type);
   void *y = at(a->y, ((b * a->seq + t) * a->heads + head) * V, type);
   read_tokens(a, c, b, head, t, TOKENS, type);
-  prepare_chunk(a, c, TOKENS);
+  prepare_chunk(a, c);
   if (loop_level() == AVX512) {
     for (; first + 2 * LANES <= V; first += 2 * LANES)
       chunk_of_lanes(c, S + first, V, K, at(v, first, type), v_stride, at(y, first, type), y_stride, 1, type);

@@ -273,7 +273,9 @@ def gated_delta(
     check_size("K", size, LARGEST_STATE)
     check_groups("value heads", heads, key_heads)
     rates, shape = (batch, seq, heads), (batch, heads, size, width)
-    check_shapes(q=(q, k.shape), k=(k, (batch, seq, key_heads, size)), g=(g, rates), beta=(beta, rates), state=(state, shape))
+    check_shapes(
+        q=(q, k.shape), k=(k, (batch, seq, key_heads, size)), g=(g, rates), beta=(beta, rates), state=(state, shape)
+    )
     q, k, v = map(token_major, (q, k, v))
     g, beta = without_gaps(g, beta)
     state, after = next_state(state, g, shape, overwrite)

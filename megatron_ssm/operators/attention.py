@@ -111,27 +111,40 @@ class AttentionSpec(Spec):
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`.
 
-        Training stores queries, keys and values, rotated ones, the output, and one number for each head; also where
-        activations are recomputed.
+        In a prompt, the projection stays until the output is computed. Norms make two copies in at least fp32; rotation
+        needs what it rotates and one more copy of keys; after attention there are queries, keys, and what the gate makes.
+
+        Training stores queries, keys and values, what norms make of them before their weights, what attention reads if that
+        is something else, cosines and sines of both, the output, a number for each head and norm, and a gate's sigmoid and
+        product; also where activations are recomputed. A gate's are freed when attention itself is in backward.
         """
-        s, rows, hidden = work.itemsize, self.rows(work.ranks), self.hidden_size
+        s, wide, rows, hidden = work.itemsize, work.wide_itemsize, self.rows(work.ranks), self.hidden_size
         q, kv, heads = rows["q"], rows["k"], self.heads // work.ranks
+        inputs, gate = self.input_size or hidden, rows.get("gate", 0)
+        projected = q + gate + 2 * kv
         rotated = q + kv if self.rope_theta else 0
         normed = q + kv if self.qk_norm_eps is not None else 0
+        changed = max(rotated, normed)
         copied = 2 * q if work.amx and s == 2 else 0
-        inputs, gate = self.input_size or hidden, rows.get("gate", 0)
         summed = (2,) if self.whole_norms and work.ranks > 1 else ()  # squares of queries and of keys
-        stored = q + gate + 2 * kv + 2 * normed + (rotated + self.head_dim if rotated else 0) + q + heads + 2 * gate
+        factors = 0 if not normed else 2 if self.whole_norms else (q + kv) // self.head_dim
+        angles = 2 * (self.rope_size or self.head_dim) if rotated else 0
+        stored = projected + normed + factors + changed + angles + q + heads + 2 * gate
         copies = 2 * self.kv_heads * self.head_dim if self.kv_heads < work.ranks else 0
         widths = (inputs,) + (1,) * self.qkv_bias
+        in_norms = 0
+        if normed and s != wide:
+            each = 2 * wide + s  # the copies of a number while its norm is computed
+            in_norms = 2 * wide * normed + s * q if self.whole_norms else max(each * q, s * q + each * kv)
+        in_rotation, after = normed + rotated + kv if rotated else 0, changed + q + max(copied, 2 * gate)
         return Sizes(
             keys=2 * kv * s,
             stages={
-                "attention": s * (2 * q + gate + 2 * kv + rotated + normed + copied),
-                "output": s * (q + hidden * (1 + self.bias)),
+                "attention": s * projected + max(in_norms, s * in_rotation, s * after),
+                "output": s * (projected + q + hidden * (1 + self.bias)),
             },
-            projected=s * (q + gate + 2 * kv), stored=stored, kept=stored, inner=summed, backward=summed,
-            gradients=(inputs + hidden) * work.share + 2 * (q + kv) + 2 * gate,
+            projected=s * projected, stored=stored, kept=stored, inner=summed, backward=summed,
+            gradients=(inputs + hidden) * work.share + 2 * (q + kv) - gate,
             parameters=tuple(copies * width for width in widths) if copies else (), attention=4 * self.heads * self.head_dim,
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """The gated delta net, split by key head over the tensor-parallel ranks.
 
-Each of T ranks holds 1/T of the key heads, and the value heads that use them: their rows of q, k, v, z, a and b, their channels of
-the convolution, and their states. With fewer key heads than ranks, consecutive ranks hold the same q and k, add up their
-gradients, and have 1/T of the value heads each. The norm is over one head, so that nothing is summed but the output of out_proj:
-one all-reduce per layer.
+Each of T ranks holds 1/T of the key heads, and the value heads that use them: their rows of q, k, v, z, a and b, their
+channels of the convolution, and their states. With fewer key heads than ranks, consecutive ranks hold the same q and k, add
+up their gradients, and have 1/T of the value heads each. The norm is over one head, so that nothing is summed but the
+output of out_proj: one all-reduce per layer.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from megatron_ssm.context.blocks import halo
 from megatron_ssm.context.channel_exchange import gated_delta_by_heads
 from megatron_ssm.context.scans import gated_delta_over_context
 from megatron_ssm.native import kernels
-from megatron_ssm.ops.gated_delta import gated_delta
+from megatron_ssm.ops.gated_delta import CHUNK, gated_delta
 from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
@@ -40,8 +40,8 @@ from .low_rank import adapter_of, adapter_of_parts
 from .operator import Lowered, Operator, Partial, Place, add_parts, lowered_linear
 from .state import State
 
-# How files store the rows of q, k, v, z, b and a: in four tensors, with q, k and v in one; in six, and also the convolution of
-# each apart; or in two, with the rows of each key head together
+# How files store the rows of q, k, v, z, b and a: in four tensors, with q, k and v in one; in six, and also the
+# convolution of each apart; or in two, with the rows of each key head together
 QKV_TOGETHER, APART, BY_KEY_HEAD = "q, k and v together", "apart", "by key head"
 FILES: dict[str, dict[str, str]] = {  # {layout: {tensor in files: our parts in it}}
     QKV_TOGETHER: {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"},
@@ -125,25 +125,36 @@ class GatedDeltaSpec(Spec):
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`.
 
-        In a prompt, at the recurrence: q, k, v, z, b and a, the convolution's outputs, g and beta in at least fp32, and y. In
-        training: the projections, the convolution, g and beta, y, and what the norm makes of it.
+        In a prompt, at the recurrence: q, k, v, z, b and a, the convolution's outputs, g and beta in at least fp32, and y.
+        In training: the projections but for b and a, the convolution, g and beta and what they are made of, and after the
+        recurrence y, the normalized y, that times its weight, silu(z), their product, and one number for each head.
+
+        Backward needs most in torch's chunks, beside what is stored before the recurrence and the gradients of y and z. Of
+        each token and value head, the chunks need seven numbers per key dimension (both sides of the triangular system, what
+        reads and writes the state, three gradients), five per value dimension (both sides, D, y, a gradient), five rows of
+        matrices within a chunk (one is a gradient), 1/CHUNK of a state, and a gradient that is being added to another. Of
+        each key head, they need q and k, four copies for products, and two rows. With several sequences it is up to a tenth
+        more, because products copy what they read.
         """
         ranks, s, wide = work.ranks, work.itemsize, work.wide_itemsize
         rows = self.rows(ranks)
-        q, v, heads, hidden = rows["q"], rows["v"], rows["b"], self.hidden_size
-        projected, convolved, state = 2 * q + 2 * v + 2 * heads, 2 * q + v, heads * self.key_dim * self.value_dim
-        copied = 2 * self.key_heads * self.key_dim if self.key_heads % ranks else 0  # rows that several ranks hold
+        q, v, heads, hidden, K, V = rows["q"], rows["v"], rows["b"], self.hidden_size, self.key_dim, self.value_dim
+        projected, convolved, state = 2 * q + 2 * v + 2 * heads, 2 * q + v, heads * K * V
+        copied = 2 * self.key_heads * K if self.key_heads % ranks else 0  # rows that several ranks hold
         parameters = tuple(copied * width for width in (hidden, self.conv_kernel)) if copied else ()
-        stored = projected + 2 * convolved + 4 * heads + 2 * q + 6 * v + 2 * heads
+        after = 5 * v + heads
+        in_chunks = heads * (7 * K + 5 * V + 5 * CHUNK + max(K, V, CHUNK) + 3) + state / CHUNK
+        in_chunks += 6 * q + q // K * 2 * (CHUNK + 1)
         return Sizes(
             state=self.history * convolved * s + state * wide,
             stages={
                 "scan": s * (projected + convolved + v) + 4 * wide * heads,
                 "output": s * (v + hidden),
             },
-            projected=s * projected, stored=stored, gradients=hidden * work.share + 3 * v,
-            parameters=parameters + ((self.value_dim,) if ranks > 1 else ()), passed=state,
-            mapped=heads * self.key_dim**2, convolved=convolved, scan=8 * self.value_heads * self.key_dim * self.value_dim,
+            projected=s * projected, stored=2 * q + 2 * v + convolved + (4 + (self.most_beta != 1.0)) * heads + after,
+            gradients=hidden * work.share + 2 * v - after + in_chunks,
+            parameters=parameters + ((V,) if ranks > 1 else ()), passed=state, mapped=heads * K**2, convolved=convolved,
+            scan=8 * self.value_heads * K * V,
         )  # fmt: skip
 
 
@@ -163,9 +174,7 @@ class GatedDelta(Operator):
         super().__init__(place)
         self.spec, self.rows = spec, spec.rows(ranks.size)
         self.heads = self.rows["b"]
-        shared: dict[str, Any] = (
-            dict(shared=("q", "k"), pieces=spec.key_heads) if spec.key_heads < ranks.size else {}
-        )
+        shared: dict[str, Any] = dict(shared=("q", "k"), pieces=spec.key_heads) if spec.key_heads < ranks.size else {}
         for name in ("A_log", "dt_bias"):
             self.register_parameter(name, nn.Parameter(torch.empty(self.heads, dtype=wide, device=place.device)))
         self.norm_weight = nn.Parameter(torch.empty(spec.value_dim, **where))

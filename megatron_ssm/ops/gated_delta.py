@@ -4,11 +4,12 @@ For each value head, with the state S (K, V), the log decay g <= 0 and the rate 
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  y = S^T q          (Gated Delta Networks, equation 10)
 
-q and k are normalized first, and q is divided by sqrt(K). As in `ops.scan`, tensors are (batch, seq, ...) of this rank's heads,
-nothing is communicated, and the states before the first token and after the last one are at least fp32 and have gradients.
-Three forms: `gated_delta_ref`, token by token, differentiated by autograd; torch, in chunks; C, on the CPU.
+q and k are normalized first, and q is divided by sqrt(K). As in `ops.scan`, tensors are (batch, seq, ...) of this rank's
+heads, nothing is communicated, and the states before the first token and after the last one are at least fp32 and have
+gradients. Three forms: `gated_delta_ref`, token by token, differentiated by autograd; torch, in chunks; C, on the CPU.
 
-A chunk of tokens (section 3.3, the UT transform): with c_i the sum of g up to token i of the chunk, and L_ij = exp(c_i - c_j),
+A chunk of tokens (section 3.3, the UT transform): with c_i the sum of g up to token i of the chunk, and L_ij = exp(c_i -
+c_j),
 
     (I + A) [U | W] = beta [v | exp(c) k],  A_ij = beta_i (k_i . k_j) L_ij below the diagonal;  D = U - W S
     y = exp(c) q S + (q k^T * L) D up to the diagonal;  S <- exp(c_last) S + (exp(c_last - c) k)^T D
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ssm.native import kernels
@@ -69,22 +71,42 @@ def gated_delta(
     wide = at_least_fp32(v.dtype)
     with torch.autocast(v.device.type, enabled=False):
         inputs: list[Any] = [t if t is None else t.to(wide) for t in (q, k, v, g, beta, state)]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and fits and kernels.usable(*inputs):
+            y, state = _NativeForward.apply(*inputs)
+        elif torch.is_grad_enabled():
             y, state = checkpoint(_chunks, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             y, state = _chunks(*inputs)
         return y.to(v.dtype), state
 
 
-def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+class _NativeForward(torch.autograd.Function):
+    """`gated_delta` by the C kernel. Backward computes it again in torch, chunk by chunk, and differentiates that."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        return kernels.gated_delta(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, adjoint: Tensor) -> tuple[Tensor | None, ...]:
+        inputs: list[Any] = [t if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            outputs = _chunks(*inputs)
+        found = iter(torch.autograd.grad(outputs, [t for t in inputs if t is not None], (dy, adjoint)))
+        return tuple(t if t is None else next(found) for t in inputs)
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """`gated_delta` in torch, chunk by chunk."""
     (batch, seq, heads, width), (groups, size) = v.shape, k.shape[2:]
     length = min(CHUNK, seq)
     chunks = -(-seq // length)
 
-    def in_chunks(x: Tensor, of_values: bool) -> Tensor:  # (batch, chunks, key heads, value heads of each or 1, tokens, ...)
+    def in_chunks(
+        x: Tensor, of_values: bool
+    ) -> Tensor:  # (batch, chunks, key heads, value heads of each or 1, tokens, ...)
         """Padding has g = 0 and beta = 0, so that it does not change the state."""
         padded = torch.cat([x, x.new_zeros(batch, chunks * length - seq, *x.shape[2:])], dim=1) if seq % length else x
         apart = padded.view(batch, chunks, length, groups, heads // groups if of_values else 1, *x.shape[3:])

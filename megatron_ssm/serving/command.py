@@ -73,7 +73,7 @@ def serve(arguments: Namespace) -> None:
         )
         models = [
             load(directory, group, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
-                 weights=arguments.weights)
+                 weights=arguments.weights, draft_head=arguments.draft_head and directory is arguments.model)
             for directory in (arguments.model, arguments.draft) if directory is not None
         ]  # fmt: skip
         # run_local_ranks has made the folder, for its ranks only.

@@ -87,25 +87,41 @@ class TrainingMemory:
         """What a unit stores from forward to backward."""
         side = unit.side.part.spec.sizes(self.work) if unit.side else Sizes()
         if self.recompute:
-            return self._hidden + side.kept + sum(each.kept for each in self._sizes(unit))
-        norm = self.work.norm(self.config.hidden_size) + self._scaled(unit)
-        return norm + side.stored + sum(each.stored for each in self._sizes(unit))
+            return self._hidden + side.kept + sum(each.kept for each in self._sizes(unit)) + self._after(unit)
+        norm = (self._norm if unit.norm else 0) + self._scaled(unit)
+        return self._hidden + norm + side.stored + sum(each.stored for each in self._sizes(unit)) + self._after(unit)
+
+    @property
+    def _norm(self) -> float:
+        """What a norm of a hidden state stores besides its input, or, after the operators, besides the unit's input."""
+        return self.work.norm(self.config.hidden_size) - self._hidden
+
+    def _after(self, unit: Unit) -> float:
+        """What a norm after the operators stores, which is freed before these are in backward.
+
+        It is recomputed together with operators that do not attend, and then their sum over ranks is kept.
+        """
+        if unit.post_norm is None:
+            return 0
+        attends = any(part.spec.attention for part in unit.operators)
+        return self._norm if attends or not self.recompute else self._hidden * (self.ranks > 1)
 
     def _scaled(self, unit: Unit) -> float:
-        """The copies of the operators' input that are multiplied by constants, beside one that all of them read."""
+        """The copies of the operators' input that are multiplied by constants; if no operator reads it, they replace it."""
         scaled = sum(part.input_scale != 1.0 for part in unit.operators)
-        return self.config.hidden_size * max(0, scaled - (scaled == len(unit.operators)))
+        return self.config.hidden_size * scaled - self._hidden * (scaled == len(unit.operators))
 
     def _backward(self, unit: Unit) -> float:
         """What exists in the worst moment of a unit's backward, besides what units store in forward."""
         sizes, hidden = self._sizes(unit), self.config.hidden_size
-        most = max((each.gradients for each in sizes), default=0)
+        most = max((each.gradients for each in sizes), default=0) - self._after(unit)
         if not self.recompute:
             return most
-        most += (
-            self.work.norm(hidden) - self._hidden + self._scaled(unit) + sum(each.stored - each.kept for each in sizes)
-        )
+        most += (self._norm if unit.norm else 0) + self._scaled(unit) + sum(each.stored - each.kept for each in sizes)
         most += hidden - self._hidden  # the gathered output of the norm, if tokens are divided
+        for part, each in zip(unit.operators, sizes, strict=True):
+            if part.spec.attention and len(sizes) > 1:  # it comes first, and leaves the gradient of its projection
+                most -= each.kept - each.projected / self.itemsize
         peaks = unit.side.part.spec.sizes(self.work).peaks if unit.side else ()
         return max((most, *peaks))
 

@@ -89,8 +89,9 @@ class Memory:
 
     @property
     def keys_and_values_per_token(self) -> int:
-        """Bytes of one token's keys and values, in all layers."""
-        return sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
+        """Bytes of one token's keys and values, in all layers; and of the hidden state that a draft head reads."""
+        hidden = self.itemsize * self.config.hidden_size if self.config.has_draft_head else 0
+        return hidden + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
 
     def cache(self, batch: int, length: int) -> int:
         """Bytes of the cache that `model.new_cache(batch, length)` creates for `batch` sequences of `length` tokens."""

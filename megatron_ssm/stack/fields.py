@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 
 @dataclass(frozen=True)
 class Field:
@@ -92,8 +90,11 @@ class Field:
         parts = []
         for first, *rest in self.places(rank, size):
             parts.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
-        part = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return part.movedim(0, self.split).reshape(self.local_shape(rank, size)) if self.heads else part
+        part = parts[0] if len(parts) == 1 else _joined(parts)
+        if not self.heads:
+            return part
+        assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
+        return part.movedim(0, self.split).reshape(self.local_shape(rank, size))
 
     def write(self, tensor: Any, piece: Any, rank: int, size: int) -> None:
         """Copy `piece`, the part of `rank` of `size`, into Hugging Face's full tensor."""
@@ -134,6 +135,13 @@ class Field:
         return runs
 
 
+def _joined(parts: list[Any]) -> Any:
+    """Tensors one below the other."""
+    import torch  # not before: what only names fields, such as the server's launcher, starts without it
+
+    return torch.cat(parts)
+
+
 def field_of(parameter: Any) -> Field:
     """The field that a model's parameter holds; models attach it."""
     return parameter.field
@@ -162,8 +170,8 @@ def rows_of(
     """The fields `name`.PART that are rows of the one tensor `hf`; arguments as for `packed`."""
     start, stride = 0, sum(rows.values()) // blocks
     for part, count in rows.items():
-        where = dict(start=start, block=count // blocks, stride=stride) if blocks > 1 else dict(start=start)
-        yield Field(f"{name}.{part}", hf, (count, *trailing), 0, units[part], **where, init=init)
+        block, step = (count // blocks, stride) if blocks > 1 else (0, 0)
+        yield Field(f"{name}.{part}", hf, (count, *trailing), 0, units[part], start, block, step, init=init)
         start += count // blocks
 
 

@@ -76,9 +76,9 @@ class Family:
     the model, besides `IGNORED_FIELDS`. unsupported_by_peft: names of linear layers whose adapters PEFT refuses to load.
     from_options: makes the family's own fields of a new model's config.json from training options; None: it cannot.
     shares_blocks: whether some layers use a shared block. pattern: {symbol of Megatron's layer patterns: the name of such a
-    layer in config.json}; None: the family has no layer specs for Megatron. made_from_pattern:
-    whether --hybrid-override-pattern makes a new model of it. nested: where config.json has the fields of the language model,
-    whose own model_type then is the family. tokenizer_class: transformers' class where no file names one.
+    layer in config.json}; None: the family has no layer specs for Megatron. made_from_pattern: whether
+    --hybrid-override-pattern makes a new model of it. nested: where config.json has the fields of the language model, whose
+    own model_type then is the family. tokenizer_class: transformers' class where no file names one.
     """
 
     name: str

@@ -21,8 +21,8 @@ class AttentionSizes:
 class RecurrenceSizes:
     """The sizes of a recurrence before it is split. A state is (heads, head_dim, state); groups of heads share B and C.
 
-    unit: what the heads are called in errors. is_mapped: whether a block maps an incoming state by a matrix (state, state) of
-    each head, and not by a factor of each head or number.
+    unit: what the heads are called in errors. is_mapped: whether a block maps an incoming state by a matrix (state, state)
+    of each head, and not by a factor of each head or number.
     """
 
     heads: int

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .fields import Field, divide_either_way, norm_field
+from .fields import Field, divide_either_way, divides, norm_field
 from .sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
 
 
@@ -51,7 +51,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm over the hidden size. name: of the module; hf: of the weight in files; offset: what is added to the weight."""
+    """An RMSNorm over the hidden size. name: of the module; hf: of the weight in files; offset: is added to the weight."""
 
     name: str
     hf: str
@@ -130,6 +130,30 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class DraftHead:
+    """A layer that guesses tokens (`models.draft_head`). hf: what the names of its tensors in files begin with.
+
+    eps, offset: of its norms, besides those of its units.
+    """
+
+    units: tuple[Unit, ...]
+    hf: str
+    eps: float
+    offset: float = 0.0
+
+    def fields(self, hidden: int) -> Iterator[Field]:
+        """Its parameters."""
+        yield Field("draft_head.fc.weight", f"{self.hf}fc.weight", (hidden, 2 * hidden), 1, 2 * hidden)
+        for ours, theirs in DRAFT_NORMS.items():
+            yield norm_field(f"draft_head.{ours}.weight", f"{self.hf}{theirs}.weight", hidden, self.offset)
+        for unit in self.units:
+            yield from unit.fields("draft_head.layer.", hidden)
+
+
+DRAFT_NORMS = dict(embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", norm_f="norm")
+
+
+@dataclass(frozen=True)
 class Stack:
     """The sizes, constants and parts of one model.
 
@@ -138,9 +162,10 @@ class Stack:
     the embeddings, and the logits. draws: how a new model is initialized, as {kind of a field: kind that takes its place},
     with the deviation draws_std of normal ones (see `models.initialization`); {}: as state-spaces' Mamba does. embeddings,
     final_norm, head: the names of their tensors in files. aliases: (what names of tensors in files begin with, what else
-    they may begin with). skipped: (what names of other tensors in files begin with, what they are), which are left out. recut:
-    names of tensors that files may cut into rows in another way, one below the other. root: what most of these names begin with; modules: what transformers' names of modules begin with
-    instead. norm_eps: of the final norm; norm_offset: what it adds to its weight.
+    they may begin with). skipped: (what names of other tensors in files begin with, what they are), which are left out.
+    recut: names of tensors that files may cut into rows in another way, one below the other. draft_head: what checkpoints
+    may ship; has_draft_head: whether the model has it. root: what most of these names begin with; modules: what
+    transformers' names of modules begin with instead. norm_eps: of the final norm; norm_offset: what it adds to its weight.
 
     raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
     """
@@ -164,6 +189,8 @@ class Stack:
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     recut: tuple[tuple[str, ...], ...] = ()
+    draft_head: DraftHead | None = None
+    has_draft_head: bool = False
     eos_token_ids: tuple[int, ...] = ()
     draws: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     draws_std: float = field(default=0.02, compare=False, repr=False)
@@ -239,7 +266,16 @@ class Stack:
         found.append(norm_field("norm_f.weight", self.final_norm, hidden, self.norm_offset))
         if not self.tie_embeddings:
             found.append(Field("lm_head.weight", self.head, (vocab, hidden), split=0))
+        if self.has_draft_head and self.draft_head is not None:
+            found.extend(self.draft_head.fields(hidden))
         return tuple(found)
+
+    def with_draft_head(self) -> "Stack":
+        """The same with the draft head that its checkpoints ship; ValueError if they have none."""
+        head = self.draft_head
+        if head is None:
+            raise ValueError(f"draft_head=True: this {self.family} model has no draft head (mtp.*)")
+        return replace(self, has_draft_head=True, skipped=tuple(each for each in self.skipped if each[0] != head.hf))
 
     def names_in_files(self, hf: str) -> Iterator[str]:
         """The names under which checkpoints store a tensor: its own first, then older ones and those of tied tensors."""
@@ -263,6 +299,8 @@ class Stack:
         specs = {spec: None for _, spec in self.operators} | {part.spec: None for part in self.shared}
         for spec in specs:
             spec.check_ranks(size)
+        if self.has_draft_head:
+            divides(2 * self.hidden_size, size, "inputs of the draft head")
 
     def to_dict(self, dtype: str) -> dict:
         """The config.json of a checkpoint of this model whose tensors are stored as `dtype` ('float32', ...)."""

@@ -221,7 +221,9 @@ class Builder:
         """y (one float32) = the sum of the squares of x."""
         self._add("squares", x=x, y=y, n=(x.width,))
 
-    def whole_norm(self, x: Buffer, summed: Summed, column: int, count: int, weight: Tensor, eps: float, offset: float) -> None:
+    def whole_norm(
+        self, x: Buffer, summed: Summed, column: int, count: int, weight: Tensor, eps: float, offset: float
+    ) -> None:
         """RMSNorm in place of `count` numbers, of which x are this rank's; column: of the sum that has their squares."""
         self._typed(weight)
         n = x.width, column, summed.part.width, count

@@ -112,6 +112,7 @@ BY_HAND = commir.place(Schedule(product(), MESH), gpu="rows")
         (lambda: programs.attention(scale=True), "scale=True: it must be a number, or None"),
         (lambda: programs.attention(scale="1"), "scale='1': it must be a number, or None"),
         (lambda: programs.selective_scan(groups=None), "groups=None: it must be a whole number of at least 1"),
+        (lambda: programs.gated_delta(heads=0), "heads=0: it must be a whole number of at least 1"),
         (lambda: MESH.with_speeds(None), r"speeds=None: they are given as \{mesh axis: \(seconds, bytes per second\)\}"),
         (lambda: Mesh.of_axes(["gpu"]), r"a mesh consists of MeshAxis\(name, size, level\), not \('gpu',\)"),
         (lambda: PLAN.shard(dict.fromkeys("qkv", torch.zeros(1, 8, 2, 4)), "0"), "rank '0' is no whole number"),

@@ -99,7 +99,13 @@ CASES = {
     "qwen3.5": ("qwen3_5_text", {}),
     "qwen3.5-3-values-of-a-key": (
         "qwen3_5_text",
-        dict(linear_num_key_heads=4, linear_num_value_heads=12, linear_value_head_dim=4, linear_conv_kernel_dim=3, vocab_size=5),
+        dict(
+            linear_num_key_heads=4,
+            linear_num_value_heads=12,
+            linear_value_head_dim=4,
+            linear_conv_kernel_dim=3,
+            vocab_size=5,
+        ),
     ),
     "qwen3.5-1-key-head-tied-biases": (
         "qwen3_5_text",

@@ -38,12 +38,11 @@ RAW = {
     for changes in [changes | dict(hidden_size=16, num_hidden_layers=2, mamba_d_state=4)]
     for changes in [changes if name == "jamba" else changes | dict(mamba_n_heads=4, mamba_d_ssm=32)]
 }
+MIXED = dict(hidden_size=16, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 RAW |= {
-    name: hf.CONFIGS[name][0](
-        **hf.SMALL | hf.CONFIGS[name][1] | dict(hidden_size=16, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    ).to_dict()
+    name: hf.CONFIGS[name][0](**hf.SMALL | hf.CONFIGS[name][1] | MIXED).to_dict()
     for name in ("qwen3_5_text", "olmo_hybrid")
-}  # fmt: skip
+}
 STEPS = 10  # of a run's 20, those that a curve shows: three of warm-up, and half of the decay
 VOCAB = 61  # not divisible: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(

@@ -21,6 +21,7 @@ CASES = [
     (programs.decode_attention, (2, 8, 8, 32, 8), ["kv"]),
     (programs.matmul_reduce_scatter, (16, 16, 32), ["inner", "cols", Placement("rows", True)]),
     (programs.selective_scan, (4, 32, 8, 2, 4), ["seq", "heads", "batch"]),
+    (programs.gated_delta, (4, 32, 8, 2, 4), ["seq", "heads", "batch"]),
 ]
 
 

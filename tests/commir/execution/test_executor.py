@@ -283,12 +283,16 @@ def test_other_lengths_of_queries_and_keys(ranks, world, placement):
         differentiable(plan)
 
 
-@pytest.mark.parametrize("first", ["x", "dt", "A"])
-def test_outputs_have_the_dtype_of_the_narrow_inputs(first):
-    """Whichever input is the first; dt and A are kept in at least fp32. Every rank holds and sends what is predicted."""
-    program = programs.selective_scan(2, 8, 4, dtype="bfloat16")
+@pytest.mark.parametrize("make, first", [
+    (programs.selective_scan, "x"), (programs.selective_scan, "dt"), (programs.selective_scan, "A"),
+    (programs.gated_delta, "q"), (programs.gated_delta, "g"),
+])  # fmt: skip
+def test_outputs_have_the_dtype_of_the_narrow_inputs(make, first):
+    """Whichever input is first; some are kept in at least fp32. Every rank holds and sends what is predicted."""
+    program = make(2, 8, 4, dtype="bfloat16")
     program = replace(program, inputs=tuple(sorted(program.inputs, key=lambda each: each.name != first)))
-    inputs = {name: x if name in ("dt", "A") else x.bfloat16() for name, x in float_inputs(program).items()}
+    wide = "dt", "A", "g", "beta"
+    inputs = {name: x if name in wide else x.bfloat16() for name, x in float_inputs(program).items()}
     for placement in ("heads", "seq"):
         plan, counts = place(Schedule(program, Mesh(x=2)), x=placement).lower(), []
         assert interpret(plan, inputs, counts)["y"].dtype == torch.bfloat16

@@ -19,7 +19,7 @@ VALUES = [None, [], {}, 0, -1, 5, 10**30, 1.5, True, "x", "a\nb", [1], [["x"]]]
 
 
 def some_plans():
-    """Attention with a ring and a split axis, and a scan."""
+    """Attention with a ring and a split axis, and a scan with rates."""
     attention, mesh = programs.attention(1, 4, 2, 16, 4), Mesh(x=2, y=2).split("y", c=2)
     return [
         place(Schedule(attention, mesh), x=Placement("q", True), c="heads").lower(),
@@ -185,9 +185,11 @@ def more_plans():
     backward = Schedule(programs.attention(1, 4, 4, 16, 4, backward=True), Mesh(x=2))
     whole = place(Schedule(programs.weighted_sum(8, 8), Mesh(x=2)).replicate("c", "x"), x="cols")
     states = place(Schedule(programs.selective_scan(1, 8, 4), Mesh(x=4)), x="seq")
+    mapped = place(Schedule(programs.gated_delta(1, 8, 4, 2, 2), Mesh(x=2)), x="seq")
     swapped = place(kept, x="heads", y="q")
     scattered = place(Schedule(programs.matmul_reduce_scatter(8, 8, 8), Mesh(x=2)), x="inner")
-    return [each.lower() for each in (travelling, swapped, place(backward, x="heads"), whole, scattered, states)]
+    scheduled = travelling, swapped, place(backward, x="heads"), whole, scattered, states, mapped
+    return [each.lower() for each in scheduled]
 
 
 def test_the_error_names_the_step_that_was_changed():

@@ -91,6 +91,11 @@ def changed_scale(scale):
             "attention: the tile attention has the inputs q, k, v, not k, v",
         ),
         (lambda: replace(programs.selective_scan(), options=(("a", 1),)), "selective_scan has the options none, not a"),
+        (
+            lambda: programs.gated_delta().resized(key_dim=64),
+            "scan of gated_delta has no rates, so map must be square, not of key_dim 64, entering_dim 128",
+        ),
+        (lambda: programs.gated_delta(heads=6, groups=4), "6 heads do not divide into 4 groups"),
         (lambda: program(kinds="w"), "operand a is kept along rows, which is whole in every tile"),
         (lambda: replace(program(), inputs=(), tile="1.0"), "copy needs at least one input that its caller gives"),
         (lambda: replace(programs.attention(), outputs=(), results=()), "attention needs at least one output"),

@@ -20,6 +20,7 @@ PROGRAMS = [
     programs.attention(1, 4, 2, 256, 16, backward=True),
     programs.all_gather_matmul(256, 256, 64),
     programs.selective_scan(1, 64, 8),
+    programs.gated_delta(1, 64, 8, 4, 4, 2),
 ]
 
 

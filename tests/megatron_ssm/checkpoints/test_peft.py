@@ -39,7 +39,11 @@ CASES = {
     "granite": ("granitemoehybrid", dict(attention_bias=True), "in_proj k_proj v_proj input_linear output_linear"),
     "falcon-h1": ("falcon_h1", dict(mamba_rms_norm=True), "in_proj out_proj k_proj o_proj gate_proj down_proj"),
     "jamba": ("jamba", {}, "in_proj x_proj out_proj q_proj o_proj up_proj"),
-    "qwen3.5": ("qwen3_5_text", {}, "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj q_proj k_proj o_proj down_proj"),
+    "qwen3.5": (
+        "qwen3_5_text",
+        {},
+        "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj q_proj k_proj o_proj down_proj",
+    ),
     "olmo": ("olmo_hybrid", {}, "q_proj k_proj g_proj a_proj o_proj v_proj up_proj"),
 }
 
@@ -227,7 +231,9 @@ def test_new_adapters(ranks, tp, case):
 
 
 @pytest.mark.parametrize("dp", (1, 2))
-@pytest.mark.parametrize("family", sorted({family for family, _, names in CASES.values() if "in_proj" in names.split()}))
+@pytest.mark.parametrize(
+    "family", sorted({family for family, _, names in CASES.values() if "in_proj" in names.split()})
+)
 @pytest.mark.parametrize("target", ("in_proj", "out_proj"))
 def test_a_line_names_what_peft_refuses(ranks, family, target, dp, caplog):
     """Once, on the first rank, exactly where PEFT does not take this target of this family."""

@@ -11,7 +11,7 @@ import megatron_ssm
 from attention2d import Ring
 from cases import SCHEDULES, groups_of, oracle
 from commir import Mesh, Schedule, verify
-from commir.programs import selective_scan
+from commir.programs import gated_delta, selective_scan
 from commir.scheduling.loop_nest import Illegal
 from commir.scheduling.placements import place
 from megatron_ssm import families
@@ -149,23 +149,28 @@ def test_wrong_requests_are_one_error_on_every_rank(ranks, world, oracle):
 def forms(config, ranks, seq, batch):
     """Bytes that a rank sends in fp32, by the formulas of docs/concepts/passing-states.md: (states, channels or None)."""
     mixer = config.layers[0][0].operators[0].spec
-    channels, n = mixer.channels, mixer.state_size
-    heads = mixer.heads if hasattr(mixer, "groups") else channels
-    groups = mixer.groups if hasattr(mixer, "groups") else mixer.heads
-    s, d = batch * channels * n, batch * heads
-    tokens = batch * (2 * ranks * -(-seq // (2 * ranks))) // ranks
-    is_sliced = ranks > 2 and heads % ranks == 0
+    if is_mapped := hasattr(mixer, "key_dim"):
+        heads, groups, n = mixer.value_heads, mixer.key_heads, mixer.key_dim
+        channels, numbers, d = heads * mixer.value_dim, 2 * heads, batch * heads * n * n
+    else:
+        channels, n = mixer.channels, mixer.state_size
+        heads = mixer.heads if hasattr(mixer, "groups") else channels
+        groups = mixer.groups if hasattr(mixer, "groups") else mixer.heads
+        numbers, d = heads, batch * heads
+    s, tokens = batch * channels * n, batch * (2 * ranks * -(-seq // (2 * ranks))) // ranks
+    is_sliced = (ranks > 2 or is_mapped) and heads % ranks == 0
     states = (ranks - 1) * (4 * s + 2 * d) // ranks if is_sliced else 2 * (ranks - 1) * (s + d)
     if heads % ranks or (groups > 1 and groups % ranks):
         return 4 * states, None
     shared = 2 * n * groups * tokens * (ranks - 1) // (1 if groups == 1 else ranks)
-    return 4 * states, 4 * ((2 * channels + heads) * tokens * (ranks - 1) // ranks + shared)
+    return 4 * states, 4 * ((2 * channels + numbers) * tokens * (ranks - 1) // ranks + shared)
 
 
 @pytest.mark.parametrize("world", (2, 3, 4, 5))
 def test_a_search_takes_the_form_that_sends_less(ranks, world):
     """In every family; sizes that do not divide over 3 or 5 ranks pass states."""
-    configs = {family: families.read(checkpoint(family)) for family in ("mamba", "mamba2", "zamba", "zamba2")}
+    names = "mamba", "mamba2", "zamba", "zamba2", "qwen3_5_text"
+    configs = {family: families.read(checkpoint(family)) for family in names}
     lengths = (8 * world, 64 * world + 1)
 
     def run(rank):
@@ -185,11 +190,14 @@ def test_a_search_takes_the_form_that_sends_less(ranks, world):
     assert {exchanges for exchanges, *_ in results[0].values()} == ({True, False} if world in (2, 4) else {False})
 
 
-@pytest.mark.parametrize("sizes", ({}, {"groups": 2}, {"heads": 5120, "dim": 1}), ids=str)
+@pytest.mark.parametrize("make, sizes", (
+    (selective_scan, {"dim": 64}), (selective_scan, {"dim": 64, "groups": 2}), (selective_scan, {"heads": 5120}),
+    (gated_delta, {}), (gated_delta, {"groups": 2}),
+), ids=lambda each: getattr(each, "__name__", str(each)))  # fmt: skip
 @pytest.mark.parametrize("count", (17, 34, 64, 97, 128, 300))
-def test_a_large_plan_is_verified_with_the_same_messages(count, sizes):
+def test_a_large_plan_is_verified_with_the_same_messages(count, make, sizes):
     """As it is, or on at least three ranks, which send what the large number does."""
-    program = selective_scan(1, 2 * count, **{"heads": 2 * count, "dim": 64} | sizes)
+    program = make(1, 2 * count, **{"heads": 2 * count} | sizes)
     for axis in ("seq", "heads"):
         try:
             plan = place(Schedule(program, Mesh(rank=count)), rank=axis).lower()
@@ -221,7 +229,7 @@ def test_the_choice_follows_the_fabric(ranks, world):
 
 
 @pytest.mark.parametrize("cp", (2, 4))
-@pytest.mark.parametrize("name", ("mamba", "mamba2-1-group"))
+@pytest.mark.parametrize("name", ("mamba", "mamba2-1-group", "qwen3.5-3-values-of-a-key"))
 def test_layers_send_what_the_plans_say(ranks, name, cp, oracle):
     """The two forms of a model differ by the bytes by which the plans of its layers differ."""
     oracle = oracle(name, torch.float32)
@@ -238,8 +246,8 @@ def test_layers_send_what_the_plans_say(ranks, name, cp, oracle):
         return sent, scan_plan(dist.group.WORLD, config, 1, seq, len(oracle.ids))
 
     states, channels = forms(config, cp, seq, len(oracle.ids))
-    step_sizes = 0 if cp > 2 else 4 * len(oracle.ids) * config.recurrences[0].heads
+    step_sizes = 0 if cp > 2 or config.recurrences[0].is_mapped else 4 * len(oracle.ids) * config.recurrences[0].heads
     for (exchanging, passing), (plan, exchanges) in ranks(run, cp):
         assert exchanges and plan.bytes_per_rank == channels
         # On two ranks the plan gathers step sizes, of which the model sends half.
-        assert passing - exchanging == config.num_layers * (states - step_sizes - channels)
+        assert passing - exchanging == len(config.recurrences) * (states - step_sizes - channels)

@@ -64,6 +64,31 @@ def test_a_sequence_longer_than_what_is_computed_at_once(ranks, tp, oracle, monk
         assert torch.equal(mine, theirs) and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+@pytest.mark.parametrize("name", ("qwen3.5-1-key-head-tied-biases", "granite-1-group"))
+@pytest.mark.parametrize("tp", (1, 2))
+def test_logits_in_pieces(ranks, tp, name, sequence_parallel, oracle, monkeypatch):
+    """Of a large vocabulary, a tied or a scaled one; 69 tokens do not divide over the ranks or the pieces."""
+    monkeypatch.setattr(loss_module, "LARGE", 0)
+    monkeypatch.setattr(loss_module, "PIECE", 13 * 61)
+    oracle = oracle(name, torch.float64)
+    inputs, labels = shifted(oracle.ids, ignored=0.2)
+
+    def run(rank):
+        group = dist.group.WORLD
+        model = megatron_ssm.load(
+            oracle.directory, group, dtype=torch.float64, sequence_parallel=sequence_parallel and tp > 1
+        )
+        loss = model.loss(inputs, labels)
+        loss.backward()
+        return loss.detach(), gradients(model)
+
+    results = ranks(run, tp)
+    loss, theirs = transformers_loss(oracle, ignored=0.2)
+    torch.testing.assert_close(results[0][0], loss, rtol=EXACT, atol=0)
+    assert_near(whole(oracle, [shard for _, shard in results]), theirs, EXACT)
+
+
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("name", FEW)
 def test_every_gradient_in_fp32(ranks, tp, name, oracle):

@@ -6,9 +6,11 @@ import torch.distributed as dist
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from hf import Float64
+from megatron_ssm.context.affine_states import entering_states
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.context.channel_exchange import gated_delta_by_heads
 from megatron_ssm.context.scans import gated_delta_over_context
+from megatron_ssm.context.summaries import delta_summary
 from megatron_ssm.native.kernels import LIBRARY
 from megatron_ssm.ops.gated_delta import CHUNK, gated_delta, gated_delta_ref
 from scans import error
@@ -34,7 +36,9 @@ def inputs_of(batch=2, seq=70, keys=2, values=6, size=8, width=12, dtype=torch.f
         beta=most_beta * torch.sigmoid(2 + normal(batch, seq, values)), state=normal(batch, values, size, width),
     )  # fmt: skip
     wide = torch.promote_types(dtype, torch.float32)
-    return {name: t.to(wide if name in ("g", "beta", "state") else dtype).requires_grad_() for name, t in inputs.items()}
+    return {
+        name: t.to(wide if name in ("g", "beta", "state") else dtype).requires_grad_() for name, t in inputs.items()
+    }
 
 
 def everything(function, inputs):
@@ -63,7 +67,9 @@ def test_the_loop_equals_transformers():
     renamed = dict(query="q", key="k", value="v", g="g", beta="beta", initial_state="state")
     with Float64():
         theirs = torch_chunk_gated_delta_rule(
-            **{name: inputs[ours] for name, ours in renamed.items()}, use_qk_l2norm_in_kernel=True, output_final_state=True
+            **{name: inputs[ours] for name, ours in renamed.items()},
+            use_qk_l2norm_in_kernel=True,
+            output_final_state=True,
         )
     assert error(y, theirs[0]) <= EXACT and error(state, theirs[1]) <= EXACT
 
@@ -107,7 +113,10 @@ def test_kernels(size, width, seq, dtype, bound):
     assert same is inputs["state"] and torch.equal(again, y) and torch.equal(same, state)
     if seq > 1:  # with gaps between tokens, and from zeros
         inputs["state"] = None
-        apart = {n: t if t is None else torch.cat([t, t], -2)[..., : t.shape[-2], :] if t.ndim == 4 else t for n, t in inputs.items()}
+        apart = {
+            n: t if t is None else torch.cat([t, t], -2)[..., : t.shape[-2], :] if t.ndim == 4 else t
+            for n, t in inputs.items()
+        }
         assert torch.equal(gated_delta(**apart)[0], gated_delta(**inputs)[0])
 
 
@@ -184,3 +193,20 @@ def test_bytes_do_not_grow_with_the_sequence(ranks, world, order, blocks):
         for forward, backward in ranks(run, world, seq):
             assert forward == 8 * (world - 1) * blocks * (2 * state + mapped) // world
             assert backward == 8 * (world - 1) * blocks * 2 * state // world
+
+
+@pytest.mark.parametrize("world, fewer", ((4, 2.6), (8, 5)))
+def test_fewer_bytes_than_an_all_gather(ranks, world, fewer):
+    """Of states and maps, in contiguous order and with K = V: 2P/3 times."""
+    sizes = dict(batch=1, keys=8, values=8, size=4, width=4, seq=2 * world)
+
+    def run(rank):
+        ours, gathered = (ContextRanks(dist.group.WORLD, Counter(), "contiguous") for _ in range(2))
+        inputs = inputs_of(**sizes)
+        q, k, v, g, beta = (in_blocks(ours, inputs[name]) for name in NAMES[:-1])
+        gated_delta_over_context(q, k, v, g, beta, ours)
+        state, transition = delta_summary(k, v, g, beta)
+        entering_states(transition, state, gathered)
+        return gathered.counter.sent / ours.counter.sent
+
+    assert min(ranks(run, world)) >= fewer

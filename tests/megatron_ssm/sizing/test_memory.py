@@ -20,7 +20,9 @@ TWO_LAYERS = dict(hidden_size=256, num_hidden_layers=2, vocab_size=64)
 HYBRID = dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"])
 SSD = dict(mamba_num_heads=8, mamba_head_dim=64, ssm_state_size=64)
 WIDE = dict(mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64)
-DELTA = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=64, head_dim=64)
+DELTA = dict(
+    linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=64, head_dim=64
+)
 CASES = {
     "mamba": ("mamba", {}),
     "falcon": ("falcon_mamba", dict(intermediate_size=512)),
