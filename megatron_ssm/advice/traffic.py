@@ -164,6 +164,7 @@ def passed_states(config: Stack, tensor: int, context: int, batch: int, training
     for sizes, count in sizes_of(config, Workload(tensor)):
         times, state = count * (2 if training else 1), SUM_BYTES * batch * sizes.passed
         yield Message("all_to_all", 2 * state, context, 2 * times)
+        yield Message("all_to_all", 2 * SUM_BYTES * batch * sizes.mapped, context, count)
         if not training:
             yield Message("all_gather", state / context, context, times)
         yield Message("p2p", SUM_BYTES * batch * 2 * config.history * sizes.convolved, context, times)

@@ -52,11 +52,11 @@ class History:
     """The tokens of a request, and how often proposals for it were right.
 
     Proposals after long matches are right more often, so their rate is estimated apart. What a draft model proposes counts
-    as if after a short match.
+    as if after a short match, and what a draft head proposes as if after a long one (`is_long`).
     """
 
-    def __init__(self, request: Request):
-        self._request, self._is_long, self._rates = request, False, list(FIRST_RATES)
+    def __init__(self, request: Request, is_long: bool = False):
+        self._request, self._is_long, self._rates = request, is_long, list(FIRST_RATES)
         self._tokens = np.array(request.prompt, dtype=np.int64)
         self._length = len(self._tokens)  # how many are known; beyond, there is room for more
 
@@ -230,7 +230,7 @@ class SpeculativeDecoder:
 
     def _history(self, slot: Slot) -> History:
         if slot not in self._histories:
-            self._histories[slot] = History(slot.request)
+            self._histories[slot] = History(slot.request, isinstance(self._draft, HeadDraft))
         return self._histories[slot]
 
     def _best_count(self, histories: Sequence[History], available: Sequence[int]) -> int:

@@ -11,9 +11,9 @@ from megatron_ssm.ops.matrices import linear
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
+from megatron_ssm.stack.sizes import LARGE_LOGITS, LOGITS_PIECE
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-LARGE, PIECE = 2**27, 2**24  # logits of a rank that are computed piece by piece, and of a piece
 POSITIONS = 256  # of each sequence, whose log-sum-exps are computed at once
 
 
@@ -23,12 +23,12 @@ def cross_entropy(
     """-log p(label) of each position, in nats: (batch, seq), the same on every rank.
 
     x: (batch, seq, hidden), the head's input; with sequence parallelism this rank's share of the tokens, of which those
-    after the labels are padding. labels: (batch, seq). scale: of the logits. If they are more than LARGE numbers, they are
-    computed piece by piece, and in backward once more. Sends what the head sends, and all-reduces of 1 value (maximum) and
-    of 2 values (sum) per position; backward sends nothing for these.
+    after the labels are padding. labels: (batch, seq). scale: of the logits. If they are more than LARGE_LOGITS numbers,
+    they are computed piece by piece, and in backward once more. Sends what the head sends, and all-reduces of 1 value
+    (maximum) and of 2 values (sum) per position; backward sends nothing for these.
     """
     vocabulary = range(head.start, head.stop)
-    if labels.numel() * head.width <= LARGE:
+    if labels.numel() * head.width <= LARGE_LOGITS:
         local = head.logits(x)[:, : labels.shape[1]]
         return vocabulary_parallel_cross_entropy(local if scale == 1.0 else local * scale, labels, vocabulary, ranks)
     is_local, index = _local_labels(labels, vocabulary)
@@ -69,7 +69,7 @@ def _nats(log_sum: torch.Tensor, label_logit: torch.Tensor, is_local: torch.Tens
 class _InPieces(torch.autograd.Function):
     """x (batch, tokens, hidden), weight (width, hidden), index (batch, seq) -> what `_LogSumAndLabel` gives of their logits.
 
-    There are never more than about PIECE of the logits. Tokens after the first `seq` count for nothing.
+    There are never more than about LOGITS_PIECE of the logits. Tokens after the first `seq` count for nothing.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class _InPieces(torch.autograd.Function):
 
 def _rows(weight: torch.Tensor) -> int:
     """The tokens of a piece."""
-    return max(1, PIECE // len(weight))
+    return max(1, LOGITS_PIECE // len(weight))
 
 
 def _pieces(x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

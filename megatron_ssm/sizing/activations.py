@@ -20,7 +20,7 @@ if context ranks exchange channels.
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_ssm.stack.sizes import Sizes, Workload
+from megatron_ssm.stack.sizes import LARGE_LOGITS, LOGITS_PIECE, Sizes, Workload
 from megatron_ssm.stack.stack import Stack, Unit
 
 from .memory import Memory
@@ -54,7 +54,7 @@ class TrainingMemory:
 
     def peak(self, batch: int, tokens: int) -> int:
         """Bytes of activations at the worst moment of a step. tokens: of each sequence on this rank."""
-        before, worst = 0.0, self.stored + self._head
+        before, worst = 0.0, self.stored + self._head(batch * tokens)
         for _, unit in self.config.units:  # what the units after it have stored is freed when backward reaches it
             before += self._stored(unit)
             worst = max(worst, before + self._backward(unit))
@@ -125,8 +125,8 @@ class TrainingMemory:
         peaks = unit.side.part.spec.sizes(self.work).peaks if unit.side else ()
         return max((most, *peaks))
 
-    @property
-    def _head(self) -> float:
-        """The last norm with its gradients, or with the logits and their gradient."""
-        logits = -(-self.config.vocab_size // self.ranks)
+    def _head(self, tokens: int) -> float:
+        """The last norm with its gradients, or with the logits and their gradient, of many only a piece."""
+        width = -(-self.config.vocab_size // self.ranks)
+        logits = width if tokens * width <= LARGE_LOGITS else LOGITS_PIECE / tokens
         return self.work.norm(self.config.hidden_size) + max(2 * logits, 3 * self._hidden)

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Logits of a rank that the loss computes piece by piece, and of a piece
+LARGE_LOGITS, LOGITS_PIECE = 2**27, 2**24
+
 
 @dataclass(frozen=True)
 class AttentionSizes:

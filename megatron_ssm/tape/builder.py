@@ -312,6 +312,8 @@ class Builder:
 
     def gated_delta(self, x: Buffer, rates: Buffer, key_heads: int, heads: int, size: int, width: int) -> Buffer:
         """The gated delta rule of [q | k | v], with its state `state`; size, width: of a state."""
+        if size > LARGEST_STATE:
+            raise NotLowered("a large state")
         y = self.buffer(heads * width)
         self._add("gated_delta", x=x, y=y, z=rates, slot=self.slot("state"), n=(key_heads, heads, size, width))
         return y

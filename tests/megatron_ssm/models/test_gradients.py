@@ -69,8 +69,8 @@ def test_a_sequence_longer_than_what_is_computed_at_once(ranks, tp, oracle, monk
 @pytest.mark.parametrize("tp", (1, 2))
 def test_logits_in_pieces(ranks, tp, name, sequence_parallel, oracle, monkeypatch):
     """Of a large vocabulary, a tied or a scaled one; 69 tokens do not divide over the ranks or the pieces."""
-    monkeypatch.setattr(loss_module, "LARGE", 0)
-    monkeypatch.setattr(loss_module, "PIECE", 13 * 61)
+    monkeypatch.setattr(loss_module, "LARGE_LOGITS", 0)
+    monkeypatch.setattr(loss_module, "LOGITS_PIECE", 13 * 61)
     oracle = oracle(name, torch.float64)
     inputs, labels = shifted(oracle.ids, ignored=0.2)
 
