@@ -85,8 +85,8 @@ def load(
     `parallel.sequence_parallel`). This saves memory in training; such a model takes no cache. It needs reduce="fp32".
     recompute: backward computes the activations of each block again, but for what ranks have sent each other.
 
-    draft_head: also load the layer that guesses tokens (`mtp.*`), for checkpoints that ship one. An `Engine` with speculate
-    > 0 then proposes tokens by it. The cache also keeps the final hidden state of each token.
+    draft_head: also load the layer that guesses tokens (`mtp.*`), for checkpoints that ship one. An `Engine` then proposes
+    tokens by it, and the cache also keeps the final hidden state of each token. It is not trained.
 
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
@@ -193,6 +193,10 @@ def _open(
     tensors = open_tensors(directory, files)
     if stored := format_of(config.raw):
         tensors = join_scales(tensors, weight_files(directory), stored, files)
+    if draft_head and config.draft_head and not any(name.startswith(config.draft_head.hf) for name in tensors):
+        raise ValueError(
+            f"draft_head=True: {directory} has no tensors {config.draft_head.hf}*; it was saved without them"
+        )
     notes = config.unknown_note, left_out(config, tensors)
     config = replace(config, unknown_note="; ".join(note for note in notes if note))
     return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}

@@ -82,7 +82,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--draft", metavar="DIR",
                        help="a small model with the same vocabulary that proposes them (default: up to 4)")  # fmt: skip
     serve.add_argument("--draft-head", action="store_true",
-                       help="the layer that the checkpoint ships for it (mtp.*) proposes them")  # fmt: skip
+                       help="propose tokens with the checkpoint's draft head (mtp.*)")  # fmt: skip
     serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="then 429 (default: 64)")
     serve.add_argument("--max-body-mb", type=float, default=1, metavar="MB", help="size of a request (default: 1)")
     serve.add_argument("--max-connections", type=int, default=512, metavar="N", help="then 503 (default: 512)")

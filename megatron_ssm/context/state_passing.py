@@ -122,7 +122,8 @@ class Matrices:
 
     @staticmethod
     def _product(matrix: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        return (matrix @ state.unflatten(-1, (matrix.shape[-1], -1))).flatten(-2)
+        with torch.autocast(state.device.type, enabled=False):  # states are at least fp32
+            return (matrix @ state.unflatten(-1, (matrix.shape[-1], -1))).flatten(-2)
 
 
 @dataclass

@@ -116,7 +116,8 @@ def delta_adjoint(
     size, shape = k.shape[3], (*dy.shape[:3], k.shape[3])
     first = torch.eye(size, dtype=g.dtype, device=g.device).expand(len(dy), dy.shape[2], size, size).contiguous()
     rows, _ = gated_delta(q.to(g.dtype), k.to(g.dtype), dy.new_zeros(shape, dtype=g.dtype), g, beta, first)
-    return torch.einsum("bthk,bthv->bhkv", rows, dy.to(g.dtype))
+    with torch.autocast(dy.device.type, enabled=False):  # states are at least fp32
+        return torch.einsum("bthk,bthv->bhkv", rows, dy.to(g.dtype))
 
 
 def _exponents(dt, A_log):

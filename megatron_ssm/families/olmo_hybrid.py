@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ssm.operators.gated_delta import APART
-from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
+from megatron_ssm.operators.mlp import MlpSpec
 from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Norm, Part, Stack, Unit
 
@@ -50,10 +50,9 @@ def read(fields: FieldReader) -> Stack:
     delta = delta_spec(_with_heads(fields), norm_eps=GATE_EPS, files=APART, dt_range=dt_range(fields))
     delta = replace(
         delta, most_beta=2.0 if fields.boolean("allow_neg_eigval") else 1.0,
-        A_range=(fields.number("A_min"), fields.number("A_max")),
+        A_range=_range(fields),
     )  # fmt: skip
-    activation = fields.choice("hidden_act", ACTIVATIONS)
-    mlp, layers = MlpSpec(hidden, fields.positive("intermediate_size"), activation), []
+    mlp, layers = MlpSpec(hidden, fields.positive("intermediate_size")), []
     others: list[tuple[str, tuple[str, ...]]] = []  # other names of norms in files; transformers writes the first ones
     cut: list[tuple[str, ...]] = []  # what transformers saves as equal parts
     for index, kind in enumerate(_kinds(fields)):
@@ -89,9 +88,18 @@ def _with_heads(fields: FieldReader) -> FieldReader:
     heads = fields.positive("num_attention_heads")
     default("key_heads", heads)
     default("value_heads", heads)
-    default("key_dim", int(0.75 * fields.positive("hidden_size") / raw[fields.hf_name("key_heads")]))
-    default("value_dim", 2 * raw[fields.hf_name("key_dim")])
+    keys = FieldReader(fields.family, raw).positive("key_heads")
+    default("key_dim", max(1, int(0.75 * fields.positive("hidden_size") / keys)))
+    default("value_dim", 2 * FieldReader(fields.family, raw).positive("key_dim"))
     return FieldReader(fields.family, raw)
+
+
+def _range(fields: FieldReader) -> tuple[float, float]:
+    """The smallest and the largest exp(A_log) of a new model."""
+    low, high = fields.number("A_min"), fields.number("A_max")
+    if not 0 <= low <= high:
+        raise ValueError(f"config.json: linear_a_log_min={low} and linear_a_log_max={high} must be 0 <= min <= max")
+    return low, high
 
 
 def _kinds(fields: FieldReader) -> list[str]:
@@ -103,5 +111,10 @@ def _kinds(fields: FieldReader) -> list[str]:
 
 
 OLMO_HYBRID = Family(
-    "olmo_hybrid", read, DEFAULTS, NAMES, supported={"linear_use_gate": (True,)}, ignored=frozenset(("sliding_window",))
+    "olmo_hybrid",
+    read,
+    DEFAULTS,
+    NAMES,
+    supported={"linear_use_gate": (True,), "hidden_act": ("silu", "swish")},
+    ignored=frozenset(("sliding_window",)),
 )

@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
     vocab_size=248320, hidden_size=4096, num_hidden_layers=32, intermediate_size=12288, num_attention_heads=16,
     num_key_value_heads=4, head_dim=256, key_heads=16, value_heads=32, key_dim=128, value_dim=128, layer_types=None,
     full_attention_interval=4, partial_rotary_factor=0.25, draft_layers=None, num_mtp_layers=None,
+    draft_embeddings=None,
 )  # fmt: skip
 OF_NEXT: dict[str, Any] = dict(
     vocab_size=151936,
@@ -40,7 +41,9 @@ OF_NEXT: dict[str, Any] = dict(
     num_key_value_heads=2,
     num_experts=512,
 )
-NAMES = DELTA_NAMES | dict(draft_layers="mtp_num_hidden_layers")
+NAMES = DELTA_NAMES | dict(
+    draft_layers="mtp_num_hidden_layers", draft_embeddings="mtp_use_dedicated_embeddings"
+)  # fmt: skip
 SKIPPED = (("mtp.", "the draft head"),)
 VISION = (("model.visual.", "the vision tower"), ("visual.", "the vision tower"))
 
@@ -58,12 +61,14 @@ def read(fields: FieldReader) -> Stack:
     }
     mlp = MlpSpec(fields.positive("hidden_size"), fields.positive("intermediate_size"))
     layers, eps = [], fields.number("layer_norm_epsilon")
-    for index, kind in enumerate(_kinds(fields)):
+    kinds = _kinds(fields)
+    for index, kind in enumerate(kinds):
         path, (name, hf, spec) = f"model.layers.{index}.", specs[kind]
         parts = (Part(name, spec, f"{path}{hf}."),), Part("mlp", mlp, f"{path}mlp.")
         layers.append(mixer_and_mlp(path, eps, *parts, "post_attention_layernorm", offset=1.0))
-    draft = None
-    if fields["draft_layers"] or fields["num_mtp_layers"]:
+    draft, count = None, "num_mtp_layers" if fields["draft_layers"] is None else "draft_layers"
+    has_own = fields["draft_embeddings"] is not None and fields.boolean("draft_embeddings")
+    if fields[count] is not None and fields.integer(count) == 1 and not has_own and ATTENTION in kinds:
         name, hf, spec = specs[ATTENTION]
         parts = (Part(name, spec, f"mtp.layers.0.{hf}."),), Part("mlp", mlp, "mtp.layers.0.mlp.")
         units = mixer_and_mlp("mtp.layers.0.", eps, *parts, "post_attention_layernorm", offset=1.0)
@@ -86,7 +91,7 @@ def _kinds(fields: FieldReader) -> list[str]:
 
 SUPPORTED: dict[str, tuple] = {"hidden_act": ("silu", "swish"), "attn_output_gate": (True,)}
 IGNORED = frozenset(
-    """attn_output_gate mamba_ssm_dtype mtp_use_dedicated_embeddings mlp_only_layers decoder_sparse_step
+    """mamba_ssm_dtype mlp_only_layers decoder_sparse_step
     moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob output_router_logits
     router_aux_loss_coef mtp_layer_types language_model_only use_sliding_window""".split()
 )

@@ -43,10 +43,10 @@ class Engine:
     So a short prompt does not wait for a long one, and no prompt waits for ever.
 
     speculate: speculative decoding (see the module `speculation`) with up to so many proposed tokens, which are what
-    followed earlier in the request's own tokens; 0: off. draft: a small model, split over the same ranks, that proposes them
-    instead (up to DRAFTED if speculate is 0); None: the model's draft head, if it was loaded, does that. A step then gives a
-    request one or more tokens, the same as without. The draft reads prompts in chunks, too, each step at most as many tokens
-    as `chunk` and `token_budget` allow the model.
+    followed earlier in the request's own tokens; 0: off, without a draft. draft: a small model, split over the same ranks,
+    that proposes them instead (up to DRAFTED if speculate is 0); None: the model's draft head, if it was loaded, does that.
+    A step then gives a request one or more tokens, the same as without. The draft reads prompts in chunks, too, each step
+    at most as many tokens as `chunk` and `token_budget` allow the model.
 
     The rounding of a matrix product may depend on the size of the batch. So a request's tokens are those of its solo run
     except where two logits are within rounding of each other. ValueError for an option that is out of range.

@@ -1,7 +1,6 @@
 """Proposals by the draft head of a model, from the hidden states that the cache keeps."""
 
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,15 +18,13 @@ AT_ONCE = 16  # tokens of each request that are read when it proposes; more are 
 class HeadDraft:
     """Proposes tokens by greedy search with the draft head of `model`; it has the methods of `speculation.Draft`.
 
-    cache: the engine's, with the model's hidden states. The head's own has two rows for each slot: the first has read what
-    the request has, and the second, a copy of the first, reads what is proposed. chunk: how many tokens of a request it
-    reads in one call (None: any number).
+    cache: the engine's, with the model's hidden states, and the head's keys and values. Those of proposed tokens stand
+    behind those of the request's own tokens, which later overwrite them. chunk: how many tokens of a request it reads in
+    one call (None: any number).
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, chunk: int | None):
-        self.model, self._main, self._slots, self._chunk = model, cache, len(cache.lengths), chunk
-        self._head: Any = model.draft_head
-        self._cache = self._head.new_cache(2 * self._slots)
+        self.model, self._cache, self._chunk = model, cache, chunk
         self._tokens_read: WeakKeyDictionary[Slot, int] = WeakKeyDictionary()
 
     def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
@@ -50,33 +47,29 @@ class HeadDraft:
         """
         model, columns = self.model, []
         hidden = self._read(slots, AT_ONCE)
-        rows = torch.tensor([self._slots + slot.row for slot in slots])
-        positions = torch.tensor([[slot.tokens] for slot in slots])
-        if count > 1:
-            for tensor in self._cache.tensors():
-                for slot in slots:
-                    tensor[self._slots + slot.row, : slot.tokens] = tensor[slot.row, : slot.tokens]
+        rows = torch.tensor([slot.row for slot in slots])
+        positions = torch.tensor([[slot.tokens] for slot in slots], device=model.device)
         for left in reversed(range(count)):
             local = model.scaled_logits(hidden)[:, -1]
             columns.append(choose_tokens(local, Sampling(), [], None, model.ranks).clamp(min=0))
             if left:
                 embeddings = model.embedded(columns[-1].unsqueeze(1).to(model.device))
-                hidden = self._head(embeddings, hidden, positions.to(model.device), self._cache, rows)
+                hidden = model.draft_head(embeddings, hidden, positions, self._cache, rows)
                 positions = positions + 1
         return torch.stack(columns, dim=1).tolist()
 
     def _read(self, slots: Sequence[Slot], most: int) -> torch.Tensor:
         """Read up to `most` tokens of each slot; the head's hidden state after its last one, (batch, 1, hidden)."""
-        starts = [self._tokens_read[slot] for slot in slots]
+        model, starts = self.model, [self._tokens_read[slot] for slot in slots]
         counts = [min(most, slot.tokens - start) for slot, start in zip(slots, starts, strict=True)]
-        model, longest = self.model, max(counts)
+        longest = max(counts)
         ids = [slot.tokens_from(start, count) for slot, start, count in zip(slots, starts, counts, strict=True)]
         padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in ids], device=model.device)
         rows = torch.tensor([slot.row for slot in slots])
         positions = torch.tensor(starts).unsqueeze(1) + torch.arange(longest)
-        before = self._main.states["final"].per_token["hidden"]
+        before = self._cache.states["final"]["hidden"]
         hidden = before[rows.unsqueeze(1), (positions - 1).clamp(max=before.shape[1] - 1)]
-        out = self._head(model.embedded(padded), hidden, positions.to(model.device), self._cache, rows)
+        out = model.draft_head(model.embedded(padded), hidden, positions.to(model.device), self._cache, rows)
         for slot, start, count in zip(slots, starts, counts, strict=True):
             self._tokens_read[slot] = start + count
         return out[torch.arange(len(slots)), torch.tensor(counts) - 1].unsqueeze(1)

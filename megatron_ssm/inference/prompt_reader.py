@@ -115,9 +115,10 @@ class PromptReader:
 
 
 def snapshot_interval(state_bytes: int, prefix_bytes: int) -> int:
-    """The tokens between two snapshots: so many that those of a LONG_PROMPT take at most a quarter of the prefix cache.
+    """The tokens between two snapshots, so that those of a LONG_PROMPT take at most a quarter of the prefix cache.
 
-    state_bytes: of what a snapshot holds that does not grow with the tokens. At least SHORTEST_INTERVAL, and a power of two.
+    state_bytes: of what a snapshot holds that does not grow with the tokens. The interval is a power of two, from
+    SHORTEST_INTERVAL to LONG_PROMPT.
     """
     interval = SHORTEST_INTERVAL
     while interval < LONG_PROMPT and 4 * state_bytes * (LONG_PROMPT // interval) > prefix_bytes:

@@ -45,7 +45,7 @@ class Slot:
         return len(self.request.prompt) + len(self.request.tokens)
 
     def tokens_from(self, start: int, count: int | None = None) -> list[int]:
-        """The tokens of the request, of its prompt and new ones, from `start` on; count: at most so many."""
+        """The tokens of the request, of its prompt and new ones, from `start` on; count: the most of them."""
         prompt, tokens = self.request.prompt, self.request.tokens
         return [*prompt[start:], *tokens[max(0, start - len(prompt)) :]][:count]
 

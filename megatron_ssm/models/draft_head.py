@@ -12,12 +12,13 @@ import torch
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.operators.call import Call, Positions, Rows
 from megatron_ssm.operators.operator import Partial, Place, as_input, sum_of
+from megatron_ssm.operators.state import State
 from megatron_ssm.operators.unit import Layer
 from megatron_ssm.parallel.layers import RMSNorm, RowParallelLinear
 from megatron_ssm.parallel.tracked import TrackedModule
 from megatron_ssm.stack.stack import Stack
 
-PATH = "layer."  # of the states in the cache of a draft head
+PATH = "draft_head.layer."  # of its states in the cache of the model
 
 
 class DraftHead(TrackedModule):
@@ -38,11 +39,10 @@ class DraftHead(TrackedModule):
         self.layer = Layer(head.units, hidden, config.residual_in_fp32, place)
         self.norm_f = RMSNorm(hidden, head.eps, **norms)  # type: ignore[arg-type]
 
-    def new_cache(self, batch: int) -> Cache:
-        """The keys and values of `batch` sequences, which grow as needed."""
+    def new_states(self, batch: int) -> dict[str, State]:
+        """The keys and values of `batch` sequences, for the cache of the model."""
         modules: dict[str, Any] = dict(self.layer.named_children())
-        states = {PATH + name: modules[name].new_state(batch) for name in self.layer.names_with_state}
-        return Cache(states, torch.zeros(batch, dtype=torch.int64))
+        return {PATH + name: modules[name].new_state(batch) for name in self.layer.names_with_state}
 
     def forward(
         self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Cache | None = None,
@@ -51,7 +51,8 @@ class DraftHead(TrackedModule):
         """The hidden states (batch, seq, hidden), normalized: the input of the model's head.
 
         embeddings: of the tokens at `positions` (batch, seq), from 1 on. hidden: the final hidden state, normalized, of the
-        token before each; the same shape. cache: what was read at earlier positions of its rows `rows`; it is updated.
+        token before each; the same shape. cache: that of the model, with what was read at earlier positions of its rows
+        `rows`.
         """
         both = torch.cat([self.embedding_norm(embeddings), self.hidden_norm(hidden)], dim=-1)
         with as_input(both, self.ranks) as whole:
@@ -65,5 +66,5 @@ class DraftHead(TrackedModule):
         states = None
         if cache is not None:
             cache.allocate(longest)
-            states = {name.removeprefix(PATH): state for name, state in cache.states.items()}
+            states = {n.removeprefix(PATH): state for n, state in cache.states.items() if n.startswith(PATH)}
         return self.norm_f(self.layer(x, about, states))

@@ -88,15 +88,21 @@ class _InPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_log_sum, d_label):
         x, weight, index, log_sum = ctx.saved_tensors
-        dx, dweight = [], torch.zeros_like(weight, dtype=log_sum.dtype)
+        dx, dweight = [], torch.zeros_like(weight, dtype=log_sum.dtype) if ctx.needs_input_grad[1] else None
         terms = (t.flatten().split(_rows(weight)) for t in (log_sum, d_log_sum, d_label))
         for (rows, where), total, d_total, d_of_label in zip(_pieces(x, weight, index), *terms, strict=True):
             grad = _scaled_logits(rows, weight, ctx.scale).sub_(total.unsqueeze(-1)).exp_().mul_(d_total.unsqueeze(-1))
             grad = grad.scatter_add_(-1, where.unsqueeze(-1), d_of_label.unsqueeze(-1)).mul_(ctx.scale).to(weight.dtype)
             dx.append(grad @ weight)
-            dweight += grad.t() @ rows
+            if dweight is not None:
+                dweight += grad.t() @ rows
         whole = torch.cat(dx).view(*index.shape, -1)
-        return F.pad(whole, (0, 0, 0, x.shape[1] - ctx.seq)), dweight.to(weight.dtype), None, None
+        return (
+            F.pad(whole, (0, 0, 0, x.shape[1] - ctx.seq)),
+            None if dweight is None else dweight.to(weight.dtype),
+            None,
+            None,
+        )
 
 
 def _rows(weight: torch.Tensor) -> int:

@@ -105,7 +105,7 @@ class Model(TrackedModule):
         layers = [Layer(units, config.hidden_size, config.residual_in_fp32, self.place) for units in config.layers]
         self.layers = TrackedList(layers)
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **options, ranks=ranks, offset=config.norm_offset)
-        self.draft_head = DraftHead(config, self.place) if config.has_draft_head else None
+        self.draft_head = DraftHead(config, self.place).requires_grad_(False) if config.has_draft_head else None
         if not config.tie_embeddings:
             self.lm_head = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
         self.attach_fields()
@@ -209,7 +209,7 @@ class Model(TrackedModule):
             states = {path: modules[path].new_state(batch) for path in paths}
         if self.draft_head is not None and self.context_ranks is None:
             hidden = torch.zeros(batch, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-            states["final"] = State(per_token={"hidden": hidden})
+            states |= {"final": State(per_token={"hidden": hidden})} | self.draft_head.new_states(batch)
         cache = Cache(states, torch.zeros(batch, dtype=torch.int64), max_length)
         if self.context_ranks is not None:
             cache.kv_lengths = torch.zeros(self.context_ranks.size, batch, dtype=torch.int64)

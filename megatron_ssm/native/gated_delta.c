@@ -236,6 +236,8 @@ INLINE void one_token(const Delta *a, Chunk *c, float *S, ptrdiff_t b, ptrdiff_t
   } else {
     for (; first + COLUMNS * LANES / 2 <= V; first += COLUMNS * LANES / 2)
       token_of_half_lanes(c, S + first, V, K, at(v, first, type), at(y, first, type), score, COLUMNS, type);
+    for (; first + LANES / 2 <= V; first += LANES / 2)
+      token_of_half_lanes(c, S + first, V, K, at(v, first, type), at(y, first, type), score, 1, type);
   }
   token_of_columns(c, S, V, K, v, y, score, first, type);
 }

@@ -254,18 +254,19 @@ class GatedDelta(Operator):
     ) -> torch.Tensor:
         """The output for this rank's tokens of a sequence that is spread over the context ranks."""
         context: Any = self.context
+        assert call.sharding is not None, "the chunk is not sharded"
         history, state = None, None
         if held is not None and not call.begins:
             history, state = held["conv"][call.rows], held["state"][call.rows]
         blocks = context.to_blocks(mixed)
         blocks, _ = self.conv(blocks, halo(blocks, self.spec.history, context, history))
-        if held is not None and call.sharding is not None:
+        if held is not None:
             g, beta = call.sharding.mask_padding(g), call.sharding.mask_padding(beta)
         inputs = *self._parts(blocks), context.to_blocks(g), context.to_blocks(beta)
         if held is None and context.exchanges_channels:
             return context.from_blocks(gated_delta_by_heads(*inputs, context)).flatten(2)
         y, passed = gated_delta_over_context(*inputs, context, state)
-        if held is not None and call.sharding is not None:
+        if held is not None:
             keep_last_inputs(mixed, call, held)
             held["state"][call.rows] = passed.whole_final().unflatten(2, held["state"].shape[2:])
         return context.from_blocks(y).flatten(2)

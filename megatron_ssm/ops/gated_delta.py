@@ -92,7 +92,7 @@ class _NativeForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, adjoint: Tensor) -> tuple[Tensor | None, ...]:
         inputs: list[Any] = [t if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
             outputs = _chunks(*inputs)
         found = iter(torch.autograd.grad(outputs, [t for t in inputs if t is not None], (dy, adjoint)))
         return tuple(t if t is None else next(found) for t in inputs)
@@ -104,10 +104,11 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     length = min(CHUNK, seq)
     chunks = -(-seq // length)
 
-    def in_chunks(
-        x: Tensor, of_values: bool
-    ) -> Tensor:  # (batch, chunks, key heads, value heads of each or 1, tokens, ...)
-        """Padding has g = 0 and beta = 0, so that it does not change the state."""
+    def in_chunks(x: Tensor, of_values: bool) -> Tensor:
+        """(batch, chunks, key heads, value heads of each or 1, tokens of a chunk, ...).
+
+        Padding has g = 0 and beta = 0, so that it does not change the state.
+        """
         padded = torch.cat([x, x.new_zeros(batch, chunks * length - seq, *x.shape[2:])], dim=1) if seq % length else x
         apart = padded.view(batch, chunks, length, groups, heads // groups if of_values else 1, *x.shape[3:])
         return apart.movedim(2, 4)

@@ -244,7 +244,7 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 def weighted(normed: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
     """normed * (offset + weight) in the weight's dtype; normed: in at least fp32.
 
-    It is rounded before the product with a weight, and after that with an offset and a weight, as transformers does.
+    It is rounded before the product with a weight, as transformers' Llama does, and after that with an offset and a weight.
     """
     if not offset:
         return weight * normed.to(weight.dtype)

@@ -73,8 +73,9 @@ def serve(arguments: Namespace) -> None:
         )
         models = [
             load(directory, group, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
-                 weights=arguments.weights, draft_head=arguments.draft_head and directory is arguments.model)
-            for directory in (arguments.model, arguments.draft) if directory is not None
+                 weights=arguments.weights, draft_head=has_head)
+            for directory, has_head in ((arguments.model, arguments.draft_head), (arguments.draft, False))
+            if directory is not None
         ]  # fmt: skip
         # run_local_ranks has made the folder, for its ranks only.
         folder = Path(arguments.rendezvous.removeprefix("file://")).parent if arguments.rendezvous else None
@@ -126,6 +127,10 @@ class _Inputs:
     @classmethod
     def read(cls, arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> "_Inputs":
         """Read them on this rank; ValueError or OSError if one of them is wrong. opened: closes the listener."""
+        if arguments.draft is not None and arguments.draft_head:
+            raise ValueError(
+                f"--draft {arguments.draft} and --draft-head: one of them proposes tokens, so give only one"
+            )
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, ranks)
         served = _served(arguments, directory, config)

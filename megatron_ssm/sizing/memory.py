@@ -89,9 +89,12 @@ class Memory:
 
     @property
     def keys_and_values_per_token(self) -> int:
-        """Bytes of one token's keys and values, in all layers; and of the hidden state that a draft head reads."""
-        hidden = self.itemsize * self.config.hidden_size if self.config.has_draft_head else 0
-        return hidden + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
+        """Bytes of one token's keys and values, in all layers; with a draft head also its own, and of what it reads."""
+        of_head, head = 0, self.config.draft_head
+        if self.config.has_draft_head and head is not None:
+            parts = [part for unit in head.units for part in unit.operators]
+            of_head = self.itemsize * self.config.hidden_size + sum(part.spec.sizes(self.work).keys for part in parts)
+        return of_head + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
 
     def cache(self, batch: int, length: int) -> int:
         """Bytes of the cache that `model.new_cache(batch, length)` creates for `batch` sequences of `length` tokens."""

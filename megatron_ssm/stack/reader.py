@@ -61,8 +61,12 @@ class Nested:
         inner = raw.get(self.name)
         if not isinstance(inner, Mapping):
             raise ValueError(f"config.json: {self.name}={inner!r} must be an object")
-        outer = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
-        return {"model_type": self.model_type} | {name: raw[name] for name in outer if name in raw} | dict(inner)
+        outer = {
+            name: raw[name] for name in ("eos_token_id", "dtype", "torch_dtype", "quantization_config") if name in raw
+        }
+        given = {name: value for name, value in inner.items() if value is not None}
+        tied = raw.get("tie_word_embeddings")  # transformers ties by the outer one
+        return {"model_type": self.model_type} | outer | given | ({} if tied is None else {"tie_word_embeddings": tied})
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,11 @@ class Family:
     def check_supported(self, raw: Mapping[str, Any]) -> None:
         """ValueError for a field with a value that is not implemented."""
         for name, allowed in {**COMMON_VALUES, **self.supported}.items():
+            if name in raw and raw[name] not in allowed and name == "quantization_config":
+                method = raw[name].get("quant_method") if isinstance(raw[name], Mapping) else raw[name]
+                raise ValueError(
+                    f"weights that are quantized by {method!r} are not supported: use a checkpoint in bfloat16"
+                )
             if name in raw and raw[name] not in allowed:
                 raise ValueError(f"{self.name} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
 

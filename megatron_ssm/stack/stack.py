@@ -274,7 +274,10 @@ class Stack:
         """The same with the draft head that its checkpoints ship; ValueError if they have none."""
         head = self.draft_head
         if head is None:
-            raise ValueError(f"draft_head=True: this {self.family} model has no draft head (mtp.*)")
+            raise ValueError(
+                f"draft_head=True: config.json of this {self.family} model names no draft head of one layer that shares the "
+                "model's embeddings"
+            )
         return replace(self, has_draft_head=True, skipped=tuple(each for each in self.skipped if each[0] != head.hf))
 
     def names_in_files(self, hf: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_hidden_states(ranks, tp, shipped):
             model.next_logits(IDS[:, t : t + 1], cache=cache)
         hidden = cache.states["final"].per_token["hidden"][:, : SEQ - 1]
         embeddings, positions = model.embedded(IDS[:, 1:]), torch.arange(1, SEQ).expand(2, -1)
-        whole, own = model.draft_head(embeddings, hidden, positions), model.draft_head.new_cache(2)
+        whole, own = model.draft_head(embeddings, hidden, positions), model.new_cache(2)
         pieces = [
             model.draft_head(*(t[:, piece] for t in (embeddings, hidden, positions)), own)
             for piece in (slice(0, 5), slice(5, 6), slice(6, SEQ - 1))
@@ -125,5 +125,5 @@ def test_saving_and_memory(ranks, tp, shipped, tmp_path):
 
 def test_a_model_without_one(tmp_path):
     hf_model("qwen3_5_text").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="this qwen3_5_text model has no draft head"):
+    with pytest.raises(ValueError, match="config.json of this qwen3_5_text model names no draft head"):
         load(tmp_path, draft_head=True)
