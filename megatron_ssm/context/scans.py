@@ -139,13 +139,7 @@ def ssd_over_context(
 
     initial: (batch, heads, N, head_dim). Otherwise as `selective_scan_over_context`.
     """
-    state_shape = B.shape[3], x.shape[3]
-
-    def to_channels(states: torch.Tensor) -> torch.Tensor:
-        return states.flatten(2).unflatten(0, (-1, context.blocks_per_rank))
-
-    def from_channels(states: torch.Tensor) -> torch.Tensor:
-        return states.flatten(0, 1).unflatten(2, state_shape)
+    to_channels, from_channels = _with_heads_as_channels(context, B.shape[3], x.shape[3])
 
     @torch.no_grad()
     def pass_on() -> PassedStates:
@@ -173,13 +167,7 @@ def gated_delta_over_context(
     initial: (batch, value heads, K, V). Forward sends of each block K V + K K numbers per value head and K V back, backward
     K V and K V. Otherwise as `selective_scan_over_context`.
     """
-    state_shape = k.shape[3], v.shape[3]
-
-    def to_channels(states: torch.Tensor) -> torch.Tensor:
-        return states.flatten(2).unflatten(0, (-1, context.blocks_per_rank))
-
-    def from_channels(states: torch.Tensor) -> torch.Tensor:
-        return states.flatten(0, 1).unflatten(2, state_shape)
+    to_channels, from_channels = _with_heads_as_channels(context, k.shape[3], v.shape[3])
 
     @torch.no_grad()
     def pass_on() -> PassedStates:
@@ -192,6 +180,18 @@ def gated_delta_over_context(
     y, after = gated_delta(q, k, v, g, beta, from_channels(passed.incoming))
     tensors = q, k, g, beta
     return _add_final_state_gradient(y, after, passed, delta_adjoint, to_channels, from_channels, *tensors), passed
+
+
+def _with_heads_as_channels(context: ContextRanks, *shape: int) -> tuple[Callable, Callable]:
+    """What brings states (batch * blocks, heads, *shape) into the form of `state_passing`, and back."""
+
+    def to_channels(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(2).unflatten(0, (-1, context.blocks_per_rank))
+
+    def from_channels(states: torch.Tensor) -> torch.Tensor:
+        return states.flatten(0, 1).unflatten(2, shape)
+
+    return to_channels, from_channels
 
 
 def _add_final_state_gradient(

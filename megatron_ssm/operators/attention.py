@@ -284,9 +284,9 @@ class Attention(Operator):
         squares = torch.stack([t.square().sum(-1) for t in both], dim=-1)
         if self.ranks.size > 1:
             squares = sum_over_ranks(squares, self.ranks.group, self.ranks.all_reduce_exact_once)
-        counts = squares.new_tensor([spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim])
-        factors = torch.rsqrt(squares / counts + spec.qk_norm_eps).unbind(-1)
-        normed = (t * factor.unsqueeze(-1) for t, factor in zip(both, factors, strict=True))
+        counts = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        means = (total / count for total, count in zip(squares.split(1, dim=-1), counts, strict=True))
+        normed = (t * torch.rsqrt(mean + spec.qk_norm_eps) for t, mean in zip(both, means, strict=True))
         weights = self.q_norm, self.k_norm
         q, k = (weighted(t, weight, spec.norm_offset) for t, weight in zip(normed, weights, strict=True))
         return q, k
