@@ -16,7 +16,11 @@ IDS = torch.arange(22).view(2, 11) % 61
 @torch.no_grad()
 def test_qwen(tied, tmp_path, caplog):
     """The outer tie_word_embeddings counts, and nulls of the inner fields do not hide outer ones."""
-    text = SMALL | CONFIGS["qwen3_5_text"][1] | dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+    text = (
+        SMALL
+        | CONFIGS["qwen3_5_text"][1]
+        | dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+    )
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, eos_token_id=[5, 6])
     torch.manual_seed(0)
