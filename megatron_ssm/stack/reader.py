@@ -119,9 +119,8 @@ class Family:
         for name, allowed in {**COMMON_VALUES, **self.supported}.items():
             if name in raw and raw[name] not in allowed and name == "quantization_config":
                 method = raw[name].get("quant_method") if isinstance(raw[name], Mapping) else raw[name]
-                raise ValueError(
-                    f"weights that are quantized by {method!r} are not supported: use a checkpoint in bfloat16"
-                )
+                rule = "not implemented: use a checkpoint in bfloat16"
+                raise ValueError(f"{self.name} with a quantization_config of quant_method={method!r} is {rule}")
             if name in raw and raw[name] not in allowed:
                 raise ValueError(f"{self.name} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
 

@@ -226,6 +226,7 @@ REFUSED = [  # (configuration, changes, part of the message)
     (MAMBA, dict(hidden_act="gelu"), "hidden_act='gelu' is not implemented (only 'silu')"),
     (MAMBA, dict(rms_norm=False), "rms_norm=False"),
     (MAMBA, dict(quantization_config={"bits": 4}), "quantization_config"),
+    (MAMBA, dict(quantization_config=dict(quant_method="fp8")), "a quantization_config of quant_method='fp8' is not"),
     (MAMBA2, dict(attn_layer_idx=[3]), "attn_layer_idx=[3]"),
     (MAMBA2, dict(attn_cfg={"num_heads": 2}), "attn_cfg"),
     (MAMBA2, dict(d_intermediate=128), "d_intermediate=128"),
