@@ -196,7 +196,8 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
     ValueError for a tensor that is missing, has another shape or dtype, or is not part of such a model, and for copies of a
     tied tensor that differ. Replaces, in `tensors`, those that files cut in another way.
     """
-    tensors |= _recut(config, tensors)
+    if config.recut:
+        tensors |= _recut(config, tensors)
     absent = _absent_layers(config, tensors)
     if absent:  # no need to list the tensors of as many layers as config.json may say
         config = config.with_layers(range(absent[0] + 1))

@@ -32,12 +32,12 @@ class DraftHead(TrackedModule):
         super().__init__()
         head, hidden, self.ranks = config.draft_head, config.hidden_size, place.ranks
         assert head is not None, "the model has no draft head"
-        norms = dict(dtype=place.dtype, device=place.device, ranks=place.ranks, offset=head.offset)
-        self.embedding_norm = RMSNorm(hidden, head.eps, **norms)  # type: ignore[arg-type]
-        self.hidden_norm = RMSNorm(hidden, head.eps, **norms)  # type: ignore[arg-type]
+        norms: dict[str, Any] = dict(dtype=place.dtype, device=place.device, ranks=place.ranks, offset=head.offset)
+        self.embedding_norm = RMSNorm(hidden, head.eps, **norms)
+        self.hidden_norm = RMSNorm(hidden, head.eps, **norms)
         self.fc = RowParallelLinear(2 * hidden // place.ranks.size, hidden, False, place.ranks, **place.where)
         self.layer = Layer(head.units, hidden, config.residual_in_fp32, place)
-        self.norm_f = RMSNorm(hidden, head.eps, **norms)  # type: ignore[arg-type]
+        self.norm_f = RMSNorm(hidden, head.eps, **norms)
 
     def new_states(self, batch: int) -> dict[str, State]:
         """The keys and values of `batch` sequences, for the cache of the model."""

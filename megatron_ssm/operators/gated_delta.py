@@ -93,8 +93,10 @@ class GatedDeltaSpec(Spec):
         units = {"q": self.key_heads, "k": self.key_heads} | dict.fromkeys("vzba", heads)
         low, high = self.A_range
         yield Field("A_log", "A_log", (heads,), 0, heads, fp32=True, init="A_range", init_range=(low, high))
-        init = dict(init="one") if self.dt_range is None else dict(init="dt_bias", init_range=self.dt_range)
-        yield Field("dt_bias", "dt_bias", (heads,), 0, heads, fp32=True, **init)  # type: ignore[arg-type]
+        init: dict[str, Any] = dict(init="one")
+        if self.dt_range is not None:
+            init = dict(init="dt_bias", init_range=self.dt_range)
+        yield Field("dt_bias", "dt_bias", (heads,), 0, heads, fp32=True, **init)
         yield norm_field("norm_weight", "norm.weight", self.value_dim)
         blocks = self.key_heads if self.files == BY_KEY_HEAD else 1
         for tensor, parts in FILES[self.files].items():

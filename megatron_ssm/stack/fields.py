@@ -125,11 +125,13 @@ class Field:
         if self.block == 1:  # one row of each block
             first, count = self.start + self.stride * rows.start, rows.stop - rows.start
             return [slice(first, first + self.stride * (count - 1) + 1 if count else first, self.stride)]
-        block = self.block or self.shape[0]
+        if not self.block or rows.start == rows.stop:
+            return [slice(self.start + rows.start, self.start + rows.stop, 1)]
         runs, row = [], rows.start
-        while row < rows.stop or not runs:
-            count = min(block - row % block, rows.stop - row) if block else 0
-            first = self.start + (self.stride * (row // block) + row % block if block else 0)
+        while row < rows.stop:
+            block, within = divmod(row, self.block)
+            count = min(self.block - within, rows.stop - row)
+            first = self.start + self.stride * block + within
             runs.append(slice(first, first + count, 1))
             row += count
         return runs

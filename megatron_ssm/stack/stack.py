@@ -163,9 +163,10 @@ class Stack:
     with the deviation draws_std of normal ones (see `models.initialization`); {}: as state-spaces' Mamba does. embeddings,
     final_norm, head: the names of their tensors in files. aliases: (what names of tensors in files begin with, what else
     they may begin with). skipped: (what names of other tensors in files begin with, what they are), which are left out.
-    recut: names of tensors that files may cut into rows in another way, one below the other. draft_head: what checkpoints
-    may ship; has_draft_head: whether the model has it. root: what most of these names begin with; modules: what
-    transformers' names of modules begin with instead. norm_eps: of the final norm; norm_offset: what it adds to its weight.
+    recut: groups of tensors whose rows, one below the other, files may divide otherwise among the same names.
+    draft_head: what checkpoints may ship; has_draft_head: whether the model has it. root: what most of these names begin
+    with; modules: what transformers' names of modules begin with instead. norm_eps: of the final norm; norm_offset: what it
+    adds to its weight.
 
     raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
     """
