@@ -259,7 +259,12 @@ def run_agent(function, world_size, folder, restarts=0, timeout=60, **settings):
     of torch's LaunchConfig.
     """
 
+    context = multiprocessing.get_context("fork")
+    forked = context.Barrier(world_size)
+
     def rank():
+        # A fork inherits the lock of the resolver, which the agent's store holds for a moment when a rank connects to it.
+        forked.wait()
         for stream, kind in ((1, "out"), (2, "err")):
             path = Path(folder, f"{kind}-{os.environ['RANK']}")
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -274,9 +279,7 @@ def run_agent(function, world_size, folder, restarts=0, timeout=60, **settings):
             sys.stderr.flush()
 
     settings |= dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="fork")
-    agent = multiprocessing.get_context("fork").Process(
-        target=elastic_launch(LaunchConfig(1, 1, world_size, **settings), rank)
-    )
+    agent = context.Process(target=elastic_launch(LaunchConfig(1, 1, world_size, **settings), rank))
     agent.start()
     try:
         agent.join(timeout)
