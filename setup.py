@@ -176,6 +176,6 @@ setup(
         "report": ["matplotlib"],
         # Both compile against the installed torch and need nvcc: pip install --no-build-isolation '.[cuda]'
         # mamba-ssm before 2.3.2 has 32-bit offsets in the selective scan.
-        "cuda": ["mamba-ssm>=2.3.2", "causal-conv1d>=1.4"],
+        "cuda": ["mamba-ssm>=2.3.2", "causal-conv1d>=1.4", "flash-linear-attention>=0.6"],
     },
 )

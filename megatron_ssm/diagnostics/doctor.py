@@ -20,7 +20,7 @@ from .known_problems import LIBRARIES, find_problems, torch_build, usable_cores,
 
 PACKAGES = (
     "megatron-ssm", "torch", "numpy", "safetensors", "tokenizers", "transformers", "megatron-core", "deepspeed",
-    "mamba-ssm", "causal-conv1d", "transformer-engine",
+    "mamba-ssm", "causal-conv1d", "flash-linear-attention", "transformer-engine",
     "apex",
 )  # fmt: skip
 TYPES = ("float32", "bfloat16", "float64")
@@ -172,12 +172,12 @@ def operations_on(device: str) -> list[dict[str, str]]:
 
 
 def _on_cuda() -> list[tuple]:
-    """Like `_on_cpu`, from the conditions in `cuda_kernels`, `cuda_scans`, `cuda_convolution` and `fused_adam`."""
-    from megatron_ssm.ops import cuda_convolution, cuda_scans
+    """Like `_on_cpu`, from the conditions in `cuda_*` and `fused_adam`."""
+    from megatron_ssm.ops import cuda_convolution, cuda_gated_delta, cuda_scans
     from megatron_ssm.ops.fused_adam import adamw_on_cuda
 
     state, taps = cuda_scans.LARGEST_STATE, " or ".join(map(str, cuda_convolution.WIDTHS))
-    vector = cuda_convolution.VECTOR
+    vector, keys = cuda_convolution.VECTOR, cuda_gated_delta.LARGEST_STATE
     adamw, why = adamw_on_cuda()
     rows = {
         "selective scan": _optional_kernels(
@@ -189,6 +189,11 @@ def _on_cuda() -> list[tuple]:
             "mamba_chunk_scan_combined",
             "selective_state_update",
             "float64, float32 where products may not be TF32 (one token may), one token in training",
+        ),
+        "gated delta rule": _optional_kernels(
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+            f"float64, float32 where products may not be TF32 (one token may), keys of more than {keys} values",
         ),
         "convolution": _optional_kernels(
             "causal_conv1d_fn",
@@ -237,6 +242,7 @@ def _on_cpu() -> list[tuple]:
     rows = [
         ("selective scan", inference, training, f"torch: float64, states of more than {state} values"),
         ("SSD", inference, training, f"torch: float64, states of more than {state} values"),
+        ("gated delta rule", inference, training, f"torch: float64, keys of more than {state} values"),
         ("convolution", inference, training, f"torch: float64, more than {taps} taps, training in bfloat16"),
         ("RMS norm", inference, "torch", "torch: float64; the C kernel has no gradient"),
         *_products(),

@@ -1,11 +1,12 @@
-"""Imports the CUDA kernels of mamba-ssm and causal-conv1d, and splits batches that are too large for them.
+"""Imports the CUDA kernels of mamba-ssm, causal-conv1d and flash-linear-attention, and splits batches too large for them.
 
-`cuda_scans` and `cuda_convolution` call them. No other module imports these packages.
+`cuda_scans`, `cuda_gated_delta` and `cuda_convolution` call them. No other module imports these packages.
 
 | operator | several tokens | one token, without gradients |
 |---|---|---|
 | `scan.selective_scan` | `selective_scan_fn` | `selective_state_update` |
 | `scan.ssd` | `mamba_chunk_scan_combined` | `selective_state_update` |
+| `gated_delta.gated_delta` | `chunk_gated_delta_rule` | `fused_recurrent_gated_delta_rule` |
 | `convolution.causal_conv` | `causal_conv1d_fn` | `causal_conv1d_update` |
 
 A package is imported when it is first needed for a CUDA tensor. If it is missing or broken, torch computes instead, and
@@ -14,10 +15,10 @@ a kernel can compute, according to the sources of mamba-ssm 2.3.2 and causal-con
 float64, sizes that do not fit, and gradients that a kernel does not have. No kernel runs while torch.compile traces,
 because that combination is untested.
 
-The kernels compute offsets in 32 bits (causal_conv1d.h: `index_t`; in Triton `pid_b * stride`; selective_scan.h too,
-before mamba-ssm 2.3.2), and silently give wrong results if an offset is larger. Therefore they get only as many rows of a
-batch at a time as have offsets that fit. If a single row does not fit, torch computes the call; so it does if a step of
-one token does not fit with all its rows.
+The kernels of mamba-ssm and causal-conv1d compute offsets in 32 bits (causal_conv1d.h: `index_t`; in Triton `pid_b *
+stride`; selective_scan.h too, before mamba-ssm 2.3.2), and silently give wrong results if an offset is larger. Therefore
+they get only as many rows of a batch at a time as have offsets that fit. If a single row does not fit, torch computes the
+call; so it does if a step of one token does not fit with all its rows.
 """
 
 import functools
@@ -54,6 +55,18 @@ def _mamba_chunk_scan_combined() -> Callable:
     return mamba_chunk_scan_combined
 
 
+def _chunk_gated_delta_rule() -> Callable:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+def _fused_recurrent_gated_delta_rule() -> Callable:
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    return fused_recurrent_gated_delta_rule
+
+
 def _causal_conv1d_fn() -> Callable:
     from causal_conv1d import causal_conv1d_fn
 
@@ -70,6 +83,8 @@ KERNELS: dict[str, tuple[str, Callable[[], Callable]]] = {  # name: (distributio
     "selective_scan_fn": ("mamba-ssm", _selective_scan_fn),
     "selective_state_update": ("mamba-ssm", _selective_state_update),
     "mamba_chunk_scan_combined": ("mamba-ssm", _mamba_chunk_scan_combined),
+    "chunk_gated_delta_rule": ("flash-linear-attention", _chunk_gated_delta_rule),
+    "fused_recurrent_gated_delta_rule": ("flash-linear-attention", _fused_recurrent_gated_delta_rule),
     "causal_conv1d_fn": ("causal-conv1d", _causal_conv1d_fn),
     "causal_conv1d_update": ("causal-conv1d", _causal_conv1d_update),
 }
@@ -92,6 +107,12 @@ def is_usable(name: str, first: Tensor, *others: Tensor | None) -> bool:
         return False
     given = [t for t in (first, *others) if t is not None]
     return all(on_cuda(t) and t.dtype in TYPES and t.numel() for t in given) and load_kernel(name).item is not None
+
+
+def rounds_products() -> bool:
+    """Whether torch may use TF32 for float32. The older of its two settings raises an error if the newer one was used."""
+    switch = torch.backends.cuda.matmul
+    return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else switch.allow_tf32
 
 
 def common_dtype(*tensors: Tensor | None) -> torch.dtype:

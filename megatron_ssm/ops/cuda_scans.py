@@ -136,7 +136,7 @@ def supports_ssd(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: 
         return usable and len(x) <= cuda_kernels.rows_within(x[0].numel() * B.shape[3], x, dt, B, C, state)
     if not cuda_kernels.is_usable("mamba_chunk_scan_combined", *inputs) or not _ssd_rows(x, dt, B, C, state):
         return False
-    rounded = _rounds_products() or torch.is_autocast_enabled(x.device.type)
+    rounded = cuda_kernels.rounds_products() or torch.is_autocast_enabled(x.device.type)
     return rounded or cuda_kernels.common_dtype(x, B, C) is not torch.float32
 
 
@@ -149,12 +149,6 @@ def _ssd_rows(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor | None)
     groups, size = B.shape[2:]
     chunk = max(heads * head_dim * size, heads * SSD_CHUNK, groups * SSD_CHUNK * SSD_CHUNK)
     return cuda_kernels.rows_within(-(-seq // SSD_CHUNK) * chunk, x, dt, B, C, state)
-
-
-def _rounds_products() -> bool:
-    """Whether torch may use TF32 for float32. The older of its two settings raises an error if the newer one was used."""
-    switch = torch.backends.cuda.matmul
-    return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else switch.allow_tf32
 
 
 def ssd(

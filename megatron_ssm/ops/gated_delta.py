@@ -6,7 +6,8 @@ For each value head, with the state S (K, V), the log decay g <= 0 and the rate 
 
 q and k are normalized first, and q is divided by sqrt(K). As in `ops.scan`, tensors are (batch, seq, ...) of this rank's
 heads, nothing is communicated, and the states before the first token and after the last one are at least fp32 and have
-gradients. Three forms: `gated_delta_ref`, token by token, differentiated by autograd; torch, in chunks; C, on the CPU.
+gradients. Four forms: `gated_delta_ref`, token by token, differentiated by autograd; torch, in chunks; C, on the CPU; and
+the kernels of flash-linear-attention, on CUDA.
 
 A chunk of tokens (section 3.3, the UT transform): with c_i the sum of g up to token i of the chunk, and L_ij = exp(c_i -
 c_j),
@@ -25,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ssm.native import kernels
 from megatron_ssm.native.arguments import are_float32
 from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from . import cuda_gated_delta
 
 CHUNK = 64  # tokens of a chunk in torch
 NORM_EPS = 1e-6  # added to the sum of squares of q and k
@@ -63,11 +66,13 @@ def gated_delta(
     q, k: (batch, seq, key heads, K), not normalized, seq >= 1; v: (batch, seq, value heads, V): value heads/key heads
     consecutive value heads use the same q and k. g, beta: (batch, seq, value heads), at least fp32. state: (batch, value
     heads, K, V), at least fp32; None: zeros. overwrite: without gradients, the final state may be written into state.
-    one_by_one: by the C kernels and without gradients, the results are those of a call for each token, bit for bit.
+    one_by_one: by C or CUDA kernels and without gradients, the results are those of a call for each token, bit for bit.
     """
     fits = k.shape[3] <= kernels.LARGEST_STATE
     if fits and not torch.is_grad_enabled() and kernels.usable(q, k, v) and are_float32(g, beta):
         return kernels.gated_delta(q, k, v, g, beta, state, overwrite, one_by_one)
+    if cuda_gated_delta.supports_gated_delta(q, k, v, g, beta, state, one_by_one):
+        return cuda_gated_delta.gated_delta(q, k, v, g, beta, state, one_by_one)
     wide = at_least_fp32(v.dtype)
     with torch.autocast(v.device.type, enabled=False):
         inputs: list[Any] = [t if t is None else t.to(wide) for t in (q, k, v, g, beta, state)]

@@ -54,6 +54,33 @@ def inputs_of(kind, batch=2, seq=5, dtype=torch.float64, channels=3, heads=4, gr
     return {name: tensor.requires_grad_() for name, tensor in inputs.items()}
 
 
+def delta_inputs(
+    batch=2, seq=70, keys=2, values=6, size=8, width=12, dtype=torch.float64, most_beta=1.0, seed=0, state=True
+):
+    """{argument: tensor} of `gated_delta`, of heads that remember.
+
+    exp(g) is between 0.95 and 0.9999, keys are repeated, and rates are large.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    k = normal(batch, seq, keys, size)
+    k[:, 1::3] = k[:, ::3][:, : k[:, 1::3].shape[1]]  # every third key is that of the token before it
+    decay = 0.95 + 0.0499 * torch.rand(batch, seq, values, generator=generator, dtype=torch.float64)
+    inputs = dict(
+        q=normal(batch, seq, keys, size), k=k, v=normal(batch, seq, values, width), g=decay.log(),
+        beta=most_beta * torch.sigmoid(2 + normal(batch, seq, values)), state=normal(batch, values, size, width),
+    )  # fmt: skip
+    wide = torch.promote_types(dtype, torch.float32)
+    return dict(state=None) | {
+        name: t.to(wide if name in ("g", "beta", "state") else dtype).requires_grad_()
+        for name, t in inputs.items()
+        if state or name != "state"
+    }
+
+
 def everything(function, inputs, autocast=False):
     """{name: tensor}: the output, the state that is carried on, and the gradient of every input through both of them."""
     generator = torch.Generator().manual_seed(1)

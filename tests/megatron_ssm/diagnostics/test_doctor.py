@@ -94,7 +94,7 @@ def test_the_page_and_the_json_say_the_same():
 def test_each_operation_has_one_row_on_this_machine():
     rows = json.loads(healthy("--json"))["operations"]
     names = [row["operation"] for row in rows if row["device"] == "cpu"]
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 13
     runs = {row["operation"]: row["inference"] for row in rows if row["device"] == "cpu"}
     native = bool(kernels.LIBRARY)
     assert runs["selective scan"] == ("C (float32, bfloat16)" if native else "torch")
@@ -126,7 +126,9 @@ def on_cuda():
 
 
 NO_MAMBA, NO_CONV = "mamba-ssm is not installed", "causal-conv1d cannot be used (ImportError: undefined symbol)"
-NOTHING = {name: NO_MAMBA if package == "mamba-ssm" else NO_CONV for name, (package, _) in cuda_kernels.KERNELS.items()}
+NO_FLA = "flash-linear-attention is not installed"
+WHYS = {"mamba-ssm": NO_MAMBA, "flash-linear-attention": NO_FLA, "causal-conv1d": NO_CONV}
+NOTHING = {name: WHYS[package] for name, (package, _) in cuda_kernels.KERNELS.items()}
 NO_TE, NO_APEX = (
     OptionalImport(package, why=f"{package} is not installed") for package in ("transformer-engine", "apex")
 )
@@ -142,7 +144,7 @@ def test_on_cuda_without_optional_kernels_torch_does_everything(monkeypatch):
     assert {row[:2] for row in rows.values()} == {("torch", "torch")}
     assert rows["selective scan"][2] == rows["SSD"][2] == NO_MAMBA and rows["convolution"][2] == NO_CONV
     line = doctor.kernels_line("cuda:1", torch.float32, "NCCL")
-    assert line == f"megatron-ssm: kernels torch (cuda; {NO_MAMBA}; {NO_CONV}); all-reduce NCCL"
+    assert line == f"megatron-ssm: kernels torch (cuda; {NO_MAMBA}; {NO_FLA}; {NO_CONV}); all-reduce NCCL"
     line = doctor.kernels_line("cuda", torch.float32, trains=True)
     assert line.endswith("; AdamW torch (transformer-engine is not installed; apex is not installed)")
 
@@ -155,7 +157,7 @@ def test_on_cuda_with_all_optional_kernels(monkeypatch):
         rows["convolution"][:2] == ("causal-conv1d", "causal-conv1d") and "2 or 3 or 4 taps" in rows["convolution"][2]
     )
     assert rows["AdamW"][1:] == (f"apex {installed('apex')}", "transformer-engine is not installed")
-    packages = [f"{package} {installed(package)}" for package in ("mamba-ssm", "causal-conv1d")]
+    packages = [f"{package} {installed(package)}" for package in WHYS]
     assert doctor.kernels_line("cuda", torch.bfloat16) == f"megatron-ssm: kernels {', '.join(packages)}"
     line = doctor.kernels_line("cuda", torch.float64, trains=True)
     assert line.startswith(
@@ -172,7 +174,8 @@ def test_on_cuda_with_some_optional_kernels(monkeypatch):
     assert rows["SSD"][:2] == ("mamba-ssm", "mamba-ssm")
     assert rows["AdamW"][1] == f"transformer-engine {installed('transformer-engine')}"
     line = doctor.kernels_line("cuda", "bfloat16")
-    assert line == f"megatron-ssm: kernels causal-conv1d {installed('causal-conv1d')}, torch (cuda; {why})"
+    complete = ", ".join(f"{package} {installed(package)}" for package in WHYS if package != "mamba-ssm")
+    assert line == f"megatron-ssm: kernels {complete}, torch (cuda; {why})"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""How our operators call the kernels of mamba-ssm and causal-conv1d, on the CPU. Oracle: the reference implementations.
+"""How our operators call the CUDA kernels of other packages, on the CPU. Oracle: the reference implementations.
 
 Each kernel is replaced by a stand-in with its signature, which asserts the dtypes and layouts that the kernel's source
 requires and computes by a reference implementation. test_cuda_optional_imports.py runs the real kernels on a GPU.
@@ -15,9 +15,10 @@ from megatron_ssm import generate, load
 from megatron_ssm.native import kernels
 from megatron_ssm.ops import cuda_convolution, cuda_kernels, cuda_scans
 from megatron_ssm.ops.convolution import causal_conv_ref
+from megatron_ssm.ops.gated_delta import gated_delta, gated_delta_ref
 from megatron_ssm.ops.optional_imports import OptionalImport
 from megatron_ssm.ops.scan import selective_scan_ref, ssd_ref
-from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
+from scans import KINDS, PREVIOUS, SEQUENCES, delta_inputs, error, everything, in_pieces, inputs_of
 from sparsefusion.native.library import Library
 
 __all__ = ["oracle"]
@@ -125,8 +126,22 @@ def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None):
     return y.squeeze(1)
 
 
+def chunk_gated_delta_rule(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel):
+    """As fla/ops/gated_delta_rule/chunk.py: q, k and v have one dtype; the states are (batch, heads, K, V)."""
+    assert same_dtype(q, k, v) and same_dtype(g, beta, initial_state, dtype=torch.float32)
+    assert output_final_state and use_qk_l2norm_in_kernel and k.shape[3] <= 256
+    return gated_delta_ref(q, k, v, g, beta, initial_state)
+
+
+def fused_recurrent_gated_delta_rule(*args, **kwargs):
+    """As fused_recurrent.py, which has no gradient of g."""
+    assert not torch.is_grad_enabled()
+    return chunk_gated_delta_rule(*args, **kwargs)
+
+
 STAND_INS = [
-    selective_scan_fn, selective_state_update, mamba_chunk_scan_combined, causal_conv1d_fn, causal_conv1d_update
+    selective_scan_fn, selective_state_update, mamba_chunk_scan_combined, causal_conv1d_fn, causal_conv1d_update,
+    chunk_gated_delta_rule, fused_recurrent_gated_delta_rule,
 ]  # fmt: skip
 
 
@@ -148,7 +163,7 @@ def called(monkeypatch):
     monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
     monkeypatch.setattr(cuda_kernels, "load_kernel", load_stand_in)
-    monkeypatch.setattr(cuda_scans, "_rounds_products", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "rounds_products", lambda: True)
     return names
 
 
@@ -457,11 +472,24 @@ def test_bias_of_another_type_and_odd_channels_of_one_token(called):
     assert called == ["causal_conv1d_update"]
 
 
+@pytest.mark.parametrize("state", (False, True), ids=("from zeros", "continued"))
+def test_gated_delta_rule(called, state):
+    """Several tokens, with gradients of the states; a token; and tokens one by one, as speculation needs them."""
+    inputs = delta_inputs(seq=21, dtype=torch.float32, state=state)
+    wide = {n: t if t is None else t.detach().double().requires_grad_() for n, t in inputs.items()}
+    check(everything(gated_delta, inputs), everything(gated_delta_ref, wide))
+    narrow = {n: t if t is None or n in ("g", "beta", "state") else t.bfloat16() for n, t in detached(inputs).items()}
+    with torch.no_grad():
+        check(dict(y=gated_delta(**narrow, one_by_one=True)[0]), dict(y=gated_delta_ref(**wide)[0]), torch.bfloat16)
+        gated_delta(**{n: t if t is None or n == "state" else t[:, :1] for n, t in narrow.items()})
+    assert called == ["chunk_gated_delta_rule"] + 2 * ["fused_recurrent_gated_delta_rule"]
+
+
 @torch.no_grad()
 def test_ssd_uses_tf32_only_where_torch_allows_it(called, monkeypatch):
     """A single token needs no matrix products, TF32 represents bfloat16 exactly, and autocast permits lower precision."""
     monkeypatch.undo()
-    assert cuda_scans._rounds_products() is False
+    assert cuda_kernels.rounds_products() is False
     inputs = detached(inputs_for("ssd"))
     narrow = inputs | {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
@@ -472,7 +500,7 @@ def test_ssd_uses_tf32_only_where_torch_allows_it(called, monkeypatch):
     assert cuda_scans.supports_ssd(**{n: t[:, :1] if n in SEQUENCES["ssd"] else t for n, t in inputs.items()})
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert cuda_scans._rounds_products() is True and cuda_scans.supports_ssd(**inputs)
+        assert cuda_kernels.rounds_products() is True and cuda_scans.supports_ssd(**inputs)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 

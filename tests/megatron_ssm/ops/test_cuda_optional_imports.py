@@ -1,4 +1,7 @@
-"""The kernels of mamba-ssm and causal-conv1d, and FusedAdam, on a GPU. Oracles: float64 references; torch's AdamW."""
+"""The kernels of mamba-ssm, causal-conv1d and flash-linear-attention, and FusedAdam, on a GPU.
+
+Oracles: float64 references; torch's AdamW.
+"""
 
 import pytest
 import torch
@@ -6,8 +9,9 @@ import torch
 from megatron_ssm.checkpoints.folders import find_checkpoints
 from megatron_ssm.checkpoints.training import Snapshot, load_training
 from megatron_ssm.ops import cuda_kernels, fused_adam
+from megatron_ssm.ops.gated_delta import gated_delta, gated_delta_ref
 from megatron_ssm.parallel.groups import Groups
-from scans import KINDS, PREVIOUS, error, in_pieces, inputs_of
+from scans import KINDS, PREVIOUS, delta_inputs, error, in_pieces, inputs_of
 from tiny import curve, options, trainer
 
 pytestmark = pytest.mark.cuda
@@ -87,6 +91,22 @@ def test_kernels_outputs_and_gradients(called, kind, dtype, state, seq):
     limit = max(TOLERANCE[dtype], 2e-3 if kind == "ssd" else 0)
     check(outputs_and_gradients(KINDS[kind][0], inputs), theirs, limit)
     assert called == ([] if state and kind == "selective" else [SEVERAL[kind]])
+
+
+@dtypes
+@pytest.mark.parametrize("state", (False, True), ids=("from zeros", "continued"))
+def test_gated_delta_rule(called, dtype, state):
+    """Outputs, states and gradients of several tokens; and the tokens one by one."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    given = delta_inputs(seq=200, size=64, width=128, dtype=dtype, state=state)
+    inputs = {n: t if t is None else t.detach().cuda().requires_grad_() for n, t in given.items()}
+    wide = {n: t if t is None else t.detach().double().requires_grad_() for n, t in given.items()}
+    theirs = outputs_and_gradients(gated_delta_ref, wide)
+    check(outputs_and_gradients(gated_delta, inputs), theirs, max(TOLERANCE[dtype], 1e-2))
+    with torch.no_grad():
+        y, carried = gated_delta(**inputs, one_by_one=True)
+    check(dict(y=y, carried=carried), theirs, TOLERANCE[dtype])
+    assert called == ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
 
 @dtypes

@@ -13,32 +13,12 @@ from megatron_ssm.context.scans import gated_delta_over_context
 from megatron_ssm.context.summaries import delta_summary
 from megatron_ssm.native.kernels import LIBRARY
 from megatron_ssm.ops.gated_delta import CHUNK, gated_delta, gated_delta_ref
-from scans import error
+from scans import delta_inputs, error
 from sparsefusion.collectives.counted import Counter
 
 EXACT = 1e-10
 NAMES = ("q", "k", "v", "g", "beta", "state")
 needs_kernels = pytest.mark.skipif(LIBRARY.functions is None, reason="there are no C kernels")
-
-
-def inputs_of(batch=2, seq=70, keys=2, values=6, size=8, width=12, dtype=torch.float64, most_beta=1.0, seed=0):
-    """{argument: tensor} of heads that remember: exp(g) between 0.95 and 0.9999, repeated keys, and large rates."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    k = normal(batch, seq, keys, size)
-    k[:, 1::3] = k[:, ::3][:, : k[:, 1::3].shape[1]]  # every third key is that of the token before it
-    decay = 0.95 + 0.0499 * torch.rand(batch, seq, values, generator=generator, dtype=torch.float64)
-    inputs = dict(
-        q=normal(batch, seq, keys, size), k=k, v=normal(batch, seq, values, width), g=decay.log(),
-        beta=most_beta * torch.sigmoid(2 + normal(batch, seq, values)), state=normal(batch, values, size, width),
-    )  # fmt: skip
-    wide = torch.promote_types(dtype, torch.float32)
-    return {
-        name: t.to(wide if name in ("g", "beta", "state") else dtype).requires_grad_() for name, t in inputs.items()
-    }
 
 
 def everything(function, inputs):
@@ -54,7 +34,7 @@ def everything(function, inputs):
 @pytest.mark.parametrize("seq", (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1))
 @pytest.mark.parametrize("values, most_beta", ((2, 2.0), (6, 1.0)))
 def test_chunks_equal_the_loop(seq, values, most_beta):
-    inputs = inputs_of(seq=seq, values=values, most_beta=most_beta)
+    inputs = delta_inputs(seq=seq, values=values, most_beta=most_beta)
     ours, plain = everything(gated_delta, inputs), everything(gated_delta_ref, inputs)
     for name, tensor in plain.items():
         assert error(ours[name], tensor) <= EXACT, name
@@ -62,7 +42,7 @@ def test_chunks_equal_the_loop(seq, values, most_beta):
 
 @torch.no_grad()
 def test_the_loop_equals_transformers():
-    inputs = inputs_of()
+    inputs = delta_inputs()
     y, state = gated_delta_ref(**inputs)
     renamed = dict(query="q", key="k", value="v", g="g", beta="beta", initial_state="state")
     with Float64():
@@ -88,7 +68,7 @@ def relative(found, exact):
 @pytest.mark.parametrize("size, width", ((8, 12), (16, 32), (128, 64)))
 def test_precision(dtype, bound, size, width):
     """Gradients of both dtypes against the loop in float64, over a sequence whose beginning is still remembered."""
-    inputs = inputs_of(batch=1, seq=200, size=size, width=width, dtype=dtype)
+    inputs = delta_inputs(batch=1, seq=200, size=size, width=width, dtype=dtype)
     ours, exact = everything(gated_delta, inputs), everything(gated_delta_ref, wide(inputs))
     assert ours["y"].dtype == dtype and ours["carried"].dtype == torch.float32
     for name, tensor in exact.items():
@@ -102,7 +82,7 @@ def test_precision(dtype, bound, size, width):
 @torch.no_grad()
 def test_kernels(size, width, seq, dtype, bound):
     """With columns that fill registers and columns that do not; the state is written where it was."""
-    inputs = inputs_of(batch=2 if seq < 100 else 1, seq=seq, keys=1, values=3, size=size, width=width, dtype=dtype)
+    inputs = delta_inputs(batch=2 if seq < 100 else 1, seq=seq, keys=1, values=3, size=size, width=width, dtype=dtype)
     inputs = {name: tensor.detach() for name, tensor in inputs.items()}
     exact_y, exact_state = gated_delta(**wide(inputs))
     before = inputs["state"].clone()
@@ -124,7 +104,7 @@ def test_kernels(size, width, seq, dtype, bound):
 @pytest.mark.parametrize("width", (12, 32))
 @torch.no_grad()
 def test_one_by_one_is_a_call_for_each_token(width):
-    inputs = {n: t.detach() for n, t in inputs_of(seq=20, width=width, dtype=torch.float32).items()}
+    inputs = {n: t.detach() for n, t in delta_inputs(seq=20, width=width, dtype=torch.float32).items()}
     y, state = gated_delta(**inputs, one_by_one=True)
     carried, outputs = inputs.pop("state"), []
     for t in range(20):
@@ -148,7 +128,7 @@ def in_blocks(context, whole):
 def test_over_context_ranks(ranks, world, order, exchange):
     """Outputs, the final state and every gradient; six value heads and two key heads do not divide over four ranks."""
     seq = 5 * 2 * world
-    inputs = inputs_of(seq=seq)
+    inputs = delta_inputs(seq=seq)
     inputs["state"] = inputs["state"].detach() * (0 if exchange else 1)
     y, final = gated_delta_ref(**inputs)
     weights = torch.randn(y.shape, dtype=torch.float64)
@@ -183,7 +163,7 @@ def test_bytes_do_not_grow_with_the_sequence(ranks, world, order, blocks):
 
     def run(rank, seq):
         context = ContextRanks(dist.group.WORLD, Counter(), order)
-        inputs = inputs_of(seq=seq, **sizes)
+        inputs = delta_inputs(seq=seq, **sizes)
         y, _ = gated_delta_over_context(*(in_blocks(context, inputs[name]) for name in NAMES[:-1]), context)
         forward = context.counter.sent
         y.sum().backward()
@@ -202,7 +182,7 @@ def test_fewer_bytes_than_an_all_gather(ranks, world, fewer):
 
     def run(rank):
         ours, gathered = (ContextRanks(dist.group.WORLD, Counter(), "contiguous") for _ in range(2))
-        inputs = inputs_of(**sizes)
+        inputs = delta_inputs(**sizes)
         q, k, v, g, beta = (in_blocks(ours, inputs[name]) for name in NAMES[:-1])
         gated_delta_over_context(q, k, v, g, beta, ours)
         state, transition = delta_summary(k, v, g, beta)

@@ -1,0 +1,43 @@
+"""The gated delta rule by flash-linear-attention's CUDA kernels, with the interface of `ops.gated_delta`.
+
+`fused_recurrent_gated_delta_rule` goes through the tokens one by one, and has no gradient of g; `chunk_gated_delta_rule` has
+all gradients, also those of the states. Both normalize q and k, and know value heads that share q and k (from fla-core 0.6).
+"""
+
+import torch
+from torch import Tensor
+
+from . import cuda_kernels
+
+LARGEST_STATE = 256  # the largest K that chunk_gated_delta_rule supports (fla/ops/common/chunk_delta_h.py)
+
+
+def supports_gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, one_by_one: bool
+) -> bool:
+    """Whether a kernel computes this `gated_delta.gated_delta`.
+
+    Triton multiplies float32 in TF32 in chunks, so that float32 is left to torch unless torch itself may use TF32.
+    """
+    inputs = (q, k, v, g, beta, state)
+    if _by_token(v, one_by_one):
+        return cuda_kernels.is_usable("fused_recurrent_gated_delta_rule", *inputs)
+    fits = k.shape[3] <= LARGEST_STATE and cuda_kernels.is_usable("chunk_gated_delta_rule", *inputs)
+    return fits and (cuda_kernels.rounds_products() or cuda_kernels.common_dtype(q, k, v) is not torch.float32)
+
+
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, one_by_one: bool
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta.gated_delta` by flash-linear-attention. The kernels read contiguous tensors, and make them so."""
+    dtype = cuda_kernels.common_dtype(q, k, v)
+    kernel = "fused_recurrent_gated_delta_rule" if _by_token(v, one_by_one) else "chunk_gated_delta_rule"
+    y, after = cuda_kernels.load_kernel(kernel).item(
+        q.to(dtype), k.to(dtype), v.to(dtype), g=g, beta=beta, initial_state=state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return y.to(v.dtype), after
+
+
+def _by_token(v: Tensor, one_by_one: bool) -> bool:
+    return not torch.is_grad_enabled() and (one_by_one or v.shape[1] == 1)
