@@ -1,10 +1,11 @@
 """Models from Hugging Face directories and back: each rank reads only its own slices; saving gathers tensor by tensor."""
 
 import itertools
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,18 @@ from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
 
 from .agreement import run_and_compare
-from .hf_directory import FILE_BYTES, FLOATS, Writer, file_plan, left_out, match_tensors, open_tensors, weight_files
+from .hf_directory import (
+    FILE_BYTES,
+    FLOATS,
+    PROCESSOR_FILES,
+    Writer,
+    file_plan,
+    left_out_note,
+    match_tensors,
+    open_tensors,
+    stored_bytes,
+    weight_files,
+)
 from .quantized_files import QuantizedTensor, format_of, join_scales, read_quantized
 
 log = logging.getLogger("megatron_ssm")
@@ -197,7 +209,7 @@ def _open(
         raise ValueError(
             f"draft_head=True: {directory} has no tensors {config.draft_head.hf}*; it was saved without them"
         )
-    notes = config.unknown_note, left_out(config, tensors)
+    notes = config.unknown_note, left_out_note(config, tensors)
     config = replace(config, unknown_note="; ".join(note for note in notes if note))
     return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
 
@@ -299,7 +311,7 @@ def _read(parameter: nn.Parameter, tensor: Any, ranks: Ranks) -> None:
 # Saving
 
 
-def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> None:
+def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left_out: bool = False) -> None:
     """Write a Hugging Face directory that transformers loads; all ranks of the model, its data and context groups call it.
 
     Rank 0 (of the first replica and the first context rank) receives the shards tensor by tensor, holds at most the tensors
@@ -307,45 +319,81 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES) -> N
     and generation files are copied from the directory that the model was loaded from. A tensor kept in fp32 (A_log, ...) is
     stored in the model's dtype where that is exact.
 
+    left_out: also copy what `load` left out of that directory (a vision tower, a draft head), with the names of its tensors
+    and its config.json, so that a multimodal checkpoint remains one.
+
     Every rank sends its part of each tensor to rank 0, once. OSError on every rank if the writing rank fails; ValueError on
     every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
     """
     copies = model.copy_groups
     groups = (model.ranks.group, *copies)
-    target, plan = run_and_compare(
-        lambda: (Path(directory), _plan(model, file_bytes)),
-        lambda found: {file: list(names) for file, names in found[1].items()},
-        groups,
-        model.device,
-    )
-    errors = _take_part(plan)
-    if all(group is None or dist.get_rank(group) == 0 for group in copies):
-        errors = _save_replica(model, target, plan)
-    for error in errors:
-        for group in copies:
-            error = broadcast(error, group, model.device)
-        if error:
-            raise OSError(error)
+
+    def planned() -> tuple[Path, Source, dict[str, dict[str, list[nn.Parameter]]]]:
+        source = _source(model, files) if left_out else Source(model.config.raw, {}, {}, ())
+        return Path(directory), source, _plan(model, file_bytes, source)
+
+    with ExitStack() as files:
+        target, source, plan = run_and_compare(
+            planned, lambda found: {file: list(names) for file, names in found[2].items()}, groups, model.device
+        )
+        errors = _take_part(plan)
+        if all(group is None or dist.get_rank(group) == 0 for group in copies):
+            errors = _save_replica(model, target, plan, source)
+        for error in errors:
+            for group in copies:
+                error = broadcast(error, group, model.device)
+            if error:
+                raise OSError(error)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What of the directory that a model was loaded from is saved again.
+
+    names: {tensor of the model: its name in these files, where it is another}. left: {tensor that the model does not use:
+    what can be sliced}. companions: further files to copy.
+    """
+
+    raw: dict[str, Any]
+    names: dict[str, str]
+    left: dict[str, Any]
+    companions: tuple[str, ...]
+
+
+def _source(model: Model, files: ExitStack) -> Source:
+    """See `Source`, with what was left out when the model was loaded; its tensors can be read until `files` is closed."""
+    if model.directory is None:
+        raise ValueError("left_out=True: the model was not loaded from a directory")
+    tensors = open_tensors(model.directory, files)
+    names = match_tensors(model.config, tensors, model.directory)
+    used = {name for hf in names for name in model.config.names_in_files(hf)}
+    raw = json.loads((model.directory / "config.json").read_text(encoding="utf-8"))
+    return Source(raw, names, {name: t for name, t in tensors.items() if name not in used}, PROCESSOR_FILES)
 
 
 def _save_replica(
-    model: Model, directory: Path, plan: dict[str, dict[str, list[nn.Parameter]]]
+    model: Model, directory: Path, plan: dict[str, dict[str, list[nn.Parameter]]], source: Source
 ) -> Iterator[str | None]:
     """Write from the ranks of one replica, step by step; yields each step's error, the same on all of them."""
     nbytes = sum(_nbytes(parameters) for tensors in plan.values() for parameters in tensors.values())
-    writer = Writer(directory, nbytes) if model.ranks.rank == 0 else None
+    writer = Writer(directory, nbytes + sum(map(stored_bytes, source.left.values()))) if model.ranks.rank == 0 else None
 
     def attempt(step: str, *arguments: Any) -> str | None:
         error = None if writer is None else writer.attempt(getattr(writer, step), *arguments)
         return broadcast(error, model.ranks.group, model.device)
 
+    def name_of(hf: str) -> str:
+        return source.names.get(hf, hf)
+
     yield attempt("open")
-    for name, tensors in plan.items():
-        gathered = {hf: gather(model, hf, parameters) for hf, parameters in tensors.items()}
-        yield attempt("write", name, gathered)
+    for file, tensors in plan.items():
+        gathered = {name_of(hf): gather(model, hf, parameters) for hf, parameters in tensors.items() if parameters}
+        copied = [hf for hf, parameters in tensors.items() if not parameters]
+        yield attempt("write", file, gathered, {name: source.left[name] for name in copied})
         del gathered
-    config = model.config.to_dict(str(model.dtype).removeprefix("torch."))
-    yield attempt("close", config, model.directory, {hf: name for name, tensors in plan.items() for hf in tensors})
+    config = model.config.to_dict(str(model.dtype).removeprefix("torch."), source.raw)
+    weight_map = {name_of(hf): file for file, tensors in plan.items() for hf in tensors}
+    yield attempt("close", config, model.directory, weight_map, source.companions)
 
 
 def _take_part(plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
@@ -378,8 +426,11 @@ def broadcast(value: str | None, group: ProcessGroup | None, device: torch.devic
     return box[0]
 
 
-def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Parameter]]]:
-    """{file: {Hugging Face tensor: [its parameters]}}, filled in layout order up to `file_bytes`."""
+def _plan(model: Model, file_bytes: int, source: Source) -> dict[str, dict[str, list[nn.Parameter]]]:
+    """{file: {Hugging Face tensor: [its parameters]}}, filled in layout order up to `file_bytes`.
+
+    Tensors that are copied from the source have no parameters, and come last.
+    """
     model.check_exact_weights("saved")
     if model.lora is not None:
         raise ValueError(
@@ -389,6 +440,8 @@ def _plan(model: Model, file_bytes: int) -> dict[str, dict[str, list[nn.Paramete
     for parameter, field in fields_of(model).items():
         tensors.setdefault(field.hf, []).append(parameter)
     sizes = {hf: _nbytes(parameters) for hf, parameters in tensors.items()}
+    sizes |= {name: stored_bytes(tensor) for name, tensor in source.left.items()}
+    tensors |= {name: [] for name in source.left}
     return {file: {hf: tensors[hf] for hf in names} for file, names in file_plan(sizes, file_bytes).items()}
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -36,6 +37,8 @@ COMPANION_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "tokenizer.model.v3", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 # Reading
@@ -101,6 +104,11 @@ class StoredTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._tensor[index]
+
+
+def stored_bytes(tensor: Any) -> int:
+    """The bytes of a tensor in a file, given as what can be sliced."""
+    return math.prod(tensor.get_shape()) * FLOATS[tensor.get_dtype()].itemsize
 
 
 def read_bin(path: Path) -> dict[str, StoredTensor]:
@@ -225,7 +233,7 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
     return names
 
 
-def left_out(config: Stack, tensors: Iterable[str]) -> str:
+def left_out_note(config: Stack, tensors: Iterable[str]) -> str:
     """One line about tensors in files that the model knows and does not use; empty if there are none."""
     counts = Counter(what for name in tensors for prefix, what in config.skipped if name.startswith(prefix))
     found = ", ".join(f"{what} ({count} tensors)" for what, count in counts.items())
@@ -311,18 +319,21 @@ class Writer:
         with self._space.explained():
             self._hidden = HiddenFolder(self.directory)
 
-    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Write one file of tensors."""
+    def write(self, name: str, tensors: dict[str, torch.Tensor], copied: dict[str, Any] | None = None) -> None:
+        """Write one file of tensors. copied: more of them, given as what can be sliced."""
+        tensors = tensors | {name: tensor[:] for name, tensor in (copied or {}).items()}
         path = self.hidden / name
         path.touch()
         permissions = stat.S_IMODE(path.stat().st_mode)
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(permissions)  # safetensors makes its files with mode 0600, whatever the umask is
 
-    def close(self, config: dict[str, Any], source: Path | None, weight_map: dict[str, str]) -> None:
+    def close(
+        self, config: dict[str, Any], source: Path | None, weight_map: dict[str, str], companions: tuple[str, ...] = ()
+    ) -> None:
         """Write the index and config.json, copy COMPANION_FILES from `source`, move all into place, remove older weights.
 
-        weight_map: {tensor: its file}, written as an index if there are several files.
+        weight_map: {tensor: its file}, written as an index if there are several files. companions: more files to copy.
         """
         files = set(weight_map.values())
         if len(files) > 1:
@@ -330,7 +341,7 @@ class Writer:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (self.hidden / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         (self.hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in COMPANION_FILES:
+        for name in COMPANION_FILES + companions:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, self.hidden / name)
         self._move_into_place()

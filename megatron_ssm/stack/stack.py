@@ -306,9 +306,16 @@ class Stack:
         if self.has_draft_head:
             divides(2 * self.hidden_size, size, "inputs of the draft head")
 
-    def to_dict(self, dtype: str) -> dict:
-        """The config.json of a checkpoint of this model whose tensors are stored as `dtype` ('float32', ...)."""
-        kept = {k: v for k, v in self.raw.items() if k not in ("torch_dtype", "dtype", "_name_or_path")}
+    def to_dict(self, dtype: str, raw: dict | None = None) -> dict:
+        """The config.json of a checkpoint of this model whose tensors are stored as `dtype` ('float32', ...).
+
+        raw: that of the checkpoint from which it was loaded (None: the part with the language model).
+        """
+        kept = {
+            k: v
+            for k, v in (self.raw if raw is None else raw).items()
+            if k not in ("torch_dtype", "dtype", "_name_or_path")
+        }
         return {**kept, "dtype": dtype}
 
     @property

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 import megatron_ssm
@@ -12,10 +13,9 @@ from hf import CONFIGS, SMALL
 IDS = torch.arange(22).view(2, 11) % 61
 
 
-@pytest.mark.parametrize("tied", (False, True))
 @torch.no_grad()
-def test_qwen(tied, tmp_path, caplog):
-    """The outer tie_word_embeddings counts, and nulls of the inner fields do not hide outer ones."""
+def multimodal(directory, tied):
+    """A small multimodal model, which it also saves."""
     text = (
         SMALL
         | CONFIGS["qwen3_5_text"][1]
@@ -25,7 +25,15 @@ def test_qwen(tied, tmp_path, caplog):
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied, eos_token_id=[5, 6])
     torch.manual_seed(0)
     theirs = Qwen3_5ForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path / "multimodal")
+    theirs.save_pretrained(directory)
+    return theirs
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@torch.no_grad()
+def test_qwen(tied, tmp_path, caplog):
+    """The outer tie_word_embeddings counts, and nulls of the inner fields do not hide outer ones."""
+    theirs = multimodal(tmp_path / "multimodal", tied)
     with caplog.at_level(logging.WARNING):
         model = megatron_ssm.load(tmp_path / "multimodal")
     assert "left out of the checkpoint: the vision tower" in caplog.text
@@ -35,3 +43,27 @@ def test_qwen(tied, tmp_path, caplog):
     megatron_ssm.save(model, tmp_path / "text")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     torch.testing.assert_close(saved(IDS).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("world", (1, 2))
+def test_what_was_left_out_can_be_saved_too(ranks, world, tied, tmp_path):
+    """The files have the same tensors as before, with the same names, and transformers loads them; here in two files."""
+    theirs = multimodal(tmp_path / "before", tied)
+    (tmp_path / "before/preprocessor_config.json").write_text("{}")
+
+    def again():
+        model = megatron_ssm.load(tmp_path / "before", torch.distributed.group.WORLD)
+        megatron_ssm.save(model, tmp_path / "after", file_bytes=60_000, left_out=True)
+
+    ranks(again, world)
+    before, after = ({}, {})
+    for tensors, folder in ((before, "before"), (after, "after")):
+        for file in (tmp_path / folder).glob("*.safetensors"):
+            tensors |= load_file(file)
+    assert len(list((tmp_path / "after").glob("*.safetensors"))) > 1 and before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert (tmp_path / "after/preprocessor_config.json").exists()
+    loaded = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "after").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=IDS).logits, theirs(input_ids=IDS).logits)
