@@ -52,7 +52,7 @@ def test_what_was_left_out_can_be_saved_too(ranks, world, tied, tmp_path):
     theirs = multimodal(tmp_path / "before", tied)
     (tmp_path / "before/preprocessor_config.json").write_text("{}")
 
-    def again():
+    def again(rank):
         model = megatron_ssm.load(tmp_path / "before", torch.distributed.group.WORLD)
         megatron_ssm.save(model, tmp_path / "after", file_bytes=60_000, left_out=True)
 
