@@ -109,6 +109,11 @@ def _check_own_layers(config: Any, family: str) -> None:
     for name in _NOT_IN_OWN_LAYERS:
         if value := getattr(config, name, None):
             raise ValueError(f"{name}={value!r}: a {family} model has no such option")
+    check_key_value_heads(config)
+
+
+def check_key_value_heads(config: Any) -> None:
+    """ValueError unless each tensor-parallel rank of Megatron's own attention has whole key/value heads."""
     groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
     if groups % ranks:
         raise ValueError(f"{groups} key/value heads of Megatron's attention do not divide over {ranks} ranks here")

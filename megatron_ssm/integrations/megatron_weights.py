@@ -1,7 +1,8 @@
-"""Weights between Megatron's MambaModel, called HybridModel from Megatron-Core 0.18 on, and Hugging Face directories.
+"""Weights between Megatron's models and Hugging Face directories.
 
-A model that `specs.stack_spec` built has our layers, so its parameters are those of our `Model` under other names, with the
-same parts on the same tensor-parallel ranks: nothing has to be computed, and only saving sends anything.
+Two models have such a counterpart: a MambaModel, called HybridModel from Megatron-Core 0.18 on, that `specs.stack_spec`
+built of our layers, and Megatron's own GPTModel with gated delta nets (see `megatron_gpt`). The parameters of both are those
+of our `Model` under other names, with the same parts on the same tensor-parallel ranks, so only saving sends anything.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.stack.stack import Stack as ModelStack
 
+from . import megatron_gpt
 from .megatron_fields import layer_pattern, spec_options, transformer_options
 from .megatron_layers import Stack
 from .specs import stack_spec
@@ -25,6 +27,7 @@ from .specs import stack_spec
 _NAMES = {
     "embedding.word_embeddings.weight": "embeddings.weight",
     "decoder.final_norm.weight": "norm_f.weight",
+    "decoder.final_layernorm.weight": "norm_f.weight",  # of a GPTModel
     "output_layer.weight": "lm_head.weight",
 }
 # Of those in a layer of Megatron's own attention or MLP
@@ -39,7 +42,7 @@ _QKV = "self_attention.linear_qkv.weight"  # for each key/value head its query h
 
 
 def our_name(name: str) -> str:
-    """Our name of a parameter of Megatron's model."""
+    """Our name of a parameter of a MambaModel."""
     name = _NAMES.get(name, name.removeprefix("decoder."))
     layers, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
@@ -47,12 +50,16 @@ def our_name(name: str) -> str:
 
 
 def in_our_names(named: Iterable[tuple[str, torch.Tensor]], config: ModelStack) -> dict[str, torch.Tensor]:
-    """Megatron's parameters, or their gradients, under our names.
+    """The parameters of a MambaModel or a GPTModel on this rank, or their gradients, under our names.
 
-    Queries, keys and values of Megatron's own attention are views (key/value heads of this rank, rows of each, hidden).
+    Of a tensor into which Megatron packs several parameters, each is a view. Queries, gates, keys and values of Megatron's
+    own attention are (key/value heads of this rank, rows of each, hidden); all others have the shapes that our `Model` has.
     """
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for theirs, tensor in named:
+        if config.family in megatron_gpt.FAMILIES and theirs.startswith(megatron_gpt.IN_LAYERS):
+            found |= megatron_gpt.in_our_names(theirs, tensor, config)
+            continue
         name = our_name(theirs)
         if not name.endswith(_QKV):
             found[name] = tensor
@@ -78,7 +85,10 @@ def model_class() -> tuple[type, str]:
 
 
 def megatron_model(config: ModelStack, max_sequence_length: int, tensor_ranks: int = 1, **options: Any) -> nn.Module:
-    """Megatron's MambaModel or HybridModel of this configuration, built from `specs.stack_spec`.
+    """Megatron's model of this configuration: a MambaModel or HybridModel, built from `specs.stack_spec`.
+
+    Of the families `megatron_gpt.FAMILIES`, it is a GPTModel of Megatron's own layers, which needs CUDA, Transformer Engine
+    and flash-linear-attention.
 
     The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
     TransformerConfig, such as params_dtype. use_cpu_initialization is by default True, and the model on the CPU, unless
@@ -92,13 +102,18 @@ def megatron_model(config: ModelStack, max_sequence_length: int, tensor_ranks: i
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     on_cpu = dict(use_cpu_initialization=not (torch.cuda.is_available() and get_cuda_rng_tracker().is_initialized()))
-    megatron_config = TransformerConfig(**on_cpu | transformer_options(config, tensor_ranks) | options)
-    spec = stack_spec(config.family, **spec_options(config))
+    is_gpt = config.family in megatron_gpt.FAMILIES
+    sizes_of = megatron_gpt.gpt_options if is_gpt else transformer_options
+    megatron_config = TransformerConfig(**on_cpu | sizes_of(config, tensor_ranks) | options)
     padded = -(-config.vocab_size // tensor_ranks) * tensor_ranks
     sizes: dict[str, Any] = dict(vocab_size=padded, max_sequence_length=max_sequence_length)
     sizes["share_embeddings_and_output_weights"] = config.tie_embeddings
-    make, pattern = model_class()
-    model = make(megatron_config, spec, **sizes, **{pattern: layer_pattern(config)})
+    if is_gpt:
+        model = megatron_gpt.gpt_model(config, megatron_config, **sizes)
+    else:
+        make, pattern = model_class()
+        spec = stack_spec(config.family, **spec_options(config))
+        model = make(megatron_config, spec, **sizes, **{pattern: layer_pattern(config)})
     if padded > config.vocab_size:
         _hide_padding(model, config.vocab_size)
     return model
@@ -119,41 +134,54 @@ def _hide_padding(model: Any, vocab_size: int) -> None:
         model.output_layer.register_forward_hook(hide)
 
 
-def our_config(model: Any) -> ModelStack:
-    """Our configuration of a MambaModel that `specs.stack_spec` built; ValueError for any other model.
+def our_config(model: Any, family: str = "") -> ModelStack:
+    """Our configuration of a MambaModel that `specs.stack_spec` built, or of a GPTModel with gated delta nets.
 
-    Also for one with layers that its family does not have, or with learned positions, and for a stage of a pipeline.
+    family: that of a GPTModel, if it is one of `megatron_gpt.FAMILIES`, otherwise their first. ValueError for any other
+    model, for layers, options and positions that the family does not have, and for a stage of a pipeline.
     """
-    if not isinstance(stack := getattr(model, "decoder", None), Stack):
-        raise ValueError("only models that megatron_ssm's stack_spec built have a Hugging Face counterpart")
-    if stack.pp_group.size() > 1:
-        raise ValueError(f"the model is a stage of {stack.pp_group.size()}: Hugging Face directories need all layers")
+    is_gpt = megatron_gpt.is_gpt(model)
+    if not is_gpt and not isinstance(getattr(model, "decoder", None), Stack):
+        raise ValueError(
+            "only models that megatron_ssm's stack_spec built have a Hugging Face counterpart, and GPTModels with "
+            f"experimental_attention_variant={megatron_gpt.VARIANT!r}"
+        )
+    if (stages := model.pg_collection.pp.size()) > 1:
+        raise ValueError(f"the model is a stage of {stages}: Hugging Face directories need all layers")
+    vocab_size = getattr(model, "unpadded_vocab_size", model.vocab_size)
+    if is_gpt:
+        family = family if family in megatron_gpt.FAMILIES else megatron_gpt.FAMILIES[0]
+        return megatron_gpt.gpt_config(model, family, vocab_size)
+    stack = _stack(model)
     symbols = set(stack.layer_type_list) - set(families.FAMILIES[stack.family].pattern or {})
     if symbols or model.position_embedding_type != "none":
         what = f"layers {', '.join(sorted(symbols))}" if symbols else f"positions {model.position_embedding_type}"
         raise ValueError(f"a {stack.family} model with {what} has no counterpart in Hugging Face's format")
     tied = bool(model.share_embeddings_and_output_weights)
-    vocab_size = getattr(model, "unpadded_vocab_size", model.vocab_size)
     return stack.model_config(vocab_size=vocab_size, tie_word_embeddings=tied)
 
 
 def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
-    """Fill a MambaModel that `specs.stack_spec` built from a Hugging Face directory; all its ranks call it together.
+    """Fill one of Megatron's models from a Hugging Face directory; all its ranks call it together.
 
-    Each rank reads its own slices. The model remembers what `save_hugging_face` takes from the directory. ValueError on
-    every rank, with the model unchanged, if the directory holds another model.
+    model: a MambaModel that `specs.stack_spec` built, or a GPTModel with gated delta nets, without wrappers around it. Each
+    rank reads its own slices. The model remembers what `save_hugging_face` takes from the directory. ValueError on every
+    rank, with the model unchanged, if the directory holds another model, or if the model has no counterpart (`our_config`).
+
+    In a GPTModel, the norms of gated delta nets hold their weights minus 1, and A_log and dt_bias are in params_dtype.
     """
-    config, stack = our_config(model), _stack(model)
+    our_config(model)  # refuses other models before anything is read
+    stack = _stack(model)
     dtype = stack.config.params_dtype
     with load(directory, stack.tp_group, dtype=dtype, shared_memory=False) as ours:
-        _check_same(config, ours.config, directory)
+        _check_same(model, ours.config, directory)
         _copy(ours, model, into_megatron=True)
         stack.source = ours.config, Path(directory)
 
 
-def _check_same(config: ModelStack, given: ModelStack, directory: str | Path) -> None:
-    """ValueError if `config`, of Megatron's model, has other weights than `given`, that of the directory."""
-    for where, name, ours, theirs in _differences(config, given):
+def _check_same(model: nn.Module, given: ModelStack, directory: str | Path) -> None:
+    """ValueError if Megatron's model has other weights than `given`, the configuration of the directory."""
+    for where, name, ours, theirs in _differences(our_config(model, given.family), given):
         raise ValueError(f"{directory} has {name}={theirs!r}{where}, and Megatron's model {ours!r}")
 
 
@@ -172,7 +200,9 @@ def _differences(config: ModelStack, given: ModelStack) -> Iterator[tuple[str, s
 
 
 def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Path | None = None) -> None:
-    """Write a MambaModel that `specs.stack_spec` built as a Hugging Face directory; all ranks of the world call it.
+    """Write one of Megatron's models as a Hugging Face directory; all ranks of the world call it.
+
+    model: as for `load_hugging_face`; a GPTModel is written as a Qwen3.5, unless the source is a Qwen3-Next.
 
     source: a Hugging Face directory of the same architecture (None: that of `load_hugging_face`, if it was called). From it
     come the tokenizer and the fields of config.json that do not change the weights, such as token ids and residual_in_fp32.
@@ -190,9 +220,9 @@ def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Pat
 
     def read() -> tuple[ModelStack, Path | None]:
         if source is None:
-            return stack.source or (own, None)
+            return getattr(stack, "source", None) or (own, None)
         given = families.read(source)
-        _check_same(own, given, source)
+        _check_same(model, given, source)
         return given, Path(source)
 
     config, files = run_and_compare(read, lambda found: found[0], (stack.tp_group, copies), device)
@@ -217,10 +247,11 @@ def _copy(ours: Any, model: nn.Module, into_megatron: bool) -> None:
         if theirs[name].dim() > part.dim():
             part = part.view(theirs[name].shape)
         rows, padding = theirs[name][: len(part)], theirs[name][len(part) :]
+        offset = megatron_gpt.has_offset(name, ours.config)
         if rows.shape != part.shape or len(padding) and name not in _NAMES.values():
             raise ValueError(f"{name} is {tuple(theirs[name].shape)} in Megatron's model, not {tuple(part.shape)}")
         if into_megatron:
-            rows.copy_(part)
+            rows.copy_(part - 1 if offset else part)
             padding.zero_()
         else:
-            part.copy_(rows)
+            part.copy_(rows + 1 if offset else rows)

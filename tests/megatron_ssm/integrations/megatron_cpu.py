@@ -60,6 +60,18 @@ def gradients_of(model, inputs, labels):
     return total, found
 
 
+class TorchCoreAttention(torch.nn.Module):
+    """A core attention on one rank, with torch's own attention."""
+
+    def __init__(self, **_):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **_):
+        """As `attention2d.CoreAttention.forward`."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+
+
 def save_without_cuda(monkeypatch):
     """Let `dist_checkpointing.save` run without CUDA: it synchronizes, and asks for the current device.
 

@@ -13,7 +13,7 @@ from gradients import assert_near, shifted, transformers_loss, whole
 from attention2d import CoreAttention
 from cases import Oracle
 from hf import assert_same_bytes, edit_config, save_hf, tensors_in
-from megatron_cpu import CPU, gradients_of, hybrid_model, join
+from megatron_cpu import CPU, TorchCoreAttention, gradients_of, hybrid_model, join
 from megatron_ssm import families
 from megatron_ssm.integrations import megatron_weights
 from megatron_ssm.integrations.megatron_fields import config_of_layers, spec_options
@@ -190,18 +190,6 @@ def plain(ranks):
         return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
     return ranks(run, 1)[0]
-
-
-class TorchCoreAttention(torch.nn.Module):
-    """A core attention on one rank, with torch's own attention."""
-
-    def __init__(self, **_):
-        super().__init__()
-
-    def forward(self, query, key, value, attention_mask, **_):
-        """As `attention2d.CoreAttention.forward`."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
 
 
 def gpt(tp=1, cp=1, is_plain=False, **grid):
