@@ -25,7 +25,7 @@ from megatron_ssm.ops.huge_pages import HugePages, trim_heap
 from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
 from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
-from megatron_ssm.stack.fields import field_of, hf_shapes
+from megatron_ssm.stack.fields import Field, field_of, hf_shapes
 from megatron_ssm.stack.stack import Stack
 from sparsefusion import FORMATS
 from sparsefusion.collectives.counted import Counter
@@ -36,6 +36,7 @@ from .hf_directory import (
     FILE_BYTES,
     FLOATS,
     PROCESSOR_FILES,
+    Merged,
     Writer,
     file_plan,
     left_out_note,
@@ -211,7 +212,10 @@ def _open(
         )
     notes = config.unknown_note, left_out_note(config, tensors)
     config = replace(config, unknown_note="; ".join(note for note in notes if note))
-    return config, {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
+    found = {hf: tensors[name] for hf, name in match_tensors(config, tensors, directory).items()}
+    if any(each.apart for each in config.fields()):
+        config = replace(config, apart=any(isinstance(each, Merged) for each in found.values()))
+    return config, found
 
 
 def build(
@@ -387,13 +391,33 @@ def _save_replica(
 
     yield attempt("open")
     for file, tensors in plan.items():
-        gathered = {name_of(hf): gather(model, hf, parameters) for hf, parameters in tensors.items() if parameters}
+        gathered: dict[str, Any] = {}
+        for hf, parameters in tensors.items():
+            if parameters:
+                gathered |= written(field_of(parameters[0]), name_of(hf), gather(model, hf, parameters))
         copied = [hf for hf, parameters in tensors.items() if not parameters]
         yield attempt("write", file, gathered, {name: source.left[name] for name in copied})
         del gathered
     config = model.config.to_dict(str(model.dtype).removeprefix("torch."), source.raw)
-    weight_map = {name_of(hf): file for file, tensors in plan.items() for hf in tensors}
+    weight_map = {
+        name: file
+        for file, tensors in plan.items()
+        for hf, parameters in tensors.items()
+        for name in names_written(field_of(parameters[0]) if parameters else None, name_of(hf))
+    }
     yield attempt("close", config, model.directory, weight_map, source.companions)
+
+
+def written(field: Field, name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """{name: tensor} in files of a field's whole tensor."""
+    return field.apart_tensors(tensor) if field.written_apart and tensor is not None else {name: tensor}
+
+
+def names_written(field: Field | None, name: str) -> list[str]:
+    """The names in files of a field's tensor; field None: one that is copied."""
+    if not field or not field.written_apart:
+        return [name]
+    return [each.format(index) for index in range(field.shape[0]) for each in field.apart]
 
 
 def _take_part(plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:

@@ -182,6 +182,49 @@ class CutElsewhere:
         return whole[self._start : self._start + self._shape[0]][index]
 
 
+class Merged:
+    """Tensors of equal shapes, [index of a new first dimension][which stands below the other], as one safetensors slice."""
+
+    def __init__(self, parts: list[list[Any]]):
+        self.parts = parts
+
+    def get_shape(self) -> list[int]:
+        """The sizes of its dimensions."""
+        rows, *rest = self.parts[0][0].get_shape()
+        return [len(self.parts), len(self.parts[0]) * rows, *rest]
+
+    def get_dtype(self) -> str:
+        """Its dtype, as safetensors names it."""
+        return self.parts[0][0].get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, rows, *rest = index
+        length = self.parts[0][0].get_shape()[0]
+        which, start = divmod(rows.start, length)
+        within = slice(start, start + rows.stop - rows.start)
+        assert within.stop <= length, "the rows are those of one of the tensors"
+        return torch.stack([each[which][(within, *rest)] for each in self.parts[first]])
+
+
+def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> None:
+    """Replace, in `tensors`, those of a field that are stored one by one by a `Merged`."""
+    for field in config.fields():
+        if not field.apart:
+            continue
+        spellings = [list(config.names_in_files(name)) for name in field.apart]
+        chosen = next((i for i in range(len(spellings[0])) if spellings[0][i].format(0) in tensors), None)
+        if chosen is None:
+            continue
+        names = [[each[chosen].format(index) for each in spellings] for index in range(field.shape[0])]
+        if missing := [name for each in names for name in each if name not in tensors]:
+            raise ValueError(f"{directory} has no tensor {missing[0]}; it lacks {len(missing)} matrices of experts")
+        parts = [[tensors.pop(name) for name in each] for each in names]
+        shapes = {tuple(part.get_shape()) for each in parts for part in each}
+        if len(shapes) > 1 or len(next(iter(shapes))) != 2:
+            raise ValueError(f"{directory}: {names[0][0]} and the other experts have shapes {sorted(shapes)}")
+        tensors[field.hf] = Merged(parts)
+
+
 def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:
     """{name: tensor} of those of `Stack.recut` that files cut in another way."""
     found: dict[str, CutElsewhere] = {}
@@ -209,6 +252,7 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
     absent = _absent_layers(config, tensors)
     if absent:  # no need to list the tensors of as many layers as config.json may say
         config = config.with_layers(range(absent[0] + 1))
+    _merge(config, tensors, directory)
     shapes = hf_shapes(config.fields())
     spellings = {hf: list(config.names_in_files(hf)) for hf in shapes}
     names = {hf: next((n for n in spellings[hf] if n in tensors), "") for hf in shapes}

@@ -23,13 +23,13 @@ from .mamba import MAMBA
 from .mamba2 import MAMBA2
 from .nemotron_h import NEMOTRON_H
 from .olmo_hybrid import OLMO_HYBRID
-from .qwen3_5 import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
+from .qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from .zamba import ZAMBA
 from .zamba2 import ZAMBA2
 
 _ALL = (
     MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2, NEMOTRON_H, GRANITE, BAMBA, FALCON_H1, JAMBA, QWEN3_5, QWEN3_5_TEXT,
-    QWEN3_NEXT, OLMO_HYBRID,
+    QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT, OLMO_HYBRID,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {each.name: each for each in _ALL}
 

@@ -48,7 +48,7 @@ def read(fields: FieldReader) -> Stack:
         path, kind = f"model.layers.{index}.", ATTENTION if index in attending else MAMBA
         name, hf = ("mixer", "mamba") if kind == MAMBA else ("attention", "self_attn")
         mixer = Part(name, specs[kind], f"{path}{hf}.")
-        layers.append(mixer_and_mlp(path, eps, (mixer,), Part("mlp", mlp, f"{path}feed_forward.")))
+        layers.append(mixer_and_mlp(path, eps, (mixer,), (Part("mlp", mlp, f"{path}feed_forward."),)))
     return hybrid_stack(fields, layers, final_norm="model.final_layernorm.weight")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_ssm.operators.attention import AttentionSpec
 from megatron_ssm.operators.gated_delta import GatedDeltaSpec
 from megatron_ssm.operators.mamba2 import Mamba2Spec
+from megatron_ssm.ops.experts import Router
 from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import MAX_LAYERS, MAX_SIZE, FieldReader, token_ids
 from megatron_ssm.stack.stack import Norm, Part, Side, Spec, Stack, Unit
@@ -120,6 +121,14 @@ def delta_spec(fields: FieldReader, **more: Any) -> GatedDeltaSpec:
     )  # fmt: skip
 
 
+def router(fields: FieldReader, experts: str, **more: Any) -> Router:
+    """How tokens choose experts. experts: the field with their number; more: other fields of the router."""
+    count, chosen = fields.positive(experts), fields.positive("num_experts_per_tok")
+    if chosen > count:
+        raise ValueError(f"config.json: num_experts_per_tok={chosen} is more than {fields.hf_name(experts)}={count}")
+    return Router(count, chosen, **more)
+
+
 def attention_spec(fields: FieldReader, **more: Any) -> AttentionSpec:
     """Grouped-query attention. more: other fields of the specification."""
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
@@ -179,20 +188,20 @@ def mixer_and_mlp(
     path: str,
     eps: float,
     mixers: tuple[Part, ...],
-    mlp: Part,
+    mlps: tuple[Part, ...],
     mlp_norm: str = "pre_ff_layernorm",
     residual: float = 1.0,
     offset: float = 0.0,
     norm: str = "input_layernorm",
 ) -> tuple[Unit, ...]:
-    """A layer of two units, of which the first may have several operators. path: of the layer in files.
+    """A layer of two units, mixers and then MLPs or experts. path: of the layer in files.
 
     norm, mlp_norm: the names of the units' norms there. residual: what multiplies the output of each unit. offset: what the
     norms add to their weights.
     """
     norms = (("norm", norm), ("mlp_norm", mlp_norm))
     first, second = (Norm(name, f"{path}{hf}.weight", eps, offset) for name, hf in norms)
-    return Unit(mixers, first, residual_scale=residual), Unit((mlp,), second, residual_scale=residual)
+    return Unit(mixers, first, residual_scale=residual), Unit(mlps, second, residual_scale=residual)
 
 
 def hybrid_stack(fields: FieldReader, layers: Iterable[tuple[Unit, ...]], **more: Any) -> Stack:

@@ -59,7 +59,7 @@ def read(fields: FieldReader) -> Stack:
             scales: Any = dict(input_scale=scale[f"{kind}_in_multiplier"], output_scale=scale[f"{kind}_out_multiplier"])
             parts.append(Part(name, spec, f"{path}{hf}.", **scales))
         dense = Part("mlp", mlp, path + "feed_forward.", output_scale=down_scale)
-        layers.append(mixer_and_mlp(path, eps, tuple(parts), dense))
+        layers.append(mixer_and_mlp(path, eps, tuple(parts), (dense,)))
     return hybrid_stack(
         fields, layers, final_norm="model.final_layernorm.weight", embedding_scale=scale["embedding_multiplier"],
         logits_scale=scale["lm_head_multiplier"],

@@ -1,8 +1,13 @@
-"""Granite 4.0 H: Mamba-2 or attention in each layer, and then an MLP; transformers' GraniteMoeHybridForCausalLM."""
+"""Granite 4.0 H: Mamba-2 or attention in each layer, and then an MLP, or one beside experts.
+
+transformers' GraniteMoeHybridForCausalLM.
+"""
 
 from typing import Any
 
+from megatron_ssm.operators.experts import ExpertsSpec
 from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
+from megatron_ssm.ops.experts import CHOSEN_SOFTMAX
 from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Part, Stack
 
@@ -21,20 +26,21 @@ from .common import (
     layer_kinds,
     mixer_and_mlp,
     rope_theta,
+    router,
 )
 
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 DEFAULTS: dict[str, Any] = HYBRID | ROPE | dict.fromkeys(MULTIPLIERS, 1.0) | dict(
     vocab_size=32000, layer_norm_epsilon=1e-6, shared_intermediate_size=1024, num_local_experts=8, layer_types=None,
+    num_experts_per_tok=2, intermediate_size=11008,
     layers_block_type=None, position_embedding_type="none",
 )  # fmt: skip
 MLP_NAMES = dict(gate_up_proj="input_linear", down_proj="output_linear")
+EXPERT_NAMES = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
 
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    if fields["num_local_experts"]:
-        raise ValueError(f"experts are not implemented: num_local_experts={fields['num_local_experts']} (only 0)")
     embedding, logits, residual, scale = (fields.number(name) for name in MULTIPLIERS)
     if not logits:
         raise ValueError("config.json: logits_scaling=0 divides the logits")
@@ -42,20 +48,28 @@ def read(fields: FieldReader) -> Stack:
     attended = attention_spec(fields, scale=scale, rope_theta=rope_theta(fields) if rotated else 0.0)
     specs = {MAMBA: hybrid_mamba2(fields, channels(fields)), ATTENTION: attended}
     inner, activation = fields.positive("shared_intermediate_size"), fields.choice("hidden_act", ACTIVATIONS)
-    mlp = MlpSpec(fields.positive("hidden_size"), inner, activation, packed=True)
+    hidden, experts = fields.positive("hidden_size"), None
+    mlp = MlpSpec(hidden, inner, activation, packed=True)
+    if fields["num_local_experts"]:
+        chooses, width = router(fields, "num_local_experts", form=CHOSEN_SOFTMAX), fields.positive("intermediate_size")
+        experts = ExpertsSpec(hidden, chooses, width, activation, router_name="router.layer", merged=True)
     kinds = layer_kinds(fields, fields["layer_types"] or fields["layers_block_type"] or [MAMBA] * layer_count(fields))
     layers, eps = [], fields.number("layer_norm_epsilon")
     for index, kind in enumerate(kinds):
         path = f"model.layers.{index}."
         name, hf = ("mixer", "mamba") if kind == MAMBA else ("attention", "self_attn")
         names = tuple((f"{ours}.", f"{path}shared_mlp.{theirs}.") for ours, theirs in MLP_NAMES.items())
-        mixer, dense = Part(name, specs[kind], f"{path}{hf}."), Part("mlp", mlp, f"{path}shared_mlp.", names)
-        layers.append(mixer_and_mlp(path, eps, (mixer,), dense, "post_attention_layernorm", residual))
+        mixer, mlps = Part(name, specs[kind], f"{path}{hf}."), [Part("mlp", mlp, f"{path}shared_mlp.", names)]
+        if experts is not None:
+            hf = f"{path}block_sparse_moe."
+            names = tuple((usual, hf + theirs) for usual, theirs in EXPERT_NAMES.items())
+            mlps.append(Part("experts", experts, hf, names))
+        layers.append(mixer_and_mlp(path, eps, (mixer,), tuple(mlps), "post_attention_layernorm", residual))
     return hybrid_stack(fields, layers, embedding_scale=embedding, logits_scale=1 / logits)
 
 
 GRANITE = Family(
     "granitemoehybrid", read, DEFAULTS, HYBRID_NAMES,
     ignored=IGNORED_OF_HYBRIDS
-    | {"intermediate_size", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "init_method"},
+    | {"output_router_logits", "router_aux_loss_coef", "init_method"},
 )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Jamba: Mamba or attention in each layer, and then an MLP; transformers' JambaForCausalLM."""
+"""Jamba: Mamba or attention in each layer, and then an MLP or experts; transformers' JambaForCausalLM."""
 
 from typing import Any
 
+from megatron_ssm.operators.experts import ExpertsSpec
 from megatron_ssm.operators.mamba1 import Mamba1Spec
 from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
 from megatron_ssm.stack.reader import Family, FieldReader
@@ -18,12 +19,13 @@ from .common import (
     hybrid_stack,
     layer_count,
     mixer_and_mlp,
+    router,
 )
 
 DEFAULTS: dict[str, Any] = MIXER | dict(
     vocab_size=65536, tie_word_embeddings=False, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8, head_dim=None, hidden_act="silu", layer_norm_epsilon=1e-6,
-    state_size=16, num_experts=16, expert_layer_period=2, expert_layer_offset=1, attn_layer_period=8,
+    state_size=16, num_experts=16, num_experts_per_tok=2, expert_layer_period=2, expert_layer_offset=1, attn_layer_period=8,
     attn_layer_offset=4, initializer_range=0.02,
 )  # fmt: skip
 
@@ -32,15 +34,18 @@ def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     count, eps = layer_count(fields), fields.number("layer_norm_epsilon")
     every, first = fields.positive("expert_layer_period"), fields.integer("expert_layer_offset")
-    if fields.positive("num_experts") > 1 and any(i % every == first for i in range(count)):
-        raise ValueError(f"experts are not implemented: num_experts={fields['num_experts']} (only 1)")
     hidden, activation = fields.positive("hidden_size"), fields.choice("hidden_act", ACTIVATIONS)
     mixer = Mamba1Spec(
         hidden_size=hidden, channels=channels(fields), state_size=fields.positive("state_size"),
         conv_kernel=fields.positive("conv_kernel"), dt_rank=dt_rank(fields), bias=fields.boolean("use_bias"),
         conv_bias=fields.boolean("use_conv_bias"), inner_norm_eps=eps, inner_norm_weights=True,
     )  # fmt: skip
-    attended, mlp = attention_spec(fields), MlpSpec(hidden, fields.positive("intermediate_size"), activation)
+    attended, inner = attention_spec(fields), fields.positive("intermediate_size")
+    mlp, experts = MlpSpec(hidden, inner, activation), None
+    if fields.positive("num_experts") > 1:
+        experts = ExpertsSpec(
+            hidden, router(fields, "num_experts", renormalized=False), inner, activation, router_name="router"
+        )
     period, offset = fields.positive("attn_layer_period"), fields.integer("attn_layer_offset")
     if not 0 <= offset < period:
         raise ValueError(
@@ -52,13 +57,16 @@ def read(fields: FieldReader) -> Stack:
         part = Part("mixer", mixer, f"{path}mamba.")
         if index % period == offset:
             part = Part("attention", attended, f"{path}self_attn.")
-        layers.append(mixer_and_mlp(path, eps, (part,), Part("mlp", mlp, f"{path}feed_forward.")))
+        second = Part("mlp", mlp, f"{path}feed_forward.")
+        if experts is not None and index % every == first:
+            second = Part("experts", experts, f"{path}feed_forward.")
+        layers.append(mixer_and_mlp(path, eps, (part,), (second,)))
     draws = NORMAL | dict(dt_bias="bias")
     return hybrid_stack(fields, layers, final_norm="model.final_layernorm.weight", draws=draws)
 
 
 JAMBA = Family(
     "jamba", read, DEFAULTS, HYBRID_NAMES | dict(time_step_rank="mamba_dt_rank"),
-    ignored=IGNORED_OF_HYBRIDS | {"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"},
+    ignored=IGNORED_OF_HYBRIDS | {"output_router_logits", "router_aux_loss_coef"},
     supported={"mamba_inner_layernorms": (True,)},
 )  # fmt: skip

@@ -1,10 +1,12 @@
-"""Nemotron-H: Mamba-2, attention or an MLP in each layer; transformers' NemotronHForCausalLM."""
+"""Nemotron-H and Nemotron-3: Mamba-2, attention, an MLP or experts in each layer; transformers' NemotronHForCausalLM."""
 
 import math
 from dataclasses import replace
 from typing import Any
 
+from megatron_ssm.operators.experts import ExpertsSpec
 from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
+from megatron_ssm.ops.experts import GROUP_SCORES, SIGMOID, Router
 from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Norm, Part, Spec, Stack, Unit
@@ -20,6 +22,7 @@ from .common import (
     attention_spec,
     layer_kinds,
     mamba2_spec,
+    router,
     stack_of,
 )
 
@@ -28,7 +31,9 @@ DEFAULTS: dict[str, Any] = MIXER | dict(
     hybrid_override_pattern=None, tie_word_embeddings=False, num_attention_heads=32, num_key_value_heads=8, head_dim=None,
     attention_head_dim=128,  # the old name of head_dim
     intermediate_size=21504, mlp_hidden_act="relu2", mlp_bias=False, state_size=128, num_heads=128, mamba_head_dim=64,
-    n_groups=8, initializer_range=0.02, rescale_prenorm_residual=True,
+    n_groups=8, n_routed_experts=8, moe_intermediate_size=7688, moe_shared_expert_intermediate_size=7688,
+    moe_latent_size=None, num_experts_per_tok=2, routed_scaling_factor=1.0, n_group=1, topk_group=1, norm_topk_prob=True,
+    n_shared_experts=1, initializer_range=0.02, rescale_prenorm_residual=True,
 )  # fmt: skip
 OLD_NAMES = dict(
     mamba_n_groups="n_groups", mamba_d_conv="conv_kernel", mamba_dt_min="time_step_min", mamba_dt_max="time_step_max",
@@ -53,30 +58,59 @@ def read(fields: FieldReader) -> Stack:
     if names is None:
         names = pattern_kinds(fields["hybrid_override_pattern"], "config.json: hybrid_override_pattern")
     kinds = layer_kinds(fields, names, KINDS | {MLP: MLP, EXPERTS: EXPERTS})
-    if EXPERTS in kinds:
-        raise ValueError(f"experts are not implemented: layer {kinds.index(EXPERTS)} has them")
     heads, hidden = fields.positive("num_heads"), fields.positive("hidden_size")
     head_dim = "attention_head_dim" if fields["head_dim"] is None else "head_dim"
     eps, limit = fields.number("layer_norm_epsilon"), (fields.number("time_step_min"), math.inf)
     divides(heads, fields.positive("n_groups"), "heads", "groups")
     activation = fields.choice("mlp_hidden_act", ACTIVATIONS)
+    mlp = MlpSpec(hidden, fields.positive("intermediate_size"), activation, False, fields.boolean("mlp_bias"))
     specs: dict[str, Spec] = {
         MAMBA: mamba2_spec(
             fields, heads, fields.positive("mamba_head_dim"), dt_limit=limit, norm_eps=eps,
             conv_bias=fields.boolean("use_conv_bias"),
         ),
         ATTENTION: replace(attention_spec(fields), head_dim=fields.positive(head_dim)),
-        MLP: MlpSpec(hidden, fields.positive("intermediate_size"), activation, False, fields.boolean("mlp_bias")),
+        MLP: mlp,
     }  # fmt: skip
+    shared = None
+    if EXPERTS in kinds:
+        specs[EXPERTS] = _experts(fields, activation)
+        shared = replace(mlp, channels=fields.positive("moe_shared_expert_intermediate_size"))
     layers = []
     for index, kind in enumerate(kinds):
         path = f"backbone.layers.{index}."
-        part = Part("mixer", specs[kind], f"{path}mixer.")
-        layers.append((Unit((part,), Norm("norm", f"{path}norm.weight", eps)),))
+        parts = [Part("mixer", specs[kind], f"{path}mixer.")]
+        if kind == EXPERTS and shared is not None:
+            parts.append(Part("shared", shared, f"{path}mixer.shared_experts."))
+        layers.append((Unit(tuple(parts), Norm("norm", f"{path}norm.weight", eps)),))
     draws = NORMAL | (dict(mixer_out_proj="mixer_out_proj") if fields.boolean("rescale_prenorm_residual") else {})
     return stack_of(
         fields, layers, draws=draws, draws_std=fields.number("initializer_range"), aliases=(("backbone.", ("model.",)),),
         modules="model.", skipped=(("mtp.", "the draft head"),), **BACKBONE,
+    )  # fmt: skip
+
+
+def _experts(fields: FieldReader, activation: str) -> ExpertsSpec:
+    """The routed experts."""
+    chooses, groups = _router(fields), fields.positive("n_group")
+    divides(chooses.experts, groups, "experts", "groups")
+    if groups > 1 and chooses.experts // groups < GROUP_SCORES or chooses.chosen_groups > groups:
+        raise ValueError(
+            f"config.json: {chooses.experts} experts in n_group={groups} groups, of which topk_group="
+            f"{chooses.chosen_groups} are chosen: a group has at least {GROUP_SCORES} experts, and there are enough groups"
+        )
+    latent = 0 if fields["moe_latent_size"] is None else fields.positive("moe_latent_size")
+    return ExpertsSpec(
+        fields.positive("hidden_size"), chooses, fields.positive("moe_intermediate_size"), activation, False, latent,
+        fields.boolean("mlp_bias"),
+    )  # fmt: skip
+
+
+def _router(fields: FieldReader) -> Router:
+    return router(
+        fields, "n_routed_experts", form=SIGMOID, renormalized=fields.boolean("norm_topk_prob"),
+        scale=fields.number("routed_scaling_factor"), groups=fields.positive("n_group"),
+        chosen_groups=fields.positive("topk_group"),
     )  # fmt: skip
 
 
@@ -105,10 +139,9 @@ NEMOTRON_H = Family(
         "mamba_proj_bias": (False,), "residual_in_fp32": (False,), "sliding_window": (None,),
     },
     ignored=IGNORED_OF_HYBRIDS | OLD_NAMES.keys() | frozenset(
-        """time_step_limit expand hidden_dropout n_routed_experts n_shared_experts moe_intermediate_size norm_eps
-        moe_shared_expert_intermediate_size moe_latent_size moe_shared_expert_overlap num_experts_per_tok n_group
-        routed_scaling_factor topk_group norm_topk_prob num_nextn_predict_layers mtp_layers_block_type
-        output_router_logits use_mamba_kernels mtp_hybrid_override_pattern rope_theta partial_rotary_factor""".split()
+        """time_step_limit expand hidden_dropout norm_eps moe_shared_expert_overlap num_nextn_predict_layers
+        mtp_layers_block_type output_router_logits use_mamba_kernels
+        mtp_hybrid_override_pattern rope_theta partial_rotary_factor""".split()
     ),
     pattern={letter: kind for letter, kind in LETTERS.items() if kind != EXPERTS}, from_options=new_config,
     made_from_pattern=True, unsupported_by_peft=("out_proj",),

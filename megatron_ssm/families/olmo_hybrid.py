@@ -65,7 +65,7 @@ def read(fields: FieldReader) -> Stack:
             mixer = Part("mixer", delta, f"{path}linear_attn.", names)
             cut.append(tuple(f"{path}linear_attn.{part}_conv1d.weight" for part in "qkv"))
             layers.append(
-                mixer_and_mlp(path, eps, (mixer,), dense, "feedforward_layer_norm", norm="attention_layer_norm")
+                mixer_and_mlp(path, eps, (mixer,), (dense,), "feedforward_layer_norm", norm="attention_layer_norm")
             )
         else:
             mixer = Part("attention", attended, f"{path}self_attn.")

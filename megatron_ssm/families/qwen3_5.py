@@ -1,15 +1,17 @@
-"""Qwen3.5 and 3.6, and Qwen3-Next: a gated delta net or gated attention in each layer, and then an MLP.
+"""Qwen3.5 and 3.6, and Qwen3-Next: a gated delta net or gated attention in each layer, and then an MLP or experts.
 
-transformers' Qwen3_5ForCausalLM and Qwen3NextForCausalLM. Of multimodal checkpoints, the language model is read.
+transformers' Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM and Qwen3NextForCausalLM. Of multimodal checkpoints, the
+language model is read.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from megatron_ssm.operators.experts import ExpertsSpec
 from megatron_ssm.operators.gated_delta import BY_KEY_HEAD, GatedDeltaSpec
 from megatron_ssm.operators.mlp import MlpSpec
 from megatron_ssm.stack.reader import Family, FieldReader, Nested
-from megatron_ssm.stack.stack import DraftHead, Part, Spec, Stack
+from megatron_ssm.stack.stack import DraftHead, Part, Spec, Stack, Unit
 
 from .common import (
     ATTENTION,
@@ -25,6 +27,7 @@ from .common import (
     mixer_and_mlp,
     rope_size,
     rope_theta,
+    router,
 )
 
 DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
@@ -33,14 +36,14 @@ DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
     full_attention_interval=4, partial_rotary_factor=0.25, draft_layers=None, num_mtp_layers=None,
     draft_embeddings=None,
 )  # fmt: skip
-OF_NEXT: dict[str, Any] = dict(
-    vocab_size=151936,
-    hidden_size=2048,
-    num_hidden_layers=48,
-    intermediate_size=5632,
-    num_key_value_heads=2,
-    num_experts=512,
-)
+OF_MOE: dict[str, Any] = dict(
+    hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2, num_experts=256, num_experts_per_tok=8,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512,
+)  # fmt: skip
+OF_NEXT: dict[str, Any] = OF_MOE | dict(
+    vocab_size=151936, num_hidden_layers=48, intermediate_size=5632, num_experts=512, num_experts_per_tok=10,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=None,
+)  # fmt: skip
 NAMES = DELTA_NAMES | dict(
     draft_layers="mtp_num_hidden_layers", draft_embeddings="mtp_use_dedicated_embeddings"
 )  # fmt: skip
@@ -50,31 +53,59 @@ VISION = (("model.visual.", "the vision tower"), ("visual.", "the vision tower")
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    if "num_experts" in fields and fields["num_experts"]:
-        raise ValueError(f"experts are not implemented: num_experts={fields['num_experts']} (only 0)")
     attended = attention_spec(fields, qk_norm_eps=fields.number("layer_norm_epsilon"), norm_offset=1.0, gated=True)
     size = rope_size(fields, attended.head_dim, fields.number("partial_rotary_factor"))
     delta = delta_spec(fields)
     specs: dict[str, tuple[str, str, Spec]] = {
-        MAMBA: ("mixer", "linear_attn", _by_key_head(delta) if "num_experts" in fields else delta),
+        MAMBA: ("mixer", "linear_attn", _by_key_head(delta) if "norm_topk_prob" in fields else delta),
         ATTENTION: ("attention", "self_attn", replace(attended, rope_theta=rope_theta(fields), rope_size=size)),
     }
-    mlp = MlpSpec(fields.positive("hidden_size"), fields.positive("intermediate_size"))
-    layers, eps = [], fields.number("layer_norm_epsilon")
-    kinds = _kinds(fields)
-    for index, kind in enumerate(kinds):
-        path, (name, hf, spec) = f"model.layers.{index}.", specs[kind]
-        parts = (Part(name, spec, f"{path}{hf}."),), Part("mlp", mlp, f"{path}mlp.")
-        layers.append(mixer_and_mlp(path, eps, *parts, "post_attention_layernorm", offset=1.0))
+    eps, kinds = fields.number("layer_norm_epsilon"), _kinds(fields)
+
+    def layer(path: str, kind: str, has_experts: bool) -> tuple[Unit, ...]:
+        name, hf, spec = specs[kind]
+        mlps = _experts(fields, f"{path}mlp.") if has_experts else (_mlp(fields, f"{path}mlp."),)
+        mixers = (Part(name, spec, f"{path}{hf}."),)
+        return mixer_and_mlp(path, eps, mixers, mlps, "post_attention_layernorm", offset=1.0)
+
+    has_experts = _layers_with_experts(fields, len(kinds))
+    layers = [layer(f"model.layers.{index}.", kind, has_experts[index]) for index, kind in enumerate(kinds)]
     draft, count = None, "num_mtp_layers" if fields["draft_layers"] is None else "draft_layers"
     has_own = fields["draft_embeddings"] is not None and fields.boolean("draft_embeddings")
     if fields[count] is not None and fields.integer(count) == 1 and not has_own and ATTENTION in kinds:
-        name, hf, spec = specs[ATTENTION]
-        parts = (Part(name, spec, f"mtp.layers.0.{hf}."),), Part("mlp", mlp, "mtp.layers.0.mlp.")
-        units = mixer_and_mlp("mtp.layers.0.", eps, *parts, "post_attention_layernorm", offset=1.0)
-        draft = DraftHead(units, "mtp.", eps, 1.0)
+        draft = DraftHead(layer("mtp.layers.0.", ATTENTION, any(has_experts)), "mtp.", eps, 1.0)
     stack = hybrid_stack(fields, layers, norm_offset=1.0, skipped=SKIPPED + VISION, draft_head=draft)
     return replace(stack, aliases=(("model.", ("model.language_model.",)), *stack.aliases))
+
+
+def _mlp(fields: FieldReader, path: str) -> Part:
+    """A dense MLP."""
+    return Part("mlp", MlpSpec(fields.positive("hidden_size"), fields.positive("intermediate_size")), path)
+
+
+def _experts(fields: FieldReader, path: str) -> tuple[Part, Part]:
+    """Routed experts, and the shared one."""
+    hidden = fields.positive("hidden_size")
+    renormalized = "norm_topk_prob" not in fields or fields.boolean("norm_topk_prob")
+    routed = ExpertsSpec(
+        hidden, router(fields, "num_experts", renormalized=renormalized), fields.positive("moe_intermediate_size"),
+        merged="norm_topk_prob" not in fields,
+    )  # fmt: skip
+    shared = MlpSpec(hidden, fields.positive("shared_expert_intermediate_size"), scored=True)
+    names = (("score.", f"{path}shared_expert_gate."),)
+    return Part("experts", routed, path), Part("shared", shared, f"{path}shared_expert.", names)
+
+
+def _layers_with_experts(fields: FieldReader, count: int) -> list[bool]:
+    """Which layers have experts."""
+    if "num_experts" not in fields or not fields["num_experts"]:
+        return [False] * count
+    if "decoder_sparse_step" not in fields:
+        return [True] * count
+    dense, step = fields["mlp_only_layers"] or [], fields.positive("decoder_sparse_step")
+    if not isinstance(dense, list):
+        raise ValueError(f"config.json: mlp_only_layers={dense!r} must be a list of layers")
+    return [index not in dense and (index + 1) % step == 0 for index in range(count)]
 
 
 def _by_key_head(spec: GatedDeltaSpec) -> GatedDeltaSpec:
@@ -97,4 +128,6 @@ IGNORED = frozenset(
 )
 QWEN3_5_TEXT = Family("qwen3_5_text", read, DEFAULTS, NAMES, SUPPORTED, IGNORED)
 QWEN3_5 = replace(QWEN3_5_TEXT, name="qwen3_5", nested=Nested("text_config", "qwen3_5_text"))
+QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, name="qwen3_5_moe_text", defaults=DEFAULTS | OF_MOE)
+QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, name="qwen3_5_moe", nested=Nested("text_config", "qwen3_5_moe_text"))
 QWEN3_NEXT = replace(QWEN3_5_TEXT, name="qwen3_next", defaults=DEFAULTS | OF_NEXT)

@@ -2,15 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron_ssm.parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, apply_layer, bias_of
+from megatron_ssm.parallel.layers import (
+    ColumnParallelLinear,
+    Product,
+    ReplicatedLinear,
+    RowParallelLinear,
+    apply_layer,
+    bias_of,
+)
 from megatron_ssm.stack.fields import Field, divides, packed, row_parallel, rows_of
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
-from megatron_ssm.tape.builder import Buffer, Builder
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 
 from .call import Call
 from .low_rank import adapter_of, adapter_of_parts
@@ -37,7 +45,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class MlpSpec(Spec):
     """The sizes of an MLP: down(activation(gate_scale * gate(x)) * up(x)), or down(activation(up(x))) if it is not gated.
 
-    channels: of the inner dimension. packed: whether files store gate and up in one tensor.
+    channels: of the inner dimension. packed: whether files store gate and up in one tensor. scored: whether the output is
+    multiplied by the sigmoid of a product with the input, one number for each token.
     """
 
     hidden_size: int
@@ -47,6 +56,7 @@ class MlpSpec(Spec):
     bias: bool = False
     packed: bool = False
     gate_scale: float = 1.0
+    scored: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -66,6 +76,8 @@ class MlpSpec(Spec):
                 one = {name: self.channels}
                 yield from rows_of("gate_up.bias", f"{name}_proj.bias", one, one, (), init="bias")
         yield from row_parallel("down_proj", (self.hidden_size, self.channels), self.channels, self.bias)
+        if self.scored:
+            yield Field("score.weight", "score.weight", (1, self.hidden_size))
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""
@@ -87,21 +99,26 @@ class MlpSpec(Spec):
                 "MLP": work.itemsize * (count + 2) * inner,
                 "output": work.itemsize * (inner + hidden * (1 + self.bias)),
             },
-            projected=work.itemsize * count * inner,
-            stored=(2 * count + (self.gate_scale != 1.0)) * inner,
+            projected=work.itemsize * (count * inner + self.scored),
+            stored=(2 * count + (self.gate_scale != 1.0)) * inner + self.scored * (hidden + 1),
             gradients=hidden * work.share + (2 if self.gated else 3) * inner,
+            parameters=(hidden,) if self.scored and work.ranks > 1 else (),
         )
 
 
 class Mlp(Operator):
     """The MLP between the projections `gate_up` and `down_proj`; its parameters may also be those of a larger block.
 
-    Sends nothing, forward and backward.
+    Sends nothing, forward and backward, but one all-reduce in backward for the weight of `score`, if it has one.
     """
+
+    score: ReplicatedLinear
 
     def __init__(self, spec: MlpSpec, place: Place):
         super().__init__(place)
         self.build_mlp(spec, place)
+        if spec.scored:
+            self.score = ReplicatedLinear((1, spec.hidden_size), False, place.ranks, **place.where)
 
     def build_mlp(self, spec: MlpSpec, place: Place) -> None:
         """Make the parameters."""
@@ -111,19 +128,23 @@ class Mlp(Operator):
         self.gate_up = ColumnParallelLinear(spec.hidden_size, self.mlp_rows, spec.bias, ranks, **where)
         self.down_proj = RowParallelLinear(self.mlp_rows["up"], spec.hidden_size, spec.bias, ranks, **where)
 
-    def project(self, x: torch.Tensor, extra: Product | None = None) -> torch.Tensor:
-        """[gate | up] of this rank, or [up]. extra: a low-rank product that is added."""
+    def project(self, x: torch.Tensor, extra: Product | None = None) -> Any:
+        """[gate | up] of this rank, or [up]; beside it the score, if any. extra: a low-rank product that is added."""
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         adapter = extra or adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts)
-        return apply_layer(self.gate_up, x, adapter)
+        projected = apply_layer(self.gate_up, x, adapter)
+        return (projected, self.score(x)) if self.mlp_spec.scored else projected
 
-    def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
+    def mix(self, projected: Any, call: Call, state: State | None = None) -> Partial:
         """See `Operator`."""
+        projected, score = projected if self.mlp_spec.scored else (projected, None)
         out = apply_layer(self.down_proj, self.activated(projected), adapter_of(self.lora, "down_proj"))
-        return Partial(out, bias=bias_of(self.down_proj))
+        return Partial(out if score is None else score.sigmoid() * out, bias=bias_of(self.down_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
+        if self.mlp_spec.scored:
+            raise NotLowered("a score")
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         lora = adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts)
         inner = self.lower_activated(tape, lowered_linear(tape, self.gate_up, x, lora))

@@ -169,7 +169,7 @@ def quantize(module: nn.Module, format: str) -> bool:
 
     False, and nothing is done, if the length of its rows is not a multiple of 64. A matrix without rows stays as it is.
     """
-    weight: Tensor = module.weight() if isinstance(module.weight, nn.Module) else module.weight
+    weight: Tensor = (module.weight() if isinstance(module.weight, nn.Module) else module.weight).flatten(0, -2)
     if weight.shape[1] % BLOCK:
         return False
     if len(weight):

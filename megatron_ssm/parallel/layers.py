@@ -5,6 +5,7 @@ communication operators of `operators.py`, where *whole* and *partial* are expla
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -333,5 +334,49 @@ class VocabularyParallel(TrackedModule):
         return F.pad(local, (0, missing), value=float("-inf")) if missing else local
 
 
+class ReplicatedLinear(TrackedModule):
+    """y = x W^T + b, which every rank computes alike and then uses for its own channels. It is never quantized.
+
+    The gradients of W and b are summed over the ranks, one all-reduce each; whoever gives the layer its input sums x's.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        bias: bool,
+        ranks: Ranks,
+        dtype: torch.dtype | None = None,
+        device: Device = None,
+    ):
+        super().__init__()
+        self.ranks = ranks
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out) in the dtype of the weight."""
+        bias = None if self.bias is None else copy_to_ranks(self.bias, self.ranks.group, self.ranks.all_reduce_exact)
+        return linear(x.to(self.weight.dtype), self._copied(), bias)
+
+    def of_partial(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in), partial -> (..., out), partial, without the bias."""
+        return linear(x, self._copied())
+
+    def _copied(self) -> torch.Tensor:
+        return copy_to_ranks(self.weight, self.ranks.group, self.ranks.all_reduce_exact)
+
+
+class ExpertMatrices(TrackedModule):
+    """One matrix of each expert, (experts, ..., out, in), or one QuantizedMatrix (experts * out, in) of all of them."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype | None = None, device: Device = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+    def matrix(self) -> Any:
+        """All matrices as one, (experts * out, in)."""
+        return self.weight.flatten(0, -2) if isinstance(self.weight, torch.Tensor) else self.weight
+
+
 # Layers whose `weight` may be a QuantizedMatrix.
-QUANTIZABLE = (ColumnParallelLinear, RowParallelLinear, VocabularyParallel)
+QUANTIZABLE = (ColumnParallelLinear, RowParallelLinear, VocabularyParallel, ExpertMatrices)

@@ -23,6 +23,9 @@ class Field:
         Face's tensor, and each other one `stride` rows after the one before it.
     heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
         (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it has not.
+    merged: Hugging Face's tensor has dimensions 1 and 2 in one.
+    apart: names of tensors, with {} for an index of dimension 0, which files may have instead: each one is such a part of
+        the field, or a part of dimension 1 of it if there are several names. written_apart: whether they are written.
     fp32: is stored in at least float32 and has no weight decay (A_log, D, the dt bias).
     usual: the operator's own name of Hugging Face's tensor, which a family may have changed ("": it is `hf`).
     init, init_range: how a new model initializes it (see `models.initialization`), and the numbers for it.
@@ -37,6 +40,9 @@ class Field:
     block: int = 0
     stride: int = 0
     heads: int = 0
+    merged: bool = False
+    apart: tuple[str, ...] = ()
+    written_apart: bool = False
     fp32: bool = False
     usual: str = ""
     init: str = "linear"
@@ -79,6 +85,8 @@ class Field:
             assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
             channels = self.shape[self.split] // self.heads
             return (self.heads, *self.shape[: self.split], channels, *self.shape[self.split + 1 :])
+        if self.merged:
+            return (self.shape[0], self.shape[1] * self.shape[2], *self.shape[3:])
         blocks = self.shape[0] // self.block if self.block else 1
         return (self.start + self.stride * (blocks - 1) + (self.block or self.shape[0]), *self.shape[1:])
 
@@ -90,7 +98,9 @@ class Field:
         parts = []
         for first, *rest in self.places(rank, size):
             parts.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
-        part = parts[0] if len(parts) == 1 else _joined(parts)
+        part = parts[0] if len(parts) == 1 else _joined(parts, 1 if self.merged else 0)
+        if self.merged:
+            return part.unflatten(1, (self.shape[1], -1))
         if not self.heads:
             return part
         assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
@@ -101,8 +111,17 @@ class Field:
         targets = [tensor[place] for place in self.places(rank, size)]
         if self.heads:
             piece = piece.unflatten(self.split, (len(targets[0]), -1)).movedim(self.split, 0)
-        for target, rows in zip(targets, piece.split([len(each) for each in targets]), strict=True):
+        parts = piece.unbind(1) if self.merged else piece.split([len(each) for each in targets])
+        for target, rows in zip(targets, parts, strict=True):
             target.copy_(rows)
+
+    def apart_tensors(self, tensor: Any) -> dict[str, Any]:
+        """{name of one of the tensors `apart`: its part} of Hugging Face's whole tensor."""
+        found = {}
+        for index in range(self.shape[0]):
+            for name, part in zip(self.apart, tensor[index].chunk(len(self.apart)), strict=True):
+                found[name.format(index)] = part.contiguous()
+        return found
 
     def places(self, rank: int, size: int) -> list[tuple[slice, ...]]:
         """The slices of a rank's part in Hugging Face's tensor, one tuple for each run of rows in it.
@@ -110,6 +129,10 @@ class Field:
         With `heads`, they are whole heads or part of one head.
         """
         piece = self.piece(rank, size)
+        if self.merged:
+            first, _, rows, *rest = piece
+            starts = range(0, self.shape[1] * self.shape[2], self.shape[2])
+            return [(first, slice(start + rows.start, start + rows.stop), *rest) for start in starts]
         if not self.heads:
             first, *rest = piece
             return [(rows, *rest) for rows in self._runs(first)]
@@ -137,11 +160,11 @@ class Field:
         return runs
 
 
-def _joined(parts: list[Any]) -> Any:
-    """Tensors one below the other."""
+def _joined(parts: list[Any], dim: int) -> Any:
+    """Tensors one after the other along a dimension."""
     import torch  # not before: what only names fields, such as the server's launcher, starts without it
 
-    return torch.cat(parts)
+    return torch.cat(parts, dim)
 
 
 def field_of(parameter: Any) -> Field:

@@ -85,7 +85,8 @@ class Part:
             for usual, theirs in self.renamed:
                 if each.hf.startswith(usual):
                     hf = theirs + each.hf.removeprefix(usual)
-            yield replace(each, name=f"{path}{self.name}.{each.name}", hf=hf, usual=each.usual or each.hf)
+            apart = tuple(self.hf + name for name in each.apart)
+            yield replace(each, name=f"{path}{self.name}.{each.name}", hf=hf, usual=each.usual or each.hf, apart=apart)
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class Stack:
     with the deviation draws_std of normal ones (see `models.initialization`); {}: as state-spaces' Mamba does. embeddings,
     final_norm, head: the names of their tensors in files. aliases: (what names of tensors in files begin with, what else
     they may begin with). skipped: (what names of other tensors in files begin with, what they are), which are left out.
+    apart: whether files have tensors of the fields with `apart` one by one; None: as their families do.
     recut: groups of tensors whose rows, one below the other, files may divide otherwise among the same names.
     draft_head: what checkpoints may ship; has_draft_head: whether the model has it. root: what most of these names begin
     with; modules: what transformers' names of modules begin with instead. norm_eps: of the final norm; norm_offset: what it
@@ -189,6 +191,7 @@ class Stack:
     modules: str = ""
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
+    apart: bool | None = field(default=None, compare=False)
     recut: tuple[tuple[str, ...], ...] = ()
     draft_head: DraftHead | None = None
     has_draft_head: bool = False
@@ -269,6 +272,8 @@ class Stack:
             found.append(Field("lm_head.weight", self.head, (vocab, hidden), split=0))
         if self.has_draft_head and self.draft_head is not None:
             found.extend(self.draft_head.fields(hidden))
+        if self.apart is not None:
+            found = [replace(each, written_apart=self.apart) if each.apart else each for each in found]
         return tuple(found)
 
     def with_draft_head(self) -> "Stack":

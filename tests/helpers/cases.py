@@ -13,6 +13,9 @@ from hf import SMALL, cache_name, hf_model, precisely
 from megatron_ssm.stack.fields import hf_shapes
 
 SEQ = 70  # more than one chunk of either scan
+EXPERTS = dict(
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, moe_shared_expert_intermediate_size=20
+)
 DECODED = 3  # how many of them are decoded token by token
 
 # name: (family, changes to the small model of hf.py). Its vocabulary of 61 is not divisible by 2. Two of its first three
@@ -111,6 +114,33 @@ CASES = {
         "qwen3_5_text",
         dict(linear_num_key_heads=1, num_key_value_heads=1, tie_word_embeddings=True, attention_bias=True),
     ),
+    "qwen3.5-experts": ("qwen3_5_moe_text", {}),
+    "qwen3.5-1-expert-of-4": ("qwen3_5_moe_text", dict(num_experts=4, num_experts_per_tok=1, tie_word_embeddings=True)),
+    "qwen3-next-experts": (
+        "qwen3_next",
+        dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=8)
+        | dict(norm_topk_prob=False, decoder_sparse_step=2),
+    ),
+    "nemotron-experts": (
+        "nemotron_h",
+        dict(EXPERTS, layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_group=4, topk_group=2)
+        | dict(routed_scaling_factor=1.7),
+    ),
+    "nemotron-latent-experts-biases": (
+        "nemotron_h",
+        dict(
+            EXPERTS,
+            layers_block_type=["moe", "linear_attention", "mlp", "full_attention"],
+            moe_latent_size=20,
+            mlp_bias=True,
+        )
+        | dict(norm_topk_prob=False),
+    ),
+    "granite-experts": (
+        "granitemoehybrid",
+        dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=12, tie_word_embeddings=True),
+    ),
+    "jamba-experts": ("jamba", dict(num_experts=4, num_experts_per_tok=2, intermediate_size=24)),
     "qwen3-next": ("qwen3_next", dict(num_hidden_layers=3)),
     "olmo": ("olmo_hybrid", {}),
     "olmo-rope-tied": (
@@ -131,7 +161,7 @@ MARKED = by_default(CASES.keys() - set(RARE), CASES)
 # The largest error of fp32 logits, whose standard deviation is 1 to 4.
 TOLERANCE = {"mamba": 5e-5, "falcon_mamba": 5e-5, "mamba2": 5e-5, "zamba": 1e-4, "zamba2": 3e-4}
 TOLERANCE |= dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "jamba"), 1e-4)
-TOLERANCE |= dict.fromkeys(("qwen3_5_text", "qwen3_next", "olmo_hybrid"), 1e-4)
+TOLERANCE |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 1e-4)
 
 
 class Oracle:

@@ -23,6 +23,7 @@ from transformers import (
     MambaConfig,
     NemotronHConfig,
     OlmoHybridConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Zamba2Config,
@@ -67,20 +68,25 @@ CONFIGS = {
         dict(ATTENDED, mamba_d_state=8, num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=5),
     ),
     "qwen3_5_text": (Qwen3_5TextConfig, dict(ATTENDED, **DELTA, **ROTATED, head_dim=8)),
+    "qwen3_5_moe_text": (
+        Qwen3_5MoeTextConfig,
+        dict(ATTENDED, **DELTA, **ROTATED, head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12)
+        | dict(shared_expert_intermediate_size=20),
+    ),
     "qwen3_next": (Qwen3NextConfig, dict(ATTENDED, **DELTA, **ROTATED, head_dim=8, num_experts=0)),
     "olmo_hybrid": (
         OlmoHybridConfig,  # transformers saves the convolutions of q, k and v as equal parts, whatever their sizes
         dict(ATTENDED, **DELTA | dict(linear_num_key_heads=4, linear_value_head_dim=8), num_key_value_heads=4),
     ),
 }
-CENTRED = ("qwen3_5_text", "qwen3_next")  # their norms multiply by 1 + weight
+CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # their norms multiply by 1 + weight
 # The kinds of layers, repeated as often as needed
 KINDS = {
     "zamba": ("layers_block_type", LAYERS),
     "zamba2": ("layers_block_type", LAYERS),
     "nemotron_h": ("layers_block_type", ["linear_attention", "full_attention", "mlp"]),
     **dict.fromkeys(
-        ("granitemoehybrid", "qwen3_5_text", "qwen3_next", "olmo_hybrid"),
+        ("granitemoehybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"),
         ("layer_types", ["linear_attention", "full_attention"]),
     ),
 }
@@ -120,6 +126,9 @@ def hf_model(family, seed=0, dtype=torch.float32, **changes):
             parameter.copy_(_draw(name, parameter.shape, generator))
             if family in CENTRED and "norm" in name and "linear_attn" not in name:
                 parameter.sub_(1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # so large that it changes which experts are chosen
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

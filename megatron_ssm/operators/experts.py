@@ -1,0 +1,152 @@
+"""Routed experts: each token goes to a few of many MLPs. A shared expert is an MLP beside them, in the same unit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ssm.ops.experts import SIGMOID, Router, apply_experts
+from megatron_ssm.parallel.layers import ExpertMatrices, ReplicatedLinear
+from megatron_ssm.stack.fields import Field
+from megatron_ssm.stack.sizes import Sizes, Workload
+from megatron_ssm.stack.stack import Spec
+from sparsefusion.collectives.wire_formats import at_least_fp32
+
+from .call import Call
+from .mlp import ACTIVATIONS
+from .operator import Operator, Partial, Place
+from .state import State
+
+
+@dataclass(frozen=True)
+class ExpertsSpec(Spec):
+    """The sizes of routed experts: down(activation(gate(x)) * up(x)), or down(activation(up(x))) if they are not gated.
+
+    channels: of the inner dimension of one. latent: the size of what the experts read and write instead of the hidden state,
+    between two projections that all of them share (0: there are none); latent_bias: whether these have biases. router_name:
+    the router in files. merged: whether files store the matrices of all experts in one tensor.
+    """
+
+    hidden_size: int
+    router: Router
+    channels: int
+    activation: str = "silu"
+    gated: bool = True
+    latent: int = 0
+    latent_bias: bool = False
+    router_name: str = "gate"
+    merged: bool = False
+
+    @property
+    def size(self) -> int:
+        """The size of what an expert reads and writes."""
+        return self.latent or self.hidden_size
+
+    def fields(self) -> Iterator[Field]:
+        """The router, and the projections around the experts, are on every rank; each expert is split by channel."""
+        experts, inner, hidden = self.router.experts, self.channels, self.hidden_size
+        is_wide = self.router.form == SIGMOID
+        yield Field("router.weight", f"{self.router_name}.weight", (experts, hidden), fp32=is_wide)
+        if is_wide:
+            hf = f"{self.router_name}.e_score_correction_bias"
+            yield Field("correction", hf, (experts,), fp32=True, init="bias")
+        for name, sizes in self.projections().items():
+            yield Field(f"{name}.weight", f"{name}_latent_proj.weight", sizes)
+            if self.latent_bias:
+                yield Field(f"{name}.bias", f"{name}_latent_proj.bias", sizes[:1], init="bias")
+        parts, whole = ["gate_proj", "up_proj"], "gate_up_proj"
+        if not self.gated:
+            parts, whole = ["up_proj"], "up_proj"
+        common: dict[str, Any] = dict(split=2, units=inner, written_apart=not self.merged)
+        names = tuple(f"experts.{{}}.{part}.weight" for part in parts)
+        yield Field(
+            "up.weight", f"experts.{whole}", (experts, len(parts), inner, self.size), merged=True, apart=names, **common
+        )
+        down = ("experts.{}.down_proj.weight",)
+        yield Field(
+            "down.weight", "experts.down_proj", (experts, self.size, inner), apart=down, init="out_proj", **common
+        )
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """{projection around the experts: its shape}."""
+        hidden = self.hidden_size
+        return {"fc1": (self.latent, hidden), "fc2": (hidden, self.latent)} if self.latent else {}
+
+    def build(self, place: Place) -> "Experts":
+        """See `Spec`."""
+        return Experts(self, place)
+
+    def sizes(self, work: Workload) -> Sizes:
+        """See `Spec`. Each token is with `chosen` experts; training stores what they read, and what they project it to."""
+        chosen, s, wide, router = self.router.chosen, work.itemsize, work.wide_itemsize, self.router
+        inner, count = -(-self.channels // work.ranks), 2 if self.gated else 1
+        return Sizes(
+            stages={
+                "router": s * (self.latent + router.experts) + wide * router.experts,
+                "experts": (s * self.latent) + wide * self.size + (8 + s) * chosen + s * self.size,
+            },
+            projected=s * (self.latent + router.experts),
+            stored=self.latent + 3 * router.experts + chosen * (count * inner + 5),
+            gradients=self.hidden_size * work.share + 2 * self.size + 2 * chosen,
+            parameters=(router.experts * self.hidden_size, *(a * b for a, b in self.projections().values()))
+            if work.ranks > 1 else (),
+        )  # fmt: skip
+
+
+class Experts(Operator):
+    """The routed experts between the tokens and their weighted sum.
+
+    Forward sends nothing. Backward sends one all-reduce for the weight of the router, and for each projection (and the first
+    one's bias) around the experts: every rank has all of them, and their gradients are sums over the ranks.
+    """
+
+    correction: nn.Parameter | None
+    fc1: ReplicatedLinear
+    fc2: ReplicatedLinear
+
+    def __init__(self, spec: ExpertsSpec, place: Place):
+        super().__init__(place)
+        self.spec, self.activation = spec, ACTIVATIONS[spec.activation]
+        ranks, where, experts = place.ranks, place.where, spec.router.experts
+        is_wide = spec.router.form == SIGMOID
+        dtype = at_least_fp32(place.dtype) if is_wide else place.dtype
+        self.router = ReplicatedLinear((experts, spec.hidden_size), False, ranks, dtype, place.device)
+        bias = nn.Parameter(torch.empty(experts, dtype=dtype, device=place.device), requires_grad=False)
+        self.register_parameter("correction", bias if is_wide else None)
+        for name, shape in spec.projections().items():
+            self.add_module(name, ReplicatedLinear(shape, spec.latent_bias, ranks, **where))
+        shapes = {field.name: field.local_shape(ranks.rank, ranks.size) for field in spec.fields()}
+        self.up = ExpertMatrices(shapes["up.weight"], **where)
+        self.down = ExpertMatrices(shapes["down.weight"], **where)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operator`: what the experts read (batch, seq, size), and the router's logits (batch, seq, experts)."""
+        logits = self.router(x)
+        return self.fc1(x) if self.spec.latent else x, logits
+
+    def mix(self, projected: tuple[torch.Tensor, torch.Tensor], call: Call, state: State | None = None) -> Partial:
+        """See `Operator`. projected: what `project` returns."""
+        x, logits = projected
+        weights, index = self.spec.router.route(logits.flatten(0, -2), self.correction)
+        out = apply_experts(
+            x.flatten(0, -2),
+            weights,
+            index,
+            self.spec.router.experts,
+            self.up.matrix(),
+            self.down.matrix(),
+            self.activated,
+        )
+        out = out.view_as(x)
+        if not self.spec.latent:
+            return Partial(out)
+        return Partial(self.fc2.of_partial(out), bias=self.fc2.bias)
+
+    def activated(self, inner: torch.Tensor) -> torch.Tensor:
+        """(tokens, this rank's rows of an expert) -> the input of its down projection."""
+        if not self.spec.gated:
+            return self.activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self.activation(gate) * up
