@@ -362,9 +362,21 @@ def _random_attention(rng):
 
 def _random_nemotron(rng):
     heads, head_dim, groups, expand = _random_heads(rng)
-    kinds = ["full_attention", *rng.choices(("linear_attention", "mlp", "full_attention"), k=rng.randint(1, 3))]
+    kinds = ["full_attention", *rng.choices(("linear_attention", "mlp", "moe"), k=rng.randint(1, 3))]
     rng.shuffle(kinds)
-    return dict(
+    groups_of_experts = rng.choice((1, 2))
+    experts = dict(
+        n_routed_experts=4 * rng.randint(1, 3),
+        num_experts_per_tok=rng.randint(1, 2),
+        n_group=groups_of_experts,
+        topk_group=rng.randint(1, groups_of_experts),
+        moe_intermediate_size=4 * rng.randint(1, 6),
+        moe_shared_expert_intermediate_size=4 * rng.randint(1, 6),
+        moe_latent_size=rng.choice((None, 5)),
+        norm_topk_prob=rng.random() < 0.5,
+        routed_scaling_factor=rng.choice((1.0, 2.5)),
+    )
+    return experts | dict(
         {name: value for name, value in _random_attention(rng).items() if name != "attention_bias"},
         layers_block_type=kinds,
         num_hidden_layers=len(kinds),
@@ -385,7 +397,11 @@ def _random_granite(rng):
     changes = dict(_random_attention(rng), **_random_ssd(rng))
     changes["shared_intermediate_size"] = changes.pop("intermediate_size")
     kinds = ["full_attention", *rng.choices(("linear_attention", "full_attention"), k=changes["num_hidden_layers"] - 1)]
-    return dict(changes, layer_types=kinds, position_embedding_type=rng.choice((None, "rope")))
+    experts, chosen, channels = _random_experts(rng)
+    return dict(
+        changes, layer_types=kinds, position_embedding_type=rng.choice((None, "rope")), intermediate_size=channels,
+        num_local_experts=rng.choice((0, experts)), num_experts_per_tok=chosen,
+    )  # fmt: skip
 
 
 def _random_bamba(rng):
@@ -409,8 +425,11 @@ def _random_falcon_h1(rng):
 def _random_jamba(rng):
     changes = _random_attention(rng)
     del changes["attention_bias"]
+    experts, chosen, _ = _random_experts(rng)
     return dict(
         changes,
+        num_experts=rng.choice((1, experts)),
+        num_experts_per_tok=chosen,
         hidden_size=4 * rng.randint(2, 12),
         mamba_expand=rng.choice((1, 2, 3)),
         mamba_dt_rank=rng.choice(("auto", 1, 7)),
@@ -452,9 +471,22 @@ def _random_olmo(rng):
                 num_hidden_layers=len(layers))  # fmt: skip
 
 
+def _random_experts(rng):
+    """The numbers of experts and of chosen ones; each expert has at least a channel on each of 4 ranks."""
+    experts = rng.randint(2, 9)
+    return experts, rng.randint(1, experts), 4 * rng.randint(1, 6)
+
+
+def _random_moe(rng):
+    experts, chosen, channels = _random_experts(rng)
+    return dict(_random_qwen(rng), num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=channels,
+                shared_expert_intermediate_size=4 * rng.randint(1, 6))  # fmt: skip
+
+
 _RANDOM = {
+    "qwen3_5_moe_text": _random_moe,
     "qwen3_5_text": _random_qwen,
-    "qwen3_next": _random_qwen,
+    "qwen3_next": lambda rng: dict(_random_moe(rng), norm_topk_prob=rng.random() < 0.5),
     "olmo_hybrid": _random_olmo,
     "mamba": _random_mamba,
     "falcon_mamba": lambda rng: dict(_random_mamba(rng), mixer_rms_eps=rng.choice((1e-6, 0.01))),

@@ -23,10 +23,10 @@ def cross_entropy(logits, labels, ignore_index=-100):
 
 
 def gradients(model):
-    """{our name: this rank's gradient}; asserts that only adapters that no layer uses have none."""
+    """{our name: this rank's gradient}; only unused adapters and corrections of routers have none."""
     idle = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert idle == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert all(".use.idle." in name for name in idle)
+    assert all(".use.idle." in name or name.endswith(".correction") for name in idle)
     return {name: parameter.grad for name, parameter in model.named_parameters() if name not in idle}
 
 
@@ -52,7 +52,16 @@ def transformers_gradients(model):
     found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
     if model.config.model_type == "nemotron_h":
         return {name.replace("model.", "backbone.", 1): grad for name, grad in found.items()}
+    for name, other in OF_GRANITE.items():
+        found = {each.replace(name, other): grad for each, grad in found.items()}
     return _names_of_olmo(model.config, found) if model.config.model_type == "olmo_hybrid" else found
+
+
+OF_GRANITE = {
+    "sparse_moe.experts.gate_up_proj": "sparse_moe.input_linear.weight",
+    "sparse_moe.experts.down_proj": "sparse_moe.output_linear.weight",
+    "sparse_moe.router.weight": "sparse_moe.router.layer.weight",
+}
 
 
 def _names_of_olmo(config, gradients):

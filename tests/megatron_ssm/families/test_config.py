@@ -396,13 +396,20 @@ def hybrid(family, **changes):
 @pytest.mark.parametrize(
     "family, changes, message",
     [
-        ("granitemoehybrid", dict(num_local_experts=4), "experts are not implemented: num_local_experts=4"),
-        ("jamba", dict(num_experts=4), "experts are not implemented: num_experts=4"),
-        ("qwen3_next", dict(num_experts=4), "experts are not implemented: num_experts=4"),
+        (
+            "granitemoehybrid",
+            dict(num_local_experts=4, num_experts_per_tok=5),
+            "num_experts_per_tok=5 is more than num_local_experts=4",
+        ),
         ("qwen3_5_text", dict(attn_output_gate=False), "attn_output_gate=False is not implemented"),
         ("qwen3_5_text", dict(linear_num_key_heads=3), "4 value heads do not divide over 3 key heads"),
         ("olmo_hybrid", dict(layer_types=["sliding_attention"] * 2), "must be a list of linear_attention"),
-        ("nemotron_h", dict(layers_block_type=["moe", "mlp"]), "experts are not implemented: layer 0 has them"),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["moe"], n_group=3),
+            "8 experts do not divide over 3 groups (8 % 3 = 2)",
+        ),
+        ("nemotron_h", dict(layers_block_type=["moe"], n_group=2, topk_group=3), "topk_group=3 are chosen"),
         ("nemotron_h", dict(layers_block_type=["mamba", "window"]), "must be a list of linear_attention, mamba"),
         (
             "nemotron_h",
