@@ -1,6 +1,7 @@
 """What operators must know about the tokens of one call of the model."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -77,7 +78,8 @@ class Call:
     attention and with a cache that context ranks share, where the keys and values are kept. lengths: how many keys and
     values this rank then holds of each sequence, before the call.
 
-    speculative: whether the tokens may be taken back; see `Cache.accept`.
+    speculative: whether the tokens may be taken back; see `Cache.accept`. routing: what routers of experts report to, an
+    `operators.routing.Routing`.
     """
 
     mask: torch.Tensor | None = None
@@ -89,3 +91,4 @@ class Call:
     placement: KeyValuePlacement | None = None
     lengths: list[int] | None = None
     speculative: bool = False
+    routing: Any = None

@@ -130,6 +130,8 @@ class Experts(Operator):
         """See `Operator`. projected: what `project` returns."""
         x, logits = projected
         weights, index = self.spec.router.route(logits.flatten(0, -2), self.correction)
+        if call.routing is not None:
+            call.routing.report(self, self.spec.router, logits, index)
         out = apply_experts(
             x.flatten(0, -2),
             weights,
