@@ -444,6 +444,20 @@ class Model(TrackedModule):
         x = self.embeddings.embed(ids)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
+    def drafted(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The draft head's hidden states (batch, seq, hidden) of ids (batch, seq), the same on all ranks.
+
+        hidden, cache: see `DraftHead.forward`. Sends the sum of the embeddings, and what the head sends.
+        """
+        assert self.draft_head is not None, "the model has no draft head"
+        found = self._tapes.drafted(self, ids, hidden, cache)
+        return self.draft_head(self.embedded(ids), hidden, cache) if found is None else found
+
+    def drafted_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's logits (batch, width) of the draft head's hidden states (batch, hidden); see `DraftHead.logits`."""
+        assert self.draft_head is not None, "the model has no draft head"
+        return self.draft_head.logits(hidden, self.logits_layer)
+
     def scaled_logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's logits (batch, seq, width) of normalized hidden states, times their constant."""
         logits = self.logits_layer.logits(x)
