@@ -62,7 +62,7 @@ class DraftHead(TrackedModule):
         longest = int(positions.max()) + 1
         keys = torch.arange(longest, device=x.device) if cache is not None else positions.unsqueeze(1)
         seen = (keys <= positions.unsqueeze(2)) & (keys > 0)  # nothing is read at position 0
-        about = Call(rows=rows, positions=Positions(positions, longest, False, seen.unsqueeze(1)))
+        about = Call(rows=rows, positions=Positions(positions, longest, False, seen.unsqueeze(1)), same_tokens=True)
         states = None
         if cache is not None:
             cache.allocate(longest)

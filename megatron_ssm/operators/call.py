@@ -77,7 +77,8 @@ class Call:
     attention and with a cache that context ranks share, where the keys and values are kept. lengths: how many keys and
     values this rank then holds of each sequence, before the call.
 
-    speculative: whether the tokens may be taken back; see `Cache.accept`.
+    speculative: whether the tokens may be taken back; see `Cache.accept`. same_tokens: whether ranks that divide the experts
+    are known to have the same tokens, which then are not sent to each other.
     """
 
     mask: torch.Tensor | None = None
@@ -89,3 +90,4 @@ class Call:
     placement: KeyValuePlacement | None = None
     lengths: list[int] | None = None
     speculative: bool = False
+    same_tokens: bool = False
