@@ -109,10 +109,11 @@ class Experts(Operator):
     """The routed experts between the tokens and their weighted sum.
 
     Backward sends one all-reduce for the weight of the router, and for each projection (and the first one's bias) around the
-    experts: every tensor-parallel rank has all of them, and their gradients are sums over these ranks. Nothing else is sent
-    if one rank holds the experts. Among expert-parallel ranks (`Place.experts`), forward sends one all-reduce of the experts
-    output, in the model's format, where all have the same tokens (`Call.same_tokens`); elsewhere, forward and
-    backward send what `parallel.dispatch.dispatched` says.
+    experts: every tensor-parallel rank has all of them, and their gradients are sums over these ranks.
+
+    Expert-parallel ranks (`Place.experts`) that have the same tokens (`Call.same_tokens`) also send one all-reduce in
+    forward, of the output of `apply_experts` in the model's format. Otherwise they send what `parallel.dispatch.dispatched`
+    says, in forward and in backward.
     """
 
     correction: nn.Parameter | None

@@ -1,5 +1,7 @@
 """Models whose experts are divided over ranks. Oracles: transformers, in float64 for gradients; formulas for bytes."""
 
+from dataclasses import dataclass, field, replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,10 @@ from gradients import assert_near, gradients, shifted, transformers_loss, whole
 import megatron_ssm
 from attention2d import Ring
 from cases import DECODED, SEQ, groups_of, oracle
-from megatron_ssm.operators.experts import ExpertsSpec
+from megatron_ssm.operators.call import Call
+from megatron_ssm.operators.operator import run as apply
+from megatron_ssm.ops.experts import Router
+from sparsefusion.collectives import counted
 
 __all__ = ["oracle"]
 
@@ -113,63 +118,53 @@ def test_prompts_and_decoding(ranks, tp, ep, name, oracle):
     assert torch.equal(results[0][3], greedy)
 
 
-def reached(spec, model, index, rank, ep):
-    """How many pairs of a token and another rank with an expert that it chose there are; index: (tokens, chosen)."""
-    owners = [set(each) for each in (index // (spec.experts // ep)).tolist()]
-    return sum(len(each - {rank}) for each in owners)
+@dataclass(frozen=True)
+class Watched(Router):
+    """A router that keeps what tokens choose in `seen`; with on_one, all of them choose the first experts."""
+
+    seen: list = field(default_factory=list)
+    on_one: bool = False
+
+    def route(self, logits, bias=None):
+        weights, index = super().route(logits, bias)
+        index = torch.arange(self.chosen).expand_as(index) if self.on_one else index
+        self.seen.append(index)
+        return weights, index
 
 
-@pytest.mark.parametrize("name, wide", [("qwen3.5-experts", 4), ("nemotron-latent-experts-biases", 4)])
+@pytest.mark.parametrize("name", ("qwen3.5-experts", "nemotron-latent-experts-biases"))
 @pytest.mark.parametrize("ep", (2, 4))
 @pytest.mark.parametrize("on_one", (False, True))
-def test_bytes_of_a_dispatch(ranks, name, wide, ep, on_one, oracle):
-    """With on_one, all tokens choose expert 0 first, and one rank's experts get no tokens of it."""
+def test_bytes_of_a_dispatch(ranks, name, ep, on_one, oracle):
+    """Rank r has 5r tokens. With on_one, only the first ranks' experts are chosen; the others' gradients are 0."""
     oracle = oracle(name)
 
     def run(rank):
         model = megatron_ssm.load(oracle.directory, expert_group=dist.group.WORLD)
-        layer = next(each for each in model.layers if any(isinstance(part.spec, ExpertsSpec)
-                     for unit in each.units for part in unit.operators))  # fmt: skip
-        part = next(p for unit in layer.units for p in unit.operators if isinstance(p.spec, ExpertsSpec))
-        operator, spec, chosen = getattr(layer, part.name), part.spec, part.spec.router.chosen
+        path, spec = next((path, spec) for path, spec in model.config.operators if spec.experts)
+        operator, router = model.get_submodule(path), Watched(**vars(spec.router), on_one=on_one)
+        operator.spec = replace(spec, router=router)
         x = torch.randn(1, 5 * rank, spec.hidden_size, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-        seen = []
-        route = type(spec.router).route
-
-        def routed(router, logits, bias=None):
-            weights, index = route(router, logits, bias)
-            index = torch.arange(chosen).expand_as(index) if on_one else index
-            seen.append(index)
-            return weights, index
-
-        type(spec.router).route = routed
-        sent = []
-        for step in (lambda: seen.append(megatron_run(operator, x)), lambda: seen.pop().sum().backward()):
-            model.counter.reset()
-            step()
-            sent.append(model.counter.sent)
-        pairs = reached(spec, model, seen[0], rank, ep)
-        arriving = torch.zeros(ep, dtype=torch.int64)
-        for other in range(ep):
-            owned = (seen[0] // (spec.experts // ep) == other).any(-1).sum()
-            arriving[other] = owned
-        arriving[rank] = 0
-        dist.all_reduce(arriving)
-        back = int(arriving[rank])
-        forward = pairs * (spec.size * 4 + chosen * (4 + wide)) + back * spec.size * 4 + 8 * (ep - 1)
-        backward = pairs * spec.size * 4 + back * (spec.size * 4 + chosen * wide)
-        have = [each.weight.grad for each in (operator.up, operator.down)]
-        return sent, [forward, backward], all(grad is not None for grad in have), bool(have[0].any())
+        y = apply(operator, x, Call())
+        sent = [model.counter.sent]
+        y.sum().backward()
+        sent.append(model.counter.sent - sent[0])
+        (index,), held = router.seen, spec.experts // ep
+        out = torch.tensor([int((index // held == other).any(-1).sum()) for other in range(ep)])  # tokens to each rank
+        out[rank] = 0
+        there, back = int(out.sum()), int(counted.all_reduce(out, dist.group.WORLD)[rank])
+        row, weights, ids = spec.size * 4, router.chosen * 4, router.chosen * 4
+        forward = there * (row + weights + ids) + back * row + 8 * (ep - 1)
+        found = [each.weight.grad for each in (operator.up, operator.down)]
+        return sent, [forward, there * row + back * (row + weights)], [bool(gradient.any()) for gradient in found]
 
     results = ranks(run, ep)
-    assert all(sent == expected and is_there for sent, expected, is_there, _ in results)
-    if on_one:  # the first ranks have all experts that are chosen
-        assert results[0][3] and not results[-1][3]
+    assert all(sent == expected for sent, expected, _ in results)
+    if on_one:
+        has_any = [first < router_chosen(oracle) for first in range(0, 8, 8 // ep)]
+        assert [found for *_, found in results] == [[each, each] for each in has_any]
 
 
-def megatron_run(operator, x):
-    """The output of one operator alone."""
-    from megatron_ssm.operators.call import Call
-    from megatron_ssm.operators.operator import run
-
-    return run(operator, x, Call())
+def router_chosen(oracle):
+    """How many of 8 experts each token chooses."""
+    return oracle.model.config.num_experts_per_tok
