@@ -68,7 +68,12 @@ class _Exchange(torch.autograd.Function):
 def _exchange(ranks: Ranks, sent: list[int], received: list[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Rows of tensors (rows, n) of any dtypes, side by side as bytes; see `counted.all_to_all_rows`."""
     assert ranks.group is not None, "one rank holds all experts"
-    rows = [each.contiguous().view(torch.uint8) for each in tensors]
+    rows = [_packed(each).view(torch.uint8) for each in tensors]
     arrived = counted.all_to_all_rows(torch.cat(rows, dim=1), sent, received, ranks.group, ranks.counter)
     parts = arrived.split([each.shape[1] for each in rows], dim=1)
-    return tuple(part.contiguous().view(each.dtype) for part, each in zip(parts, tensors, strict=True))
+    return tuple(_packed(part).view(each.dtype) for part, each in zip(parts, tensors, strict=True))
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """A copy without gaps. (`contiguous` would keep any stride of a single row or column, which `view` refuses.)"""
+    return tensor.clone(memory_format=torch.contiguous_format)

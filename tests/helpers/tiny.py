@@ -43,6 +43,16 @@ RAW |= {
     name: hf.CONFIGS[name][0](**hf.SMALL | hf.CONFIGS[name][1] | MIXED).to_dict()
     for name in ("qwen3_5_text", "olmo_hybrid")
 }
+RAW["qwen3_5_moe_text"] = hf.CONFIGS["qwen3_5_moe_text"][0](
+    **hf.SMALL | hf.CONFIGS["qwen3_5_moe_text"][1] | MIXED | dict(num_experts=4, num_experts_per_tok=2)
+).to_dict()
+RAW["nemotron_latent_experts"] = hf.CONFIGS["nemotron_h"][0](
+    **hf.SMALL | hf.CONFIGS["nemotron_h"][1] | dict(
+        hidden_size=16, layers_block_type=["moe", "linear_attention", "moe"], n_routed_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=12, moe_shared_expert_intermediate_size=8, moe_latent_size=12, n_group=4, topk_group=2,
+        mamba_num_heads=4, mamba_head_dim=8, n_groups=1,
+    )
+).to_dict()  # fmt: skip
 STEPS = 10  # of a run's 20, those that a curve shows: three of warm-up, and half of the decay
 VOCAB = 61  # not divisible: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(
@@ -89,7 +99,8 @@ def curve(trainer: Trainer, steps=STEPS, start=0, vocab=VOCAB) -> torch.Tensor:
 
 def trainer_on(tp, run: Options, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer on the calling rank; each replica is split over `tp` x run.context_parallel_size ranks."""
-    groups = initialize(tp, device, context=run.context_parallel_size) if dist.is_initialized() else None
+    sizes = dict(context=run.context_parallel_size, expert=run.expert_model_parallel_size)
+    groups = initialize(tp, device, **sizes) if dist.is_initialized() else None
     return trainer(run, groups, vocab, device)
 
 
@@ -110,7 +121,7 @@ def pieces(trainer: Trainer) -> dict:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def assembled(per_rank: list, fields, tp: int) -> dict:
+def assembled(per_rank: list, fields, tp: int, ep: int = 1) -> dict:
     """{name: whole tensor} from every rank's pieces; pieces that several ranks hold must be bitwise equal.
 
     Fields without pieces are left out: idle parameters have neither gradients nor moments.
@@ -120,7 +131,7 @@ def assembled(per_rank: list, fields, tp: int) -> dict:
     for field in (field for field in fields if field.name in per_rank[0]):
         whole = torch.full(field.shape, float("nan"), dtype=per_rank[0][field.name].dtype)
         for rank, rank_pieces in enumerate(per_rank):
-            index = field.piece(rank % tp, tp)
+            index = field.piece(rank % tp, tp, rank // tp % ep, ep)
             known = not whole[index].isnan().all()
             assert not known or torch.equal(whole[index], rank_pieces[field.name]), (
                 f"{field.name} differs on rank {rank}"

@@ -49,6 +49,7 @@ def summed_over(group, model):
         ("granite-experts", 1, 2, dict(recompute=True)),
         ("nemotron-experts", 2, 4, {}),
         ("qwen3-next-experts", 1, 2, {}),
+        ("qwen3.5-1-expert-of-4", 1, 4, {}),
     ],
 )
 def test_loss_and_gradients_of_ranks_with_other_sequences(ranks, name, tp, ep, more, oracle):
