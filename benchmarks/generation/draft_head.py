@@ -25,7 +25,7 @@ from benchmarks.support.tables import interleaved, markdown, print_or_publish
 from megatron_ssm import families
 from megatron_ssm.stack.fields import hf_shapes
 
-NEW, LONGEST, REPETITIONS = 96, 3, 4
+NEW, LONGEST, REPETITIONS = 96, 7, 4
 PHRASE, JUMPS = 120, 0.1  # tokens; how often another token follows in training
 TEXTS = {"greedy": 0.0, "sampled": 1.05}  # temperatures
 STEPS, SEQ, BATCH, RATE = 60, 96, 2, 4e-3  # of training
@@ -73,8 +73,7 @@ def train(directory: Path, following: torch.Tensor, target: Path) -> float:
             model.next_logits(ids[:, :-2], cache=cache, prompt=True)
             hidden = cache.states["final"].per_token["hidden"][:, : SEQ - 1].clone()
             embeddings = model.embedded(ids[:, 1:-1])
-        positions = torch.arange(1, SEQ).expand(BATCH, -1)
-        logits = model.scaled_logits(head(embeddings, hidden, positions))
+        logits = model.scaled_logits(head(embeddings, hidden))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -39,6 +39,7 @@ from .hf_directory import (
     Merged,
     Writer,
     file_plan,
+    has_draft_head,
     left_out_note,
     match_tensors,
     open_tensors,
@@ -100,7 +101,8 @@ def load(
     recompute: backward computes the activations of each block again, but for what ranks have sent each other.
 
     draft_head: also load the layer that guesses tokens (`mtp.*`), for checkpoints that ship one. An `Engine` then proposes
-    tokens by it, and the cache also keeps the final hidden state of each token. It is not trained.
+    tokens by it, and the cache also keeps the final hidden state of each token. On a CPU, the head's rows of the vocabulary
+    are copied in 4 bits, to find likely tokens. It is not trained.
 
     expert_group: the ranks that divide the experts of the model, each of which has the same part of everything else (None:
     one rank). Calls with a cache are the same on all of them; in others each has tokens of its own, or none, and the ranks
@@ -137,6 +139,8 @@ def load(
         kept = weights or format_of(config.raw)
         model = build(config, group, data_group, *options, expert_group, nullcontext() if kept else None)
         _read_parameters(model, tensors, kept, directory)
+        if model.draft_head is not None:
+            model.draft_head.copy_vocabulary(model.logits_layer)
         return model
 
     with ExitStack() as stack:
@@ -217,7 +221,7 @@ def _open(
     tensors = open_tensors(directory, files)
     if stored := format_of(config.raw):
         tensors = join_scales(tensors, weight_files(directory), stored, files)
-    if draft_head and config.draft_head and not any(name.startswith(config.draft_head.hf) for name in tensors):
+    if config.draft_head and draft_head and not has_draft_head(config, tensors):
         raise ValueError(
             f"draft_head=True: {directory} has no tensors {config.draft_head.hf}*; it was saved without them"
         )

@@ -277,6 +277,11 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
     return names
 
 
+def has_draft_head(config: Stack, tensors: Iterable[str]) -> bool:
+    """Whether the files have tensors of the draft head that config.json names."""
+    return config.draft_head is not None and any(name.startswith(config.draft_head.hf) for name in tensors)
+
+
 def left_out_note(config: Stack, tensors: Iterable[str]) -> str:
     """One line about tensors in files that the model knows and does not use; empty if there are none."""
     counts = Counter(what for name in tensors for prefix, what in config.skipped if name.startswith(prefix))

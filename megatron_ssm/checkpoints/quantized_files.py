@@ -3,9 +3,10 @@
 config.json has {"quantization_config": {"quant_method": "megatron_ssm", "weights": "int4", "block_size": 64}}, or "int8".
 The files are safetensors. A quantized matrix NAME (out, in) is two tensors in them. NAME has the values: int8 (out, in), or
 uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of a
-row are multiplied (`ops.quantized_matrices` says how). Other tensors are as in the source, but for Mamba-1's small
-matrices, which are bfloat16 if they were float32. What a rank quantizes at load, in the dtype of the files, has the same
-bits, so both generate the same tokens. Where ranks have parts of blocks, they keep the quantized numbers in floating point.
+row are multiplied (`ops.quantized_matrices` says how). A draft head (`mtp.*`) is written like the model. Other tensors are
+as in the source, but for Mamba-1's small matrices, which are bfloat16 if they were float32. What a rank quantizes at load,
+in the dtype of the files, has the same bits, so both generate the same tokens. Where ranks have parts of blocks, they keep
+the quantized numbers in floating point.
 """
 
 import json
@@ -31,7 +32,7 @@ from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.counted import Counter
 
-from .hf_directory import FLOATS, Writer, file_plan, match_tensors, open_tensors
+from .hf_directory import FLOATS, Writer, file_plan, has_draft_head, match_tensors, open_tensors
 
 SCALES = ".scales"  # what is added to a matrix's name in the name of its scales
 FILE_BYTES = 10**9  # of tensors in a file, which are in memory together
@@ -201,12 +202,15 @@ def write_quantized(
     config = families.from_dict(raw)
     if format_of(raw):
         raise ValueError(f"{source} holds quantized matrices already ({format_of(raw)})")
-    quantized, small = quantized_names(config)
-    if not quantized:
-        raise ValueError(f"nothing of {source} can be quantized: no matrix has rows of a multiple of {BLOCK} elements")
     bits = QUANTIZED_FORMATS[format].bits
     with ExitStack() as stack:
         slices = open_tensors(source, stack)
+        config = config.with_draft_head() if has_draft_head(config, slices) else config
+        quantized, small = quantized_names(config)
+        if not quantized:
+            raise ValueError(
+                f"nothing of {source} can be quantized: no matrix has rows of a multiple of {BLOCK} elements"
+            )
         names = match_tensors(config, slices, source)
         shapes = {hf: tuple(slices[name].get_shape()) for hf, name in names.items()}
         sizes = {}

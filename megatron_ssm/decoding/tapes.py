@@ -27,7 +27,7 @@ from megatron_ssm.tape.run import BoundCall, FinishedTape, Section
 PIECE = 256  # tokens of a piece of prompts, of all sequences together
 SHORTEST = 32  # tokens of each sequence in one of several pieces: for fewer, recurrences take longer
 MOST_TOKENS = 16  # of a row that is decoded speculatively
-DECODE, SPECULATE, PROMPT = "decode", "speculate", "prompt"
+DECODE, SPECULATE, PROMPT, DRAFT = "decode", "speculate", "prompt", "draft"
 
 
 def may_use_kernels() -> bool:
@@ -63,21 +63,10 @@ class Tapes(threading.local):
         The tokens advance the cache, unless they are speculative. None, with nothing done: C does not compute these. about:
         makes the `Call`, for layers that Python computes.
         """
-        if not (
-            torch.is_tensor(ids) and ids.ndim == 2 and ids.is_cpu and ids.dtype is torch.int64 and may_use_kernels()
-        ):
+        call = self._bound_call(model, SPECULATE if speculative else DECODE, ids, cache)
+        if call is None:
             return None
-        (batch, tokens), most = ids.shape, MOST_TOKENS if speculative else 1
-        if not batch or not 0 < tokens <= most or cache.batch != batch or not cache.lengths.is_cpu:
-            return None
-        tape = self.tape(model, SPECULATE if speculative else DECODE)
-        if tape is None or not tape.is_fast(batch * tokens):
-            return None
-        if cache.capacity is not None:
-            cache.reserve(int(cache.lengths[cache.rows].max()) + tokens)
-        call = tape.call(batch, tokens)
-        if not call.bind(cache):
-            return None
+        tape = call.tape
         call.call = about() if tape.builder.stops else None
         logits = call.logits(ids, tape.sections["all"])
         if logits is not None and model.config.logits_scale != 1.0:
@@ -85,6 +74,28 @@ class Tapes(threading.local):
         if logits is not None and speculative:
             cache.layout.pending = call
         return logits
+
+    def drafted(self, model: Any, ids: Tensor, hidden: Tensor, cache: Cache) -> Tensor | None:
+        """`Model.drafted` by one call of C; None, with nothing done: C does not compute it."""
+        call = self._bound_call(model, DRAFT, ids, cache)
+        return None if call is None else call.hidden(ids, hidden, call.tape.sections["all"])
+
+    def _bound_call(self, model: Any, kind: str, ids: Tensor, cache: Cache) -> BoundCall | None:
+        """A call of a tape for decoded tokens ids (batch, tokens), with space in the cache; None: C does not compute it."""
+        if not (
+            torch.is_tensor(ids) and ids.ndim == 2 and ids.is_cpu and ids.dtype is torch.int64 and may_use_kernels()
+        ):
+            return None
+        (batch, tokens), most = ids.shape, 1 if kind == DECODE else MOST_TOKENS
+        if not batch or not 0 < tokens <= most or cache.batch != batch or not cache.lengths.is_cpu:
+            return None
+        tape = self.tape(model, kind)
+        if tape is None or not tape.is_fast(batch * tokens):
+            return None
+        if cache.capacity is not None:
+            cache.reserve(int(cache.lengths[cache.rows].max()) + tokens)
+        call = tape.call(batch, tokens)
+        return call if call.bind(cache) else None
 
     def read(self, model: Any, about: Call, cache: Cache | None, x: Tensor) -> Tensor | None:
         """The hidden states after all layers of tokens of prompts, from their embeddings x (batch, tokens, hidden).
@@ -132,8 +143,12 @@ def _make(model: Any, kind: str) -> FinishedTape | None:
     if dtype not in (torch.float32, torch.bfloat16) or model.device.type != "cpu":
         return None
     sum_dtype = next((layer.sum_dtype for layer in model.layers if isinstance(layer, Layer)), dtype)
-    builder = Builder(dtype, sum_dtype, kind == SPECULATE, kind == PROMPT)
+    builder = Builder(dtype, sum_dtype, kind in (SPECULATE, DRAFT), kind == PROMPT)
     try:
+        if kind == DRAFT:
+            hidden = builder.buffer(config.hidden_size)
+            out = model.draft_head.lower(builder, _embedded(builder, model), hidden)
+            return FinishedTape(builder, {"all": Section(0, len(builder.ops))}, hidden, None, 0, config.vocab_size, out)
         x, embeddings = _embedding(builder, model, kind)
         start, lowered = len(builder.ops), 0
         for index, layer in enumerate(model.layers):
@@ -156,21 +171,29 @@ def _make(model: Any, kind: str) -> FinishedTape | None:
 
 def _embedding(builder: Builder, model: Any, kind: str) -> tuple[Buffer, Buffer | None]:
     """The residual stream and, where there are shared blocks, the embeddings, which stay."""
-    layer, size = model.embeddings, model.config.hidden_size
     if kind == PROMPT:
+        size = model.config.hidden_size
         x = builder.buffer(size, builder.sum_dtype)
         return x, builder.buffer(size) if len(model.shared) else None
-    check_plain(layer)
-    part = builder.embed(layer.weight, layer.start, layer.stop - layer.start, size)
-    builder.sum(layer.ranks, part, is_exact=True)
-    if model.config.embedding_scale != 1.0:
-        part, unscaled = builder.converted(part, builder.dtype, model.config.embedding_scale), part
-        builder.release(unscaled)
-    x = builder.converted(part, builder.sum_dtype)
+    embeddings = _embedded(builder, model)
+    x = builder.converted(embeddings, builder.sum_dtype)
     if len(model.shared):
-        return x, part
-    builder.release(part)
+        return x, embeddings
+    builder.release(embeddings)
     return x, None
+
+
+def _embedded(builder: Builder, model: Any) -> Buffer:
+    """The embeddings, times their constant."""
+    layer, scale = model.embeddings, model.config.embedding_scale
+    check_plain(layer)
+    part = builder.embed(layer.weight, layer.start, layer.stop - layer.start, model.config.hidden_size)
+    builder.sum(layer.ranks, part, is_exact=True)
+    if scale == 1.0:
+        return part
+    scaled = builder.converted(part, builder.dtype, scale)
+    builder.release(part)
+    return scaled
 
 
 def _lower_layer(builder: Builder, model: Any, index: int, layer: Any, x: Buffer, embeddings: Buffer | None) -> bool:

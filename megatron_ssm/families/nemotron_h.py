@@ -46,7 +46,9 @@ LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of Megatron's 
 def pattern_kinds(pattern: object, where: str) -> list[str]:
     """The kind of each layer of a pattern such as "M-M*-"; ValueError, which names it as `where`."""
     if not isinstance(pattern, str) or not pattern or any(letter not in LETTERS for letter in pattern):
-        raise ValueError(f"{where} {pattern!r} must consist of the letters M (Mamba-2), * (attention) and - (MLP)")
+        raise ValueError(
+            f"{where} {pattern!r} must consist of the letters M (Mamba-2), * (attention), - (MLP) and E (experts)"
+        )
     return [LETTERS[letter] for letter in pattern]
 
 
@@ -120,14 +122,25 @@ def new_config(options: Any) -> dict:
     kinds = pattern_kinds(pattern, "--hybrid-override-pattern")
     for size, name in (2 * options.hidden_size, "mamba_head_dim"), (options.hidden_size, "num_attention_heads"):
         divides(size, getattr(options, name), "channels", f"--{name.replace('_', '-')}")
-    return dict(
+    width = options.ffn_hidden_size or 4 * options.hidden_size
+    of_expert = options.moe_ffn_hidden_size or width
+    experts: dict[str, Any] = {}
+    if EXPERTS in kinds:
+        experts = dict(
+            n_routed_experts=options.num_experts, num_experts_per_tok=options.moe_router_topk,
+            moe_intermediate_size=of_expert,
+            moe_shared_expert_intermediate_size=options.moe_shared_expert_intermediate_size or of_expert,
+            moe_latent_size=options.moe_latent_size or None, n_group=options.moe_router_num_groups,
+            topk_group=options.moe_router_group_topk, routed_scaling_factor=options.moe_router_topk_scaling_factor,
+        )  # fmt: skip
+    return experts | dict(
         architectures=["NemotronHForCausalLM"], layers_block_type=kinds, num_hidden_layers=len(kinds),
         tie_word_embeddings=False,  # which transformers would ignore
         ssm_state_size=options.mamba_state_dim, mamba_head_dim=options.mamba_head_dim, n_groups=options.mamba_num_groups,
         mamba_num_heads=2 * options.hidden_size // options.mamba_head_dim,
         num_attention_heads=options.num_attention_heads, head_dim=options.hidden_size // options.num_attention_heads,
         num_key_value_heads=options.num_query_groups or options.num_attention_heads,
-        intermediate_size=options.ffn_hidden_size or 4 * options.hidden_size,
+        intermediate_size=width,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from .sampling import Sampling, choose_tokens, log_probabilities
 from .slot import Slot
 from .speculation import SpeculativeDecoder, check_draft
 
-DRAFTED = 4  # tokens that a draft model proposes at most, unless the engine is told another number
+DRAFTED = 7  # tokens that a draft model proposes at most, unless the engine is told another number
 
 
 class Engine:

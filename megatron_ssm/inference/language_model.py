@@ -29,11 +29,11 @@ class LanguageModel(Protocol):
     draft_head: Any
     context_ranks: Any
 
-    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings (batch, seq, hidden) of ids (batch, seq)."""
+    def drafted(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The draft head's hidden states (batch, seq, hidden) of ids (batch, seq); see `Model.drafted`."""
 
-    def scaled_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of the logits of normalized hidden states (batch, seq, hidden)."""
+    def drafted_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's logits (batch, width) of the draft head's hidden states (batch, hidden), for greedy search."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,7 +19,7 @@ from megatron_ssm.native.products import instructions
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.stack.stack import Stack
 
-from .head_draft import HeadDraft
+from .draft_by_head import DraftByHead
 from .language_model import LanguageModel
 from .prompt_reader import fair_shares
 from .request import Request
@@ -36,7 +36,8 @@ CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
 TIMES: dict[torch.dtype | str, tuple[float, ...]] = {
     torch.float32: (1.2, 1.5, 2.0, 2.8),
     torch.bfloat16: (1.3, 1.6),
-    "int8": (1.4, 1.7, 2.9, 5.6),
+    "int8": (1.4, 2.1, 3.1, 5.5),
+    "int4": (2.0, 2.8, 4.5, 8.2),
 }
 TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # where every rank has AMX, instead of those of TIMES
     torch.float32: (1.2, 1.3, 1.6, 2.6),
@@ -44,6 +45,7 @@ TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # where every ra
     "int8": (1.4, 1.6, 1.8, 2.8),
     "int4": (1.5, 2.0, 2.4, 3.6),
 }
+BITS = {"int8": 8.5, "int4": 4.5}  # of a number of a quantized matrix, its scale included
 FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
 LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
 
@@ -140,10 +142,10 @@ class SpeculativeDecoder:
         self, model: LanguageModel, cache: Cache, longest: int, draft: LanguageModel | None, chunk: int | None
     ):
         self._model, self._cache, self._longest = model, cache, longest
-        self._draft: Draft | HeadDraft | None = None if draft is None else Draft(draft, len(cache.lengths), chunk)
+        self._draft: Draft | DraftByHead | None = None if draft is None else Draft(draft, len(cache.lengths), chunk)
         self._draft_cost = 0.0 if draft is None else relative_size(draft, model)
         if draft is None and model.draft_head is not None and longest:
-            self._draft, self._draft_cost = HeadDraft(model, cache, chunk), relative_size_of_head(model)
+            self._draft, self._draft_cost = DraftByHead(model, cache, chunk), relative_size_of_head(model)
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
         self.proposed, self.accepted = 0, 0  # tokens, of all requests so far
@@ -213,7 +215,7 @@ class SpeculativeDecoder:
         return proposals
 
     def _propose_by_draft(
-        self, draft: "Draft | HeadDraft", slots: Sequence[Slot], limits: Sequence[int], room: int | None
+        self, draft: "Draft | DraftByHead", slots: Sequence[Slot], limits: Sequence[int], room: int | None
     ) -> tuple[int, list[list[int]]]:
         """How many tokens to propose for each slot, and the draft's for those whose requests it has read; [] for the others.
 
@@ -230,23 +232,23 @@ class SpeculativeDecoder:
 
     def _history(self, slot: Slot) -> History:
         if slot not in self._histories:
-            self._histories[slot] = History(slot.request, isinstance(self._draft, HeadDraft))
+            self._histories[slot] = History(slot.request, isinstance(self._draft, DraftByHead))
         return self._histories[slot]
 
     def _best_count(self, histories: Sequence[History], available: Sequence[int]) -> int:
-        """How many tokens to propose for each slot, of those available, so that the expected gain is largest; 0: none.
+        """How many tokens to propose for each slot, of those available, so that decoding is expected to be fastest; 0: none.
 
-        The gain is in decoding steps: each gives a token to every slot. All slots read as many tokens.
+        All slots read as many tokens.
         """
         batch = len(histories)
 
-        def gain(count: int) -> float:
+        def speed(count: int) -> float:  # in tokens of each slot, in the time of a decoding step
             accepted = sum(h.expected(min(count, n)) for h, n in zip(histories, available, strict=True))
-            longer = self._time(batch * (1 + count)) / self._time(batch) - 1
-            return accepted / batch - longer - count * self._draft_cost
+            longer = self._time(batch * (1 + count)) / self._time(batch)
+            return (1 + accepted / batch) / (longer + count * self._draft_cost)
 
-        count = max((n for n in COUNTS if n <= max(available)), key=gain, default=0)
-        return count if count and gain(count) > 0 else 0
+        count = max((n for n in COUNTS if n <= max(available)), key=speed, default=0)
+        return count if count and speed(count) > 1 else 0
 
     def _time(self, tokens: int) -> float:
         """The time of a call that reads so many tokens of all slots, as TIMES has it."""
@@ -325,12 +327,16 @@ def relative_size(draft: LanguageModel, model: LanguageModel) -> float:
 
 
 def relative_size_of_head(model: LanguageModel) -> float:
-    """The same for the model's draft head, which reads the rows of the vocabulary once more."""
-    config = model.config
+    """The same for the model's draft head: the ratio of the bytes that a guess and a decoding step read.
+
+    A guess reads the rows of the vocabulary in 4 bits (`DraftHead.copy_vocabulary`), and nobody reads an untied embedding.
+    """
+    config, bits = model.config, BITS.get(model.weights or "", 8 * model.dtype.itemsize)
     head, vocabulary = config.draft_head, config.vocab_size * config.hidden_size
     assert head is not None, "the model has no draft head"
     own = sum(math.prod(field.shape) for field in head.fields(config.hidden_size))
-    return (own + vocabulary) / config.elements
+    read = config.elements - own - (0 if config.tie_embeddings else vocabulary)
+    return (own * bits + vocabulary * min(bits, BITS["int4"])) / (read * bits)
 
 
 def check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | None) -> None:

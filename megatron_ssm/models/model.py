@@ -20,6 +20,7 @@ from megatron_ssm.operators.cache import Cache
 from megatron_ssm.operators.call import EVERY_ROW, Call, Positions
 from megatron_ssm.operators.context_attention import ContextAttention
 from megatron_ssm.operators.operator import Place
+from megatron_ssm.operators.routing import Routing
 from megatron_ssm.operators.state import State
 from megatron_ssm.operators.unit import Layer
 from megatron_ssm.ops.huge_pages import HugePages
@@ -75,9 +76,10 @@ class Model(TrackedModule):
     context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
 
     The attribute draft_head is the layer that guesses tokens, or None (see `load`). directory is the checkpoint it was
-    loaded from, or None; lora says which LoRA adapters it has, or None; weights is "int8" or "int4" if the matrices are
-    quantized, so that the model can only generate, and None otherwise; graphs tells whether it may decode with CUDA graphs,
-    and is False once a step could not be captured.
+    loaded from, or None; routing, what routers of experts report to in `loss`, or None (see `operators.routing`); lora says
+    which LoRA adapters it has, or None; weights is "int8" or "int4" if the matrices are quantized, so that the model can
+    only generate, and None otherwise; graphs tells whether it may decode with CUDA graphs, and is False once a step could
+    not be captured.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Model(TrackedModule):
         self.directory: Path | None = None
         self.weights: str | None = None
         self.lora: Lora | None = None
+        self.routing: Routing | None = None
         self.graphs = self.context_ranks is None
         self._tapes, self._graphs = Tapes(), DecodingGraphs()
         options: dict[str, Any] = dict(dtype=dtype, device=device)
@@ -356,6 +359,7 @@ class Model(TrackedModule):
             call = self._about(input_ids, mask, cache, lengths, is_decoding, sharding)
             new_per_rank = None if call.placement is None else call.placement.new_per_rank
             if kind.without_head:
+                call = call if self.routing is None else replace(call, routing=self.routing)
                 local = self.compute(input_ids, call, without_head=True)
             elif self.ranks.sequence_parallel:
                 local = self.compute(input_ids, call)[:, :tokens][:, -keep:]
@@ -462,6 +466,20 @@ class Model(TrackedModule):
         x = self.embeddings.embed(ids)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
+    def drafted(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The draft head's hidden states (batch, seq, hidden) of ids (batch, seq), the same on all ranks.
+
+        hidden, cache: see `DraftHead.forward`. Sends the sum of the embeddings, and what the head sends.
+        """
+        assert self.draft_head is not None, "the model has no draft head"
+        found = self._tapes.drafted(self, ids, hidden, cache)
+        return self.draft_head(self.embedded(ids), hidden, cache) if found is None else found
+
+    def drafted_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's logits (batch, width) of the draft head's hidden states (batch, hidden); see `DraftHead.logits`."""
+        assert self.draft_head is not None, "the model has no draft head"
+        return self.draft_head.logits(hidden, self.logits_layer)
+
     def scaled_logits(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's logits (batch, seq, width) of normalized hidden states, times their constant."""
         logits = self.logits_layer.logits(x)
@@ -519,6 +537,8 @@ class Model(TrackedModule):
             lambda: self._check_labels(input_ids, labels, ignore_index, seq),
             (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
         )
+        if self.routing is not None:
+            self.routing.begin(self._valid(labels.shape[1], seq))
         hidden = self._call(
             input_ids, None, None, CallKind(is_sharded=self.context_ranks is not None, without_head=True)
         )
@@ -530,7 +550,17 @@ class Model(TrackedModule):
                 sums, group, lambda tensor, group: collectives.all_reduce(tensor, group, self.counter)
             )
         total, count = sums
-        return total / count.clamp(min=1)
+        loss = total / count.clamp(min=1)
+        if self.routing is None:
+            return loss
+        return self.routing.added_to(loss, self.ranks, 1 if self.data_group is None else self.data_group.size())
+
+    def _valid(self, tokens: int, seq: int | None) -> torch.Tensor:
+        """(tokens,): which of this rank's tokens are no padding of a sequence of `seq` tokens."""
+        if seq is None or self.schedule is None:
+            return torch.ones(tokens, dtype=torch.bool, device=self.device)
+        padded = tokens if self.context_ranks is None else tokens * self.context_ranks.size
+        return (self.schedule.positions(padded) < seq).to(self.device)
 
     def _check_labels(self, input_ids, labels, ignore_index: int, seq: int | None) -> torch.Tensor:
         """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `loss` for what is refused."""
@@ -542,7 +572,7 @@ class Model(TrackedModule):
             raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
         check_length(self.schedule, labels.shape[1], seq)
         if seq is not None and self.schedule is not None:
-            labels = labels.masked_fill((self.schedule.positions(seq) >= seq).to(labels.device), ignore_index)
+            labels = labels.masked_fill(~self._valid(labels.shape[1], seq).to(labels.device), ignore_index)
         check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
         return labels
 

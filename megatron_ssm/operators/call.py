@@ -1,6 +1,7 @@
 """What operators must know about the tokens of one call of the model."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -77,8 +78,9 @@ class Call:
     attention and with a cache that context ranks share, where the keys and values are kept. lengths: how many keys and
     values this rank then holds of each sequence, before the call.
 
-    speculative: whether the tokens may be taken back; see `Cache.accept`. same_tokens: whether ranks that divide the experts
-    are known to have the same tokens, which then are not sent to each other.
+    speculative: whether the tokens may be taken back; see `Cache.accept`. routing: what routers of experts report to, an
+    `operators.routing.Routing`. same_tokens: whether ranks that divide the experts are known to have the same tokens, which
+    then are not sent to each other.
     """
 
     mask: torch.Tensor | None = None
@@ -90,4 +92,5 @@ class Call:
     placement: KeyValuePlacement | None = None
     lengths: list[int] | None = None
     speculative: bool = False
+    routing: Any = None
     same_tokens: bool = False

@@ -89,20 +89,29 @@ class ExpertsSpec(Spec):
         return Experts(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
-        """See `Spec`. Each token is with `chosen` experts; training stores what they read, and what they project it to."""
-        chosen, s, wide, router = self.router.chosen, work.itemsize, work.wide_itemsize, self.router
-        inner, count = -(-self.channels // work.ranks), 2 if self.gated else 1
+        """See `Spec`. At the worst, all tokens chose the same experts, one of which is computed at a time.
+
+        In a prompt, beside the sum, the router's logits and the choices: what one expert reads, projects, and returns.
+        Training stores what every chosen expert projects, the scores of all experts, and the choices.
+        """
+        chosen, s, wide, experts = self.router.chosen, work.itemsize, work.wide_itemsize, self.router.experts
+        inner, size, latent = -(-self.channels // work.ranks), self.size, self.latent
+        rows = inner * (2 if self.gated else 1)
+        choices = chosen * (24 + 2 * s)  # indices, their order and tokens; weights, also sorted
+        common = s * (size + experts) + choices + wide * size
+        each = max(size + rows, rows + 2 * inner, rows + inner + size)
+        replicated = [experts * self.hidden_size, *(a * b for a, b in self.projections().values())]
         return Sizes(
             stages={
-                "router": s * (self.latent + router.experts) + wide * router.experts,
-                "experts": (s * self.latent) + wide * self.size + (8 + s) * chosen + s * self.size,
+                "router": s * (size + experts) + 3 * wide * experts,
+                "experts": common + s * each,
+                "output": s * (size + experts) + choices + (wide + s) * size + s * self.hidden_size * bool(latent),
             },
-            projected=s * (self.latent + router.experts),
-            stored=self.latent + 3 * router.experts + chosen * (count * inner + 5),
-            gradients=self.hidden_size * work.share + 2 * self.size + 2 * chosen,
-            parameters=(router.experts * self.hidden_size, *(a * b for a, b in self.projections().values()))
-            if work.ranks > 1 else (),
-        )  # fmt: skip
+            projected=s * (size + experts),
+            stored=2 * latent + experts + chosen * (rows + 6) + 1,
+            gradients=self.hidden_size * work.share + 2 * size + 7 * inner + 4 * chosen,
+            parameters=tuple(replicated) if work.ranks > 1 else (),
+        )
 
 
 class Experts(Operator):
@@ -144,6 +153,8 @@ class Experts(Operator):
         """See `Operator`. projected: what `project` returns."""
         x, logits = projected
         weights, index = self.spec.router.route(logits.flatten(0, -2), self.correction)
+        if call.routing is not None:
+            call.routing.report(self, self.spec.router, logits, index)
         out = self._of_all_ranks(x.flatten(0, -2), weights, index, call.same_tokens).view_as(x)
         if not self.spec.latent:
             return Partial(out)

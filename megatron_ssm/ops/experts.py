@@ -119,7 +119,9 @@ def _forward(
         if kept is not None:
             kept.append(inner)
         each = linear(activated(inner), _rows(down, expert * out, out))
-        y.index_add_(0, tokens[part], (each * scales[part].to(each.dtype)).to(y.dtype))
+        del inner
+        y.index_add_(0, tokens[part], each.mul_(scales[part].to(each.dtype)).to(y.dtype))
+        del each
         first += count
     return y.to(x.dtype)
 
@@ -174,7 +176,7 @@ class _Experts(torch.autograd.Function):
             unscaled = of_y @ down[of_down]
             d_scales[part] = (unscaled * columns.detach()).sum(-1, keepdim=True, dtype=d_scales.dtype)
             torch.mm((of_y * scales[part]).T, columns.detach(), out=d_down[of_down])
-            (d_inner,) = torch.autograd.grad(columns, inner, unscaled * scales[part])
+            (d_inner,) = torch.autograd.grad(columns, inner, unscaled.mul_(scales[part]))
             torch.mm(d_inner.T, x[token], out=d_up[of_up])
             dx.index_add_(0, token, (d_inner @ up[of_up]).to(dx.dtype))
             first += count

@@ -151,6 +151,19 @@ class Int4Weight(QuantizedMatrix):
         return unsigned - 16 * (unsigned > 7)
 
 
+@torch.no_grad()
+def in_4_bits(weight: Tensor | QuantizedMatrix) -> Int4Weight:
+    """A copy of a matrix (out, in) in 4 bits; `in` is a multiple of 64."""
+    out, columns = weight.shape
+    values, scales = Int4Weight.empty(out, columns, weight.device)
+    step = max(1, NUMBERS // columns)
+    for start in range(0, out, step):
+        rows = slice(start, start + step)
+        part = Int4Weight.of(weight[rows] if isinstance(weight, Tensor) else weight.rows(rows))
+        values[rows], scales[rows] = part.values, part.scales
+    return Int4Weight(values, scales, weight.dtype)
+
+
 QUANTIZED_FORMATS: dict[str, type[QuantizedMatrix]] = {"int8": Int8Weight, "int4": Int4Weight}  # by the names in `load`
 
 

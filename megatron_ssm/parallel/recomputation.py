@@ -36,6 +36,11 @@ class Recomputation:
         """Whether a function is running whose activations are recomputed."""
         return self._stored is not None
 
+    @property
+    def is_repeating(self) -> bool:
+        """Whether a function is running again, for backward."""
+        return self._next is not None
+
     def run(self, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
         """function(*inputs). With gradients, only its inputs and the results of communication are stored for backward."""
         if not self.is_on or not torch.is_grad_enabled():

@@ -27,7 +27,7 @@ class Field:
     merged: Hugging Face's tensor has dimensions 1 and 2 in one.
     apart: names of tensors, with {} for an index of dimension 0, which files may have instead: each one is such a part of
         the field, or a part of dimension 1 of it if there are several names. written_apart: whether they are written.
-    fp32: is stored in at least float32 and has no weight decay (A_log, D, the dt bias).
+    fp32: is stored in at least float32 (A_log, D, the dt bias).
     usual: the operator's own name of Hugging Face's tensor, which a family may have changed ("": it is `hf`).
     init, init_range: how a new model initializes it (see `models.initialization`), and the numbers for it.
     """
@@ -84,7 +84,7 @@ class Field:
     @property
     def has_weight_decay(self) -> bool:
         """Whether the optimizer's weight decay applies: to matrices, but never to A_log, D, norms and biases."""
-        return len(self.shape) > 1 and not self.fp32
+        return len(self.shape) > 1 and not self.name.endswith("A_log")
 
     @property
     def hf_shape(self) -> tuple[int, ...]:

@@ -31,15 +31,17 @@ class Section:
 class FinishedTape:
     """What a `Builder` has written. sections: {"all": ..., "layers": ...}. x, embeddings: what the layers read.
 
-    logits_width: how many logits each token gets. Deep copies of a model have no tapes.
+    out: the hidden states that they give (None: those in x). logits_width: how many logits each token gets. Deep copies of a
+    model have no tapes.
     """
 
     def __init__(
         self, builder: Builder, sections: dict[str, Section], x: Buffer, embeddings: Buffer | None,
-        logits_width: int, vocabulary: int,
+        logits_width: int, vocabulary: int, out: Buffer | None = None,
     ):  # fmt: skip
         self.builder, self.sections = builder, sections
-        self.x, self.embeddings, self.logits_width, self.vocabulary = x, embeddings, logits_width, vocabulary
+        self.x, self.embeddings, self.out = x, embeddings, out or x
+        self.logits_width, self.vocabulary = logits_width, vocabulary
         self.ops = (structs.Op * len(builder.ops))(*builder.ops)
         self._kept = [tensor.detach() for tensor in builder.kept]  # storages that stay, whatever becomes of parameters
         self._addresses = [tensor.data_ptr() for tensor in builder.kept]
@@ -97,7 +99,6 @@ class BoundCall:
         self.sums = [self._sum(each) for each in builder.sums]
         self._sum_structs = (structs.Sum * max(1, len(self.sums)))(*(each.struct for each in self.sums))
         self.sent = SentInC(self.sums)
-        self.x = tape.x.tensor(self.arena, self.rows)
         self._scratch: dict[tuple, Tensor] = {}
         self._slots: dict[int, tuple[Any, int, Any, Tensor]] = {}
         self._finish = kernels.functions().run_tape
@@ -179,6 +180,13 @@ class BoundCall:
                 self.sums[number].finish(code)
         self.sent.count()
         return 0
+
+    def hidden(self, ids: Tensor, x: Tensor, section: Section) -> Tensor | None:
+        """The hidden states (batch, tokens, hidden) of ids (batch, tokens) and x, the same shape; None: nothing done."""
+        ids = ids.contiguous()
+        self.struct.ids = ids.data_ptr()
+        self.tensor(self.tape.x).copy_(x)
+        return None if self.run(section) else self.tensor(self.tape.out).clone()
 
     def logits(self, ids: Tensor, section: Section) -> Tensor | None:
         """This rank's logits (batch, tokens, width) in float32 of ids (batch, tokens); None: nothing was done."""

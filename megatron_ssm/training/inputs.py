@@ -45,6 +45,8 @@ LOCAL_OPTIONS = {
 SHAPE = (
     "model_type", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
     "shared_blocks", "adapter_rank", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
+    "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
     "untie_embeddings_and_output_weights",
 )  # fmt: skip
 SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")

@@ -67,7 +67,7 @@ class Options:
     mamba_num_groups: int = _option(1, "number of groups of heads that share B and C (Mamba-2)")
     hybrid_override_pattern: str = _option(
         "",
-        "a letter for each block of a new hybrid: M Mamba-2, * attention, - MLP",
+        "a letter for each block of a new hybrid: M Mamba-2, * attention, - MLP, E experts",
     )
     hybrid_interval: int = _option(1, "every N-th block uses the shared attention block")
     shared_blocks: int = _option(1, "number of shared attention blocks, which these use in turn")
@@ -75,6 +75,14 @@ class Options:
     num_attention_heads: int = _option(4, "attention heads; those of a shared block are 2 x --hidden-size wide")
     num_query_groups: int = _option(0, "key/value heads (0: as many as attention heads)")
     ffn_hidden_size: int = _option(0, "width of an MLP (0: 4 x --hidden-size)")
+    num_experts: int = _option(8, "experts of a layer with them (E in --hybrid-override-pattern)")
+    moe_router_topk: int = _option(2, "experts of each token")
+    moe_ffn_hidden_size: int = _option(0, "width of an expert (0: that of an MLP)")
+    moe_shared_expert_intermediate_size: int = _option(0, "width of the expert of all tokens (0: that of an expert)")
+    moe_latent_size: int = _option(0, "width of what experts read and write (0: --hidden-size)")
+    moe_router_num_groups: int = _option(1, "groups of experts")
+    moe_router_group_topk: int = _option(1, "groups from which a token's experts are")
+    moe_router_topk_scaling_factor: float = _option(1.0, "what multiplies the weights of a token's experts")
     untie_embeddings_and_output_weights: bool = _option(False, "give the language-model head weights of its own")
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
@@ -115,6 +123,17 @@ class Options:
     gradient_density: float = _option(0.01, "share of a gradient's elements sent per step in sparse modes")
     gradient_sparsifier: str = _option("dgc", "how these elements are selected", choices=SPARSIFIERS)
     gradient_density_warmup: int = _option(0, "steps in which the density falls from 0.25 to --gradient-density")
+    moe_router_load_balancing_type: str = _option(
+        "aux_loss", "load-balancing loss of routers: of a micro-batch, of a sequence, or of all layers together",
+        choices=("aux_loss", "seq_aux_loss", "pooled_aux_loss"),
+    )  # fmt: skip
+    moe_aux_loss_coeff: float = _option(0.0, "what multiplies it (0: none)")
+    moe_z_loss_coeff: float = _option(0.0, "what multiplies the z loss of routers (0: none)")
+    moe_router_enable_expert_bias: bool = _option(
+        False, "after each step, adjust the bias with which experts are chosen"
+    )
+    moe_router_bias_update_rate: float = _option(1e-3, "by how much")
+    moe_per_layer_logging: bool = _option(False, "log how many tokens chose each expert of each layer")
     seed: int = _option(1234, "random seed of initialization and data order")
 
     lora_rank: int = _option(0, "train LoRA adapters of this rank, and not the model of --init-from (0: the model)")
@@ -194,6 +213,8 @@ class Options:
         if self.memory_budget and (self.engine == "deepspeed" or self.use_distributed_optimizer):
             divided = "--use-distributed-optimizer" if self.use_distributed_optimizer else "--engine deepspeed"
             raise ValueError(f"--memory-budget has no formula for {divided}")
+        if self.moe_router_enable_expert_bias and self.engine == "deepspeed":
+            raise ValueError("--moe-router-enable-expert-bias is not implemented for --engine deepspeed")
         if self.expert_model_parallel_size > 1:
             self._check_experts()
 
@@ -259,12 +280,13 @@ _MINIMUM = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
                      "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "num_layers",
                      "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
-                     "shared_blocks", "adapter_rank", "num_attention_heads", "keep", "profile_step_start",
-                     "profile_step_end"), 1),
+                     "shared_blocks", "adapter_rank", "num_attention_heads", "keep", "num_experts", "moe_router_topk",
+                     "moe_router_num_groups", "moe_router_group_topk", "profile_step_start", "profile_step_end"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout",
-                     "peak_tflops", "lora_rank"), 0),
+                     "peak_tflops", "lora_rank", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+                     "moe_latent_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), 0),
 }  # fmt: skip
 
 

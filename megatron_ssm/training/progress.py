@@ -112,6 +112,7 @@ class Progress:
         tokens = step * self.options.global_batch_size * self.options.seq_length
         loss, norm = (value if math.isfinite(value) else None for value in (result.loss, result.grad_norm))
         self._line = dict(step=step, loss=loss, lr=result.lr, grad_norm=norm, tokens=tokens, tokens_per_s=rate)
+        self._line |= result.more
         if self._utilization:
             self._line["mfu"] = rate * self._utilization
         if result.is_skipped:

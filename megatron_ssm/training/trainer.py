@@ -8,8 +8,9 @@ each of its sequences, and its tensor-parallel ranks read the same tokens.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.models.model import Model
 from megatron_ssm.models.parameters import parameter_groups
+from megatron_ssm.operators.experts import Experts
+from megatron_ssm.operators.routing import RouterLosses, Routing
 from megatron_ssm.ops import fused_adam
 from megatron_ssm.parallel.groups import Groups
 from megatron_ssm.parallel.torch_ddp import ordered_ddp
@@ -71,12 +74,13 @@ def sequence_loss(model: Model, inputs: torch.Tensor, labels: torch.Tensor) -> t
     schedule = model.schedule
     if schedule is None:
         return model.loss(inputs, labels)
+    seq = inputs.shape[1]
     if model.context_ranks is not None and model.ranks.sequence_parallel:
         # The tokens of each block must divide over the tensor-parallel ranks.
         missing = -inputs.shape[1] % (model.context_ranks.blocks * model.ranks.size)
         inputs = nn.functional.pad(inputs, (0, missing))
         labels = nn.functional.pad(labels, (0, missing), value=IGNORE_INDEX)
-    return model.loss(schedule.shard(inputs), schedule.shard(labels), seq=inputs.shape[1])
+    return model.loss(schedule.shard(inputs), schedule.shard(labels), seq=seq)
 
 
 class SequenceLoss(nn.Module):
@@ -123,13 +127,14 @@ def entries(parameter: nn.Parameter) -> tuple[str, ...]:
 class Step:
     """The result of a step; `loss` and `grad_norm` (before clipping) are those of the whole global batch.
 
-    is_skipped: one of them is not finite, so the step has changed nothing.
+    is_skipped: one of them is not finite, so the step has changed nothing. more: numbers of routers of experts, for the log.
     """
 
     loss: float
     grad_norm: float
     lr: float
     is_skipped: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 class Trainer:
@@ -147,6 +152,9 @@ class Trainer:
         self.model, self.groups, self.options = model, groups, options
         self.accumulation = options.accumulation(groups.data_ranks)
         self.loss, self.optimizer = self._set_up(SequenceLoss(model, options.bf16))
+        if any(isinstance(module, Experts) for module in model.modules()):
+            form = options.moe_router_load_balancing_type
+            model.routing = Routing(RouterLosses(form, options.moe_aux_loss_coeff, options.moe_z_loss_coeff))
         self.fusion: SparseFusion | None = None
         self.pending_gradients: dict[str, torch.Tensor] = {}
         self.skipped_in_a_row = 0
@@ -190,6 +198,7 @@ class Trainer:
         self._average_copies()
         norm = self._norm()
         loss, rate = float(total), learning_rate(self.options, step)
+        more, loads = self._routing()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return self._skip(step, Step(loss, float(norm), rate, is_skipped=True))
         self.skipped_in_a_row = 0
@@ -199,7 +208,21 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._update()
-        return Step(loss, float(norm), rate)
+        if self.options.moe_router_enable_expert_bias:
+            Routing.correct(loads, self.options.moe_router_bias_update_rate)
+        return Step(loss, float(norm), rate, more=more)
+
+    def _routing(self) -> tuple[dict[str, Any], dict[Any, torch.Tensor]]:
+        """What the log says of the routers of the step, and how many tokens chose each expert of each layer."""
+        if self.model.routing is None:
+            return {}, {}
+        values, loads = self.model.routing.take(self.groups.data_context, self.accumulation)
+        more: dict[str, Any] = {**values}
+        shares = [load / load.sum().clamp(min=1) for load in loads.values()]
+        more["max_expert_load"] = max((share.max().item() * len(share) for share in shares), default=0.0)
+        if self.options.moe_per_layer_logging:
+            more["expert_loads"] = [load.tolist() for load in loads.values()]
+        return more, loads
 
     def _skip(self, step: int, result: Step) -> Step:
         """Drop the gradients of a step that is not finite; returns its result, or raises Failure if it is one too many."""

@@ -7,8 +7,12 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from hf import Float64, hf_model, tensors_in
-from megatron_ssm import Engine, load, save
+from megatron_ssm import Engine, families, load, save
+from megatron_ssm.checkpoints.convert import convert
+from megatron_ssm.inference.sampling import Sampling, choose_tokens
+from megatron_ssm.native import kernels
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.stack.fields import hf_shapes
 
 VOCAB, SEQ = 61, 20
 NAMES = {
@@ -60,18 +64,82 @@ def test_hidden_states(ranks, tp, shipped):
         model.next_logits(IDS[:, :7], cache=cache, prompt=True)
         for t in range(7, SEQ):
             model.next_logits(IDS[:, t : t + 1], cache=cache)
-        hidden = cache.states["final"].per_token["hidden"][:, : SEQ - 1]
-        embeddings, positions = model.embedded(IDS[:, 1:]), torch.arange(1, SEQ).expand(2, -1)
-        whole, own = model.draft_head(embeddings, hidden, positions), model.new_cache(2)
-        pieces = [
-            model.draft_head(*(t[:, piece] for t in (embeddings, hidden, positions)), own)
-            for piece in (slice(0, 5), slice(5, 6), slice(6, SEQ - 1))
-        ]
+        hidden, embeddings = cache.states["final"].per_token["hidden"][:, : SEQ - 1], model.embedded(IDS[:, 1:])
+        whole, own, pieces = model.draft_head(embeddings, hidden), model.new_cache(2), []
+        for piece in (slice(0, 5), slice(5, 6), slice(6, SEQ - 1)):
+            pieces.append(model.draft_head(embeddings[:, piece], hidden[:, piece], own))
+            own.advance(pieces[-1].shape[1])
         return whole, torch.cat(pieces, 1)
 
     for found in ranks(run, tp):
         for tensor in found:
             torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-10)
+
+
+def save_wide(directory, hidden=256):
+    """Save a model whose matrices have whole blocks on two ranks, with a random draft head."""
+    config = dict(num_hidden_layers=4, mtp_num_hidden_layers=1, hidden_size=hidden, head_dim=64, vocab_size=VOCAB)
+    hf_model("qwen3_5_text", intermediate_size=128, **config).save_pretrained(directory)
+    tensors, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(3)
+    for name, shape in hf_shapes(families.read(directory).with_draft_head().fields()).items():
+        if name.startswith("mtp."):
+            tensors[name] = 0.1 * torch.randn(shape, generator=generator)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize(
+    "options", ({}, dict(dtype=torch.bfloat16), dict(weights="int8"), dict(weights="int4")), ids=str
+)
+@torch.no_grad()
+def test_the_tape_gives_what_the_module_gives(ranks, tp, options, tmp_path):
+    """Hidden states of one row and of both, which have read differently many tokens; and the token that each one guesses."""
+    directory = save_wide(tmp_path)
+
+    def run(rank):
+        model = load(directory, dist.group.WORLD, draft_head=True, **options)
+        hidden = torch.randn(2, SEQ, 256, generator=torch.Generator().manual_seed(1)).to(model.dtype)
+        caches, found = [model.new_cache(2, SEQ) for _ in range(2)], []
+        for rows, tokens in (([0, 1], 3), ([1], 2), ([0, 1], 4), ([0, 1], 1)):
+            both = [cache.select(rows) for cache in caches]
+            given = IDS[rows, :tokens], hidden[rows, :tokens]
+            by_tape = model._tapes.drafted(model, *given, both[0])
+            by_module = model.draft_head(model.embedded(given[0]), given[1], both[1])
+            found.append((model.drafted(*given, both[0]) if by_tape is None else by_tape, by_module))
+            guessed = [model.scaled_logits(by_module)[:, -1], model.drafted_logits(by_module[:, -1])]
+            found.append([choose_tokens(local, Sampling(), [], None, model.ranks) for local in guessed])
+            assert (by_tape is None) == (tokens == 3)  # C does not read the first token of a sequence
+            for cache in both:
+                cache.advance(tokens)
+        return model.draft_head.vocabulary is None, found
+
+    for has_no_copy, found in ranks(run, tp):
+        assert has_no_copy == (options == dict(weights="int4"))
+        for ours, expected in found:
+            atol = 0.05 if "dtype" in options else 2e-3 if options else 1e-5
+            torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("weights", ("int8", "int4"))
+@torch.no_grad()
+def test_a_quantized_directory_has_it(ranks, tp, weights, tmp_path):
+    """Oracle: the same head quantized at load."""
+    source, target = save_wide(tmp_path / "source"), tmp_path / "quantized"
+    rows = {row.target: row.dtype for row in convert(source, target, weights=weights)}
+    assert rows["mtp.fc.weight"] == rows["mtp.layers.0.self_attn.q_proj.weight"] == weights
+    assert rows["mtp.norm.weight"] == rows["model.norm.weight"] == "F32"
+
+    def run(rank):
+        models = [load(source, dist.group.WORLD, weights=weights, draft_head=True)]
+        models += [load(target, dist.group.WORLD, draft_head=has) for has in (True, False)]
+        hidden = torch.ones(2, SEQ, 256)
+        return models[2].draft_head, [model.draft_head(model.embedded(IDS), hidden) for model in models[:2]]
+
+    for without, (expected, found) in ranks(run, tp):
+        assert without is None and torch.equal(found, expected)
 
 
 def replies(model, **options):

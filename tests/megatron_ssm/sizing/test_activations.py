@@ -31,6 +31,15 @@ CASES = {
     "falcon-h1-norm": ("falcon_h1", dict(intermediate_size=512, **WIDE, mamba_d_ssm=512, mamba_rms_norm=True)),
     "jamba": ("jamba", dict(intermediate_size=512, mamba_d_state=16, mamba_dt_rank=16)),
     "qwen3.5": ("qwen3_5_text", dict(intermediate_size=512, **DELTA)),
+    "qwen3.5-experts": (
+        "qwen3_5_moe_text",
+        dict(moe_intermediate_size=128, shared_expert_intermediate_size=256, num_experts_per_tok=2, **DELTA),
+    ),
+    "nemotron-experts": (
+        "nemotron_h",
+        dict(layers_block_type=["moe", "full_attention"], n_routed_experts=8, num_experts_per_tok=2, head_dim=64, **SSD)
+        | dict(moe_intermediate_size=256, moe_shared_expert_intermediate_size=128, moe_latent_size=128, n_groups=4),
+    ),
     "olmo": ("olmo_hybrid", dict(intermediate_size=512, **DELTA)),
 }
 TOKENS = 2048

@@ -16,7 +16,7 @@ EXACT = 1e-10
 STEPS = 20
 MODELS = {
     "qwen3.5": dict(model_type="qwen3_5_moe_text"),
-    "nemotron": dict(model_type="nemotron_latent_experts"),
+    "nemotron": dict(model_type="nemotron_h"),
 }
 
 

@@ -1,7 +1,8 @@
 """Proposals by the draft head of a model, from the hidden states that the cache keeps."""
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from dataclasses import replace
+from weakref import WeakSet
 
 import torch
 
@@ -15,7 +16,7 @@ from .slot import Slot
 AT_ONCE = 16  # tokens of each request that are read when it proposes; more are read before
 
 
-class HeadDraft:
+class DraftByHead:
     """Proposes tokens by greedy search with the draft head of `model`; it has the methods of `speculation.Draft`.
 
     cache: the engine's, with the model's hidden states, and the head's keys and values. Those of proposed tokens stand
@@ -24,8 +25,10 @@ class HeadDraft:
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, chunk: int | None):
-        self.model, self._cache, self._chunk = model, cache, chunk
-        self._tokens_read: WeakKeyDictionary[Slot, int] = WeakKeyDictionary()
+        self.model, self._chunk = model, chunk
+        # The same states; the lengths are how many tokens the head has read, which does not read the first of a request.
+        self._cache = replace(cache, lengths=torch.zeros_like(cache.lengths), max_length=None)
+        self._known: WeakSet[Slot] = WeakSet()
 
     def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
         """Read on in the requests that have much unread, such as their prompts; returns the slots that then have not.
@@ -33,12 +36,17 @@ class HeadDraft:
         budget: how many tokens of all of them together, at least one per slot (None: any number).
         """
         for slot in slots:
-            self._tokens_read.setdefault(slot, 1)  # the first token has no hidden state before it
-        behind = {slot: slot.tokens - self._tokens_read[slot] - AT_ONCE for slot in slots}
+            if slot not in self._known:
+                self._cache.lengths[slot.row] = 0
+                self._known.add(slot)
+        behind = {slot: self._unread(slot) - AT_ONCE for slot in slots}
         wanted = {slot: min(left, self._chunk or left) for slot, left in behind.items() if left > 0}
         for slot, count in fair_shares(wanted, budget).items():
             self._read([slot], count)
-        return [slot for slot in slots if slot.tokens - self._tokens_read[slot] <= AT_ONCE]
+        return [slot for slot in slots if self._unread(slot) <= AT_ONCE]
+
+    def _unread(self, slot: Slot) -> int:
+        return slot.tokens - 1 - int(self._cache.lengths[slot.row])
 
     def propose(self, slots: Sequence[Slot], count: int) -> list[list[int]]:
         """`count` tokens for each slot that `read` has returned, the same on all ranks.
@@ -46,30 +54,26 @@ class HeadDraft:
         Sends what the calls of the head and the choices send.
         """
         model, columns = self.model, []
-        hidden = self._read(slots, AT_ONCE)
-        rows = torch.tensor([slot.row for slot in slots])
-        positions = torch.tensor([[slot.tokens] for slot in slots], device=model.device)
+        hidden, rows = self._read(slots, AT_ONCE), self._cache.select(slot.row for slot in slots)
         for left in reversed(range(count)):
-            local = model.scaled_logits(hidden)[:, -1]
+            local = model.drafted_logits(hidden[:, -1])
             columns.append(choose_tokens(local, Sampling(), [], None, model.ranks).clamp(min=0))
             if left:
-                embeddings = model.embedded(columns[-1].unsqueeze(1).to(model.device))
-                hidden = model.draft_head(embeddings, hidden, positions, self._cache, rows)
-                positions = positions + 1
+                hidden = model.drafted(columns[-1].unsqueeze(1).to(model.device), hidden, rows)
+                rows.advance(1)
+        rows.advance(1 - count)  # the next call reads what the request has got instead
         return torch.stack(columns, dim=1).tolist()
 
     def _read(self, slots: Sequence[Slot], most: int) -> torch.Tensor:
         """Read up to `most` tokens of each slot; the head's hidden state after its last one, (batch, 1, hidden)."""
-        model, starts = self.model, [self._tokens_read[slot] for slot in slots]
-        counts = [min(most, slot.tokens - start) for slot, start in zip(slots, starts, strict=True)]
-        longest = max(counts)
-        ids = [slot.tokens_from(start, count) for slot, start, count in zip(slots, starts, counts, strict=True)]
-        padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in ids], device=model.device)
-        rows = torch.tensor([slot.row for slot in slots])
-        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(longest)
-        before = self._cache.states["final"]["hidden"]
-        hidden = before[rows.unsqueeze(1), (positions - 1).clamp(max=before.shape[1] - 1)]
-        out = model.draft_head(model.embedded(padded), hidden, positions.to(model.device), self._cache, rows)
-        for slot, start, count in zip(slots, starts, counts, strict=True):
-            self._tokens_read[slot] = start + count
-        return out[torch.arange(len(slots)), torch.tensor(counts) - 1].unsqueeze(1)
+        model, cache = self.model, self._cache.select(slot.row for slot in slots)
+        starts = cache.lengths[cache.rows].tolist()
+        ids = [slot.tokens_from(1 + start, most) for slot, start in zip(slots, starts, strict=True)]
+        counts = torch.tensor(list(map(len, ids)))
+        padded = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, ids)), batch_first=True).to(model.device)
+        before = cache.states["final"]["hidden"]
+        rows = torch.tensor([slot.row for slot in slots]).unsqueeze(1)
+        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(padded.shape[1])
+        out = model.drafted(padded, before[rows, positions.clamp(max=before.shape[1] - 1)], cache)
+        cache.lengths[cache.rows] += counts
+        return out[torch.arange(len(slots)), counts - 1].unsqueeze(1)
