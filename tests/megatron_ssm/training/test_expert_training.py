@@ -10,6 +10,7 @@ from hf import tensors_in
 from megatron_ssm.checkpoints.hf import save
 from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training.data import Tokens
+from megatron_ssm.training.inputs import Inputs
 from megatron_ssm.training.trainer import evaluate
 
 EXACT = 1e-10
@@ -71,6 +72,57 @@ def test_curves(ranks, model, tp, cp, dp, ep, changes):
     assert set(held_out) == {held_out[0]} and abs(held_out[0] - expected) <= EXACT
     for name, whole in tiny.assembled(parameters, fields, tp, ep).items():
         assert (whole - wholes[name]).abs().max() <= EXACT, name
+
+
+@pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
+def test_losses_and_biases_of_routers(ranks, tp):
+    """Replicas that divide the experts, and replicas that each have all of them."""
+    routing = dict(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01, moe_router_enable_expert_bias=True)
+
+    def train(rank, ep):
+        trainer = tiny.trainer_on(tp, options("nemotron", 1, ep, **routing))
+        return tiny.curve(trainer), dict(trainer.model.named_parameters())["layers.0.mixer.correction"].detach()
+
+    (curve, bias), (expected, its_bias) = (ranks(train, 2 * tp, ep)[0] for ep in (2, 1))
+    assert (curve - expected).abs().max() <= EXACT
+    assert bias.any() and torch.equal(bias, its_bias)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            dict(engine="deepspeed", deepspeed_config="x", params_dtype="float32"),
+            "--engine deepspeed, which knows only",
+        ),
+        (dict(gradient_mode="auto"), "--gradient-mode auto: SparseFusion"),
+        (
+            dict(engine="megatron", use_distributed_optimizer=True, params_dtype="float32"),
+            "--use-distributed-optimizer",
+        ),
+        (dict(memory_budget=1.0), "--memory-budget"),
+    ],
+)
+def test_what_is_refused_by_name(changes, words):
+    with pytest.raises(ValueError, match=f"^--expert-model-parallel-size 2 is not implemented for {words}"):
+        options("qwen3.5", 1, 2, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, "2 expert-parallel ranks: this mamba2 model has no experts"),
+        (
+            dict(hybrid_override_pattern="ME", num_experts=5),
+            r"5 experts do not divide over 2 expert-parallel ranks \(5 % 2 = 1\)",
+        ),
+    ],
+)
+def test_models_that_cannot_be_divided(tmp_path, changes, words):
+    (tmp_path / "text").write_text("some words " * 100)
+    given = dict(data=(str(tmp_path / "text"),), out=str(tmp_path / "out"), expert_model_parallel_size=2)
+    with pytest.raises(ValueError, match=words):
+        Inputs.read(tiny.options(**given, **changes))
 
 
 LAYOUTS = {
