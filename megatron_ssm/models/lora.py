@@ -82,7 +82,8 @@ def lora_targets(config: Stack) -> dict[str, Target]:
     by_module: dict[str, list[Field]] = {}
     for field in config.fields():
         module = config.module_of(field.hf)
-        if field.hf.endswith(".weight") and len(field.shape) == 2 and not field.heads:
+        is_linear = field.hf.endswith(".weight") and len(field.shape) == 2 and not field.heads
+        if is_linear and field.adaptable:
             by_module.setdefault(module, []).append(field)
     found = []
     for module, fields in by_module.items():

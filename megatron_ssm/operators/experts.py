@@ -58,18 +58,20 @@ class ExpertsSpec(Spec):
         """
         experts, inner, hidden = self.router.experts, self.channels, self.hidden_size
         is_wide = self.router.form == SIGMOID
-        yield Field("router.weight", f"{self.router_name}.weight", (experts, hidden), fp32=is_wide)
+        yield Field("router.weight", f"{self.router_name}.weight", (experts, hidden), fp32=is_wide, adaptable=False)
         if is_wide:
             hf = f"{self.router_name}.e_score_correction_bias"
             yield Field("correction", hf, (experts,), fp32=True, init="bias")
         for name, sizes in self.projections().items():
-            yield Field(f"{name}.weight", f"{name}_latent_proj.weight", sizes)
+            yield Field(f"{name}.weight", f"{name}_latent_proj.weight", sizes, adaptable=False)
             if self.latent_bias:
                 yield Field(f"{name}.bias", f"{name}_latent_proj.bias", sizes[:1], init="bias")
         parts, whole = ["gate_proj", "up_proj"], "gate_up_proj"
         if not self.gated:
             parts, whole = ["up_proj"], "up_proj"
-        common: dict[str, Any] = dict(split=2, units=inner, by_expert=True, written_apart=not self.merged)
+        common: dict[str, Any] = dict(
+            split=2, units=inner, by_expert=True, written_apart=not self.merged, used=self.router.chosen / experts
+        )
         names = tuple(f"experts.{{}}.{part}.weight" for part in parts)
         yield Field(
             "up.weight", f"experts.{whole}", (experts, len(parts), inner, self.size), merged=True, apart=names, **common

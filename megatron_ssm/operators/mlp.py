@@ -77,7 +77,7 @@ class MlpSpec(Spec):
                 yield from rows_of("gate_up.bias", f"{name}_proj.bias", one, one, (), init="bias")
         yield from row_parallel("down_proj", (self.hidden_size, self.channels), self.channels, self.bias)
         if self.scored:
-            yield Field("score.weight", "score.weight", (1, self.hidden_size))
+            yield Field("score.weight", "score.weight", (1, self.hidden_size), adaptable=False)
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""

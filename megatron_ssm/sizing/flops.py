@@ -29,12 +29,13 @@ BF16_TFLOPS = {
 }  # fmt: skip
 
 
-def matrix_elements(config: Stack) -> int:
-    """The elements of the matrices that one token is multiplied with in forward."""
+def matrix_elements(config: Stack) -> float:
+    """The elements of the matrices that one token is multiplied with in forward, of experts those that it chooses."""
 
     def uses(field: Field) -> int:
         """How often a token is multiplied with this field: 0 if it is no matrix."""
-        if len(field.shape) != 2 or field.fp32 or ".idle." in field.name:
+        is_matrix = len(field.shape) == 2 and not field.name.endswith("A_log") or field.apart
+        if not is_matrix or ".idle." in field.name:
             return 0
         if field.name == "embeddings.weight":
             return int(config.tie_embeddings)
@@ -43,7 +44,7 @@ def matrix_elements(config: Stack) -> int:
         return 1
 
     of_block = [len(config.uses(index)) for index in range(len(config.shared))]
-    return sum(uses(field) * math.prod(field.shape) for field in config.fields())
+    return sum(uses(field) * field.used * math.prod(field.shape) for field in config.fields())
 
 
 def forward_flops(config: Stack, seq: int) -> float:

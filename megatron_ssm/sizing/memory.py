@@ -72,10 +72,11 @@ class Memory:
     def weights_read_per_token(self) -> int:
         """Bytes of weights that decoding one token reads.
 
-        A shared block is read at each use. Of an untied embedding only one row is read, which is not counted.
+        A shared block is read at each use, and of experts those that the token chooses. Of an untied embedding only one row
+        is read, which is not counted.
         """
         config = self.config
-        shared = 0
+        shared = -sum(int((1 - each.used) * self._bytes_of(each)) for each in config.fields())
         for index, part in enumerate(config.shared):
             size = sum(map(self._bytes_of, part.fields("shared.")))
             shared += (len(config.uses(index)) - 1) * size

@@ -27,6 +27,8 @@ class Field:
     merged: Hugging Face's tensor has dimensions 1 and 2 in one.
     apart: names of tensors, with {} for an index of dimension 0, which files may have instead: each one is such a part of
         the field, or a part of dimension 1 of it if there are several names. written_apart: whether they are written.
+    adaptable: whether a linear layer of this weight may have LoRA adapters.
+    used: the share of it that a token is multiplied with: of the matrices of experts.
     fp32: is stored in at least float32 (A_log, D, the dt bias).
     usual: the operator's own name of Hugging Face's tensor, which a family may have changed ("": it is `hf`).
     init, init_range: how a new model initializes it (see `models.initialization`), and the numbers for it.
@@ -45,6 +47,8 @@ class Field:
     merged: bool = False
     apart: tuple[str, ...] = ()
     written_apart: bool = False
+    adaptable: bool = True
+    used: float = 1.0
     fp32: bool = False
     usual: str = ""
     init: str = "linear"

@@ -19,7 +19,8 @@ def test_published_models_have_the_size_of_their_name(path):
     """And as many parameters as transformers' model."""
     config = families.read(path)
     assert not config.unknown
-    count = sum(math.prod(field.shape) for field in config.fields())
+    # transformers' routers have a buffer for what they add to choose
+    count = sum(math.prod(field.shape) for field in config.fields() if not field.name.endswith(".correction"))
     fields = json.loads(path.read_text())
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))

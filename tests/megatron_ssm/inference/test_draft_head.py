@@ -22,12 +22,10 @@ NAMES = {
 IDS = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
-    """(directory of a model with a draft head, the head's hidden states for IDS in float64)."""
-    directory = tmp_path_factory.mktemp("shipped")
+def ship(directory, family):
+    """Save a model with a draft head; returns (directory, the head's hidden states for IDS in float64)."""
     changes = dict(num_hidden_layers=4, num_mtp_layers=1, mtp_layer_types=["full_attention"], vocab_size=VOCAB)
-    model = hf_model("qwen3_5_text", dtype=torch.float64, **changes)
+    model = hf_model(family, dtype=torch.float64, **changes)
     model.save_pretrained(directory)
     with Float64():
         head = MtpModel(model, 1).double().eval()
@@ -47,6 +45,12 @@ def shipped(tmp_path_factory):
     return directory, guessed
 
 
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """See `ship`."""
+    return ship(tmp_path_factory.mktemp("shipped"), "qwen3_5_text")
+
+
 def on_rank(directory, **options):
     """The model of this rank, in float64."""
     return load(directory, dist.group.WORLD, dtype=torch.float64, **options)
@@ -56,7 +60,17 @@ def on_rank(directory, **options):
 @torch.no_grad()
 def test_hidden_states(ranks, tp, shipped):
     """All tokens at once, and in pieces with a cache, from the hidden states that the model's cache keeps."""
-    directory, expected = shipped
+    check_hidden_states(ranks, tp, *shipped)
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@torch.no_grad()
+def test_hidden_states_of_a_head_with_experts(ranks, tp, tmp_path):
+    check_hidden_states(ranks, tp, *ship(tmp_path, "qwen3_5_moe_text"))
+
+
+def check_hidden_states(ranks, tp, directory, expected):
+    """Assert that our head's hidden states are the expected ones."""
 
     def run(rank):
         model = on_rank(directory, draft_head=True)

@@ -73,6 +73,25 @@ def test_loss_and_gradients_of_ranks_with_other_sequences(ranks, name, tp, ep, m
     assert_near(whole(oracle, [shard for _, shard in results], ep), theirs, EXACT)
 
 
+@pytest.mark.parametrize("ep", (2, 4))
+def test_recomputation_sends_nothing_again(ranks, ep, oracle):
+    oracle = oracle("nemotron-latent-experts-biases", torch.float64)
+
+    def run(rank):
+        sent = []
+        for recompute in (False, True):
+            world = dist.group.WORLD
+            model = megatron_ssm.load(
+                oracle.directory, dtype=torch.float64, data_group=world, expert_group=world, recompute=recompute
+            )
+            mine = rows_of(oracle.ids, rank, ep)
+            model.loss(mine, mine).backward()
+            sent.append(model.counter)
+        return sent
+
+    assert all(plain == recomputed for plain, recomputed in ranks(run, ep))
+
+
 @pytest.mark.parametrize("name, tp, ep", [("qwen3.5-experts", 1, 2), ("nemotron-experts", 2, 2)])
 def test_loss_and_gradients_of_ranks_that_share_sequences(ranks, name, tp, ep, oracle):
     oracle = oracle(name, torch.float64)
