@@ -49,7 +49,7 @@ def load_checkpoint(
         if name in fields:
             whole = _whole(fields[name], [part[name][kind] for part in saved.parts])
             local = target.to_local() if isinstance(target, DTensor) else target
-            local.copy_(whole[fields[name].piece(model.ranks.rank, model.ranks.size)])
+            local.copy_(whole[fields[name].piece(*model.place.part)])
     return None
 
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +69,7 @@ def load(
     recompute: bool = False,
     exchange_channels: bool = False,
     draft_head: bool = False,
+    expert_group: ProcessGroup | None = None,
 ) -> Model:
     """A model from a Hugging Face directory, split over the ranks of `group`.
 
@@ -103,27 +104,32 @@ def load(
     tokens by it, and the cache also keeps the final hidden state of each token. On a CPU, the head's rows of the vocabulary
     are copied in 4 bits, to find likely tokens. It is not trained.
 
+    expert_group: the ranks that divide the experts of the model, each of which has the same part of everything else (None:
+    one rank). Calls with a cache are the same on all of them; in others each has tokens of its own, or none, and the ranks
+    send each other those that choose their experts (see `parallel.dispatch`). All of them make each call and each backward.
+
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
     Raises ValueError or FileNotFoundError for a configuration that cannot be split or is not supported, and for tensors that
-    are missing, truncated, or of another model: on every rank of `group` and `data_group`, and before the model is built. If
+    are missing, truncated, or of another model: on every rank of these groups, and before the model is built. If
     a rank alone cannot read a file, or the ranks' configurations or arguments differ, every rank raises the same ValueError.
     The ranks compare twice, before the model is built and after it is filled: each group gathers 16 bytes from each rank.
     """
-    groups = (group, data_group, context.group if isinstance(context, Attention2D) else None)
+    groups = (group, data_group, context.group if isinstance(context, Attention2D) else None, expert_group)
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel, draft_head, context)
-        config, tensors = _open(Path(directory), group, data_group, context, exchange_channels, draft_head, stack)
+        config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)
         return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
     def compared(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> tuple:
         how = "callable" if callable(reduce) else reduce
-        replicas = 1 if data_group is None else data_group.size()
+        replicas, experts = _size(data_group), _size(expert_group)
         flags, config = (sequence_parallel, recompute, exchange_channels), opened[0]
         model = f"{config.family} with num_layers={config.num_layers}"  # an error shows it before all the layers
-        return opened[2], torch.device(device).type, how, weights, replicas, repr(context), flags, model, config
+        of_ranks = replicas, experts, repr(context)
+        return opened[2], torch.device(device).type, how, weights, of_ranks, flags, model, config
 
     def part_of_model(each: ProcessGroup) -> str:  # the same on ranks that hold other tokens
         return "" if each is group else f"part {0 if group is None else group.rank()} of the model"
@@ -131,7 +137,7 @@ def load(
     def build_and_fill() -> Model:
         options = found, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
         kept = weights or format_of(config.raw)
-        model = build(config, group, data_group, *options, nullcontext() if kept else None)
+        model = build(config, group, data_group, *options, expert_group, nullcontext() if kept else None)
         _read_parameters(model, tensors, kept, directory)
         if model.draft_head is not None:
             model.draft_head.copy_vocabulary(model.logits_layer)
@@ -144,6 +150,10 @@ def load(
     if config.unknown_note and model.ranks.rank == 0:
         log.warning(config.unknown_note)
     return model
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
 
 
 def dtype_of(name: object) -> Any:
@@ -192,8 +202,7 @@ def _check_quantized(
 
 def _open(
     directory: Path,
-    group: ProcessGroup | None,
-    data_group: ProcessGroup | None,
+    groups: tuple[ProcessGroup | None, ...],
     context: Attention2D | None,
     exchange_channels: bool,
     draft_head: bool,
@@ -201,11 +210,13 @@ def _open(
 ) -> tuple[Stack, dict[str, Any]]:
     """The configuration, and {Hugging Face tensor: what can be sliced}; ValueError if the ranks cannot split the model.
 
-    The tensors can be read until `files` is closed.
+    groups: the tensor-parallel ranks, those with other sequences, context ranks, and those that divide the experts. The
+    tensors can be read until `files` is closed.
     """
     config = families.read(directory)
     config = config.with_draft_head() if draft_head else config
-    config.check_ranks(1 if group is None else group.size())
+    group, data_group, _, expert_group = groups
+    config.check_ranks(_size(group), _size(expert_group))
     check_schedule(context, config, group, data_group, exchange_channels)
     tensors = open_tensors(directory, files)
     if stored := format_of(config.raw):
@@ -234,22 +245,24 @@ def build(
     sequence_parallel: bool = False,
     recompute: bool = False,
     exchange_channels: bool = False,
+    expert_group: ProcessGroup | None = None,
     memory: AbstractContextManager | None = None,
 ) -> Model:
     """A model of this configuration with uninitialized parameters; see `load` for the arguments.
 
     memory: the parameters are allocated inside it (None: in huge pages).
     """
-    config.check_ranks(1 if group is None else group.size())
+    config.check_ranks(_size(group), _size(expert_group))
     if sequence_parallel and reduce != "fp32":
         raise ValueError(f"reduce={reduce!r}: sequence_parallel=True sums in fp32")
     share = shared_memory if torch.device(device).type == "cpu" else None
     ranks = Ranks.of(group, Counter(), reduce, share, sequence_parallel, Recomputation(recompute))
     if reduce == "auto" and ranks.group is not None and ranks.memory is None:
         format_choice(ranks.group, device)
+    experts = Ranks.of(expert_group, ranks.counter, reduce, share, recomputation=ranks.recomputation)
     data_group = None if data_group is None or data_group.size() == 1 else data_group
     with memory or HugePages():
-        return Model(config, ranks, data_group, dtype, device, context, exchange_channels)
+        return Model(config, ranks, data_group, dtype, device, context, exchange_channels, experts)
 
 
 def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None, directory: str | Path) -> None:
@@ -257,7 +270,7 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
     try:
         with torch.no_grad():
             memory = HugePages()
-            quantized = _fill(model, tensors, weights, memory, model.ranks)
+            quantized = _fill(model, tensors, weights, memory, model.place.part)
         if weights is not None:
             trim_heap()
             _freeze(model, weights, quantized, directory)
@@ -267,28 +280,28 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
 
 
 def _fill(
-    module: nn.Module, tensors: dict[str, Any], weights: str | None, memory: HugePages, ranks: Ranks
+    module: nn.Module, tensors: dict[str, Any], weights: str | None, memory: HugePages, part: Sequence[int]
 ) -> list[bool]:
     """Read a module's parameters, then its children's. With `weights`, each matrix that was read is quantized into `memory`.
 
     Matrices that are stored quantized are read as they are, but where ranks have parts of blocks. What is not quantized is
     moved into `memory` as well, operators' small matrices as bfloat16; but for packed fields, which are views of one
-    storage. Returns, for each matrix of a quantizable layer, whether it is quantized.
+    storage. part: the arguments of `Field.piece`. Returns, for each matrix of a quantizable layer, whether it is quantized.
     """
     quantized = []
     can_be_quantized = weights is not None and isinstance(module, QUANTIZABLE)
     is_stored = can_be_quantized and isinstance(tensors[field_of(next(module.parameters())).hf], QuantizedTensor)
     if is_stored:
-        quantized.append(read_quantized(module, tensors, ranks, memory))
+        quantized.append(read_quantized(module, tensors, part, memory))
     small = module.small_matrices if isinstance(module, Operator) else ()
     for name, parameter in module.named_parameters(recurse=False):
-        _read(parameter, tensors[field_of(parameter).hf], ranks)
+        _read(parameter, tensors[field_of(parameter).hf], part)
         is_moved = weights is not None and parameter.is_cpu and not isinstance(module, Packed)
         if is_moved and not (can_be_quantized and name == "weight" and not is_stored):
             parameter.data = memory.copy(narrowed(parameter.data) if name in small else parameter.data)
     for child in module.children():
         if not isinstance(child, QuantizedMatrix):
-            quantized += _fill(child, tensors, weights, memory, ranks)
+            quantized += _fill(child, tensors, weights, memory, part)
     if weights is not None and can_be_quantized and not is_stored:
         with memory:
             quantized.append(quantize(module, weights))
@@ -310,10 +323,10 @@ def _freeze(model: Model, weights: str, quantized: list[bool], directory: str | 
         )
 
 
-def _read(parameter: nn.Parameter, tensor: Any, ranks: Ranks) -> None:
+def _read(parameter: nn.Parameter, tensor: Any, part: Sequence[int]) -> None:
     """Copy this rank's part of a stored tensor into the parameter."""
     if parameter.numel():
-        parameter.copy_(field_of(parameter).read(tensor, ranks.rank, ranks.size))
+        parameter.copy_(field_of(parameter).read(tensor, *part))
 
 
 # Saving
@@ -330,7 +343,8 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
     left_out: also copy what `load` left out of that directory (a vision tower, a draft head), with the names of its tensors
     and its config.json, so that a multimodal checkpoint remains one.
 
-    Every rank sends its part of each tensor to rank 0, once. OSError on every rank if the writing rank fails; ValueError on
+    Every rank sends its part of each tensor to rank 0, once; where ranks divide the experts, the first of them gathers these
+    before. OSError on every rank if the writing rank fails; ValueError on
     every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
     """
     copies = model.copy_groups
@@ -344,7 +358,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
         target, source, plan = run_and_compare(
             planned, lambda found: {file: list(names) for file, names in found[2].items()}, groups, model.device
         )
-        errors = _take_part(plan)
+        errors = _take_part(model, plan)
         if all(group is None or dist.get_rank(group) == 0 for group in copies):
             errors = _save_replica(model, target, plan, source)
         for error in errors:
@@ -424,25 +438,35 @@ def names_written(field: Field | None, name: str) -> list[str]:
     return [each.format(index) for index in range(field.shape[0]) for each in field.apart]
 
 
-def _take_part(plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
+def _take_part(model: Model, plan: dict[str, dict[str, list[nn.Parameter]]]) -> Iterator[str | None]:
     """The steps of `_save_replica` on the ranks of another replica."""
     yield None
     for tensors in plan.values():
-        help_gather(tensors)
+        help_gather(model, tensors)
         yield None
     yield None
 
 
-def help_gather(tensors: dict[str, list[nn.Parameter]]) -> None:
-    """What ranks of other replicas do while one calls `gather` for these tensors: gather what `fully_shard` has divided."""
+def help_gather(model: Model, tensors: dict[str, list[nn.Parameter]]) -> None:
+    """What ranks of other replicas do while one calls `gather` for these tensors: gather what ranks have divided."""
     for parameter in itertools.chain(*tensors.values()):
-        undivided(parameter)
+        undivided(model, parameter)
 
 
-def undivided(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter. The ranks among which `fully_shard` has divided it gather it together."""
+def undivided(model: Model, parameter: nn.Parameter) -> torch.Tensor:
+    """The part of a parameter that one tensor-parallel rank of several holds if nothing else is divided.
+
+    The ranks among which `fully_shard` has divided it gather it together. The first of the ranks that divide the experts
+    receives those of the others, which return their own.
+    """
     full_tensor = getattr(parameter, "full_tensor", None)
-    return parameter if full_tensor is None else full_tensor()
+    mine: torch.Tensor = parameter if full_tensor is None else full_tensor()
+    experts = model.place.experts
+    if experts.group is None or not field_of(parameter).by_expert:
+        return mine
+    received = [torch.empty_like(mine) for _ in range(experts.size)] if experts.rank == 0 else None
+    dist.gather(mine.detach().contiguous(), received, group=experts.group, group_dst=0)
+    return mine if received is None else torch.cat(received)
 
 
 def broadcast(value: str | None, group: ProcessGroup | None, device: torch.device) -> str | None:
@@ -485,7 +509,7 @@ def gather(model: Model, hf: str, parameters: list[nn.Parameter]) -> torch.Tenso
     if ranks.rank == 0:
         full = torch.empty(hf_shapes([field_of(p) for p in parameters])[hf], dtype=parameters[0].dtype)
     for parameter in parameters:
-        field, whole = field_of(parameter), undivided(parameter)
+        field, whole = field_of(parameter), undivided(model, parameter)
         for rank in range(0, ranks.size, field.copies(ranks.size)):
             if 0 in (shape := field.local_shape(rank, ranks.size)):
                 continue

@@ -67,7 +67,7 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
             error = _write(Path(directory), whole, _configuration(model, lora, base_model))
         error = broadcast(error, model.ranks.group, model.device)
     else:
-        help_gather(tensors)
+        help_gather(model, tensors)
     for group in copies:
         error = broadcast(error, group, model.device)
     if error:

@@ -11,6 +11,7 @@ the quantized numbers in floating point.
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -137,11 +138,14 @@ def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: 
     return joined
 
 
-def read_quantized(module: nn.Module, tensors: dict[str, Any], ranks: Ranks, memory: HugePages) -> bool:
-    """Replace a layer's `weight` by this rank's part of stored matrices; False, and nothing is done, if blocks are cut."""
+def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[int], memory: HugePages) -> bool:
+    """Replace a layer's `weight` by this rank's part of stored matrices; False, and nothing is done, if blocks are cut.
+
+    part: the arguments of `Field.piece`.
+    """
     parameters = _parameters_of(module)
     stored = [tensors[field_of(p).hf] for p in parameters]
-    places = [field_of(p).places(ranks.rank, ranks.size) for p in parameters]
+    places = [field_of(p).places(*part) for p in parameters]
     if any(columns.start % BLOCK or columns.stop % BLOCK for each in places for _, columns in each):
         return False
     dtype, kind = parameters[0].dtype, stored[0].kind

@@ -1,4 +1,4 @@
-"""Resumable training checkpoints in the format of torch.distributed.checkpoint (DCP), for any tensor-parallel degree.
+"""Resumable training checkpoints in the format of torch.distributed.checkpoint (DCP), for any division of the model.
 
 A checkpoint is a folder such as `step-000010`. It holds the parameters without padding, one entry for each field of the
 layout; both Adam moments in the same form; the random state; and `training.json` with the step, the number of steps over
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ssm.models.model import Model
+from megatron_ssm.operators.operator import Place
 from megatron_ssm.ops.fused_adam import counts_by_group
-from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.fields import Field, field_of
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
@@ -204,7 +204,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState) -> None:
-    """Fill the model, the optimizer's moments and the random state from a checkpoint of any tensor-parallel degree.
+    """Fill the model, the optimizer's moments and the random state from a checkpoint of any division of the model.
 
     step: that of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
     DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged, of another step or of another model; then
@@ -291,11 +291,12 @@ def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
             optimizer.state[parameter] = state
 
 
-def _part(tensor: torch.Tensor) -> int:
-    """Which part of an entry this rank holds, in the order of the ranks; 0 if it holds all of it."""
-    if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard():
-        return 0
-    return (tensor.device_mesh.get_coordinate() or [0])[0]
+def _part(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Which part of an entry this rank holds, along each dimension of ranks that divide it."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
+    return tuple(place for placement, place in places if placement.is_shard())
 
 
 def _as_it_is(name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -311,7 +312,7 @@ def _state(
     """
     state = {"rng": torch.get_rng_state()}
     is_on_cpu = stage is not _as_it_is or isinstance(optimizer, GatheredState)
-    mesh_of = functools.cache(functools.partial(_mesh, model.ranks, "cpu" if is_on_cpu else model.device.type))
+    mesh_of = functools.cache(functools.partial(_mesh, model.place, "cpu" if is_on_cpu else model.device.type))
     for parameter in model.parameters():
         field = field_of(parameter)
         if isinstance(optimizer, GatheredState):
@@ -321,30 +322,36 @@ def _state(
             if parameter.requires_grad:
                 tensors |= {moment: optimizer.state[parameter][moment] for moment in MOMENTS}
         for kind, tensor in tensors.items():
-            mesh = mesh_of(field.copies(model.ranks.size))
+            mesh = mesh_of(field.copies(model.ranks.size), field.by_expert)
             name = f"{kind}.{field.name}"
             state[name] = stage(name, tensor, functools.partial(_distributed, field=field, mesh=mesh))
     return state
 
 
-def _mesh(ranks: Ranks, device_type: str, copies: int) -> DeviceMesh | None:
-    """The tensor-parallel ranks as a mesh (parts, copies): `copies` consecutive ranks hold the same part. None: one rank.
+def _mesh(place: Place, device_type: str, copies: int, by_expert: bool) -> DeviceMesh | None:
+    """The ranks that divide a field as a mesh (experts, parts, copies). None: one rank holds all of it.
 
-    It only describes the layout; no communication goes through it.
+    `copies` consecutive tensor-parallel ranks hold the same part. by_expert: whether ranks also divide its experts. The mesh
+    only describes the layout; no communication goes through it.
     """
-    if ranks.group is None:
+    tensor, expert = place.ranks.group, place.experts.group if by_expert else None
+    if tensor is None and expert is None:
         return None
-    members = torch.tensor(dist.get_process_group_ranks(ranks.group))
-    return DeviceMesh(device_type, members.view(-1, copies), _init_backend=False)
+    own = [dist.get_rank()]
+    members = torch.tensor(own if tensor is None else dist.get_process_group_ranks(tensor))
+    others = torch.tensor(own if expert is None else dist.get_process_group_ranks(expert)) - own[0]
+    grid = others.unsqueeze(1) + members  # the groups of all replicas are alike
+    return DeviceMesh(device_type, grid.view(len(others), -1, copies), _init_backend=False)
 
 
 def _distributed(tensor: torch.Tensor, field: Field, mesh: DeviceMesh | None) -> torch.Tensor:
-    """This rank's part as a DTensor of the full field: split along its dimension, replicated over the ranks with copies.
+    """This rank's part as a DTensor of the full field: split along its dimensions, replicated over the ranks with copies.
 
     mesh: see `_mesh`; None: the tensor itself.
     """
     if mesh is None:
         return tensor
-    placements = [Replicate() if field.split is None else Shard(field.split), Replicate()]
+    experts, parts = (0 if field.by_expert else None), field.split
+    placements = [Replicate() if dim is None else Shard(dim) for dim in (experts, parts, None)]
     full = torch.empty(field.shape, device="meta")
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())

@@ -49,23 +49,24 @@ def generate(arguments: Namespace) -> None:
     The ranks join before they read their inputs and compare what they have read, so an input that one rank alone cannot read
     is one error on all of them.
     """
-    context = arguments.cp
-    tensor = arguments.tp or max(1, launched_ranks() // context)
-    check_world(tensor, launched_ranks(), context)
+    context, expert = arguments.cp, arguments.ep
+    tensor = arguments.tp or max(1, launched_ranks() // (context * expert))
+    check_world(tensor, launched_ranks(), context, expert)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        join(tensor, device, init_method=arguments.rendezvous, context=context, check=lambda: check_device(device))
+        join(tensor, device, init_method=arguments.rendezvous, context=context, check=lambda: check_device(device),
+             expert=expert)  # fmt: skip
         world = dist.group.WORLD if dist.is_initialized() else None
         inputs = run_and_compare(
             lambda: _Inputs.read(arguments, tensor), _Inputs.fingerprint, [world], device_of_rank(device)
         )
-        groups = replicas(tensor, device, context=context)
+        groups = replicas(tensor, device, context=context, expert=expert)
         schedule = None
         if groups.context is not None:
             schedule = schedule_of("auto", groups.context, inputs.config, tensor, len(inputs.prompt), 1, training=False)
         dtype = dtype_of(arguments.dtype)
         model = load(arguments.model, groups.tensor, schedule, dtype, device_of_rank(device), arguments.reduce,
-                     weights=arguments.weights)  # fmt: skip
+                     weights=arguments.weights, expert_group=groups.expert)  # fmt: skip
         with model:  # its CUDA graphs are released before the groups are destroyed
             _generate_and_print(model, inputs, arguments, is_printing=groups.rank == 0)
     except FloatingPointError as error:
@@ -87,7 +88,7 @@ class _Inputs:
     def read(cls, arguments: Namespace, tensor_ranks: int) -> "_Inputs":
         """Read them on this rank; ValueError or OSError if one of them is wrong."""
         directory = Path(arguments.model)
-        config = read_for_ranks(arguments.model, tensor_ranks)
+        config = read_for_ranks(arguments.model, tensor_ranks, arguments.ep)
         tokenizer = load_tokenizer(directory)
         prompt = _prompt_ids(arguments, tokenizer, config)
         stops = () if arguments.ignore_eos else stop_tokens(directory, config, tokenizer)
@@ -166,7 +167,7 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
         "tpot_s": (times[-1] - times[0]) / steps if steps else None,
         "tokens_per_s": len(progress.tokens) / (times[-1] - start),
         "tp": model.ranks.size,
-        **({"cp": arguments.cp} if arguments.cp > 1 else {}),
+        **{name: value for name, value in dict(cp=arguments.cp, ep=arguments.ep).items() if value > 1},
         "reduce": arguments.reduce,
         "bytes_sent_per_token": sent_per_token,
         "cache_bytes": model.new_cache(1, len(inputs.prompt) + arguments.max_new_tokens - 1).nbytes,

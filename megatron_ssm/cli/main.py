@@ -23,6 +23,8 @@ from sparsefusion.foundation.command_line import (
 )
 from sparsefusion.foundation.launcher import adopt_launcher, this_rank
 
+EP_HELP = "ranks that divide the experts, each with all other parts of a --tp rank (default: 1)"
+
 
 def parser() -> Parser:
     """The parser of the command line. Formats and dtypes are names in it, so that --help does not import torch."""
@@ -70,6 +72,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     """The flags of `serve`."""
     serve.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
+    serve.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
     serve.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine can reach")
     serve.add_argument("--port", type=int, default=8000, metavar="P", help="0: any that is free (default: 8000)")
     serve.add_argument("--slots", type=int, default=16, metavar="N", help="requests in the batch (default: 16)")
@@ -119,6 +122,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--seed", type=int, metavar="S")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share the prompt (default: 1)")
+    generate.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
     _add_model_options(generate)
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the tokens that end a text")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
@@ -175,13 +179,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Generate on this rank; or, alone with --tp N or --cp M, start N x M local ranks that do."""
-    for name in ("tp", "cp"):
+    """Generate on this rank; or, alone with --tp N and --cp M or --ep E, start N x M x E local ranks that do."""
+    for name in ("tp", "cp", "ep"):
         _check(arguments, name, 1)
-    tensor = arguments.tp or 1
-    if "WORLD_SIZE" not in os.environ and tensor * arguments.cp > 1:
-        code = _check_models("megatron_ssm generate", [arguments.model], tensor)
-        return code or run_local_ranks(argv, tensor * arguments.cp)
+    if arguments.cp > 1 and arguments.ep > 1:
+        parser().error(f"--cp {arguments.cp} and --ep {arguments.ep}: generate has one of them")
+    tensor, more = arguments.tp or 1, arguments.cp * arguments.ep
+    if "WORLD_SIZE" not in os.environ and tensor * more > 1:
+        code = _check_models("megatron_ssm generate", [arguments.model], tensor, arguments.ep)
+        return code or run_local_ranks(argv, tensor * more)
     leave_on_interrupt()
     silence_third_parties()
 
@@ -194,9 +200,9 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Serve with this rank; or, alone with --tp N, start N local ranks that do."""
+    """Serve with this rank; or, alone with --tp N and --ep E, start N x E local ranks that do."""
     least = dict(
-        tp=1, port=0, slots=1, max_length=2, token_budget=2, speculate=0, max_waiting=0, prefix_gb=0,
+        tp=1, ep=1, port=0, slots=1, max_length=2, token_budget=2, speculate=0, max_waiting=0, prefix_gb=0,
         drain_timeout=1, request_timeout=1, lost_rank_timeout=0, max_body_mb=0.001,
         max_connections=1, arrival_timeout=1,
     )  # fmt: skip
@@ -206,11 +212,15 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         parser().error(f"--token-budget {arguments.token_budget} must be above --slots {arguments.slots}")
     if not arguments.host.strip():
         parser().error("--host is empty: it must be a host name or an address (0.0.0.0: every network)")
-    tensor = arguments.tp or 1
-    if "WORLD_SIZE" not in os.environ and tensor > 1:
+    if arguments.draft is not None and arguments.ep > 1:
+        parser().error(
+            f"--draft {arguments.draft} and --ep {arguments.ep}: the draft model is not divided over experts"
+        )
+    tensor, experts = arguments.tp or 1, arguments.ep
+    if "WORLD_SIZE" not in os.environ and tensor * experts > 1:
         models = [directory for directory in (arguments.model, arguments.draft) if directory is not None]
-        code = _check_models("megatron_ssm serve", models, tensor)
-        return code or run_local_ranks(argv, tensor, passes_signals=True)
+        code = _check_models("megatron_ssm serve", models, tensor, experts)
+        return code or run_local_ranks(argv, tensor * experts, passes_signals=True)
     leave_on_interrupt()
     if os.getpid() == 1:  # of a container, which a signal without a handler does not end
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
@@ -232,14 +242,17 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     return run("megatron_ssm serve", command)
 
 
-def _check_models(program: str, directories: Sequence[str], ranks: int) -> int:
-    """The exit code of a check, before any rank starts, that `ranks` tensor-parallel ranks can split these models."""
+def _check_models(program: str, directories: Sequence[str], ranks: int, experts: int) -> int:
+    """The exit code of a check, before any rank starts, that `ranks` tensor-parallel ranks can split these models.
+
+    experts: the ranks that divide their experts.
+    """
 
     def check() -> None:
         from megatron_ssm.families import read_for_ranks
 
         for directory in directories:
-            read_for_ranks(directory, ranks)
+            read_for_ranks(directory, ranks, experts)
 
     return run(program, check)
 

@@ -267,7 +267,7 @@ def step(model: Any, ids: Tensor, positions: Tensor, keys: int, cache: Cache) ->
     tensor on the host, copy one to the GPU, or have a shape that depends on one.
     """
     where = Positions.of_one(positions, keys) if model.config.attentions else None
-    return model.compute(ids, Call(None, True, cache.rows, where), cache)
+    return model.compute(ids, Call(None, True, cache.rows, where, same_tokens=True), cache)
 
 
 def _take_back(counter: collectives.Counter | None, before: collectives.Counter | None) -> collectives.Counter:

@@ -85,11 +85,14 @@ def read_json(directory: str | Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def read_for_ranks(model: str, ranks: int) -> Stack:
-    """The stack of --model DIR; a one-line ValueError unless `ranks` tensor-parallel ranks can split the model."""
+def read_for_ranks(model: str, ranks: int, experts: int = 1) -> Stack:
+    """The stack of --model DIR; a one-line ValueError unless `ranks` tensor-parallel ranks can split the model.
+
+    experts: the ranks that divide its experts.
+    """
     if not Path(model).is_dir():
         fetch = f"hf download {model} --local-dir {Path(model).name or 'model'}"
         raise ValueError(f"{model} is not a directory; to fetch it: {fetch}")
     stack = read(model)
-    stack.check_ranks(ranks)
+    stack.check_ranks(ranks, experts)
     return stack

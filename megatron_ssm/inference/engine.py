@@ -202,7 +202,7 @@ class Engine:
             )
         if request.num_logprobs is not None and request.num_logprobs > vocabulary:
             raise ValueError(f"logprobs={request.num_logprobs} exceeds the vocabulary of {vocabulary}")
-        if request.with_prompt_logprobs and self.model.num_ranks > self.model.ranks.size:
+        if request.with_prompt_logprobs and self.model.context_ranks is not None:
             raise ValueError("prompt_logprobs=True is not supported on context ranks, which share the prompt")
         if not all(isinstance(text, str) for text in strings):
             raise ValueError(f"stop_strings={strings!r} must be strings")
@@ -319,7 +319,7 @@ class Engine:
             marks = [slot.seen for slot in group if slot.seen is not None]  # of all slots, or of none
             seen = torch.stack(marks) if marks else None
             tokens = choose_tokens(local, sampling, [slot.generator for slot in group], seen, self.model.ranks)
-            tokens = self.model.same_on_context_ranks(tokens)
+            tokens = self.model.same_on_peers(tokens)
             self._note_log_probabilities(group, tokens)
             for slot, token in zip(group, tokens.tolist(), strict=True):
                 slot.append(token)

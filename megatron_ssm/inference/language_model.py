@@ -17,7 +17,8 @@ class LanguageModel(Protocol):
 
     config: the model's configuration. ranks: the tensor-parallel ranks. embeddings: which part of the vocabulary this rank
     holds. directory: the checkpoint it was loaded from, with the tokenizer; None if there is none. weights: "int8" if the
-    matrices are quantized, else None. draft_head: its layer that guesses tokens, or None.
+    matrices are quantized, else None. draft_head: its layer that guesses tokens, or None. context_ranks: those that share
+    sequences, or None.
     """
 
     config: Stack
@@ -26,6 +27,7 @@ class LanguageModel(Protocol):
     directory: Path | None
     weights: str | None
     draft_head: Any
+    context_ranks: Any
 
     def drafted(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The draft head's hidden states (batch, seq, hidden) of ids (batch, seq); see `Model.drafted`."""
@@ -86,5 +88,5 @@ class LanguageModel(Protocol):
     def agree(self, asked: Callable[[], object]) -> int:
         """Compare what these ranks are asked to do; returns a random number, the same on all."""
 
-    def same_on_context_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens that the first of the ranks that share the sequences has chosen."""
+    def same_on_peers(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens that the first of the ranks that share the sequences, or that divide the experts, has chosen."""

@@ -341,7 +341,7 @@ def relative_size_of_head(model: LanguageModel) -> float:
 
 def check_draft(model: LanguageModel, speculate: int, draft: LanguageModel | None) -> None:
     """ValueError if there cannot be speculative decoding with these models."""
-    if (speculate or draft is not None) and model.num_ranks > model.ranks.size:
+    if (speculate or draft is not None) and model.context_ranks is not None:
         raise ValueError("speculative decoding is not supported on context ranks")
     if draft is None:
         return

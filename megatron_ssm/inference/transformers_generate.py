@@ -76,7 +76,7 @@ def transformers_generate(
         values = _merged_arguments(model, generation_config, arguments)
         call = _as_call(model, input_ids, attention_mask, values, seed)
         calls.append(call)
-        if call.beams is not None and model.num_ranks > model.ranks.size:
+        if call.beams is not None and model.context_ranks is not None:
             raise ValueError(f"num_beams={call.beams.num_beams}: there is no beam search on context ranks")
         if call.beams is not None:  # its memory may not be available on one rank alone
             searches.append(BeamSearch(model, input_ids, call.attention_mask, call.beams))

@@ -42,7 +42,7 @@ class SplitModule(nn.Module):
         parameters = dict(self.named_parameters())
         for field in part.spec.fields():
             parameter = parameters[field.name]
-            attach_field(parameter, field, ranks)
+            attach_field(parameter, field, (ranks.rank, ranks.size, 0, 1))
             if not part.hf:
                 is_packed = field.name.count(".") == 2  # a part of a `Packed`, whose name ends with that of the part
                 name = f"{field.hf}.{field.name.rpartition('.')[2]}" if is_packed else field.hf

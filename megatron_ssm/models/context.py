@@ -176,8 +176,10 @@ def check_length(schedule: Attention2D | None, tokens: int, seq: int | None) -> 
         raise ValueError(f"seq={seq} makes {needed} local tokens, not {tokens}")
 
 
-def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device, asked: Callable[[], object]) -> int:
-    """Compare `asked()` over the tensor-parallel ranks, and then over the context ranks; see `Ranks.agree`.
+def agree_with_peers(
+    ranks: Ranks, peers: ProcessGroup, whose: str, device: torch.device, asked: Callable[[], object]
+) -> int:
+    """Compare `asked()` over the tensor-parallel ranks, and then over others (`whose`); see `Ranks.agree`.
 
     Returns a random number, the same on all of them. ValueError on all if `asked` fails, or returns something else, on one.
     """
@@ -185,7 +187,7 @@ def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device
     answers: list[object] = []
 
     def ask() -> object:
-        """This rank's answer, kept for the comparison over the context ranks."""
+        """This rank's answer, kept for the comparison over the peers."""
         answers.append(asked())
         return answers[0]
 
@@ -193,8 +195,8 @@ def agree_with_context(ranks: Ranks, context: ContextRanks, device: torch.device
         numbers.append(ranks.agree(device, ask))
         return answers[0]
 
-    agree(lambda mine: all_gather_small(mine, context.group), device, on_tensor_ranks, "context ranks")
-    return int(all_gather_small(torch.tensor(numbers, device=device), context.group)[0, 0])
+    agree(lambda mine: all_gather_small(mine, peers), device, on_tensor_ranks, whose)
+    return int(all_gather_small(torch.tensor(numbers, device=device), peers)[0, 0])
 
 
 def check_on_context_ranks(

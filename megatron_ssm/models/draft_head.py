@@ -91,7 +91,8 @@ class DraftHead(TrackedModule):
         x = sum_of([Partial(part)], self.ranks)
         starts = None if cache is None else cache.lengths[cache.rows]
         positions = Positions.of(starts, x.shape[0], x.shape[1], None, x.device)
-        call = Call(rows=EVERY_ROW if cache is None else cache.rows, positions=positions)
+        rows = EVERY_ROW if cache is None else cache.rows
+        call = Call(rows=rows, positions=positions, same_tokens=True)
         states = None
         if cache is not None:
             cache.allocate(positions.longest)

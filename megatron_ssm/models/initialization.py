@@ -22,13 +22,13 @@ def initialize(model: AnyModel, seed: int = 0) -> AnyModel:
     Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
     ranks must use the same seed. Sends nothing.
     """
-    ranks: Any = model.ranks
+    place: Any = model.place
     config: Any = model.config
     for parameter in model.parameters():
         field = field_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
         drawn = draw(field, config.num_layers, generator, config.draws, config.draws_std)
-        parameter.copy_(drawn[field.piece(ranks.rank, ranks.size)])
+        parameter.copy_(drawn[field.piece(*place.part)])
     return model
 
 

@@ -31,7 +31,7 @@ from megatron_ssm.parallel.tracked import TrackedList, TrackedModule
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives import counted as collectives
 
-from .context import agree_with_context, check_length, check_on_context_ranks, check_schedule, context_ranks
+from .context import agree_with_peers, check_length, check_on_context_ranks, check_schedule, context_ranks
 from .draft_head import DraftHead
 from .inputs import can_be_sharded, check_ids, check_inputs, check_shares, pad_to_multiple
 from .lora import Lora, lora_fields
@@ -68,7 +68,8 @@ class Model(TrackedModule):
     config: its layers, sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends.
     data_group: the ranks that hold other tokens of the same batch, over which the loss is averaged (None: there are none).
     dtype: of parameters and activations. device: of the parameters. All ranks make the model together, because that may make
-    a process group. ValueError on every rank if the model cannot be split over the ranks.
+    a process group. ValueError on every rank if the model cannot be split over the ranks. experts: see `load`'s expert_group
+    (None: one rank).
 
     schedule: how sequences are spread over the context ranks, and attended (None: this rank has whole sequences). With it,
     the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
@@ -87,15 +88,16 @@ class Model(TrackedModule):
         ranks: Ranks,
         data_group: ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-        schedule: Attention2D | None = None, exchange_channels: bool = False,
+        schedule: Attention2D | None = None, exchange_channels: bool = False, experts: Ranks | None = None,
     ):  # fmt: skip
         super().__init__()
-        config.check_ranks(ranks.size)
+        experts = Ranks() if experts is None else experts
+        config.check_ranks(ranks.size, experts.size)
         check_schedule(schedule, config, ranks.group, data_group, exchange_channels)
         self.config, self.ranks, self.data_group = config, ranks, data_group
         self.schedule, self.context_ranks = schedule, context_ranks(schedule, ranks, exchange_channels)
         core = ContextAttention(schedule, ranks.counter) if self.context_ranks and schedule else attend_with_cache
-        self.place = Place(ranks, self.context_ranks, core, dtype, device)
+        self.place = Place(ranks, self.context_ranks, core, dtype, device, experts)
         self.directory: Path | None = None
         self.weights: str | None = None
         self.lora: Lora | None = None
@@ -128,7 +130,7 @@ class Model(TrackedModule):
     def attach_fields(self) -> None:
         """Give each parameter its field; see `parameters.attach_fields`."""
         fields = (*self.config.fields(), *lora_fields(self.config, self.lora))
-        attach_fields(self, fields, self.ranks, is_complete=self.weights is None)
+        attach_fields(self, fields, self.place.part, is_complete=self.weights is None)
 
     def check_exact_weights(self, purpose: str) -> None:
         """ValueError if the weights are quantized, so that the model cannot be `purpose` ("saved", "trained")."""
@@ -159,25 +161,44 @@ class Model(TrackedModule):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks make the same calls: those that hold the parts of the model, times those that share sequences."""
-        return self.ranks.size * (1 if self.context_ranks is None else self.context_ranks.size)
+        """How many ranks make the same calls when they generate: those that hold the parts of the model, times those that
+        share sequences, or that divide the experts.
+        """
+        context = 1 if self.context_ranks is None else self.context_ranks.size
+        return self.ranks.size * max(context, self.place.experts.size)
 
     @property
-    def copy_groups(self) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """The groups whose ranks hold copies of this part of the model: replicas and context ranks. None: one rank."""
+    def copy_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """The groups whose ranks hold copies of this part of the model, but for experts: replicas, context ranks, and those
+        that divide the experts. None: one rank.
+        """
+        return *self.token_groups, self.place.experts.group
+
+    @property
+    def token_groups(self) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+        """The groups whose ranks hold other tokens of a batch: replicas and context ranks. None: one rank."""
         return self.data_group, None if self.context_ranks is None else self.context_ranks.group
 
     def agree(self, asked: Callable[[], object]) -> int:
         """Compare what these ranks are asked to do; returns a random number, the same on all. See `Ranks.agree`."""
-        if self.context_ranks is None:
+        peers = self._peers
+        if peers is None:
             return self.ranks.agree(self.device, asked)
-        return agree_with_context(self.ranks, self.context_ranks, self.device, asked)
+        whose = "expert-parallel ranks" if self.context_ranks is None else "context ranks"
+        return agree_with_peers(self.ranks, peers, whose, self.device, asked)
 
-    def same_on_context_ranks(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens (on the CPU) that the first context rank has chosen. Others may have rounded in another way."""
-        if self.context_ranks is None:
+    @property
+    def _peers(self) -> ProcessGroup | None:
+        """The ranks besides the tensor-parallel ones that make the same calls when they generate."""
+        return self.place.experts.group if self.context_ranks is None else self.context_ranks.group
+
+    def same_on_peers(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens (on the CPU) that the first context or expert-parallel rank has chosen. Others may have rounded in
+        another way.
+        """
+        if self._peers is None:
             return tokens
-        return collectives.all_gather(tokens.to(self.device), self.context_ranks.group, self.counter)[0].cpu()
+        return collectives.all_gather(tokens.to(self.device), self._peers, self.counter)[0].cpu()
 
     @property
     def counter(self) -> collectives.Counter:
@@ -392,6 +413,7 @@ class Model(TrackedModule):
         batch, tokens = input_ids.shape
         begins = cache is not None and not any(lengths)
         call = Call(mask, is_decoding, EVERY_ROW if cache is None else cache.rows, None, begins, sharding)
+        call = replace(call, same_tokens=cache is not None and sharding is None)
         if not self.config.attentions:
             return call
         starts = None if cache is None else cache.lengths[cache.rows]
@@ -523,7 +545,7 @@ class Model(TrackedModule):
         nats = cross_entropy(hidden, self.logits_layer, labels, self.ranks, self.config.logits_scale)
         is_valid = labels != ignore_index
         sums = torch.stack([nats.masked_fill(~is_valid, 0).sum(), is_valid.sum().to(nats.dtype)])
-        for group in self.copy_groups:
+        for group in self.token_groups:
             sums = reduce_from_ranks(
                 sums, group, lambda tensor, group: collectives.all_reduce(tensor, group, self.counter)
             )

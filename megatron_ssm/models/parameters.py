@@ -1,44 +1,48 @@
 """The attributes of a model's parameters that say which field of the layout they are and how they are split."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.fields import Field
 
 
-def attach_fields(model: nn.Module, fields: Iterable[Field], ranks: Ranks, is_complete: bool) -> None:
+def attach_fields(model: nn.Module, fields: Iterable[Field], part: Sequence[int], is_complete: bool) -> None:
     """Give each parameter its `field` and Megatron's attributes; see `attach_field`.
 
-    fields: of the model and of its adapters. is_complete: whether the model has a parameter for every field (a quantized
-    model has not). AssertionError if the parameters and the layout differ.
+    fields: of the model and of its adapters. part: see `attach_field`. is_complete: whether the model has a parameter for
+    every field (a quantized model has not). AssertionError if the parameters and the layout differ.
     """
     fields, parameters = tuple(fields), dict(model.named_parameters())
     names = {field.name for field in fields}
     if is_complete and names != set(parameters):
         raise AssertionError(f"layout and model differ in {set(parameters) ^ names}")
     for field in (field for field in fields if field.name in parameters):
-        attach_field(parameters[field.name], field, ranks)
+        attach_field(parameters[field.name], field, part)
 
 
-def attach_field(parameter: Any, field: Field, ranks: Ranks) -> None:
+def attach_field(parameter: Any, field: Field, part: Sequence[int]) -> None:
     """Give a parameter its `field`, and the attributes that Megatron and other libraries read.
 
+    part: which part of its field it is, as the arguments of `Field.piece`.
+
     tensor_model_parallel, partition_dim and partition_stride say how it is split. Megatron's norm of the gradients leaves
-    out what is `shared`: here, the parts that an earlier rank also holds. _no_weight_decay is state-spaces' mark of what the
+    out what is `shared`: here, the parts that an earlier rank also holds. allreduce is False for experts that ranks divide,
+    whose gradients Megatron's DDP sums over fewer ranks. _no_weight_decay is state-spaces' mark of what the
     optimizer shall not decay. AssertionError if the layout has another shape.
     """
-    shape = field.local_shape(ranks.rank, ranks.size)
+    rank, size, _, experts = part
+    shape = field.local_shape(*part)
     if shape != tuple(parameter.shape):
         raise AssertionError(f"{field.name} is {tuple(parameter.shape)}, its layout says {shape}")
-    copies = field.copies(ranks.size)
+    copies = field.copies(size)
     parameter.field = field
-    parameter.tensor_model_parallel = ranks.size > 1 and copies < ranks.size
+    parameter.tensor_model_parallel = size > 1 and copies < size
     parameter.partition_dim = field.split if parameter.tensor_model_parallel else -1
     parameter.partition_stride = 1
-    parameter.shared = parameter.tensor_model_parallel and ranks.rank % copies > 0
+    parameter.shared = parameter.tensor_model_parallel and rank % copies > 0
+    parameter.allreduce = not (field.by_expert and experts > 1)
     if not field.has_weight_decay:
         parameter._no_weight_decay = True
 

@@ -79,7 +79,8 @@ class Call:
     values this rank then holds of each sequence, before the call.
 
     speculative: whether the tokens may be taken back; see `Cache.accept`. routing: what routers of experts report to, an
-    `operators.routing.Routing`.
+    `operators.routing.Routing`. same_tokens: whether ranks that divide the experts are known to have the same tokens, which
+    then are not sent to each other.
     """
 
     mask: torch.Tensor | None = None
@@ -92,3 +93,4 @@ class Call:
     lengths: list[int] | None = None
     speculative: bool = False
     routing: Any = None
+    same_tokens: bool = False

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from megatron_ssm.ops.experts import SIGMOID, Router, apply_experts
+from megatron_ssm.parallel.dispatch import dispatched
 from megatron_ssm.parallel.layers import ExpertMatrices, ReplicatedLinear
+from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.stack.fields import Field
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
@@ -40,12 +42,20 @@ class ExpertsSpec(Spec):
     merged: bool = False
 
     @property
+    def experts(self) -> int:
+        """See `Spec`."""
+        return self.router.experts
+
+    @property
     def size(self) -> int:
         """The size of what an expert reads and writes."""
         return self.latent or self.hidden_size
 
     def fields(self) -> Iterator[Field]:
-        """The router, and the projections around the experts, are on every rank; each expert is split by channel."""
+        """The router, and the projections around the experts, are on every rank.
+
+        Each expert is split by channel, and expert-parallel ranks divide the experts.
+        """
         experts, inner, hidden = self.router.experts, self.channels, self.hidden_size
         is_wide = self.router.form == SIGMOID
         yield Field("router.weight", f"{self.router_name}.weight", (experts, hidden), fp32=is_wide, adaptable=False)
@@ -60,7 +70,7 @@ class ExpertsSpec(Spec):
         if not self.gated:
             parts, whole = ["up_proj"], "up_proj"
         common: dict[str, Any] = dict(
-            split=2, units=inner, written_apart=not self.merged, used=self.router.chosen / experts
+            split=2, units=inner, by_expert=True, written_apart=not self.merged, used=self.router.chosen / experts
         )
         names = tuple(f"experts.{{}}.{part}.weight" for part in parts)
         yield Field(
@@ -109,8 +119,12 @@ class ExpertsSpec(Spec):
 class Experts(Operator):
     """The routed experts between the tokens and their weighted sum.
 
-    Forward sends nothing. Backward sends one all-reduce for the weight of the router, and for each projection (and the first
-    one's bias) around the experts: every rank has all of them, and their gradients are sums over the ranks.
+    Backward sends one all-reduce for the weight of the router, and for each projection (and the first one's bias) around the
+    experts: every tensor-parallel rank has all of them, and their gradients are sums over these ranks.
+
+    Expert-parallel ranks (`Place.experts`) that have the same tokens (`Call.same_tokens`) also send one all-reduce in
+    forward, of the output of `apply_experts` in the model's format. Otherwise they send what `parallel.dispatch.dispatched`
+    says, in forward and in backward.
     """
 
     correction: nn.Parameter | None
@@ -119,7 +133,7 @@ class Experts(Operator):
 
     def __init__(self, spec: ExpertsSpec, place: Place):
         super().__init__(place)
-        self.spec, self.activation = spec, ACTIVATIONS[spec.activation]
+        self.spec, self.activation, self.experts = spec, ACTIVATIONS[spec.activation], place.experts
         ranks, where, experts = place.ranks, place.where, spec.router.experts
         is_wide = spec.router.form == SIGMOID
         dtype = at_least_fp32(place.dtype) if is_wide else place.dtype
@@ -128,7 +142,7 @@ class Experts(Operator):
         self.register_parameter("correction", bias if is_wide else None)
         for name, shape in spec.projections().items():
             self.add_module(name, ReplicatedLinear(shape, spec.latent_bias, ranks, **where))
-        shapes = {field.name: field.local_shape(ranks.rank, ranks.size) for field in spec.fields()}
+        shapes = {field.name: field.local_shape(*place.part) for field in spec.fields()}
         self.up = ExpertMatrices(shapes["up.weight"], **where)
         self.down = ExpertMatrices(shapes["down.weight"], **where)
 
@@ -143,19 +157,27 @@ class Experts(Operator):
         weights, index = self.spec.router.route(logits.flatten(0, -2), self.correction)
         if call.routing is not None:
             call.routing.report(self, self.spec.router, logits, index)
-        out = apply_experts(
-            x.flatten(0, -2),
-            weights,
-            index,
-            self.spec.router.experts,
-            self.up.matrix(),
-            self.down.matrix(),
-            self.activated,
-        )
-        out = out.view_as(x)
+        out = self._of_all_ranks(x.flatten(0, -2), weights, index, call.same_tokens).view_as(x)
         if not self.spec.latent:
             return Partial(out)
         return Partial(self.fc2.of_partial(out), bias=self.fc2.bias)
+
+    def _of_all_ranks(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, same: bool) -> torch.Tensor:
+        """The weighted sum over the experts of all expert-parallel ranks; arguments: as for `_of_rank`."""
+        ranks = self.experts
+        if ranks.group is None:
+            return self._of_rank(x, weights, index)
+        held = self.spec.experts // ranks.size
+        if not same:
+            return dispatched(x, weights, index, held, ranks, self._of_rank)
+        own = index - ranks.rank * held
+        out = self._of_rank(x, weights, own.where((own >= 0) & (own < held), held))
+        return reduce_from_ranks(out, ranks.group, ranks.all_reduce_in_format)
+
+    def _of_rank(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`apply_experts` of this rank's experts, to x (tokens, size); weights, index (tokens, chosen)."""
+        held = self.spec.experts // self.experts.size
+        return apply_experts(x, weights, index, held, self.up.matrix(), self.down.matrix(), self.activated)
 
     def activated(self, inner: torch.Tensor) -> torch.Tensor:
         """(tokens, this rank's rows of an expert) -> the input of its down projection."""

@@ -29,7 +29,8 @@ from .state import State, read_speculatively
 class Place:
     """Where an operator is built: its ranks, and the dtype and device of its parameters.
 
-    ranks: over which its parameters are split. context: the ranks that hold the other tokens of the sequence; None: there
+    ranks: over which its parameters are split. experts: those that divide the experts of the model besides; each of them has
+    all other parameters that this rank has. context: the ranks that hold the other tokens of the sequence; None: there
     are none. core: the attention between the projections, with the arguments of `attention.attend_with_cache`.
     """
 
@@ -38,12 +39,18 @@ class Place:
     core: Callable[..., torch.Tensor] | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device | str | None = None
+    experts: Ranks = field(default_factory=Ranks)
     _sharing: dict[int, Ranks] = field(default_factory=dict)
 
     @property
     def where(self) -> dict[str, Any]:
         """The dtype and the device, as arguments of a layer."""
         return dict(dtype=self.dtype, device=self.device)
+
+    @property
+    def part(self) -> tuple[int, int, int, int]:
+        """Which part of each field is here: the arguments of `Field.piece`."""
+        return self.ranks.rank, self.ranks.size, self.experts.rank, self.experts.size
 
     def ranks_with_same_piece(self, pieces: int) -> Ranks:
         """See `Ranks.with_same_piece`. All ranks call it together; the operators of a model share the result."""
@@ -53,8 +60,8 @@ class Place:
 
     @property
     def all_ranks(self) -> list[Ranks]:
-        """The ranks, and those of `ranks_with_same_piece`."""
-        return [self.ranks, *(each for each in self._sharing.values() if each is not self.ranks)]
+        """The ranks, those of `ranks_with_same_piece`, and those that divide the experts."""
+        return [self.ranks, self.experts, *(each for each in self._sharing.values() if each is not self.ranks)]
 
 
 @dataclass(frozen=True)

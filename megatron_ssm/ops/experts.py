@@ -86,8 +86,9 @@ def apply_experts(
 ) -> Tensor:  # fmt: skip
     """The weighted sum of what the experts chosen by each token make of it: down_e activated(up_e x).
 
-    x: (tokens, in). weights, index: (tokens, chosen), of `Router.route`. up: (experts * rows, in), and down: (experts * out,
-    columns), the matrices of one expert below those of another; activated() maps rows to columns. Sends nothing.
+    x: (tokens, in). weights, index: (tokens, chosen), of `Router.route`; an index of at least `experts` is left out. up:
+    (experts * rows, in), and down: (experts * out, columns), the matrices of one expert below those of another; activated()
+    maps rows to columns. Sends nothing.
     """
     if torch.is_grad_enabled():
         return _Experts.apply(x, weights, index, experts, up, down, activated)
@@ -97,7 +98,7 @@ def apply_experts(
 def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, list[int]]:
     """(places in the flattened index, sorted by expert and then by token; how many there are of each expert)."""
     flat = index.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=experts).tolist()
+    return flat.argsort(stable=True), torch.bincount(flat, minlength=experts)[:experts].tolist()
 
 
 def _forward(

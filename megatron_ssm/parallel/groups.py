@@ -29,7 +29,9 @@ class Groups:
 
     tensor: the ranks that hold the parts of one replica of the model. context: the ranks that hold the same part, and other
     tokens of the same sequences. data: the ranks that hold the same part, and other sequences. data_context: all ranks that
-    hold the same part, which sum their gradients (Megatron's data-parallel group with context parallelism).
+    hold the same part, which sum their gradients (Megatron's data-parallel group with context parallelism). expert: those of
+    them that divide the experts of the model, which are consecutive in data_context. expert_data: those that hold the same
+    experts.
     rank, ranks: this rank's number in the world, and the size of the world.
     """
 
@@ -37,6 +39,8 @@ class Groups:
     context: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     data_context: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None
+    expert_data: dist.ProcessGroup | None = None
     rank: int = 0
     ranks: int = 1
 
@@ -76,9 +80,12 @@ class Groups:
         return 1 if self.data_context is None else self.data_context.size()
 
 
-def check_world(tensor: int, world: int, context: int = 1) -> None:
-    """ValueError unless replicas of `tensor` x `context` ranks divide a world of `world` ranks."""
-    for name, size in dict(tensor=tensor, context=context).items():
+def check_world(tensor: int, world: int, context: int = 1, expert: int = 1) -> None:
+    """ValueError unless replicas of `tensor` x `context` ranks divide a world of `world` ranks.
+
+    expert: the ranks that divide the experts, which must divide those that hold the same part of the model.
+    """
+    for name, size in dict(tensor=tensor, context=context, expert=expert).items():
         if size < 1:
             raise ValueError(f"{size} {name}-parallel ranks: there must be at least 1")
     replica, of_context = tensor * context, f" x {context} context-parallel" if context > 1 else ""
@@ -87,6 +94,11 @@ def check_world(tensor: int, world: int, context: int = 1) -> None:
         hint = "" if "WORLD_SIZE" in os.environ else f"; start it with torchrun --nproc-per-node {replica}"
         raise ValueError(
             f"{world} ranks do not divide over replicas of {tensor} tensor-parallel{of_context} ranks {numbers}{hint}"
+        )
+    if (same := world // tensor) % expert:
+        numbers = f"({same} % {expert} = {same % expert})"
+        raise ValueError(
+            f"{world} ranks / {tensor} tensor-parallel ranks are not a multiple of {expert} expert-parallel ranks {numbers}"
         )
 
 
@@ -97,20 +109,21 @@ def join(
     init_method: str | None = None,
     context: int = 1,
     check: Callable[[], object] = lambda: None,
+    expert: int = 1,
 ) -> int:
     """Initialize torch.distributed from the launcher's environment variables, unless it is, or there is only one rank.
 
     device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: MASTER_ADDR). check:
     raises an error if this rank cannot take part, for instance because it has no such device. Returns the size of the world.
 
-    ValueError on every rank, before they meet, if `tensor` x `context` does not divide it. The ranks compare the kinds of
-    their devices and the outcomes of `check` in the store in which they meet, 16 bytes each, before they make the group:
-    ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on every rank if they
-    differ; an error that all ranks have is raised as it is. LauncherError on one rank if its variables are wrong, or rank 0
-    cannot be reached. If torch.distributed is initialized, ranks call `check` alone.
+    ValueError on every rank, before they meet, if the world does not fit the sizes of groups (see `check_world`). The ranks
+    compare the kinds of their devices and the outcomes of `check` in the store in which they meet, 16 bytes each, before
+    they make the group: ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on
+    every rank if they differ; an error that all ranks have is raised as it is. LauncherError on one rank if its variables
+    are wrong, or rank 0 cannot be reached. If torch.distributed is initialized, ranks call `check` alone.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
-    check_world(tensor, world, context)
+    check_world(tensor, world, context, expert)
     if world == 1 or dist.is_initialized():
         check()
         return world
@@ -161,22 +174,27 @@ def replicas(
     timeout: datetime.timedelta = TIMEOUT,
     init_method: str | None = None,
     context: int = 1,
+    expert: int = 1,
 ) -> Groups:
-    """Groups for serving: `join`, then replicas of `tensor` x `context` consecutive ranks.
+    """Groups for serving: `join`, then replicas of `tensor` x `context`, or `tensor` x `expert`, consecutive ranks.
 
-    Replicas do not communicate with each other. In one, `tensor` consecutive ranks hold the parts of the model, and
-    `context` such groups in a row share each sequence. All ranks of the world call it together. Needs no Megatron.
+    Replicas do not communicate with each other. In one, `tensor` consecutive ranks hold the parts of the model; `context`
+    such groups in a row share each sequence, or `expert` of them divide the experts. All ranks of the world call it
+    together. Needs no Megatron.
     """
-    world = join(tensor, device, timeout, init_method, context)
-    parts = range(0, world, tensor)
-    of_tensor = [list(range(first, first + tensor)) for first in parts]
-    of_context = [
-        list(range(first + part, first + tensor * context, tensor))
-        for first in range(0, world, tensor * context)
-        for part in range(tensor)
-    ]
+    world = join(tensor, device, timeout, init_method, context, expert=expert)
+    of_tensor = [list(range(first, first + tensor)) for first in range(0, world, tensor)]
+
+    def of_groups_in_a_row(count: int) -> list[list[int]]:
+        return [
+            list(range(first + part, first + tensor * count, tensor))
+            for first in range(0, world, tensor * count)
+            for part in range(tensor)
+        ]
+
+    of_context, of_expert = (_subgroup(of_groups_in_a_row(count), timeout) for count in (context, expert))
     rank = dist.get_rank() if world > 1 else 0
-    return Groups(_subgroup(of_tensor, timeout), _subgroup(of_context, timeout), rank=rank, ranks=world)
+    return Groups(_subgroup(of_tensor, timeout), of_context, expert=of_expert, rank=rank, ranks=world)
 
 
 def _subgroup(members: list[list[int]], timeout: datetime.timedelta) -> dist.ProcessGroup | None:
@@ -217,15 +235,17 @@ def initialize(
     timeout: datetime.timedelta = TIMEOUT,
     init_method: str | None = None,
     context: int = 1,
+    expert: int = 1,
 ) -> Groups:
     """Groups for training: `join`, then Megatron's parallel_state (unless it is set up), and this rank's groups from it.
 
     tensor, context: the sizes of these groups. `tensor` consecutive ranks hold the parts of a model, `context` such groups
-    in a row share each sequence and form a replica, and all replicas are data parallel. All ranks of the world call it
+    in a row share each sequence and form a replica, and all replicas are data parallel. expert: how many ranks of the data x
+    context group divide the experts. All ranks of the world call it
     together, also a single one. (`Groups()` are those of one rank without torch.distributed and Megatron.) ValueError on
     every rank if parallel_state is already set up with other sizes, or with pipeline parallelism.
     """
-    world = join(tensor, device, timeout, init_method, context)
+    world = join(tensor, device, timeout, init_method, context, expert=expert)
     join_alone(device, timeout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -235,25 +255,29 @@ def initialize(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             context_parallel_size=context,
+            expert_model_parallel_size=expert,
             distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
-    _check_parallel_state(parallel_state, tensor, context)
+    _check_parallel_state(parallel_state, tensor, context, expert)
     groups = dict(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        expert=parallel_state.get_expert_model_parallel_group(),
+        expert_data=parallel_state.get_expert_data_parallel_group(),
     )
     several = {name: group for name, group in groups.items() if group.size() > 1}
     return Groups(**several, rank=dist.get_rank(), ranks=world)
 
 
-def _check_parallel_state(parallel_state, tensor: int, context: int) -> None:
+def _check_parallel_state(parallel_state, tensor: int, context: int, expert: int) -> None:
     """ValueError unless Megatron's parallel_state has these sizes, and else only data parallelism."""
     sizes = {
         "tensor": (parallel_state.get_tensor_model_parallel_world_size(), tensor),
         "pipeline": (parallel_state.get_pipeline_model_parallel_world_size(), 1),
         "context": (parallel_state.get_context_parallel_world_size(), context),
+        "expert": (parallel_state.get_expert_model_parallel_world_size(), expert),
     }
     for name, (size, expected) in sizes.items():
         if size != expected:

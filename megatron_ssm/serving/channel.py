@@ -47,7 +47,7 @@ class Orders:
 
 
 class Channel:
-    """Messages from rank 0 to the other tensor-parallel ranks; all of them make it together, and use it in one thread.
+    """Messages from rank 0 to the other ranks of the model; all of them make it together, and use it in one thread.
 
     A message is sent as its length and, unless that is 0, its bytes. While the engines are busy, the length goes through
     the ranks' shared memory, if they have any, in microseconds. Otherwise it is broadcast by gloo, in which a rank waits

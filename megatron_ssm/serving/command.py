@@ -28,9 +28,10 @@ from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.model import Model
-from megatron_ssm.parallel.groups import check_device, device_of_rank, join, shut_down
+from megatron_ssm.parallel.groups import check_device, device_of_rank, join, replicas, shut_down
 from megatron_ssm.parallel.heartbeat import Watch, watched
 from megatron_ssm.parallel.local_launch import handle_like_sigterm
+from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Printer
 from sparsefusion.foundation.launcher import launched_ranks
@@ -56,24 +57,27 @@ def serve(arguments: Namespace) -> None:
     the model was loaded. RuntimeError: a rank was lost.
     """
     ranks = launched_ranks()
-    if arguments.tp not in (None, ranks):
-        raise ValueError(f"--tp {arguments.tp}: there are {ranks} ranks, and a server uses all of them for one model")
+    tensor = arguments.tp or max(1, ranks // arguments.ep)
+    if tensor * arguments.ep != ranks:
+        asked = f"--tp {tensor}" if arguments.ep == 1 else f"--tp {tensor} --ep {arguments.ep}"
+        raise ValueError(f"{asked}: there are {ranks} ranks, and a server uses all of them for one model")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     opened = ExitStack()  # the listener
     try:
-        join(ranks, device, init_method=arguments.rendezvous, check=lambda: check_device(device))
+        join(tensor, device, init_method=arguments.rendezvous, check=lambda: check_device(device), expert=arguments.ep)
         handle_like_sigterm()  # not before: a handler of Python's would wait for the other ranks, too
         group = dist.group.WORLD if dist.is_initialized() else None
         rank = 0 if group is None else dist.get_rank()
         inputs = run_and_compare(
-            lambda: _Inputs.read(arguments, ranks, rank, opened),
+            lambda: _Inputs.read(arguments, tensor, rank, opened),
             lambda read: read.fingerprint,
             [group],
             device_of_rank(device),
         )
+        groups = replicas(tensor, device, expert=arguments.ep)
         models = [
-            load(directory, group, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
-                 weights=arguments.weights, draft_head=has_head)
+            load(directory, groups.tensor, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
+                 weights=arguments.weights, draft_head=has_head, expert_group=groups.expert)
             for directory, has_head in ((arguments.model, arguments.draft_head), (arguments.draft, False))
             if directory is not None
         ]  # fmt: skip
@@ -84,7 +88,7 @@ def serve(arguments: Namespace) -> None:
             engine = run_and_compare(
                 lambda: _engine(arguments, model, drafts, inputs.engine), lambda _: (), [group], device_of_rank(device)
             )
-            channel = Channel(model.ranks)
+            channel = Channel(model.ranks if groups.expert is None else Ranks.of(group, share=None))
             if rank:
                 _leave_signals_to_rank_0()
                 follow(engine, channel)
@@ -132,7 +136,7 @@ class _Inputs:
                 f"--draft {arguments.draft} and --draft-head: one of them proposes tokens, so give only one"
             )
         directory = Path(arguments.model)
-        config = read_for_ranks(arguments.model, ranks)
+        config = read_for_ranks(arguments.model, ranks, arguments.ep)
         served = _served(arguments, directory, config)
         draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
         is_first = rank == 0
@@ -183,7 +187,7 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
         log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     where = f"http://{host}:{listener.getsockname()[1]}"
-    size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.ranks.size} rank(s)"
+    size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.num_ranks} rank(s)"
 
     def announce() -> None:
         line = f"megatron-ssm: serving {inputs.served.name} at {where} ({size})"

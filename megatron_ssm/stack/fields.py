@@ -21,6 +21,7 @@ class Field:
         the last ranks may get fewer (the vocabulary).
     start, block, stride: the rows come in blocks of `block` (0: in one block). The first begins at row `start` of Hugging
         Face's tensor, and each other one `stride` rows after the one before it.
+    by_expert: dimension 0 is also split, over the expert-parallel ranks, each of which has equally many experts.
     heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
         (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it has not.
     merged: Hugging Face's tensor has dimensions 1 and 2 in one.
@@ -41,6 +42,7 @@ class Field:
     start: int = 0
     block: int = 0
     stride: int = 0
+    by_expert: bool = False
     heads: int = 0
     merged: bool = False
     apart: tuple[str, ...] = ()
@@ -52,9 +54,15 @@ class Field:
     init: str = "linear"
     init_range: tuple[float, ...] = ()
 
-    def piece(self, rank: int, size: int) -> tuple[slice, ...]:
-        """The part that `rank` of `size` tensor-parallel ranks holds: one slice for each dimension of the unsplit field."""
+    def piece(self, rank: int, size: int, expert_rank: int = 0, experts: int = 1) -> tuple[slice, ...]:
+        """The part that `rank` of `size` tensor-parallel ranks holds: one slice for each dimension of the unsplit field.
+
+        expert_rank, experts: this rank among those that divide the experts, and how many there are.
+        """
         whole = tuple(slice(0, n) for n in self.shape)
+        if self.by_expert:
+            count = self.shape[0] // experts
+            whole = (slice(expert_rank * count, (expert_rank + 1) * count), *whole[1:])
         if self.split is None:
             return whole
         length = self.shape[self.split]
@@ -73,9 +81,9 @@ class Field:
             return size
         return 1 if self.units is None else max(1, size // self.units)
 
-    def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """The shape of the part that `rank` of `size` holds."""
-        return tuple(s.stop - s.start for s in self.piece(rank, size))
+    def local_shape(self, *part: int) -> tuple[int, ...]:
+        """The shape of a rank's part; part: the arguments of `piece`."""
+        return tuple(s.stop - s.start for s in self.piece(*part))
 
     @property
     def has_weight_decay(self) -> bool:
@@ -94,25 +102,25 @@ class Field:
         blocks = self.shape[0] // self.block if self.block else 1
         return (self.start + self.stride * (blocks - 1) + (self.block or self.shape[0]), *self.shape[1:])
 
-    def read(self, tensor: Any, rank: int, size: int) -> Any:
-        """The part of `rank` of `size`, out of Hugging Face's tensor or a safetensors slice object.
+    def read(self, tensor: Any, *part: int) -> Any:
+        """A rank's part (see `piece`), out of Hugging Face's tensor or a safetensors slice object.
 
         Slice objects do not support steps, so they are applied after reading.
         """
-        parts = []
-        for first, *rest in self.places(rank, size):
-            parts.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
-        part = parts[0] if len(parts) == 1 else _joined(parts, 1 if self.merged else 0)
+        runs = []
+        for first, *rest in self.places(*part):
+            runs.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
+        found = runs[0] if len(runs) == 1 else _joined(runs, 1 if self.merged else 0)
         if self.merged:
-            return part.unflatten(1, (self.shape[1], -1))
+            return found.unflatten(1, (self.shape[1], -1))
         if not self.heads:
-            return part
+            return found
         assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
-        return part.movedim(0, self.split).reshape(self.local_shape(rank, size))
+        return found.movedim(0, self.split).reshape(self.local_shape(*part))
 
-    def write(self, tensor: Any, piece: Any, rank: int, size: int) -> None:
-        """Copy `piece`, the part of `rank` of `size`, into Hugging Face's full tensor."""
-        targets = [tensor[place] for place in self.places(rank, size)]
+    def write(self, tensor: Any, piece: Any, *part: int) -> None:
+        """Copy `piece`, a rank's part (see the method `piece`), into Hugging Face's full tensor."""
+        targets = [tensor[place] for place in self.places(*part)]
         if self.heads:
             piece = piece.unflatten(self.split, (len(targets[0]), -1)).movedim(self.split, 0)
         parts = piece.unbind(1) if self.merged else piece.split([len(each) for each in targets])
@@ -127,12 +135,12 @@ class Field:
                 found[name.format(index)] = part.contiguous()
         return found
 
-    def places(self, rank: int, size: int) -> list[tuple[slice, ...]]:
-        """The slices of a rank's part in Hugging Face's tensor, one tuple for each run of rows in it.
+    def places(self, *part: int) -> list[tuple[slice, ...]]:
+        """The slices of a rank's part (see `piece`) in Hugging Face's tensor, one tuple for each run of rows in it.
 
         With `heads`, they are whole heads or part of one head.
         """
-        piece = self.piece(rank, size)
+        piece = self.piece(*part)
         if self.merged:
             first, _, rows, *rest = piece
             starts = range(0, self.shape[1] * self.shape[2], self.shape[2])

@@ -20,12 +20,13 @@ class Spec:
     """The sizes and constants of an operator: the base of frozen dataclasses.
 
     history: how many tokens before a block of tokens its convolution reads. recurrence, attention: its sizes, for what
-    choose schedules over context ranks; None if it has none.
+    choose schedules over context ranks; None if it has none. experts: how many routed experts it has.
     """
 
     history: Any = 0
     recurrence: Any = None
     attention: Any = None
+    experts: Any = 0
 
     def fields(self) -> Iterator[Field]:
         """Its parameters, under names of its own and the usual names in files."""
@@ -301,10 +302,19 @@ class Stack:
         module = hf.removesuffix(".weight")
         return self.modules + module.removeprefix(self.root) if self.modules and hf.startswith(self.root) else module
 
-    def check_ranks(self, size: int) -> None:
-        """ValueError, with the numbers, if this model cannot be split over `size` tensor-parallel ranks."""
-        if size < 1:
-            raise ValueError(f"{size} tensor-parallel ranks: there must be at least 1")
+    def check_ranks(self, size: int, experts: int = 1) -> None:
+        """ValueError, with the numbers, if this model cannot be split over `size` tensor-parallel ranks.
+
+        experts: the expert-parallel ranks, over which its experts must divide.
+        """
+        for kind, ranks in {"tensor": size, "expert": experts}.items():
+            if ranks < 1:
+                raise ValueError(f"{ranks} {kind}-parallel ranks: there must be at least 1")
+        counts = {spec.experts for _, spec in self.operators if spec.experts}
+        if experts > 1 and not counts:
+            raise ValueError(f"{experts} expert-parallel ranks: this {self.family} model has no experts")
+        for count in counts:
+            divides(count, experts, "experts", "expert-parallel ranks")
         specs = {spec: None for _, spec in self.operators} | {part.spec: None for part in self.shared}
         for spec in specs:
             spec.check_ranks(size)

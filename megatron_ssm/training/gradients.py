@@ -34,6 +34,13 @@ def replicated_parameters(model: Model) -> list[nn.Parameter]:
     ]
 
 
+def divided_experts(model: Model) -> list[nn.Parameter]:
+    """The parameters of experts, if expert-parallel ranks divide these."""
+    if model.place.experts.group is None:
+        return []
+    return [parameter for parameter, field in fields_of(model).items() if field.by_expert]
+
+
 @torch.no_grad()
 def average_replicated_gradients(model: Model, gradients: Gradients | None = None) -> None:
     """Make the gradients of `replicated_parameters` the same on all tensor-parallel ranks: their mean, in place.
@@ -98,18 +105,24 @@ def grad_norm(
     over which these parts are divided, of any shapes; None: this rank holds whole gradients, or DTensors.
 
     Each element counts once, however many ranks hold it: of a parameter that c tensor-parallel ranks hold, each rank adds
-    1/c of the squares. All-reduces one element over `divided_over` or the mesh of the DTensors, and one over the
-    tensor-parallel ranks.
+    1/c of the squares. All-reduces one element over `divided_over` or the mesh of the DTensors, one over the ranks that
+    divide the experts, and one over the tensor-parallel ranks.
     """
-    ranks, fields = model.ranks, fields_of(model)
+    ranks, fields, experts = model.ranks, fields_of(model), set(divided_experts(model))
     total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
+    of_experts = torch.zeros_like(total)
     sums: dict[Any, torch.Tensor] = {}  # of squares, by the mesh of the gradients; None: plain tensors
     for parameter, gradient in whole_gradients(model) if gradients is None else gradients:
         mesh = getattr(gradient, "device_mesh", None)
         squares = gradient.to(total.dtype).square().sum() / fields[parameter].copies(ranks.size)
-        sums[mesh] = sums[mesh] + squares if mesh in sums else squares
+        if parameter in experts:
+            of_experts += squares
+        else:
+            sums[mesh] = sums[mesh] + squares if mesh in sums else squares
     for mesh, squares in sums.items():
         total += squares if mesh is None else squares.full_tensor()  # type: ignore[attr-defined]
+    if experts:
+        total += model.place.experts.all_reduce_exact(of_experts, model.place.experts.group)
     if divided_over is not None:
         dist.all_reduce(total, group=divided_over)
     return ranks.all_reduce_exact(total, ranks.group).sqrt()

@@ -77,7 +77,7 @@ class Inputs:
         corpus = Corpus(options, busy)
         config = families.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
-        config.check_ranks(options.tensor_model_parallel_size)
+        config.check_ranks(options.tensor_model_parallel_size, options.expert_model_parallel_size)
         if options.lora_rank:
             find_modules(config, options.lora_targets)  # ValueError if there are none
         check_memory_budget(options, config)

@@ -37,6 +37,9 @@ class MegatronTrainer(Trainer):
             self._ddp.finish_grad_sync()
         return loss.detach()
 
+    def _sum_experts(self) -> None:
+        """Nothing: Megatron's DDP sums them over its own groups."""
+
     def _gradients(self) -> Gradients:
         parameters: Any = self.model.parameters()
         return ((parameter, parameter.main_grad) for parameter in parameters if parameter.requires_grad)

@@ -87,6 +87,7 @@ class Options:
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
     context_parallel_size: int = _option(1, "ranks that share each sequence")
+    expert_model_parallel_size: int = _option(1, "ranks that divide the experts, of those with other tokens")
     context_schedule: str = _option(
         "auto",
         "how these compute attention; search: by commir's best plan, which is verified, and it also decides "
@@ -214,6 +215,20 @@ class Options:
             raise ValueError(f"--memory-budget has no formula for {divided}")
         if self.moe_router_enable_expert_bias and self.engine == "deepspeed":
             raise ValueError("--moe-router-enable-expert-bias is not implemented for --engine deepspeed")
+        if self.expert_model_parallel_size > 1:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        """ValueError if an option does not work with --expert-model-parallel-size."""
+        others = {
+            "--engine deepspeed, which knows only its own experts": self.engine == "deepspeed",
+            "--use-distributed-optimizer": self.use_distributed_optimizer,
+            f"--gradient-mode {self.gradient_mode}: SparseFusion": self.gradient_mode != "dense",
+            "--memory-budget": bool(self.memory_budget),
+        }
+        if wrong := next((name for name, is_given in others.items() if is_given), ""):
+            size = self.expert_model_parallel_size
+            raise ValueError(f"--expert-model-parallel-size {size} is not implemented for {wrong}")
 
     @property
     def decay_steps(self) -> int:
@@ -263,9 +278,9 @@ class Options:
 
 _MINIMUM = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval",
-                     "tensor_model_parallel_size", "context_parallel_size", "num_layers", "hidden_size",
-                     "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval", "shared_blocks",
-                     "adapter_rank", "num_attention_heads", "keep", "num_experts", "moe_router_topk",
+                     "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "num_layers",
+                     "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
+                     "shared_blocks", "adapter_rank", "num_attention_heads", "keep", "num_experts", "moe_router_topk",
                      "moe_router_num_groups", "moe_router_group_topk", "profile_step_start", "profile_step_end"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",

@@ -50,7 +50,8 @@ def pretrain(options: Options) -> None:
     rank is lost after all have met, the processes of the others end (see `parallel.heartbeat`).
     """
     tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
-    check_world(tensor, launched_ranks(), context)
+    expert = options.expert_model_parallel_size
+    check_world(tensor, launched_ranks(), context, expert)
     options.accumulation(launched_ranks() // (tensor * context))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -60,13 +61,13 @@ def pretrain(options: Options) -> None:
             raise ValueError("--use-distributed-optimizer needs --device cuda: Megatron has it for CUDA's tensors only")
 
     try:
-        world = join(tensor, device, context=context, check=check)
+        world = join(tensor, device, context=context, check=check, expert=expert)
         place = device_of_rank(device)
         with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
             continues = until_the_end.enter_context(only_run(Path(options.out)))
             run = replace(options, resume="auto") if continues else options
             inputs = read_on_all_ranks(run, place, watch.busy)
-            groups = initialize(tensor, device, context=context) if world > 1 else Groups()
+            groups = initialize(tensor, device, context=context, expert=expert) if world > 1 else Groups()
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
             _run(inputs, groups, place, interruption, watch.busy, is_restarted=run != options)
     finally:
@@ -212,6 +213,7 @@ def make_model(options: Options, config: Stack, groups: Groups, device: torch.de
         **_context_of(options, config, groups),
         sequence_parallel=options.sequence_parallel,
         recompute=options.recompute_activations,
+        expert_group=groups.expert,
     )
     if options.init_from:
         model = load(options.init_from, groups.tensor, data_group=groups.data, **more)
@@ -243,6 +245,7 @@ def _exchange_of(model: Model) -> str:
 def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
     """One line about the model, the ranks, the text and the output directory; for rank 0 alone, which renames folders."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
+    experts = "" if groups.expert is None else f", {groups.expert.size()} of which divide the experts"
     context = "" if groups.context is None else f" {groups.context_ranks} context ({_exchange_of(model)}) x"
     corpus, out = inputs.corpus, inputs.out
     held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
@@ -254,5 +257,5 @@ def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
         target = f"{'overwriting' if (out / 'config.json').exists() else 'writing'} {out}"
     return (
         f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x{context} {groups.data_ranks} "
-        f"data-parallel ranks; {corpus.train.text_bytes:,} bytes of text, {held_out}; {target}"
+        f"data-parallel ranks{experts}; {corpus.train.text_bytes:,} bytes of text, {held_out}; {target}"
     )

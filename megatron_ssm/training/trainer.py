@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,7 @@ from .gradients import (
     Gradients,
     average_replicated_gradients,
     clip_gradients,
+    divided_experts,
     grad_norm,
     whole_gradients,
 )
@@ -171,14 +173,16 @@ class Trainer:
         if self.groups.data_context is None:
             return loss, optimizer
         tokens = torch.zeros(1, self.options.seq_length, dtype=torch.long, device=self.model.device)
-        return ordered_ddp(loss, self.groups.data_context, tokens, tokens), optimizer
+        names = {parameter: name for name, parameter in loss.named_parameters()}
+        experts = [names[parameter] for parameter in divided_experts(self.model)]
+        return ordered_ddp(loss, self.groups.data_context, tokens, tokens, left_out=experts), optimizer
 
     def step(self, batches: Batches, step: int) -> Step:
         """One optimizer step on global batch number `step`, counted from 0.
 
-        Context and data-parallel ranks sum their gradients; the tensor-parallel ranks exchange what `Model.loss` and
-        `grad_norm` send. A step whose loss or gradient norm is not finite, which all ranks see alike, is skipped; Failure on
-        every rank if there are more than `max_skipped_steps` of these in a row.
+        Context and data-parallel ranks sum their gradients, those of experts over `groups.expert_data`; the tensor-parallel
+        ranks exchange what `Model.loss` and `grad_norm` send. A step whose loss or gradient norm is not finite, which all
+        ranks see alike, is skipped; Failure on every rank if there are more than `max_skipped_steps` of these in a row.
         """
         inputs, labels = batches.batch(step, self.groups.data_rank, self.groups.data_ranks)
         total: torch.Tensor | float = 0.0
@@ -189,6 +193,7 @@ class Trainer:
             except FloatingPointError as error:  # SparseFusion raises it on every rank
                 problem = str(error).partition(": ")[2].partition(". ")[0]
                 raise Failure(f"step {step + 1}: {problem}, so training stops") from None
+        self._sum_experts()
         added = self._add_pending_gradients()
         self._average_copies()
         norm = self._norm()
@@ -283,6 +288,17 @@ class Trainer:
         """The share of one micro-batch in the loss of the step."""
         device = self.model.device
         return self.loss(inputs.to(device), labels.to(device)).to(at_least_fp32(self.model.dtype)) / self.accumulation
+
+    def _sum_experts(self) -> None:
+        """Sum the gradients of experts over the ranks that hold the same, after the last micro-batch.
+
+        `_backward` has multiplied them by the number of ranks over which DDP averages those of everything else.
+        """
+        for parameter in divided_experts(self.model):
+            if parameter.grad is not None:
+                parameter.grad /= self.groups.data_context_ranks
+                if self.groups.expert_data is not None:
+                    dist.all_reduce(parameter.grad, group=self.groups.expert_data)
 
     def _average_copies(self) -> None:
         """Make the gradients of copies that tensor-parallel ranks hold the same; see `average_replicated_gradients`."""

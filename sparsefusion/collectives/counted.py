@@ -11,6 +11,7 @@ How many bytes a rank sends of an input of S bytes among P ranks:
 | all_gather | its part | (P-1) S |
 | reduce_scatter | P parts | (P-1)/P S |
 | all_to_all | P parts | (P-1)/P S |
+| all_to_all_rows | rows for each rank | those for other ranks |
 | exchange | the messages that it sends | S |
 """
 
@@ -148,6 +149,27 @@ def all_to_all(
     for step in range(1, ranks):
         _swap(tensor[(rank + step) % ranks], received[(rank - step) % ranks], step, group)
     return received
+
+
+def all_to_all_rows(
+    tensor: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+    counter: Counter | None = None,
+) -> torch.Tensor:
+    """Send the first sent[0] rows of `tensor` to rank 0, the next sent[1] rows to rank 1, and so on; there may be none.
+
+    Returns (sum of received, ...): received[0] rows from rank 0, then those from rank 1, and so on. The ranks' tensors may
+    have different numbers of rows.
+    """
+    tensor = tensor.detach().contiguous()
+    arrived = tensor.new_empty(sum(received), *tensor.shape[1:])
+    if counter is not None:
+        own = tensor[: sent[group.rank()]].nbytes
+        counter.add("all_to_all_rows", tensor.nbytes, tensor.nbytes - own)
+    dist.all_to_all_single(arrived, tensor, list(received), list(sent), group=group)
+    return arrived
 
 
 def _step_by_step(message: torch.Tensor) -> bool:

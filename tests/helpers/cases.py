@@ -501,16 +501,21 @@ _RANDOM = {
 }
 
 
-def assemble(fields, shards):
-    """{Hugging Face name: whole tensor} from {our name: piece} of each rank; copies must be bitwise equal."""
+def assemble(fields, shards, ep=1):
+    """{Hugging Face name: whole tensor} from {our name: piece} of each rank; copies must be bitwise equal.
+
+    ep: how many groups of tensor-parallel ranks, one after the other, divide the experts.
+    """
+    tp = len(shards) // ep
     whole = {}
     for name, shape in hf_shapes(fields).items():
         whole[name] = torch.full(shape, float("nan"), dtype=torch.float64)
     for field in fields:
         for rank, shard in enumerate(shards):
-            piece, known = shard[field.name].double(), field.read(whole[field.hf], rank, len(shards))
+            part = rank % tp, tp, rank // tp, ep
+            piece, known = shard[field.name].double(), field.read(whole[field.hf], *part)
             assert known.isnan().all() or known.equal(piece), f"rank {rank} holds another {field.name}"
-            field.write(whole[field.hf], piece, rank, len(shards))
+            field.write(whole[field.hf], piece, *part)
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
 

@@ -30,10 +30,10 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters() if name not in idle}
 
 
-def whole(oracle, shards):
+def whole(oracle, shards, ep=1):
     """{Hugging Face name: whole gradient} from all ranks' parts; replicated gradients must be bitwise equal."""
     fields = families.read(oracle.directory).fields()
-    return assemble([field for field in fields if field.name in shards[0]], shards)
+    return assemble([field for field in fields if field.name in shards[0]], shards, ep)
 
 
 @cache

@@ -94,7 +94,8 @@ def curve(trainer: Trainer, steps=STEPS, start=0, vocab=VOCAB) -> torch.Tensor:
 
 def trainer_on(tp, run: Options, vocab=VOCAB, device="cpu") -> Trainer:
     """A trainer on the calling rank; each replica is split over `tp` x run.context_parallel_size ranks."""
-    groups = initialize(tp, device, context=run.context_parallel_size) if dist.is_initialized() else None
+    sizes = dict(context=run.context_parallel_size, expert=run.expert_model_parallel_size)
+    groups = initialize(tp, device, **sizes) if dist.is_initialized() else None
     return trainer(run, groups, vocab, device)
 
 
@@ -115,7 +116,7 @@ def pieces(trainer: Trainer) -> dict:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def assembled(per_rank: list, fields, tp: int) -> dict:
+def assembled(per_rank: list, fields, tp: int, ep: int = 1) -> dict:
     """{name: whole tensor} from every rank's pieces; pieces that several ranks hold must be bitwise equal.
 
     Fields without pieces are left out: idle parameters have neither gradients nor moments.
@@ -126,7 +127,7 @@ def assembled(per_rank: list, fields, tp: int) -> dict:
     for field in (field for field in fields if field.name in per_rank[0]):
         whole = torch.full(field.shape, float("nan"), dtype=per_rank[0][field.name].dtype)
         for rank, rank_pieces in enumerate(per_rank):
-            index = field.piece(rank % tp, tp)
+            index = field.piece(rank % tp, tp, rank // tp % ep, ep)
             known = not whole[index].isnan().all()
             assert not known or torch.equal(whole[index], rank_pieces[field.name]), (
                 f"{field.name} differs on rank {rank}"

@@ -59,11 +59,14 @@ def test_there_is_at_least_one_rank(tensor):
 
 @pytest.mark.parametrize("world", (4, 8))
 def test_groups_of_tensor_context_and_data_parallel_ranks(ranks, world):
-    """In Megatron's order: tensor-parallel ranks are neighbours, and data-parallel ranks are furthest apart."""
+    """In Megatron's order: tensor-parallel ranks are neighbours, and data-parallel ranks are furthest apart. Of the others,
+    all divide the experts.
+    """
 
     def run(rank):
-        groups = initialize(2, context=2)
-        members = {name: getattr(groups, name) for name in ("tensor", "context", "data", "data_context")}
+        groups = initialize(2, context=2, expert=world // 2)
+        names = "tensor", "context", "data", "data_context", "expert", "expert_data"
+        members = {name: getattr(groups, name) for name in names}
         return {name: group and dist.get_process_group_ranks(group) for name, group in members.items()}
 
     for rank, found in enumerate(ranks(run, world)):
@@ -74,6 +77,8 @@ def test_groups_of_tensor_context_and_data_parallel_ranks(ranks, world):
             "context": context,
             "data": None if world == 4 else [rank % 4, rank % 4 + 4],
             "data_context": list(range(tensor, world, 2)),
+            "expert": list(range(tensor, world, 2)),
+            "expert_data": None,
         }
 
 
@@ -82,6 +87,11 @@ def test_replicas_that_do_not_divide_the_world():
         ValueError, match=r"^6 ranks do not .* 2 tensor-parallel x 2 context-parallel ranks \(6 % 4 = 2\)"
     ):
         check_world(2, 6, 2)
+    with pytest.raises(
+        ValueError,
+        match=r"^12 ranks / 2 tensor-parallel ranks are not a multiple of 4 expert-parallel ranks \(6 % 4 = 2\)",
+    ):
+        check_world(2, 12, 1, 4)
 
 
 def test_ranks_that_torchrun_has_restarted_meet_again(tmp_path):

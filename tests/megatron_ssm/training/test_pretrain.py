@@ -670,6 +670,8 @@ def nothing():
         (nothing, 1, "--resume", "nothing to resume: out/checkpoints holds no checkpoint"),
         (nothing, 3, "--tensor-model-parallel-size 2",
          "3 ranks do not divide over replicas of 2 tensor-parallel ranks (3 % 2 = 1)"),
+        (nothing, 3, "--expert-model-parallel-size 2",
+         "3 ranks / 1 tensor-parallel ranks are not a multiple of 2 expert-parallel ranks (3 % 2 = 1)"),
         (nothing, 1, "--mamba-head-dim 5", "6 heads of 5 are 30 channels, not expand * hidden_size = 32"),
         (nothing, 3, "",
          "--global-batch-size 4 is not a multiple of --micro-batch-size 1 x 3 data-parallel ranks (4 % 3 = 1)"),
