@@ -12,11 +12,12 @@ from megatron_ssm.parallel.layers import ExpertMatrices, ReplicatedLinear
 from megatron_ssm.stack.fields import Field
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
+from megatron_ssm.tape.builder import Buffer, Builder
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .mlp import ACTIVATIONS
-from .operator import Operator, Partial, Place
+from .operator import Lowered, Operator, Partial, Place
 from .state import State
 
 
@@ -143,6 +144,23 @@ class Experts(Operator):
         if not self.spec.latent:
             return Partial(out)
         return Partial(self.fc2.of_partial(out), bias=self.fc2.bias)
+
+    def lower(self, tape: Builder, x: Buffer) -> Lowered:
+        """See `Operator`."""
+        spec, is_wide = self.spec, self.router.weight.dtype is not tape.dtype
+        given = tape.converted(x, self.router.weight.dtype) if is_wide else x
+        logits = tape.matmul(given, self.router.weight)
+        routes = tape.route(logits, spec.router, self.correction)
+        tape.release(logits, *([given] if is_wide else []))
+        read = tape.matmul(x, self.fc1.weight, self.fc1.bias) if spec.latent else x
+        up, down = self.up.matrix(), self.down.matrix()
+        out = tape.experts(read, routes, spec.router, up, down, spec.activation, spec.gated)
+        tape.release(routes)
+        if not spec.latent:
+            return Lowered(out)
+        y = tape.matmul(out, self.fc2.weight)
+        tape.release(read, out)
+        return Lowered(y, bias=self.fc2.bias)
 
     def activated(self, inner: torch.Tensor) -> torch.Tensor:
         """(tokens, this rank's rows of an expert) -> the input of its down projection."""
