@@ -1,7 +1,7 @@
 """Routed experts: each token goes to a few of many MLPs. A shared expert is an MLP beside them, in the same unit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ class ExpertsSpec(Spec):
 
     channels: of the inner dimension of one. latent: the size of what the experts read and write instead of the hidden state,
     between two projections that all of them share (0: there are none); latent_bias: whether these have biases. router_name:
-    the router in files. merged: whether files store the matrices of all experts in one tensor.
+    the router in files. merged: whether files store the matrices of all experts in one tensor. granule: of the channels, of
+    which ranks have multiples, the last ones fewer than others (1: all have equally many).
     """
 
     hidden_size: int
@@ -39,6 +40,7 @@ class ExpertsSpec(Spec):
     latent_bias: bool = False
     router_name: str = "gate"
     merged: bool = False
+    granule: int = 1
 
     @property
     def size(self) -> int:
@@ -60,7 +62,8 @@ class ExpertsSpec(Spec):
         parts, whole = ["gate_proj", "up_proj"], "gate_up_proj"
         if not self.gated:
             parts, whole = ["up_proj"], "up_proj"
-        common: dict[str, Any] = dict(split=2, units=inner, written_apart=not self.merged)
+        units = inner if self.granule == 1 else None
+        common: dict[str, Any] = dict(split=2, units=units, granule=self.granule, written_apart=not self.merged)
         names = tuple(f"experts.{{}}.{part}.weight" for part in parts)
         yield Field(
             "up.weight", f"experts.{whole}", (experts, len(parts), inner, self.size), merged=True, apart=names, **common
@@ -69,6 +72,12 @@ class ExpertsSpec(Spec):
         yield Field(
             "down.weight", "experts.down_proj", (experts, self.size, inner), apart=down, init="out_proj", **common
         )
+
+    def in_granules(self, granule: int, ranks: int) -> "ExpertsSpec":
+        """The same, split in multiples of `granule` channels, if each rank gets one and equal parts are none."""
+        count, rest = divmod(self.channels, granule)
+        is_possible = not rest and (ranks - 1) * -(-count // ranks) < count
+        return replace(self, granule=granule) if is_possible and count % ranks else self
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """{projection around the experts: its shape}."""

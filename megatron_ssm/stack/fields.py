@@ -19,6 +19,7 @@ class Field:
     units: the number of indivisible units along `split` (heads, groups, channels). With fewer units than ranks,
         ranks/units consecutive ranks hold the same unit. None: rows are split into ceil(rows/ranks) for each rank, and
         the last ranks may get fewer (the vocabulary).
+    granule: with units None, the parts of all ranks but the last ones are multiples of it.
     start, block, stride: the rows come in blocks of `block` (0: in one block). The first begins at row `start` of Hugging
         Face's tensor, and each other one `stride` rows after the one before it.
     heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
@@ -43,6 +44,7 @@ class Field:
     merged: bool = False
     apart: tuple[str, ...] = ()
     written_apart: bool = False
+    granule: int = 1
     fp32: bool = False
     usual: str = ""
     init: str = "linear"
@@ -55,7 +57,7 @@ class Field:
             return whole
         length = self.shape[self.split]
         if self.units is None:
-            width = -(-length // size)
+            width = -(-length // (size * self.granule)) * self.granule
             start, stop = min(rank * width, length), min((rank + 1) * width, length)
         else:
             width = length // self.units * max(1, self.units // size)
@@ -90,13 +92,15 @@ class Field:
         blocks = self.shape[0] // self.block if self.block else 1
         return (self.start + self.stride * (blocks - 1) + (self.block or self.shape[0]), *self.shape[1:])
 
-    def read(self, tensor: Any, rank: int, size: int) -> Any:
+    def read(self, tensor: Any, rank: int, size: int, index: int | None = None) -> Any:
         """The part of `rank` of `size`, out of Hugging Face's tensor or a safetensors slice object.
 
-        Slice objects do not support steps, so they are applied after reading.
+        index: only this one of dimension 0, which must not be split. Slice objects do not support steps, so they are applied
+        after reading.
         """
         parts = []
         for first, *rest in self.places(rank, size):
+            first = first if index is None else slice(index, index + 1, 1)
             parts.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
         part = parts[0] if len(parts) == 1 else _joined(parts, 1 if self.merged else 0)
         if self.merged:

@@ -142,6 +142,35 @@ def test_each_format_of_weights(options, family, changes, tmp_path):
     assert (by_tape - by_layers).norm() < (0.02 if "dtype" in options else 2e-3) * by_layers.norm()
 
 
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("weights", ("int8", "int4"))
+def test_quantized_experts_that_ranks_split_in_blocks(ranks, tp, weights, tmp_path):
+    """Three blocks of channels, of which one of two ranks has two. Oracles: the model layer by layer, and one rank."""
+    kinds = ["moe", "linear_attention", "moe"]
+    sizes = dict(hidden_size=128, moe_intermediate_size=192, moe_shared_expert_intermediate_size=128)
+    sizes |= dict(mamba_num_heads=8, mamba_head_dim=32)
+    directory = saved(tmp_path, "nemotron_h", **EXPERTS | sizes, layers_block_type=kinds)
+
+    def run(rank):
+        model = megatron_ssm.load(directory, dist.group.WORLD, weights=weights)
+        shapes = [tuple(each.matrix().shape) for each in (model.layers[0].mixer.up, model.layers[0].mixer.down)]
+        results = []
+        for _ in range(2):
+            tokens = megatron_ssm.generate(model, IDS[:, :5], max_new_tokens=6)
+            results.append((one_by_one(model, model), tokens, stops(model)))
+            without_tapes(model)
+        return shapes, *results
+
+    alone = megatron_ssm.load(directory, weights=weights)
+    alone = one_by_one(alone, alone)
+    for rank, (shapes, by_tape, by_layers) in enumerate(ranks(run, tp)):
+        channels = 192 if tp == 1 else (128, 64)[rank]
+        assert shapes == [(8 * channels, 128), (8 * 128, channels)] and by_tape[2] == 0
+        torch.testing.assert_close(by_tape[0], by_layers[0], rtol=0, atol=2e-3)
+        torch.testing.assert_close(by_tape[0], alone, rtol=0, atol=2e-3)
+        assert torch.equal(by_tape[1], by_layers[1])
+
+
 @pytest.mark.parametrize("options", DTYPES, ids=str)
 @pytest.mark.parametrize("length", (5, 300))
 @models
