@@ -90,6 +90,7 @@ class Builder:
     kept: list[Tensor] = field(default_factory=list)
     weights: set[tuple] = field(default_factory=set)
     width: int = 0
+    has_experts: bool = False
     path: str = ""
     _free: list[tuple[int, int]] = field(default_factory=list)
 
@@ -415,6 +416,7 @@ class Builder:
         detail = f"{chosen} of {router.experts} ({width}, {size})"
         self._add("experts", detail, x=x, y=y, z=routes, **matrices, n=n, flag=gated)
         self.release(each, inner, places)
+        self.has_experts = True
         return y
 
     def rotate(self, x: Buffer, heads: int, head_dim: int, size: int, table: Callable[[int], Tensor]) -> None:

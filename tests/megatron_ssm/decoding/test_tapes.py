@@ -177,6 +177,7 @@ def test_quantized_experts_that_ranks_split_in_blocks(ranks, tp, weights, tmp_pa
 def test_prompts_equal_those_of_layers(options, length, family, changes, tmp_path, monkeypatch):
     """Also in pieces, whose attention is done in Python."""
     monkeypatch.setattr(tapes, "PIECE", 128)
+    monkeypatch.setattr(tapes, "PIECE_OF_EXPERTS", 128)
     model = megatron_ssm.load(saved(tmp_path, family, **changes), **options)
     prompt = torch.randint(61, (2, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
