@@ -71,14 +71,19 @@ def check(ours: megatron_ssm.Model, theirs: Any) -> None:
 
 def our_decoding(model: megatron_ssm.Model, threads: int, sequences: int = 1) -> Callable[[], None]:
     """A function that decodes NEW tokens of each of some sequences, one by one."""
-    ids, cache = torch.ones(sequences, 1, dtype=torch.int64), model.new_cache(sequences)
+    steps, cache = random_tokens(NEW, sequences, 1), model.new_cache(sequences)
 
     def decode() -> None:
         torch.set_num_threads(threads)
-        for _ in range(NEW):
+        for ids in steps:
             model(ids, cache=cache)
 
     return decode
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    """Ids of this shape, the same at each call; equal ones would choose the same experts."""
+    return torch.randint(1, 1000, shape, generator=torch.Generator().manual_seed(2))
 
 
 def runs(ours: megatron_ssm.Model, theirs: Any, threads: int, tokens: int) -> tuple[Callable, Callable]:

@@ -1,13 +1,16 @@
 """Prefill and decode of hybrids against llama.cpp and transformers, the same weights in each format (about 30 min).
 
 It needs the packages of the extra `peers`. Random weights of 100 to 200 million parameters of Nemotron-H, Granite 4.0 H,
-Falcon-H1, Jamba and Qwen3.5, and Qwen3.5 of the published 0.8B shape, which is only decoded. Ours and llama.cpp's take
-turns in one process, with one and with two threads; the first tokens that both choose greedily are compared before. The
+Falcon-H1, Jamba and Qwen3.5, of 340 million of Granite and Qwen3-Next with experts, and of Qwen3.5's published 0.8B shape,
+which is only decoded. Ours and llama.cpp's take turns in one process, with one and with two threads; the first tokens that
+both choose greedily are compared before. The
 claims, at equal format and threads: prefill of 256 tokens with AMX in fp32 >= 2x as fast, in bf16 and with int8 weights >=
 3x; without AMX in fp32 and bf16 >= 1.2x, with int8 weights >= 1.8x; decoding in fp32 >= 1.0x, in bf16 and with int8 weights
 >= 1.4x, with int4 weights >= 1.2x of Q4_K, after 256 and after 2,048 tokens; decoding >= 3x as fast as transformers. Of
 Qwen3.5, also prefill of 4,096 tokens; without AMX, its decoding in bf16 >= 1.05x, with int8 and int4 weights >= 1.2x, after
-256 tokens. Arguments: names of models, and numbers of threads.
+256 tokens. Of Granite and Qwen3-Next with experts, without AMX: prefill of 256 and 2,048 tokens in fp32, bf16 and int8 >=
+1.1x, decoding in fp32 >= 1.0x, in bf16 >= 1.05x, with int8 and int4 weights >= 1.15x, and of 8 sequences >= 2x of one.
+Arguments: names of models, and numbers of threads.
 """
 
 import sys
@@ -20,12 +23,13 @@ from typing import Any
 import torch
 
 import megatron_ssm
-from benchmarks.generation.peers import IN_A_ROW, NEW, OURS, TITLES
+from benchmarks.generation.peers import IN_A_ROW, NEW, OURS, SEQUENCES, TITLES, our_decoding, random_tokens
 from benchmarks.support.shapes import HYBRIDS, processor, random_model
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
 
 PROMPT, CONTEXTS, REPETITIONS, GREEDY = 256, (256, 2048), 6, 8
-PROMPTS = {"Qwen3.5": (256, 4096), "Qwen3.5 0.8B": ()}  # where they are not only PROMPT
+WITH_EXPERTS = ("Granite 4.0 H, experts", "Qwen3-Next")
+PROMPTS = {"Qwen3.5": (256, 4096), "Qwen3.5 0.8B": ()} | dict.fromkeys(WITH_EXPERTS, (256, 2048))  # if not only PROMPT
 FORMATS = {"Qwen3.5 0.8B": ("BF16", "Q4_K")}  # where they are not all of OURS
 
 
@@ -62,7 +66,7 @@ def check(ours: megatron_ssm.Model, theirs: Any) -> None:
 
 def prefills(ours: megatron_ssm.Model, theirs: Any, threads: int, prompt: int) -> tuple[Callable, Callable]:
     """Functions (ours, theirs) that read a prompt."""
-    ids = torch.ones(1, prompt, dtype=torch.int64)
+    ids = random_tokens(1, prompt)
 
     def read() -> None:
         torch.set_num_threads(threads)
@@ -78,21 +82,21 @@ def prefills(ours: megatron_ssm.Model, theirs: Any, threads: int, prompt: int) -
 
 def decodings(ours: megatron_ssm.Model, theirs: Any, threads: int, context: int) -> tuple[Callable, Callable]:
     """Functions (ours, theirs) that decode NEW tokens after `context` others; each call continues the last one."""
-    ids, cache = torch.ones(1, context, dtype=torch.int64), ours.new_cache(1, context + 64 * NEW)
+    ids, cache = random_tokens(1, context), ours.new_cache(1, context + 64 * NEW)
     ours(ids, cache=cache, logits_to_keep=1)
     theirs.reset()
     theirs(ids[0].tolist())
-    one = ids[:, :1].clone()
+    steps = random_tokens(NEW, 1, 1)
 
     def decode() -> None:
         torch.set_num_threads(threads)
-        for _ in range(NEW):
+        for one in steps:
             ours(one, cache=cache)
 
     def their_decode() -> None:
         theirs.use_threads(threads)
-        for _ in range(NEW):
-            theirs([1])
+        for token in steps.flatten().tolist():
+            theirs([token])
 
     return decode, their_decode
 
@@ -114,6 +118,16 @@ def rows_of(shape: str, threads: int, models: dict[str, tuple[Any, Any]]) -> lis
             times = interleaved({"ours": ours, "theirs": theirs}, REPETITIONS, 1)
             cells.append(_pair(times["ours"], times["theirs"], "tokens"))
         rows.append([shape, str(threads), f"decode after {context}, tokens/s", *_in_columns(models, cells)])
+    if shape in WITH_EXPERTS:
+        cells = []
+        for ours, _ in models.values():
+            functions = {str(n): our_decoding(ours, threads, n) for n in (1, SEQUENCES)}
+            times = interleaved(functions, REPETITIONS, 1)
+            one, many = (int(n) * NEW / times[n] for n in functions)
+            cells.append(f"{many:.0f} ({many / one:.2f}x of one)")
+        rows.append(
+            [shape, str(threads), f"decode {SEQUENCES} sequences, tokens/s (ours)", *_in_columns(models, cells)]
+        )
     return rows
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_ssm import families
 from megatron_ssm.operators.attention import AttentionSpec
+from megatron_ssm.operators.experts import ExpertsSpec
 from megatron_ssm.operators.gated_delta import GatedDeltaSpec
 from megatron_ssm.operators.mamba1 import Mamba1Spec
 from megatron_ssm.operators.mamba2 import Mamba2Spec
@@ -18,7 +19,7 @@ from megatron_ssm.operators.mlp import MlpSpec
 
 ARCHITECTURES = {
     "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "jamba": "jamba",
-    "qwen3_5_text": "qwen35",
+    "qwen3_5_text": "qwen35", "qwen3_next": "qwen3next",
 }  # fmt: skip
 # Of a layer's tensors: the end of our field's usual name in files, GGUF's name
 NAMES = {
@@ -31,7 +32,10 @@ NAMES = {
     "o_proj.weight": "attn_output.weight", "gate_proj.weight": "ffn_gate.weight", "up_proj.weight": "ffn_up.weight",
     "down_proj.weight": "ffn_down.weight", "gate_up_proj.weight": "gate and up", "in_proj_qkv.weight": "attn_qkv.weight",
     "in_proj_z.weight": "attn_gate.weight", "in_proj_b.weight": "ssm_beta.weight", "in_proj_a.weight": "ssm_alpha.weight",
-    "q_norm.weight": "attn_q_norm.weight", "k_norm.weight": "attn_k_norm.weight",
+    "q_norm.weight": "attn_q_norm.weight", "k_norm.weight": "attn_k_norm.weight", "in_proj_qkvz.weight": "qkv and z",
+    "in_proj_ba.weight": "ssm_ba.weight", "gate.weight": "ffn_gate_inp.weight", "router.layer.weight": "ffn_gate_inp.weight",
+    "experts.gate_up_proj": "gate and up of experts", "experts.down_proj": "ffn_down_exps.weight",
+    "score.weight": "ffn_gate_inp_shexp.weight",
 }  # fmt: skip
 
 
@@ -43,7 +47,7 @@ def write(directory: Path, path: Path) -> None:
     _write_fields(writer, stack, raw)
     tensors, made = load_file(directory / "model.safetensors"), {}
     for field in stack.fields():
-        tensor = tensors[field.hf].float()
+        tensor = (tensors[field.hf] if field.hf in tensors else _of_experts(field, tensors)).float()
         for name, converted in _converted(stack, field, tensor, raw):
             made[name] = converted
     for name, tensor in made.items():
@@ -63,6 +67,13 @@ def _write_fields(writer: Any, stack: Any, raw: dict) -> None:
     is_mamba2, is_delta = isinstance(mixer, Mamba2Spec), isinstance(mixer, GatedDeltaSpec)
     kv = [next((s.kv_heads for s in specs if isinstance(s, AttentionSpec)), 0) for specs in per_layer]
     mlps = [next((s.channels for s in specs if isinstance(s, MlpSpec)), 0) for specs in per_layer]
+    experts = next((spec for spec in every if isinstance(spec, ExpertsSpec)), None)
+    if experts is not None:
+        writer.add_expert_count(experts.router.experts)
+        writer.add_expert_used_count(experts.router.chosen)
+        writer.add_expert_feed_forward_length(experts.channels)
+        writer.add_expert_shared_feed_forward_length(mlps[0])
+        mlps = [experts.channels] * len(mlps)
     writer.add_context_length(2**20)
     writer.add_embedding_length(stack.hidden_size)
     writer.add_feed_forward_length(mlps if 0 in mlps else mlps[0])
@@ -81,7 +92,8 @@ def _write_fields(writer: Any, stack: Any, raw: dict) -> None:
         writer.add_ssm_time_step_rank(mixer.value_heads)
         writer.add_ssm_group_count(mixer.key_heads)
         writer.add_full_attention_interval(4)
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        if stack.family == "qwen3_5_text":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
     else:
         writer.add_ssm_inner_size(mixer.channels)
         writer.add_ssm_state_size(mixer.state_size)
@@ -118,15 +130,26 @@ def _converted(stack: Any, field: Any, tensor: torch.Tensor, raw: dict) -> list[
             "attn_norm"
             if module != "mlp_norm"
             else "ffn_norm"
-            if stack.family != "qwen3_5_text"
+            if stack.family not in ("qwen3_5_text", "qwen3_next")
             else "post_attention_norm"
         )
         has_ending = module != "mlp_norm" or stack.family != "falcon_h1"
         return [(f"blk.{layer}.{name}{'.weight' if has_ending else ''}", tensor)]
     name, spec = NAMES[field.usual], next(s for p, s in stack.operators if p == f"layers.{layer}.{module}")
+    shared = "_shexp" if any(isinstance(s, ExpertsSpec) for _, s in stack.operators) else ""
     if name == "gate and up":
         gate, up = tensor.chunk(2)
-        return [(f"blk.{layer}.ffn_gate.weight", gate), (f"blk.{layer}.ffn_up.weight", up)]
+        return [(f"blk.{layer}.ffn_gate{shared}.weight", gate), (f"blk.{layer}.ffn_up{shared}.weight", up)]
+    if name == "gate and up of experts":
+        gate, up = tensor.chunk(2, dim=1)
+        return [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
+    if name == "qkv and z":
+        q, k, v, z = _by_kind(tensor, spec)
+        return [(f"blk.{layer}.attn_qkv.weight", torch.cat([q, k, v])), (f"blk.{layer}.attn_gate.weight", z)]
+    if isinstance(spec, MlpSpec) and name.startswith("ffn_") and field.usual != "score.weight":
+        name = name.replace(".weight", f"{shared}.weight")
+    if field.usual == "score.weight":
+        tensor = tensor.squeeze(0)
     is_mamba2 = isinstance(spec, Mamba2Spec)
     if field.usual == "conv1d.weight":
         tensor = tensor.squeeze(1)
@@ -136,11 +159,24 @@ def _converted(stack: Any, field: Any, tensor: torch.Tensor, raw: dict) -> list[
         tensor = tensor.unsqueeze(1)
     if is_mamba2 and field.usual == "norm.weight":
         tensor = tensor.view(spec.groups, -1)
-    if isinstance(spec, GatedDeltaSpec):
+    if isinstance(spec, GatedDeltaSpec) and stack.family == "qwen3_5_text":
         tensor = _tiled(field.usual, spec, tensor)
     if scaled:
         tensor = tensor * _constant(field.usual, spec, raw)
     return [(f"blk.{layer}.{name}", tensor)]
+
+
+def _of_experts(field: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The matrices of all experts (experts, out, in) that a file has one by one."""
+    count = field.shape[0]
+    return torch.stack([torch.cat([tensors[name.format(i)] for name in field.apart]) for i in range(count)])
+
+
+def _by_kind(tensor: torch.Tensor, spec: GatedDeltaSpec) -> list[torch.Tensor]:
+    """q, k, v and z of all heads, of a tensor that has them by key head."""
+    values = spec.value_heads // spec.key_heads * spec.value_dim
+    parts = tensor.unflatten(0, (spec.key_heads, -1)).split([spec.key_dim, spec.key_dim, values, values], dim=1)
+    return [part.flatten(0, 1) for part in parts]
 
 
 def _tiled(usual: str, spec: GatedDeltaSpec, tensor: torch.Tensor) -> torch.Tensor:

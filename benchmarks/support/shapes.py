@@ -16,6 +16,7 @@ from transformers import (
     NemotronHConfig,
     PreTrainedModel,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
     ZambaConfig,
 )
 from transformers.utils import logging
@@ -49,7 +50,7 @@ FAMILIES = SHAPES | {  # the four families of the paper that docs/results/paper-
 
 _SSD = dict(mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1)
 _ATTENTION = dict(num_attention_heads=12, num_key_value_heads=4, vocab_size=50280)
-HYBRIDS = {  # of 100 to 200 million parameters, but for the last one
+HYBRIDS = {  # of 100 to 200 million parameters, but for those with experts, and the published shape
     "Nemotron-H": NemotronHConfig(
         hidden_size=768, intermediate_size=3072, layers_block_type=_kinds("M-M-M-M*-M-M-M-M*-M-"), head_dim=64,
         mamba_num_heads=24, mamba_head_dim=64, ssm_state_size=128, n_groups=8, **_ATTENTION,
@@ -73,6 +74,18 @@ HYBRIDS = {  # of 100 to 200 million parameters, but for the last one
     "Qwen3.5": Qwen3_5TextConfig(
         hidden_size=768, num_hidden_layers=12, intermediate_size=2048, vocab_size=50280, num_attention_heads=6,
         num_key_value_heads=2, head_dim=128, linear_num_key_heads=6, linear_num_value_heads=12, tie_word_embeddings=True,
+    ),
+    "Granite 4.0 H, experts": GraniteMoeHybridConfig(  # 340 million parameters, of which a token meets 70
+        hidden_size=512, num_hidden_layers=12, shared_intermediate_size=256, intermediate_size=256, num_local_experts=64,
+        num_experts_per_tok=6, rms_norm_eps=1e-5, embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22,
+        layer_types=["full_attention" if i % 6 == 5 else "linear_attention" for i in range(12)],
+        attention_multiplier=1 / 64, tie_word_embeddings=True, num_attention_heads=8, num_key_value_heads=2,
+        mamba_n_heads=16, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, vocab_size=32768,
+    ),
+    "Qwen3-Next": Qwen3NextConfig(  # 340 million parameters, of which a token meets 80
+        hidden_size=512, num_hidden_layers=12, moe_intermediate_size=256, shared_expert_intermediate_size=256,
+        num_experts=64, num_experts_per_tok=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        linear_num_key_heads=4, linear_num_value_heads=8, tie_word_embeddings=True, vocab_size=32768, intermediate_size=512,
     ),
     "Qwen3.5 0.8B": Qwen3_5TextConfig(  # the published shape
         hidden_size=1024, num_hidden_layers=24, intermediate_size=3584, num_attention_heads=8, num_key_value_heads=2,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.native.products import BLOCK
+from megatron_ssm.operators.experts import ExpertsSpec
 from megatron_ssm.operators.operator import Operator
 from megatron_ssm.ops.huge_pages import HugePages, trim_heap
 from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
-from megatron_ssm.parallel.layers import QUANTIZABLE, Packed, Ranks
+from megatron_ssm.parallel.layers import QUANTIZABLE, ExpertMatrices, Packed, Ranks
 from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.stack.fields import Field, field_of, hf_shapes
 from megatron_ssm.stack.stack import Stack
@@ -46,7 +48,7 @@ from .hf_directory import (
     stored_bytes,
     weight_files,
 )
-from .quantized_files import QuantizedTensor, format_of, join_scales, read_quantized
+from .quantized_files import format_of, is_quantized, join_scales, read_quantized
 
 log = logging.getLogger("megatron_ssm")
 
@@ -121,6 +123,8 @@ def load(
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel, draft_head, context)
         config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)
+        if weights or format_of(config.raw):
+            config = _in_blocks(config, 1 if group is None else group.size())
         return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
     def compared(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> tuple:
@@ -154,6 +158,11 @@ def load(
 
 def _size(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
+
+
+def _in_blocks(config: Stack, ranks: int) -> Stack:
+    """The same, with the channels of experts split in whole blocks of quantized matrices, where equal parts cut some."""
+    return config.with_specs(lambda spec: spec.in_granules(BLOCK, ranks) if isinstance(spec, ExpertsSpec) else spec)
 
 
 def dtype_of(name: object) -> Any:
@@ -290,9 +299,12 @@ def _fill(
     """
     quantized = []
     can_be_quantized = weights is not None and isinstance(module, QUANTIZABLE)
-    is_stored = can_be_quantized and isinstance(tensors[field_of(next(module.parameters())).hf], QuantizedTensor)
+    is_stored = can_be_quantized and is_quantized(tensors[field_of(next(module.parameters())).hf])
     if is_stored:
         quantized.append(read_quantized(module, tensors, part, memory))
+    elif can_be_quantized and isinstance(module, ExpertMatrices) and module.weight.shape[-1] % BLOCK == 0:
+        _quantize_experts(module, tensors[field_of(module.weight).hf], str(weights), part, memory)
+        return [True]
     small = module.small_matrices if isinstance(module, Operator) else ()
     for name, parameter in module.named_parameters(recurse=False):
         _read(parameter, tensors[field_of(parameter).hf], part)
@@ -306,6 +318,22 @@ def _fill(
         with memory:
             quantized.append(quantize(module, weights))
     return quantized
+
+
+def _quantize_experts(module: ExpertMatrices, tensor: Any, format: str, part: Sequence[int], memory: HugePages) -> None:
+    """Read this rank's part of the matrices of experts, and quantize one after the other into `memory`."""
+    parameter: Any = module.weight
+    kind = QUANTIZED_FORMATS[format]
+    count, *rows, columns = parameter.shape
+    with memory:
+        values, scales = kind.empty(count * math.prod(rows), columns)
+    for index, (its_values, its_scales) in enumerate(zip(values.chunk(count), scales.chunk(count), strict=True)):
+        matrix = field_of(parameter).read(tensor, *part, index=index).to(parameter.dtype)
+        quantized = kind.of(matrix.flatten(0, -2))
+        its_values.copy_(quantized.values)
+        its_scales.copy_(quantized.scales)
+    del module.weight
+    module.register_module("weight", kind(values, scales, parameter.dtype))
 
 
 def _freeze(model: Model, weights: str, quantized: list[bool], directory: str | Path) -> None:
@@ -324,9 +352,13 @@ def _freeze(model: Model, weights: str, quantized: list[bool], directory: str | 
 
 
 def _read(parameter: nn.Parameter, tensor: Any, part: Sequence[int]) -> None:
-    """Copy this rank's part of a stored tensor into the parameter."""
-    if parameter.numel():
-        parameter.copy_(field_of(parameter).read(tensor, *part))
+    """Copy this rank's part of a stored tensor into the parameter; of experts, one matrix after the other."""
+    field = field_of(parameter)
+    if parameter.numel() and field.apart:
+        for index, matrix in enumerate(parameter):
+            matrix.copy_(field.read(tensor, *part, index=index)[0])
+    elif parameter.numel():
+        parameter.copy_(field.read(tensor, *part))
 
 
 # Saving

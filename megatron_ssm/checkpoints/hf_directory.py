@@ -205,6 +205,11 @@ class Merged:
         assert within.stop <= length, "the rows are those of one of the tensors"
         return torch.stack([each[which][(within, *rest)] for each in self.parts[first]])
 
+    def matrix(self, index: int, rows: slice) -> tuple[Any, slice]:
+        """The tensor that has some rows of an index of the first dimension, and their place in it."""
+        which, start = divmod(rows.start, self.parts[0][0].get_shape()[0])
+        return self.parts[index][which], slice(start, start + rows.stop - rows.start)
+
 
 def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> None:
     """Replace, in `tensors`, those of a field that are stored one by one by a `Merged`."""

@@ -3,10 +3,11 @@
 config.json has {"quantization_config": {"quant_method": "megatron_ssm", "weights": "int4", "block_size": 64}}, or "int8".
 The files are safetensors. A quantized matrix NAME (out, in) is two tensors in them. NAME has the values: int8 (out, in), or
 uint8 (out, in / 2) with 4 bits for each number. NAME.scales is float32 (out, in / 64), by which blocks of 64 numbers of a
-row are multiplied (`ops.quantized_matrices` says how). A draft head (`mtp.*`) is written like the model. Other tensors are
-as in the source, but for Mamba-1's small matrices, which are bfloat16 if they were float32. What a rank quantizes at load,
-in the dtype of the files, has the same bits, so both generate the same tokens. Where ranks have parts of blocks, they keep
-the quantized numbers in floating point.
+row are multiplied (`ops.quantized_matrices` says how). Matrices of experts are stored as the source has them: one by one, or
+(experts, out, in) with scales of three dimensions. A draft head (`mtp.*`) is written like the model. Other tensors are as in
+the source, but for Mamba-1's small matrices, which are bfloat16 if they were float32. What a rank quantizes at load, in the
+dtype of the files, has the same bits, so both generate the same tokens. Where ranks have parts of blocks, they keep the
+quantized numbers in floating point.
 """
 
 import json
@@ -27,12 +28,12 @@ from megatron_ssm.ops.huge_pages import HugePages
 from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed
 from megatron_ssm.parallel.layers import QUANTIZABLE
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.stack.fields import field_of
+from megatron_ssm.stack.fields import Field, field_of
 from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.counted import Counter
 
-from .hf_directory import FLOATS, Writer, file_plan, has_draft_head, match_tensors, open_tensors
+from .hf_directory import FLOATS, Merged, Writer, file_plan, has_draft_head, match_tensors, open_tensors
 
 SCALES = ".scales"  # what is added to a matrix's name in the name of its scales
 FILE_BYTES = 10**9  # of tensors in a file, which are in memory together
@@ -40,27 +41,36 @@ READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
 
 
 class QuantizedTensor:
-    """A quantized matrix in a file; it has the methods of a safetensors slice that tell what a tensor is.
+    """A quantized matrix in a file, or those of experts, with the methods of a safetensors slice that tell what a tensor is.
 
-    file: a descriptor. begins: where the values and the scales begin in it.
+    file: a descriptor. begins: where the values and the scales begin in it. shape: (out, in) or (experts, out, in).
     """
 
-    def __init__(self, file: int, begins: tuple[int, int], shape: tuple[int, int], format: str):
+    def __init__(self, file: int, begins: tuple[int, int], shape: tuple[int, ...], format: str):
         self._file, self._begins, self._shape, self.format = file, begins, shape, format
         self.kind = QUANTIZED_FORMATS[format]
 
     def get_shape(self) -> list[int]:
-        """[out, in]."""
+        """[out, in] or [experts, out, in]."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
         """The format: int8 or int4."""
         return self.format
 
-    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
-        """Some rows and columns in float32."""
-        rows, columns = index
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """Some rows and columns in float32, also of some experts."""
+        *experts, rows, columns = index
+        if experts:
+            return torch.stack([self.matrix(i, rows)[0][rows, columns] for i in range(self._shape[0])[experts[0]]])
         return self._matrix(rows).rows(slice(None))[:, columns]
+
+    def matrix(self, index: int, rows: slice) -> tuple["QuantizedTensor", slice]:
+        """The matrix of an expert, and the place of some of its rows in it."""
+        _, out, width = self._shape
+        before = index * out * width
+        begins = self._begins[0] + before * self.kind.bits // 8, self._begins[1] + before // BLOCK * 4
+        return QuantizedTensor(self._file, begins, (out, width), self.format), rows
 
     def _matrix(self, rows: slice) -> QuantizedMatrix:
         out, width = len(range(self._shape[0])[rows]), self._shape[1]
@@ -123,14 +133,13 @@ def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: 
     for name, tensor in joined.items():
         if tensor.get_dtype() != ("I8" if bits == 8 else "U8"):
             continue
-        if len(tensor.get_shape()) != 2:
+        if len(tensor.get_shape()) not in (2, 3):
             raise ValueError(f"{name} {tuple(tensor.get_shape())} is not a quantized matrix")
-        out, width = tensor.get_shape()
-        shape, scales = (out, width * 8 // bits), tensors.get(name + SCALES)
-        if scales is None or (*scales.get_shape(), scales.get_dtype()) != (out, shape[1] // BLOCK, "F32"):
-            raise ValueError(
-                f"the scales {name}{SCALES} ({out}, {shape[1] // BLOCK}) of a quantized matrix are missing"
-            )
+        *rows, width = tensor.get_shape()
+        shape, scales = (*rows, width * 8 // bits), tensors.get(name + SCALES)
+        wanted = (*rows, shape[-1] // BLOCK)
+        if scales is None or (*scales.get_shape(), scales.get_dtype()) != (*wanted, "F32"):
+            raise ValueError(f"the scales {name}{SCALES} {wanted} of a quantized matrix are missing")
         if places[name][0] != places[name + SCALES][0]:
             raise ValueError(f"{name} and {name}{SCALES} are in different files")
         begins = places[name][1], places[name + SCALES][1]
@@ -144,19 +153,17 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[in
     part: the arguments of `Field.piece`.
     """
     parameters = _parameters_of(module)
-    stored = [tensors[field_of(p).hf] for p in parameters]
-    places = [field_of(p).places(*part) for p in parameters]
-    if any(columns.start % BLOCK or columns.stop % BLOCK for each in places for _, columns in each):
+    runs = [run for p in parameters for run in _runs(field_of(p), tensors[field_of(p).hf], part)]
+    if any(columns.start % BLOCK or columns.stop % BLOCK for *_, columns in runs):
         return False
-    dtype, kind = parameters[0].dtype, stored[0].kind
-    counts = [len(parameter) for parameter in parameters]
-    width = parameters[0].shape[1]
-    if not sum(counts):
+    dtype, kind = parameters[0].dtype, runs[0][0].kind
+    width = parameters[0].shape[-1]
+    count = sum(parameter.numel() for parameter in parameters) // max(1, width)
+    if not count:
         return True  # as `quantize`, which leaves a matrix without rows
     with memory:
-        values, scales = kind.empty(sum(counts), width)
-    runs = [(tensor, *place) for tensor, each in zip(stored, places, strict=True) for place in each]
-    lengths = [len(range(rows.start, rows.stop, rows.step)) for _, rows, _ in runs]
+        values, scales = kind.empty(count, width)
+    lengths = [len(range(rows.stop)[rows]) for _, rows, _ in runs]
     for (tensor, *place), its_values, its_scales in zip(
         runs, values.split(lengths), scales.split(lengths), strict=True
     ):
@@ -164,6 +171,20 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[in
     del module.weight
     module.weight = kind(values, scales, dtype)
     return True
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether what can be sliced is stored in 8 or 4 bits."""
+    return tensor.get_dtype() in QUANTIZED_FORMATS
+
+
+def _runs(field: Field, tensor: Any, part: Sequence[int]) -> list[tuple[QuantizedTensor, slice, slice]]:
+    """The rows and columns of this rank's part of a field, in their order, and the matrix that has them."""
+    places = field.places(*part)
+    if not field.apart:
+        return [(tensor, *place) for place in places]
+    experts = range(field.shape[0])[places[0][0]]
+    return [(*tensor.matrix(index, rows), columns) for index in experts for _, rows, columns in places]
 
 
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
@@ -183,7 +204,7 @@ def quantized_names(config: Stack) -> tuple[set[str], set[str]]:
     for module in model.modules():
         if isinstance(module, QUANTIZABLE):
             parameters = _parameters_of(module)
-            if parameters[0].shape[1] % BLOCK == 0:
+            if parameters[0].shape[-1] % BLOCK == 0:
                 quantized |= {field_of(parameter).hf for parameter in parameters}
         elif isinstance(module, Operator):
             small |= {field_of(module.get_parameter(name)).hf for name in module.small_matrices}
@@ -235,17 +256,37 @@ def _write(
 ) -> None:  # fmt: skip
     """Write the files of a plan. names: {name: that in slices}."""
     weight_map: dict[str, str] = {}
+    apart = {field.hf: field.apart for field in config.fields()}
     for file, held in plan.items():
         tensors: dict[str, Tensor] = {}
         for hf in held:
-            tensor = slices[names[hf]][:]
-            if hf in quantized:
-                matrix = QUANTIZED_FORMATS[format].of(tensor)
-                tensors[hf], tensors[hf + SCALES] = matrix.values, matrix.scales
-            else:
-                tensors[hf] = narrowed(tensor) if hf in small else tensor.contiguous()
+            for name, tensor in _apart(hf, slices[names[hf]], apart.get(hf, ())):
+                if hf in quantized:
+                    tensors[name], tensors[name + SCALES] = _quantized(tensor, format)
+                else:
+                    tensors[name] = narrowed(tensor[:]) if hf in small else tensor[:].contiguous()
         writer.write(file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
     stored = str(FLOATS[slices[next(iter(names.values()))].get_dtype()]).removeprefix("torch.")
     written = config.to_dict(config.raw.get("dtype") or config.raw.get("torch_dtype") or stored)
     writer.close(written | {"quantization_config": QUANTIZATION[format]}, source, weight_map)
+
+
+def _apart(hf: str, tensor: Any, apart: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """(name, what can be sliced) of the tensors in files of a tensor. apart: the names of matrices of experts."""
+    if not isinstance(tensor, Merged):
+        return [(hf, tensor)]
+    return [
+        (name.format(index), part)
+        for index, parts in enumerate(tensor.parts)
+        for name, part in zip(apart, parts, strict=True)
+    ]
+
+
+def _quantized(tensor: Any, format: str) -> tuple[Tensor, Tensor]:
+    """Values and scales of a matrix, or of those of experts one after the other."""
+    *experts, _, _ = tensor.get_shape()
+    kind = QUANTIZED_FORMATS[format]
+    matrices = [kind.of(tensor[i : i + 1][0]) for i in range(experts[0])] if experts else [kind.of(tensor[:])]
+    values, scales = [matrix.values for matrix in matrices], [matrix.scales for matrix in matrices]
+    return (torch.stack(values), torch.stack(scales)) if experts else (values[0], scales[0])

@@ -25,6 +25,7 @@ from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from megatron_ssm.tape.run import BoundCall, FinishedTape, Section
 
 PIECE = 256  # tokens of a piece of prompts, of all sequences together
+PIECE_OF_EXPERTS = 1024  # where layers have experts, whose weights are read again for each piece
 SHORTEST = 32  # tokens of each sequence in one of several pieces: for fewer, recurrences take longer
 MOST_TOKENS = 16  # of a row that is decoded speculatively
 DECODE, SPECULATE, PROMPT, DRAFT = "decode", "speculate", "prompt", "draft"
@@ -111,9 +112,12 @@ class Tapes(threading.local):
         if tape is not None and not tape.has_addresses():
             self._made.clear()
             tape = self.tape(model, PROMPT)
-        if tape is None or not 0 < batch <= PIECE:
+        if tape is None:
             return None
-        pieces = math.ceil(tokens / (PIECE // batch))
+        most = PIECE_OF_EXPERTS if tape.builder.has_experts else PIECE
+        if not 0 < batch <= most:
+            return None
+        pieces = math.ceil(tokens / (most // batch))
         sizes = {tokens // pieces, math.ceil(tokens / pieces)}
         if pieces > 1 and min(sizes) < SHORTEST or not all(tape.is_fast(batch * size) for size in sizes):
             return None

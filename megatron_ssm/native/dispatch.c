@@ -8,9 +8,9 @@
      quantized.h, quantized.c                matrices of 8 and 4 bits, and x as integers
      gemv_FORMAT_INSTRUCTIONS.c              products of few rows of x: limited by the memory, which delivers W once
      gemm_FORMAT_INSTRUCTIONS.c              products of many rows: limited by the multiplications
-     conv.c, selective_scan.c, norm.c, ssd.h, ssd_loops.c, ssd_amx.c   what else a layer needs
+     activate.c, conv.c, selective_scan.c, norm.c, ssd.h, ssd_loops.c, ssd_amx.c   what else a layer needs
      dispatch.c                              this file
-     step.h, step.c, tokens.c                whole layers, and whole tokens
+     tape.h, experts.c, tape.c               whole layers, and whole tokens
    Python calls kernels through kernels.py and products.py.
 
    The product of up to 16 rows of x has in each row the bits of that row alone: the kernels for so few rows of one format and one

@@ -39,6 +39,8 @@ int widen(const void *values, const float *scales, void *to, ptrdiff_t out, ptrd
           int threads);
 int gated_norm(const void *y, const void *z, const void *weight, void *out, float *squares, ptrdiff_t rows,
                ptrdiff_t z_stride, ptrdiff_t groups, ptrdiff_t size, float eps, int normalize, int type, int threads);
+/* y = activation(f x) z of a row, or activation(f x) if it is not gated. y may be x. */
+void activate_any(const void *x, const void *z, void *y, ptrdiff_t size, float f, int activation, int gated, int type);
 
 enum { MOST_HEADS = 4 }; /* that attend together */
 /* y = softmax(scale * q k^T) v of `heads` query heads that use one key/value head; scores: heads * keys + dim numbers. */

@@ -7,13 +7,6 @@
 /* Rows from which several threads compute step sizes. */
 enum { MANY = 48 };
 
-INLINE ptrdiff_t tape_rows(const Tape *t) { return t->batch * t->tokens; }
-
-/* Row r of a view. */
-INLINE void *row(const Tape *t, const View *v, ptrdiff_t r, int type) {
-  return at(t->arena + tape_rows(t) * v->place, v->first + r * v->stride, type);
-}
-
 /* Products */
 
 /* A product of o's matrix, from element `first` on, and of x. n: out, in. */
@@ -113,7 +106,7 @@ static void concat(const Tape *t, const Op *o) {
   }
 }
 
-/* y = x + f0 * (f1 * sum + bias), each rounded as torch would; with flag, without x. squares: the sums of squares that
+/* y = x + f0 * (f1 * sum + bias), each rounded as torch would; with flag, without x. bias, weight: biases. squares: the sums of squares that
    normalize the sum, which is FLOAT32 then. */
 INLINE void residual_row(const Op *o, const void *x, const void *sum, const float *squares, void *y, ptrdiff_t size, int type,
                          int sum_type) {
@@ -123,6 +116,7 @@ INLINE void residual_row(const Op *o, const void *x, const void *sum, const floa
     float added = squares ? rounded(scale * ((const float *)sum)[i], type) : get(sum, i, type);
     added = rounded(o->f[1] * added, type);
     if (o->bias) added = rounded(added + get(o->bias, i, type), type);
+    if (o->weight) added = rounded(added + get(o->weight, i, type), type);
     put(y, i, (o->flag ? 0 : get(x, i, sum_type)) + rounded(o->f[0] * added, type), sum_type);
   }
 }
@@ -143,48 +137,30 @@ static void residual(const Tape *t, const Op *o) {
                    sum->squares ? sum->squares + r : NULL, row(t, &o->y, r, o->from_type));
 }
 
-enum { GELU, GELU_TANH, SILU, RELU, SQUARED_RELU, SIGMOID };
-
-INLINE float activated(float x, int activation) {
-  if (activation == SILU) return x * sigmoid_(x, LEAST_EXPONENT);
-  if (activation == SIGMOID) return sigmoid_(x, LEAST_EXPONENT);
-  if (activation == RELU) return x > 0 ? x : 0;
-  if (activation == SQUARED_RELU) return x > 0 ? x * x : 0;
-  if (activation == GELU) return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
-  float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x); /* tanh(u) = 2 sigmoid(2 u) - 1 */
-  return x * sigmoid_(2 * inner, LEAST_EXPONENT);
-}
-
-/* y = activation(f x) z, or activation(f x) if not gated. */
-INLINE void activate_row(const void *x, const void *z, void *y, ptrdiff_t size, float f, int activation, int gated, int type) {
-#pragma omp simd
-  for (ptrdiff_t i = 0; i < size; i++) {
-    float value = rounded(activated(rounded(f * get(x, i, type), type), activation), type);
-    put(y, i, gated ? value * get(z, i, type) : value, type);
-  }
-}
-#define ACTIVATE_FOR(NAME, ACTIVATION)                                                                                  \
-  CLONES static void NAME(const void *x, const void *z, void *y, ptrdiff_t size, float f, int gated, int type) {        \
-    if (type == FLOAT32) activate_row(x, z, y, size, f, ACTIVATION, gated, FLOAT32);                                    \
-    else activate_row(x, z, y, size, f, ACTIVATION, gated, BFLOAT16);                                                   \
-  }
-ACTIVATE_FOR(activate_gelu, GELU)
-ACTIVATE_FOR(activate_gelu_tanh, GELU_TANH)
-ACTIVATE_FOR(activate_silu, SILU)
-ACTIVATE_FOR(activate_relu, RELU)
-ACTIVATE_FOR(activate_squared_relu, SQUARED_RELU)
-ACTIVATE_FOR(activate_sigmoid, SIGMOID)
-
 /* n: size, activation. f: what multiplies x. flag: whether it is gated. */
 static void activate(const Tape *t, const Op *o) {
-  void (*functions[])(const void *, const void *, void *, ptrdiff_t, float, int, int) = {
-      activate_gelu, activate_gelu_tanh, activate_silu, activate_relu, activate_squared_relu, activate_sigmoid};
   ptrdiff_t rows = tape_rows(t), share = rows_per_thread(rows, 8 * o->n[0], t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
   for (ptrdiff_t start = 0; start < rows; start += share)
     for (ptrdiff_t r = start; r < rows && r < start + share; r++)
-      functions[o->n[1]](row(t, &o->x, r, o->type), row(t, &o->z, r, o->type), row(t, &o->y, r, o->type), o->n[0], o->f[0],
-                         o->flag, o->type);
+      activate_any(row(t, &o->x, r, o->type), row(t, &o->z, r, o->type), row(t, &o->y, r, o->type), o->n[0], o->f[0],
+                   (int)o->n[1], o->flag, o->type);
+}
+
+/* y = sigmoid(z) x, each rounded; z: one number. n: size. */
+CLONES static void score_row(const void *x, float score, void *y, ptrdiff_t size, int type) {
+  if (type == FLOAT32)
+#pragma omp simd
+    for (ptrdiff_t i = 0; i < size; i++) put(y, i, score * get(x, i, FLOAT32), FLOAT32);
+  else
+#pragma omp simd
+    for (ptrdiff_t i = 0; i < size; i++) put(y, i, score * get(x, i, BFLOAT16), BFLOAT16);
+}
+static void score(const Tape *t, const Op *o) {
+  for (ptrdiff_t r = 0; r < tape_rows(t); r++) {
+    float z = sigmoid_(get(row(t, &o->z, r, o->type), 0, o->type), LEAST_EXPONENT);
+    score_row(row(t, &o->x, r, o->type), rounded(z, o->type), row(t, &o->y, r, o->type), o->n[0], o->type);
+  }
 }
 
 /* Recurrences */
@@ -455,6 +431,9 @@ static int run(Tape *t, const Op *o) {
       return 0;
     case RESIDUAL: residual(t, o); return 0;
     case ACTIVATE: activate(t, o); return 0;
+    case SCORE: score(t, o); return 0;
+    case ROUTE: route(t, o); return 0;
+    case EXPERTS: return experts(t, o);
     case ROTATE: rotate(t, o); return 0;
     case APPEND: append(t, o); return 0;
     case ATTEND: return attend(t, o);

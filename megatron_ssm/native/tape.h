@@ -12,7 +12,7 @@ enum { ONE_RANK, IN_C, IN_PYTHON }; /* who does an all-reduce */
 enum {
   EMBED, SUM, CONVERT, CONCAT, NORM, MATMUL, HEAD_MATMULS, LOGITS, CONV, STEP_SIZES, SSD, SELECTIVE_SCAN, INNER_NORMS,
   GATED_NORM, ADD, RESIDUAL, ACTIVATE, ROTATE, APPEND, ATTEND, HEAD_NORMS, DELTA_RATES, GATED_DELTA, NORM_GATED, SQUARES,
-  WHOLE_NORM, STOP
+  WHOLE_NORM, SCORE, ROUTE, EXPERTS, STOP
 };
 
 /* A matrix (out, in), as `linear` takes it. */
@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
   int kind, type, from_type, flag; /* type: of y and of weights; from_type: of x, where it may differ */
   View x, y, z;
-  Matrix matrix;
+  Matrix matrix, down;
   const void *weight, *bias;
   const float *A_log, *D, *dt_bias;
   ptrdiff_t slot, sum, n[8];
@@ -69,5 +69,17 @@ typedef struct {
   int speculative, prompt;      /* whether tokens may be taken back; whether they are part of a prompt */
   int threads;
 } Tape;
+
+INLINE ptrdiff_t tape_rows(const Tape *t) { return t->batch * t->tokens; }
+
+/* Row r of a view. */
+INLINE void *row(const Tape *t, const View *v, ptrdiff_t r, int type) {
+  return at(t->arena + tape_rows(t) * v->place, v->first + r * v->stride, type);
+}
+
+/* Routed experts (experts.c). */
+enum { MOST_EXPERTS = 1024 }; /* as in builder.py */
+void route(const Tape *t, const Op *o);
+int experts(const Tape *t, const Op *o);
 
 #endif

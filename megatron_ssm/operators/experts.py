@@ -1,7 +1,7 @@
 """Routed experts: each token goes to a few of many MLPs. A shared expert is an MLP beside them, in the same unit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.stack.fields import Field
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
+from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .mlp import ACTIVATIONS
-from .operator import Operator, Partial, Place
+from .operator import Lowered, Operator, Partial, Place
 from .state import State
 
 
@@ -28,7 +29,8 @@ class ExpertsSpec(Spec):
 
     channels: of the inner dimension of one. latent: the size of what the experts read and write instead of the hidden state,
     between two projections that all of them share (0: there are none); latent_bias: whether these have biases. router_name:
-    the router in files. merged: whether files store the matrices of all experts in one tensor.
+    the router in files. merged: whether files store the matrices of all experts in one tensor. granule: of the channels, of
+    which ranks have multiples, the last ones fewer than others (1: all have equally many).
     """
 
     hidden_size: int
@@ -40,6 +42,7 @@ class ExpertsSpec(Spec):
     latent_bias: bool = False
     router_name: str = "gate"
     merged: bool = False
+    granule: int = 1
 
     @property
     def experts(self) -> int:
@@ -70,8 +73,9 @@ class ExpertsSpec(Spec):
         if not self.gated:
             parts, whole = ["up_proj"], "up_proj"
         common: dict[str, Any] = dict(
-            split=2, units=inner, by_expert=True, written_apart=not self.merged, used=self.router.chosen / experts
-        )
+            split=2, units=inner if self.granule == 1 else None, granule=self.granule, by_expert=True,
+            written_apart=not self.merged, used=self.router.chosen / experts,
+        )  # fmt: skip
         names = tuple(f"experts.{{}}.{part}.weight" for part in parts)
         yield Field(
             "up.weight", f"experts.{whole}", (experts, len(parts), inner, self.size), merged=True, apart=names, **common
@@ -80,6 +84,12 @@ class ExpertsSpec(Spec):
         yield Field(
             "down.weight", "experts.down_proj", (experts, self.size, inner), apart=down, init="out_proj", **common
         )
+
+    def in_granules(self, granule: int, ranks: int) -> "ExpertsSpec":
+        """The same, split in multiples of `granule` channels, if each rank gets one and equal parts are none."""
+        count, rest = divmod(self.channels, granule)
+        is_possible = not rest and (ranks - 1) * -(-count // ranks) < count
+        return replace(self, granule=granule) if is_possible and count % ranks else self
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """{projection around the experts: its shape}."""
@@ -178,6 +188,25 @@ class Experts(Operator):
         """`apply_experts` of this rank's experts, to x (tokens, size); weights, index (tokens, chosen)."""
         held = self.spec.experts // self.experts.size
         return apply_experts(x, weights, index, held, self.up.matrix(), self.down.matrix(), self.activated)
+
+    def lower(self, tape: Builder, x: Buffer) -> Lowered:
+        """See `Operator`."""
+        if self.experts.group is not None:
+            raise NotLowered("experts of several ranks")
+        spec, is_wide = self.spec, self.router.weight.dtype is not tape.dtype
+        given = tape.converted(x, self.router.weight.dtype) if is_wide else x
+        logits = tape.matmul(given, self.router.weight)
+        routes = tape.route(logits, spec.router, self.correction)
+        tape.release(logits, *([given] if is_wide else []))
+        read = tape.matmul(x, self.fc1.weight, self.fc1.bias) if spec.latent else x
+        up, down = self.up.matrix(), self.down.matrix()
+        out = tape.experts(read, routes, spec.router, up, down, spec.activation, spec.gated)
+        tape.release(routes)
+        if not spec.latent:
+            return Lowered(out)
+        y = tape.matmul(out, self.fc2.weight)
+        tape.release(read, out)
+        return Lowered(y, bias=self.fc2.bias)
 
     def activated(self, inner: torch.Tensor) -> torch.Tensor:
         """(tokens, this rank's rows of an expert) -> the input of its down projection."""

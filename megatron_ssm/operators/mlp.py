@@ -18,7 +18,7 @@ from megatron_ssm.parallel.layers import (
 from megatron_ssm.stack.fields import Field, divides, packed, row_parallel, rows_of
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
-from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
+from megatron_ssm.tape.builder import Buffer, Builder
 
 from .call import Call
 from .low_rank import adapter_of, adapter_of_parts
@@ -143,13 +143,15 @@ class Mlp(Operator):
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
-        if self.mlp_spec.scored:
-            raise NotLowered("a score")
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
         lora = adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts)
         inner = self.lower_activated(tape, lowered_linear(tape, self.gate_up, x, lora))
         out = lowered_linear(tape, self.down_proj, inner, adapter_of(self.lora, "down_proj"))
         tape.release(inner)
+        if self.mlp_spec.scored:
+            score = tape.matmul(x, self.score.weight)
+            tape.score(out, score)
+            tape.release(score)
         return Lowered(out, bias=self.down_proj.bias)
 
     def lower_activated(self, tape: Builder, projected: Buffer) -> Buffer:

@@ -309,7 +309,7 @@ class SharedBlock(Attention, Mlp):
         """The output of a row-parallel layer, whole; releases its input."""
         part = lowered_linear(tape, layer, x, lora)
         tape.release(x)
-        y = tape.whole(tape.sum(self.ranks, part), layer.bias)
+        y = tape.whole(tape.sum(self.ranks, part), [] if layer.bias is None else [layer.bias])
         tape.release(part)
         return y
 

@@ -89,26 +89,30 @@ class Layer(TrackedModule):
             normed = tape.converted(given, tape.dtype) if unit.norm is None else tape.norm(given, self._norm(unit.norm))
             if given is not x:
                 tape.release(given)
-            low, scale = self._lower_operators(unit, tape, path, normed)
+            low, scale, biases = self._lower_operators(unit, tape, path, normed)
             summed = tape.sum(self.ranks, low.out, low.columns)
             if unit.post_norm is None:
-                tape.residual(x, summed, low.bias, (unit.residual_scale, scale), low.group, low.eps)
+                tape.residual(x, summed, biases, (unit.residual_scale, scale), low.group, low.eps)
             else:
-                self._lower_post_norm(unit, tape, x, summed, low)
+                self._lower_post_norm(unit, tape, x, summed, low, biases)
             tape.release(low.out, *([low.columns] if low.columns else []))
 
-    def _lower_post_norm(self, unit: Unit, tape: Builder, x: Buffer, summed: Any, low: Lowered) -> None:
+    def _lower_post_norm(
+        self, unit: Unit, tape: Builder, x: Buffer, summed: Any, low: Lowered, biases: Sequence[torch.Tensor]
+    ) -> None:
         """Add the norm of a sum to x."""
         if low.columns is not None:
             raise NotLowered("a norm of what exact columns normalize")
         assert unit.post_norm is not None, "there is no norm after the sum"
-        whole = tape.whole(summed, low.bias)
+        whole = tape.whole(summed, biases)
         normed = tape.norm(whole, self._norm(unit.post_norm))
         tape.add(x, normed, unit.residual_scale, into=True)
         tape.release(whole, normed)
 
-    def _lower_operators(self, unit: Unit, tape: Builder, path: str, normed: Buffer) -> tuple[Lowered, float]:
-        """The operators of a unit and their sum on this rank, and what multiplies the sum over the ranks."""
+    def _lower_operators(
+        self, unit: Unit, tape: Builder, path: str, normed: Buffer
+    ) -> tuple[Lowered, float, list[torch.Tensor]]:
+        """The operators of a unit and their sum on this rank, what multiplies the sum over the ranks, and what is added."""
         lows = []
         for part, operator in zip(unit.operators, self._operators(unit), strict=True):
             tape.path = path + part.name
@@ -122,15 +126,15 @@ class Layer(TrackedModule):
                 tape.scale(low.out, part.output_scale)
             lows.append(low)
         tape.release(normed)
-        first, *others = lows
+        biases, (first, *others) = [low.bias for low in lows if low.bias is not None], lows
         if not others:
-            return first, 1.0 if first.columns is None else unit.operators[0].output_scale
-        if any(low.columns is not None or low.bias is not None for low in lows):
-            raise NotLowered("several operators with biases, or with norms after the sum")
+            return first, 1.0 if first.columns is None else unit.operators[0].output_scale, biases
+        if any(low.columns is not None for low in lows):
+            raise NotLowered("several operators with norms after the sum")
         for low in others:
             tape.add(first.out, low.out, into=True)
             tape.release(low.out)
-        return first, 1.0
+        return first, 1.0, biases
 
     def _unit(
         self, unit: Unit, x: torch.Tensor, call: Call, states: Mapping[str, State], shared, embeddings

@@ -16,7 +16,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 from .matrices import linear
 from .quantized_matrices import QuantizedMatrix
 
-SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = "softmax", "softmax of the chosen", "sigmoid"
+SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = FORMS = "softmax", "softmax of the chosen", "sigmoid"  # in the order of experts.c
 GROUP_SCORES = 2  # the largest scores of a group, whose sum is the group's
 
 
@@ -44,10 +44,10 @@ class Router:
         """
         wide = logits.to(at_least_fp32(logits.dtype))
         if self.form == CHOSEN_SOFTMAX:
-            values, index = wide.topk(self.chosen, dim=-1)
+            values, index = _largest(wide, self.chosen)
             return values.softmax(-1).to(logits.dtype), index
         if self.form == SOFTMAX:
-            values, index = wide.softmax(-1).topk(self.chosen, dim=-1)
+            values, index = _largest(wide.softmax(-1), self.chosen)
             values = values / values.sum(-1, keepdim=True) if self.renormalized else values
             return values.to(logits.dtype), index
         scores = wide.sigmoid()
@@ -60,10 +60,16 @@ class Router:
         """The experts (tokens, chosen) with the largest scores (tokens, experts), within the best groups."""
         if self.groups > 1:
             grouped = scores.unflatten(-1, (self.groups, -1))
-            best = grouped.topk(GROUP_SCORES, dim=-1)[0].sum(-1).topk(self.chosen_groups, dim=-1)[1]
+            best = _largest(grouped.topk(GROUP_SCORES, dim=-1)[0].sum(-1), self.chosen_groups)[1]
             allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
             scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
-        return scores.topk(self.chosen, dim=-1)[1]
+        return _largest(scores, self.chosen)[1]
+
+
+def _largest(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`topk` along the last dimension which, of equal numbers, takes the first ones on every device."""
+    values, index = numbers.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], index[..., :count]
 
 
 def apply_experts_ref(

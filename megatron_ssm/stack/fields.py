@@ -19,6 +19,7 @@ class Field:
     units: the number of indivisible units along `split` (heads, groups, channels). With fewer units than ranks,
         ranks/units consecutive ranks hold the same unit. None: rows are split into ceil(rows/ranks) for each rank, and
         the last ranks may get fewer (the vocabulary).
+    granule: with units None, the parts of all ranks but the last ones are multiples of it.
     start, block, stride: the rows come in blocks of `block` (0: in one block). The first begins at row `start` of Hugging
         Face's tensor, and each other one `stride` rows after the one before it.
     by_expert: dimension 0 is also split, over the expert-parallel ranks, each of which has equally many experts.
@@ -49,6 +50,7 @@ class Field:
     written_apart: bool = False
     adaptable: bool = True
     used: float = 1.0
+    granule: int = 1
     fp32: bool = False
     usual: str = ""
     init: str = "linear"
@@ -67,7 +69,7 @@ class Field:
             return whole
         length = self.shape[self.split]
         if self.units is None:
-            width = -(-length // size)
+            width = -(-length // (size * self.granule)) * self.granule
             start, stop = min(rank * width, length), min((rank + 1) * width, length)
         else:
             width = length // self.units * max(1, self.units // size)
@@ -102,13 +104,15 @@ class Field:
         blocks = self.shape[0] // self.block if self.block else 1
         return (self.start + self.stride * (blocks - 1) + (self.block or self.shape[0]), *self.shape[1:])
 
-    def read(self, tensor: Any, *part: int) -> Any:
+    def read(self, tensor: Any, *part: int, index: int | None = None) -> Any:
         """A rank's part (see `piece`), out of Hugging Face's tensor or a safetensors slice object.
 
-        Slice objects do not support steps, so they are applied after reading.
+        index: only this one of the part's dimension 0. Slice objects do not support steps, so they are applied after reading.
         """
         runs = []
         for first, *rest in self.places(*part):
+            if index is not None:
+                first = slice(first.start + index, first.start + index + 1, 1)
             runs.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
         found = runs[0] if len(runs) == 1 else _joined(runs, 1 if self.merged else 0)
         if self.merged:

@@ -8,7 +8,7 @@ and ask for no family. docs/concepts/putting-a-model-together.md has a picture.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -276,6 +276,17 @@ class Stack:
         if self.apart is not None:
             found = [replace(each, written_apart=self.apart) if each.apart else each for each in found]
         return tuple(found)
+
+    def with_specs(self, change: Callable[[Spec], Spec]) -> "Stack":
+        """The same with other specifications of the operators of its layers."""
+        layers = tuple(
+            tuple(
+                replace(unit, operators=tuple(replace(part, spec=change(part.spec)) for part in unit.operators))
+                for unit in layer
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
 
     def with_draft_head(self) -> "Stack":
         """The same with the draft head that its checkpoints ship; ValueError if they have none."""

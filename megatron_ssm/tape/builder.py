@@ -10,11 +10,13 @@ from torch import Tensor
 from megatron_ssm.native.arguments import address
 from megatron_ssm.native.kernels import LARGEST_STATE, LONGEST_KERNEL, TYPES, usable
 from megatron_ssm.native.products import columns_of
+from megatron_ssm.ops.experts import FORMS, Router
 from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 
 from .structs import ACTIVATIONS, KINDS, Matrix, Op, View
 
 LINE = 64  # bytes to which buffers are aligned
+MOST_EXPERTS = 1024  # of a layer (tape.h)
 
 
 class NotLowered(Exception):
@@ -88,6 +90,7 @@ class Builder:
     kept: list[Tensor] = field(default_factory=list)
     weights: set[tuple] = field(default_factory=set)
     width: int = 0
+    has_experts: bool = False
     path: str = ""
     _free: list[tuple[int, int]] = field(default_factory=list)
 
@@ -159,22 +162,33 @@ class Builder:
         self.kept.append(tensor)
         return address(tensor)
 
-    def _typed(self, *tensors: Tensor | None) -> None:
-        """NotLowered unless the tensors have the dtype of activations."""
-        if not usable(torch.empty(0, dtype=self.dtype), *tensors):
+    def _typed(self, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """NotLowered unless the tensors have a dtype; None: that of activations."""
+        if not usable(torch.empty(0, dtype=dtype or self.dtype), *tensors):
             raise NotLowered("tensors of several dtypes")
 
     def _floats(self, *tensors: Tensor) -> None:
         if any(t.dtype is not torch.float32 for t in tensors):
             raise NotLowered("a parameter that is not float32")
 
-    def _matrix(self, weight: Tensor | QuantizedMatrix, has_gaps: bool = False) -> Matrix:
-        if not Matrix.supports(weight, self.dtype, 1, has_gaps):
+    def _matrix(
+        self, weight: Tensor | QuantizedMatrix, has_gaps: bool = False, dtype: torch.dtype | None = None
+    ) -> Matrix:
+        """The struct of a matrix. dtype: of what it is multiplied by, if not that of activations."""
+        dtype = dtype or self.dtype
+        if not Matrix.supports(weight, dtype, 1, has_gaps):
             raise NotLowered("a matrix that C does not multiply, or not as fast as torch")
         values = weight if isinstance(weight, Tensor) else weight.values
         self.kept.extend((weight,) if isinstance(weight, Tensor) else (weight.values, weight.scales))
-        self.weights.add((values.dtype, columns_of(values), has_gaps))
+        self.weights.add((values.dtype, dtype, columns_of(values), has_gaps))
         return Matrix.of(weight)
+
+    @staticmethod
+    def _activation(activation: str) -> int:
+        name = "silu" if activation == "swish" else activation
+        if name not in ACTIVATIONS:
+            raise NotLowered(f"the activation {activation}")
+        return ACTIVATIONS.index(name)
 
     def embed(self, weight: Any, first: int, count: int, size: int) -> Buffer:
         """This rank's part of the embeddings of the ids, those from `first` on."""
@@ -230,11 +244,12 @@ class Builder:
         self._add("whole_norm", x=x, weight=weight, sum=summed.number, n=n, f=(eps, offset))
 
     def matmul(self, x: Buffer, weight: Any, bias: Tensor | None = None) -> Buffer:
-        """x W^T + bias."""
+        """x W^T + bias, in x's dtype."""
         out, inputs = weight.shape
-        self._typed(bias)
-        y = self.buffer(out)
-        self._add("matmul", f"({out}, {inputs})", x=x, y=y, matrix=self._matrix(weight), bias=bias, n=(out, inputs))
+        self._typed(bias, dtype=x.dtype)
+        y, matrix = self.buffer(out, x.dtype), self._matrix(weight, dtype=x.dtype)
+        n = out, inputs
+        self._add("matmul", f"({out}, {inputs})", x=x, y=y, type=TYPES[x.dtype], matrix=matrix, bias=bias, n=n)
         return y
 
     def head_matmuls(self, x: Buffer, y: Buffer, weight: Tensor, out: int, inputs: int, steps: Sequence[int]) -> None:
@@ -343,29 +358,65 @@ class Builder:
         return y
 
     def residual(
-        self, x: Buffer, summed: Summed, bias: Tensor | None, scales: tuple[float, float] = (1.0, 1.0),
+        self, x: Buffer, summed: Summed, biases: Sequence[Tensor] = (), scales: tuple[float, float] = (1.0, 1.0),
         group: int = 1, eps: float = 0.0,
     ) -> Buffer:  # fmt: skip
-        """x + r (o sum + bias), in place; with exact columns, the sum is first divided by the root of their mean square."""
-        self._typed(bias)
-        fields: dict[str, Any] = dict(sum=summed.number, bias=bias, n=(x.width, group), f=(*scales, eps))
+        """x + r (o sum + bias), in place; with exact columns, the sum is first divided by the root of their mean square.
+
+        biases: at most two.
+        """
+        fields: dict[str, Any] = dict(sum=summed.number, n=(x.width, group), f=(*scales, eps), **self._biases(biases))
         self._add("residual", x=x, y=x, from_type=TYPES[x.dtype], **fields)
         return x
 
-    def whole(self, summed: Summed, bias: Tensor | None) -> Buffer:
-        """A sum plus its bias as a buffer of activations."""
-        self._typed(bias)
+    def whole(self, summed: Summed, biases: Sequence[Tensor]) -> Buffer:
+        """A sum plus its biases, at most two, as a buffer of activations."""
         y = self.buffer(summed.part.width)
-        self._add("residual", "alone", x=y, y=y, sum=summed.number, bias=bias, n=(y.width, 1), f=(1.0, 1.0), flag=True)
+        fields: dict[str, Any] = dict(sum=summed.number, n=(y.width, 1), f=(1.0, 1.0), **self._biases(biases))
+        self._add("residual", "alone", x=y, y=y, flag=True, **fields)
         return y
+
+    def _biases(self, biases: Sequence[Tensor]) -> dict[str, Tensor]:
+        if len(biases) > 2:
+            raise NotLowered("more than two operators with biases")
+        self._typed(*biases)
+        return dict(zip(("bias", "weight"), biases, strict=False))
 
     def activate(self, gate: Buffer, up: Buffer | None, activation: str, factor: float = 1.0) -> Buffer:
         """activation(factor * gate) * up; up None: without it."""
-        name = "silu" if activation == "swish" else activation
-        if name not in ACTIVATIONS:
-            raise NotLowered(f"the activation {activation}")
-        y, n = self.buffer(gate.width), (gate.width, ACTIVATIONS.index(name))
-        self._add("activate", name, x=gate, y=y, z=up or gate, n=n, f=(factor,), flag=up is not None)
+        y, n = self.buffer(gate.width), (gate.width, self._activation(activation))
+        self._add("activate", activation, x=gate, y=y, z=up or gate, n=n, f=(factor,), flag=up is not None)
+        return y
+
+    def score(self, x: Buffer, score: Buffer) -> None:
+        """x *= the sigmoid of a buffer of one number."""
+        self._add("score", x=x, y=x, z=score, n=(x.width,))
+
+    def route(self, logits: Buffer, router: Router, correction: Tensor | None) -> Buffer:
+        """The experts that each token chooses, and their weights. correction: of `Router.route`, in float32."""
+        if router.experts > MOST_EXPERTS:
+            raise NotLowered("many experts")
+        self._floats(*[] if correction is None else [correction])
+        y = self.buffer(2 * router.chosen, torch.float32)
+        n: tuple = router.experts, router.chosen, FORMS.index(router.form), router.renormalized
+        n = *n, router.groups, router.chosen_groups
+        self._add("route", x=logits, y=y, from_type=TYPES[logits.dtype], weight=correction, n=n, f=(router.scale,))
+        return y
+
+    def experts(
+        self, x: Buffer, routes: Buffer, router: Router, up: Any, down: Any, activation: str, gated: bool
+    ) -> Buffer:
+        """The weighted sums of what the experts chosen by `route` make of x; up, down: as of `ops.experts.apply_experts`."""
+        number, size, channels = self._activation(activation), x.width, down.shape[1]
+        chosen, width = router.chosen, up.shape[0] // router.experts
+        y, each, inner = self.buffer(size), self.buffer(chosen * size), self.buffer(chosen * width)
+        places = self.buffer(chosen, torch.float32)
+        n = router.experts, chosen, size, channels, number, each.place, inner.place, places.place
+        matrices: dict[str, Any] = dict(matrix=self._matrix(up), down=self._matrix(down))
+        detail = f"{chosen} of {router.experts} ({width}, {size})"
+        self._add("experts", detail, x=x, y=y, z=routes, **matrices, n=n, flag=gated)
+        self.release(each, inner, places)
+        self.has_experts = True
         return y
 
     def rotate(self, x: Buffer, heads: int, head_dim: int, size: int, table: Callable[[int], Tensor]) -> None:

@@ -57,8 +57,8 @@ class FinishedTape:
     def is_fast(self, rows: int) -> bool:
         """Whether C has kernels for the products of this many rows."""
         if rows not in self._fast:
-            dtype = self.builder.dtype
-            self._fast[rows] = all(products.has_kernel(w, dtype, rows, *layout) for w, *layout in self.builder.weights)
+            weights = self.builder.weights
+            self._fast[rows] = all(products.has_kernel(w, x, rows, *layout) for w, x, *layout in weights)
         return self._fast[rows]
 
     def call(self, batch: int, tokens: int) -> "BoundCall":

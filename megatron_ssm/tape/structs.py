@@ -15,7 +15,7 @@ SUM_IN_PYTHON, NO_MEMORY, UNUSUAL, STOPPED = -1, -2, -3, -4  # results of `run_t
 ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
 KINDS = """embed sum convert concat norm matmul head_matmuls logits conv step_sizes ssd selective_scan inner_norms
     gated_norm add residual activate rotate append attend head_norms delta_rates gated_delta norm_gated squares whole_norm
-    stop""".split()
+    score route experts stop""".split()
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu", "relu2", "sigmoid")
 
 
@@ -64,6 +64,7 @@ class Op(ctypes.Structure):
         *((name, INT) for name in ("kind", "type", "from_type", "flag")),
         *((name, View) for name in "xyz"),
         ("matrix", Matrix),
+        ("down", Matrix),
         *((name, POINTER) for name in ("weight", "bias", "A_log", "D", "dt_bias")),
         ("slot", SIZE),
         ("sum", SIZE),

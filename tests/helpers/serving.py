@@ -145,7 +145,7 @@ def save_table(directory, table, **changes):
 
 def saved(directory, family, **changes):
     """Save a small model in the directory; returns the directory."""
-    save_hf(directory, family, num_hidden_layers=2, **changes)
+    save_hf(directory, family, **{"num_hidden_layers": 2, **changes})
     return directory
 
 

@@ -22,7 +22,13 @@ MODELS = {
     "zamba2": dict(num_hidden_layers=3, intermediate_size=256, add_bias_linear=True),
     "nemotron_h": dict(num_hidden_layers=3, intermediate_size=256, mamba_num_heads=8, mamba_head_dim=32, head_dim=32),
     "falcon_h1": dict(mamba_d_ssm=256, mamba_d_head=32, intermediate_size=256, head_dim=32, num_key_value_heads=1),
-}
+    # Experts of three blocks, of which one of two ranks has two. Files have them one by one, or all in one tensor.
+    "qwen3_5_moe_text": dict(moe_intermediate_size=192, shared_expert_intermediate_size=128),
+    "granitemoehybrid": dict(
+        intermediate_size=192, num_local_experts=4, num_experts_per_tok=2, mamba_n_heads=8, mamba_d_head=32,
+        shared_intermediate_size=128,
+    ),
+}  # fmt: skip
 IDS = torch.randint(67, (2, 21), generator=torch.Generator().manual_seed(0))
 
 
