@@ -107,7 +107,7 @@ class Field:
     def read(self, tensor: Any, *part: int, index: int | None = None) -> Any:
         """A rank's part (see `piece`), out of Hugging Face's tensor or a safetensors slice object.
 
-        index: only this one of the part's dimension 0. Slice objects do not support steps, so they are applied after reading.
+        index: only this one of the part's dimension 0. Slice objects do not support steps, which are applied later.
         """
         runs = []
         for first, *rest in self.places(*part):
