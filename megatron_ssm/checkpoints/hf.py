@@ -21,11 +21,10 @@ from megatron_ssm.models.context import check_schedule
 from megatron_ssm.models.model import Model
 from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.native.products import BLOCK
-from megatron_ssm.operators.experts import ExpertsSpec
 from megatron_ssm.operators.operator import Operator
 from megatron_ssm.ops.huge_pages import HugePages, trim_heap
 from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
-from megatron_ssm.parallel.layers import QUANTIZABLE, ExpertMatrices, Packed, Ranks
+from megatron_ssm.parallel.layers import QUANTIZABLE, ExpertMatrices, Packed, Ranks, VocabularyParallel
 from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.stack.fields import Field, field_of, hf_shapes
 from megatron_ssm.stack.stack import Stack
@@ -51,6 +50,11 @@ from .hf_directory import (
 from .quantized_files import format_of, is_quantized, join_scales, read_quantized
 
 log = logging.getLogger("megatron_ssm")
+IN_PIECES = (
+    ExpertMatrices,
+    VocabularyParallel,
+)  # the largest matrices, of which loading holds a piece in floating point
+PIECE = 4096  # rows of a vocabulary
 
 
 # Loading
@@ -124,7 +128,7 @@ def load(
         config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)
         if weights or format_of(config.raw):
-            config = _in_blocks(config, 1 if group is None else group.size())
+            config = config.in_granules(BLOCK, _size(group))
         return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
     def compared(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> tuple:
@@ -158,11 +162,6 @@ def load(
 
 def _size(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
-
-
-def _in_blocks(config: Stack, ranks: int) -> Stack:
-    """The same, with the channels of experts split in whole blocks of quantized matrices, where equal parts cut some."""
-    return config.with_specs(lambda spec: spec.in_granules(BLOCK, ranks) if isinstance(spec, ExpertsSpec) else spec)
 
 
 def dtype_of(name: object) -> Any:
@@ -302,8 +301,13 @@ def _fill(
     is_stored = can_be_quantized and is_quantized(tensors[field_of(next(module.parameters())).hf])
     if is_stored:
         quantized.append(read_quantized(module, tensors, part, memory))
-    elif can_be_quantized and isinstance(module, ExpertMatrices) and module.weight.shape[-1] % BLOCK == 0:
-        _quantize_experts(module, tensors[field_of(module.weight).hf], str(weights), part, memory)
+    elif (
+        can_be_quantized
+        and isinstance(module, IN_PIECES)
+        and module.weight.shape[-1] % BLOCK == 0
+        and len(module.weight)
+    ):
+        _quantize_in_pieces(module, tensors[field_of(module.weight).hf], str(weights), part, memory)
         return [True]
     small = module.small_matrices if isinstance(module, Operator) else ()
     for name, parameter in module.named_parameters(recurse=False):
@@ -320,18 +324,18 @@ def _fill(
     return quantized
 
 
-def _quantize_experts(module: ExpertMatrices, tensor: Any, format: str, part: Sequence[int], memory: HugePages) -> None:
-    """Read this rank's part of the matrices of experts, and quantize one after the other into `memory`."""
+def _quantize_in_pieces(module: nn.Module, tensor: Any, format: str, part: Sequence[int], memory: HugePages) -> None:
+    """Read this rank's part of a large matrix, or of the matrices of experts, and quantize piece by piece into `memory`."""
     parameter: Any = module.weight
-    kind = QUANTIZED_FORMATS[format]
-    count, *rows, columns = parameter.shape
+    kind, (count, *rows, columns) = QUANTIZED_FORMATS[format], parameter.shape
     with memory:
         values, scales = kind.empty(count * math.prod(rows), columns)
-    for index, (its_values, its_scales) in enumerate(zip(values.chunk(count), scales.chunk(count), strict=True)):
-        matrix = field_of(parameter).read(tensor, *part, index=index).to(parameter.dtype)
-        quantized = kind.of(matrix.flatten(0, -2))
-        its_values.copy_(quantized.values)
-        its_scales.copy_(quantized.scales)
+    at_once = 1 if rows else PIECE
+    for first in range(0, count, at_once):
+        piece = slice(first, min(first + at_once, count))
+        quantized = kind.of(field_of(parameter).read(tensor, *part, rows=piece).to(parameter.dtype).flatten(0, -2))
+        where = slice(first * math.prod(rows), first * math.prod(rows) + len(quantized.values))
+        values[where], scales[where] = quantized.values, quantized.scales
     del module.weight
     module.register_module("weight", kind(values, scales, parameter.dtype))
 
@@ -356,7 +360,7 @@ def _read(parameter: nn.Parameter, tensor: Any, part: Sequence[int]) -> None:
     field = field_of(parameter)
     if parameter.numel() and field.apart:
         for index, matrix in enumerate(parameter):
-            matrix.copy_(field.read(tensor, *part, index=index)[0])
+            matrix.copy_(field.read(tensor, *part, rows=slice(index, index + 1))[0])
     elif parameter.numel():
         parameter.copy_(field.read(tensor, *part))
 

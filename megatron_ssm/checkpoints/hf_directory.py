@@ -217,12 +217,16 @@ def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> Non
         if not field.apart:
             continue
         spellings = [list(config.names_in_files(name)) for name in field.apart]
-        chosen = next((i for i in range(len(spellings[0])) if spellings[0][i].format(0) in tensors), None)
+        indices = range(field.shape[0])
+        chosen = next(
+            (i for i, name in enumerate(spellings[0]) if any(name.format(index) in tensors for index in indices)), None
+        )
         if chosen is None:
             continue
-        names = [[each[chosen].format(index) for each in spellings] for index in range(field.shape[0])]
+        names = [[each[chosen].format(index) for each in spellings] for index in indices]
         if missing := [name for each in names for name in each if name not in tensors]:
-            raise ValueError(f"{directory} has no tensor {missing[0]}; it lacks {len(missing)} matrices of experts")
+            rest = f"; it lacks {len(missing)} matrices of experts" if len(missing) > 1 else ""
+            raise ValueError(f"{directory} has no tensor {missing[0]}{rest}")
         parts = [[tensors.pop(name) for name in each] for each in names]
         shapes = {tuple(part.get_shape()) for each in parts for part in each}
         if len(shapes) > 1 or len(next(iter(shapes))) != 2:

@@ -125,7 +125,7 @@ def router(fields: FieldReader, experts: str, **more: Any) -> Router:
     """How tokens choose experts. experts: the field with their number; more: other fields of the router."""
     count, chosen = fields.positive(experts), fields.positive("num_experts_per_tok")
     if chosen > count:
-        raise ValueError(f"config.json: num_experts_per_tok={chosen} is more than {fields.hf_name(experts)}={count}")
+        raise ValueError(f"num_experts_per_tok={chosen} is more than {fields.hf_name(experts)}={count}")
     return Router(count, chosen, **more)
 
 

@@ -96,10 +96,15 @@ def _experts(fields: FieldReader, activation: str) -> ExpertsSpec:
     """The routed experts."""
     chooses, groups = _router(fields), fields.positive("n_group")
     divides(chooses.experts, groups, "experts", "groups")
-    if groups > 1 and chooses.experts // groups < GROUP_SCORES or chooses.chosen_groups > groups:
+    of_group, chosen = chooses.experts // groups, chooses.chosen_groups
+    if chosen > groups:
+        raise ValueError(f"topk_group={chosen} is more than n_group={groups}")
+    if groups > 1 and of_group < GROUP_SCORES:
+        raise ValueError(f"n_group={groups} groups of {chooses.experts} experts have fewer than {GROUP_SCORES} each")
+    if chooses.chosen > of_group * chosen:
         raise ValueError(
-            f"config.json: {chooses.experts} experts in n_group={groups} groups, of which topk_group="
-            f"{chooses.chosen_groups} are chosen: a group has at least {GROUP_SCORES} experts, and there are enough groups"
+            f"num_experts_per_tok={chooses.chosen} is more than the {of_group * chosen} experts of topk_group={chosen} "
+            "groups"
         )
     latent = 0 if fields["moe_latent_size"] is None else fields.positive("moe_latent_size")
     return ExpertsSpec(

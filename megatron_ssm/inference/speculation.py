@@ -17,6 +17,7 @@ import torch
 
 from megatron_ssm.native.products import instructions
 from megatron_ssm.operators.cache import Cache
+from megatron_ssm.sizing.flops import matrix_elements
 from megatron_ssm.stack.stack import Stack
 
 from .draft_by_head import DraftByHead
@@ -160,6 +161,16 @@ class SpeculativeDecoder:
         """The times of calls that read CALLS tokens; all ranks ask for them in the same step."""
         return 1.0, *_call_times(self._model)
 
+    @cached_property
+    def _of_experts(self) -> tuple[float, float]:
+        """The share of the matrices that a token is multiplied with that are of experts; the share of experts it chooses."""
+        config = self._model.config
+        experts = [field for field in config.fields() if field.used < 1]
+        if not experts:
+            return 0.0, 1.0
+        elements = sum(field.used * math.prod(field.shape) for field in experts)
+        return elements / matrix_elements(config), experts[0].used
+
     def decode(self, slots: Iterable[Slot], room: int | None) -> int:
         """One call of the model for all slots, which then have logits; returns how many tokens it read.
 
@@ -251,8 +262,13 @@ class SpeculativeDecoder:
         return count if count and speed(count) > 1 else 0
 
     def _time(self, tokens: int) -> float:
-        """The time of a call that reads so many tokens of all slots, as TIMES has it."""
-        return float(np.interp(tokens, CALLS[: len(self._times)], self._times))
+        """The time of a call that reads so many tokens of all slots, as TIMES has it, and longer with experts.
+
+        Each token chooses experts of its own: n tokens read, of a share u of the experts for one, 1 - (1 - u)^n.
+        """
+        share, used = self._of_experts
+        more = share * ((1 - (1 - used) ** tokens) / used - 1)
+        return float(np.interp(tokens, CALLS[: len(self._times)], self._times)) * (1 + more)
 
 
 class Draft:

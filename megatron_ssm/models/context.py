@@ -166,13 +166,16 @@ def context_ranks(schedule: Attention2D | None, ranks: Ranks, exchange_channels:
     return ContextRanks(schedule.group, ranks.counter, schedule.order, ranks.recomputation, exchange_channels)
 
 
-def check_length(schedule: Attention2D | None, tokens: int, seq: int | None) -> None:
-    """ValueError unless a sequence of `seq` tokens (None: without padding) fits into `tokens` on each context rank."""
+def check_length(schedule: Attention2D | None, tokens: int, seq: int | None, padding: int = 0) -> None:
+    """ValueError unless context ranks that share a sequence of `seq` tokens hold `tokens` each (None: without padding).
+
+    padding: how many more they may hold.
+    """
     if seq is None:
         return
     if schedule is None:
         raise ValueError(f"seq={seq}: only sequences that context ranks share are padded")
-    if (needed := len(schedule.positions(seq))) > tokens:
+    if not 0 <= tokens - (needed := len(schedule.positions(seq))) <= padding:
         raise ValueError(f"seq={seq} makes {needed} local tokens, not {tokens}")
 
 

@@ -570,7 +570,10 @@ class Model(TrackedModule):
             raise ValueError(f"labels must be a tensor (batch, seq), not {type(labels).__name__}")
         if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
-        check_length(self.schedule, labels.shape[1], seq)
+        context, padding = self.context_ranks, 0
+        if self.ranks.sequence_parallel and context is not None:  # the tokens of a block divide over the ranks
+            padding = context.blocks_per_rank * self.ranks.size
+        check_length(self.schedule, labels.shape[1], seq, padding)
         if seq is not None and self.schedule is not None:
             labels = labels.masked_fill(~self._valid(labels.shape[1], seq).to(labels.device), ignore_index)
         check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")

@@ -11,7 +11,7 @@ from megatron_ssm.ops.experts import SIGMOID, Router, apply_experts
 from megatron_ssm.parallel.dispatch import dispatched
 from megatron_ssm.parallel.layers import ExpertMatrices, ReplicatedLinear
 from megatron_ssm.parallel.operators import reduce_from_ranks
-from megatron_ssm.stack.fields import Field
+from megatron_ssm.stack.fields import Field, divides
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
 from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
@@ -95,6 +95,11 @@ class ExpertsSpec(Spec):
         """{projection around the experts: its shape}."""
         hidden = self.hidden_size
         return {"fc1": (self.latent, hidden), "fc2": (hidden, self.latent)} if self.latent else {}
+
+    def check_ranks(self, size: int) -> None:
+        """See `Spec`."""
+        if self.granule == 1:
+            divides(self.channels, size, "channels of an expert")
 
     def build(self, place: Place) -> "Experts":
         """See `Spec`."""

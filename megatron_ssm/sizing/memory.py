@@ -31,6 +31,10 @@ from megatron_ssm.stack.fields import Field
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec, Stack, Unit
 
+BLOCK = 64  # numbers of a quantized matrix that share a scale of 4 bytes
+SMALL = {"x_proj", "dt_proj"}  # matrices that a quantized model keeps in 16 bits
+KEPT = SMALL | {"gates", "conv", "use"}  # matrices that are not quantized
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -38,7 +42,8 @@ class Memory:
     bytes.
 
     on_cuda: with the kernels of mamba-ssm and causal-conv1d. amx: on a CPU with AMX, where torch's attention in 16 bits
-    copies keys and values. ValueError if the model cannot be split over so many ranks.
+    copies keys and values. quantized_bits: 8 or 4 after `load(weights="int8")` or "int4"; 0: matrices are not quantized.
+    ValueError if the model cannot be split over so many ranks.
     """
 
     config: Stack
@@ -46,9 +51,12 @@ class Memory:
     itemsize: int = 2
     on_cuda: bool = False
     amx: bool = False
+    quantized_bits: int = 0
 
     def __post_init__(self) -> None:
         self.config.check_ranks(self.ranks)
+        if self.quantized_bits:
+            object.__setattr__(self, "config", self.config.in_granules(BLOCK, self.ranks))
 
     @property
     def work(self) -> Workload:
@@ -66,7 +74,12 @@ class Memory:
         return sum(map(self._bytes_of, self.config.fields()))
 
     def _bytes_of(self, field: Field) -> int:
-        return math.prod(field.local_shape(0, self.ranks)) * (self.wide_itemsize if field.fp32 else self.itemsize)
+        shape = field.local_shape(0, self.ranks)
+        if self.quantized_bits and _is_quantized(field) and shape[-1] % BLOCK == 0:
+            return math.prod(shape) * self.quantized_bits // 8 + math.prod(shape) // BLOCK * 4
+        if self.quantized_bits and len(shape) > 1 and set(field.name.split(".")) & SMALL and shape[-1] % 2 == 0:
+            return 2 * math.prod(shape)
+        return math.prod(shape) * (self.wide_itemsize if field.fp32 else self.itemsize)
 
     @property
     def weights_read_per_token(self) -> int:
@@ -154,6 +167,11 @@ class Memory:
         """Bytes of one position's logits: this rank's slice; with several ranks also all slices, and their concatenation."""
         width = -(-self.config.vocab_size // self.ranks)
         return self.wide_itemsize * (width if self.ranks == 1 else width + 2 * width * self.ranks)
+
+
+def _is_quantized(field: Field) -> bool:
+    """Whether `load(weights="int8")` quantizes such a matrix, if its rows have whole blocks."""
+    return len(field.shape) > 1 and field.adaptable and not field.fp32 and not set(field.name.split(".")) & KEPT
 
 
 def _check_positive(**arguments: int) -> None:

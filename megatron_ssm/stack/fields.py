@@ -104,15 +104,16 @@ class Field:
         blocks = self.shape[0] // self.block if self.block else 1
         return (self.start + self.stride * (blocks - 1) + (self.block or self.shape[0]), *self.shape[1:])
 
-    def read(self, tensor: Any, *part: int, index: int | None = None) -> Any:
+    def read(self, tensor: Any, *part: int, rows: slice | None = None) -> Any:
         """A rank's part (see `piece`), out of Hugging Face's tensor or a safetensors slice object.
 
-        index: only this one of the part's dimension 0. Slice objects do not support steps, which are applied later.
+        rows: only these of the part's dimension 0, where they are consecutive in Hugging Face's tensor. Slice objects do not
+        support steps, which are applied later.
         """
         runs = []
         for first, *rest in self.places(*part):
-            if index is not None:
-                first = slice(first.start + index, first.start + index + 1, 1)
+            if rows is not None:
+                first = slice(first.start + rows.start, min(first.start + rows.stop, first.stop), 1)
             runs.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
         found = runs[0] if len(runs) == 1 else _joined(runs, 1 if self.merged else 0)
         if self.merged:

@@ -41,6 +41,10 @@ class Spec:
             if each.units is not None:
                 divide_either_way(each.units, size, f"units of {each.name}")
 
+    def in_granules(self, granule: int, ranks: int) -> "Spec":
+        """The same, split in multiples of `granule` where that is possible and equal parts are none; itself by default."""
+        return self
+
     def sizes(self, work: Workload) -> Sizes:
         """What it computes, stores and sends on one rank."""
         return Sizes()
@@ -287,6 +291,10 @@ class Stack:
             for layer in self.layers
         )
         return replace(self, layers=layers)
+
+    def in_granules(self, granule: int, ranks: int) -> "Stack":
+        """The same for a model with matrices in blocks of `granule` numbers, of which ranks have whole ones."""
+        return self.with_specs(lambda spec: spec.in_granules(granule, ranks))
 
     def with_draft_head(self) -> "Stack":
         """The same with the draft head that its checkpoints ship; ValueError if they have none."""

@@ -49,6 +49,7 @@ SHAPE = (
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
     "untie_embeddings_and_output_weights",
 )  # fmt: skip
+OF_EXPERTS = tuple(name for name in SHAPE if name.startswith("moe_") or name == "num_experts")
 SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
 
 
@@ -80,6 +81,7 @@ class Inputs:
         config.check_ranks(options.tensor_model_parallel_size, options.expert_model_parallel_size)
         if options.lora_rank:
             find_modules(config, options.lora_targets)  # ValueError if there are none
+        check_routers(options, config)
         check_memory_budget(options, config)
         check_sequence_length(options.seq_length, options.context_parallel_size, config.history)
         batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
@@ -149,6 +151,7 @@ def without_effect(options: Options, replicas: int) -> list[str]:
     is_dense = options.gradient_mode in ("dense", "fp16")
     reasons = {
         f"{model} says the shape of the model": SHAPE if model else (),
+        "no block has experts": OF_EXPERTS if not model and "E" not in options.hybrid_override_pattern else (),
         "--lr-decay-style is constant": ("min_lr", "lr_decay_iters") if options.lr_decay_style == "constant" else (),
         "there is no --lora-rank": ("lora_alpha", "lora_targets") if not options.lora_rank else (),
         "no other rank has gradients to average": ("gradient_mode", *SPARSE) if replicas == 1 else (),
@@ -208,6 +211,16 @@ def needed_memory(options: Options, config: Stack, context_ranks: int) -> int:
     memory = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
     tokens = local_length("zigzag", options.seq_length, context_ranks)
     return memory.step(options.micro_batch_size, tokens, options.gradient_mode not in ("dense", "fp16"))
+
+
+def check_routers(options: Options, config: Stack) -> None:
+    """ValueError for options of routers that the model has not."""
+    routers = [spec.router for _, spec in config.operators if spec.experts]  # type: ignore[attr-defined]
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"):
+        if getattr(options, name) and not routers:
+            raise ValueError(f"{flag(name)}: this {config.family} model has no experts")
+    if options.moe_router_enable_expert_bias and all(router.form != "sigmoid" for router in routers):
+        raise ValueError(f"--moe-router-enable-expert-bias: the routers of {config.family} models have no such bias")
 
 
 def check_memory_budget(options: Options, config: Stack) -> None:

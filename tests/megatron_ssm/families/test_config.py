@@ -409,7 +409,12 @@ def hybrid(family, **changes):
             dict(layers_block_type=["moe"], n_group=3),
             "8 experts do not divide over 3 groups (8 % 3 = 2)",
         ),
-        ("nemotron_h", dict(layers_block_type=["moe"], n_group=2, topk_group=3), "topk_group=3 are chosen"),
+        ("nemotron_h", dict(layers_block_type=["moe"], n_group=2, topk_group=3), "topk_group=3 is more than n_group=2"),
+        (
+            "nemotron_h",
+            dict(layers_block_type=["moe"], n_group=4, num_experts_per_tok=3),
+            "num_experts_per_tok=3 is more than the 2 experts of topk_group=1 groups",
+        ),
         ("nemotron_h", dict(layers_block_type=["mamba", "window"]), "must be a list of linear_attention, mamba"),
         (
             "nemotron_h",

@@ -27,7 +27,8 @@ def measure_token(rank, directory, dtype):
     read.clear()
     model.local_logits(torch.tensor([[4]]), cache=cache)
     looked_up = () if model.config.tie_embeddings else ("embeddings.",)
-    read += [p.nbytes for name, p in model.named_parameters() if not name.startswith(("shared.", *looked_up))]
+    others = {name: p for name, p in model.named_parameters() if not name.startswith(("shared.", *looked_up))}
+    read += [p.nbytes - int((1 - p.field.used) * p.nbytes) for p in others.values()]  # of experts those that it chooses
     state = sum(sum(t.nbytes for t in layer.fixed.values()) for layer in cache.states.values())
     return dict(model.counter.calls), model.counter.nbytes, sum(read), state, cache.nbytes - state
 

@@ -68,6 +68,31 @@ def test_weights_and_cache(name, world_size, oracle, ranks):
         assert measured == formula
 
 
+@pytest.mark.parametrize("weights, bits", (("int8", 8), ("int4", 4)))
+@pytest.mark.parametrize("name", ("mamba", "zamba2", "nemotron-experts", "qwen3.5-experts", "granite"))
+def test_quantized_weights(name, weights, bits, tmp_path):
+    family, changes = CASES[name]
+    hf_model(family, **TWO_LAYERS | changes).save_pretrained(tmp_path)
+    model = megatron_ssm.load(tmp_path, weights=weights)
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    assert Memory(model.config, 1, 4, quantized_bits=bits).weights == sum(held.values())
+
+
+@pytest.mark.parametrize("weights, bits", (("int8", 8), ("int4", 4)))
+def test_quantized_experts_that_ranks_have_in_whole_blocks(ranks, weights, bits, tmp_path):
+    """Three blocks of 64 channels on two ranks: the first one has two."""
+    family, changes = CASES["nemotron-experts"]
+    hf_model(family, **TWO_LAYERS | changes | dict(moe_intermediate_size=192)).save_pretrained(tmp_path)
+
+    def held(rank):
+        model = megatron_ssm.load(tmp_path, dist.group.WORLD, weights=weights)
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        return sum(tensors.values()), Memory(families.read(tmp_path), 2, 4, quantized_bits=bits).weights
+
+    measured, formula = ranks(held, 2)[0]
+    assert measured == formula
+
+
 @torch.no_grad()
 def peaks(rank, directory, dtype):
     """The peaks of torch's allocator while a batch of prompts is read by modules only, and as usual; and the formula.

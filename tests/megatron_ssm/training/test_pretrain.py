@@ -541,7 +541,8 @@ def refused(capsys, *arguments):
           )],
         ("--data text --out out --train-iters 1 --model-type gpt",
          "model type 'gpt' is not supported (supported: mamba, falcon_mamba, mamba2, zamba, zamba2, nemotron_h, "
-         "granitemoehybrid, bamba, falcon_h1, jamba, qwen3_5, qwen3_5_text, qwen3_next, olmo_hybrid)"),
+         "granitemoehybrid, bamba, falcon_h1, jamba, qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, "
+         "olmo_hybrid)"),
         ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
         ("--config none.yaml", "cannot read --config none.yaml: No such file or directory"),
         ("--config text", "cannot read --config text: Is a directory"),
