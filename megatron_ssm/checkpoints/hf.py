@@ -50,10 +50,8 @@ from .hf_directory import (
 from .quantized_files import format_of, is_quantized, join_scales, read_quantized
 
 log = logging.getLogger("megatron_ssm")
-IN_PIECES = (
-    ExpertMatrices,
-    VocabularyParallel,
-)  # the largest matrices, of which loading holds a piece in floating point
+# Layers with the largest matrices, which are quantized piece by piece, so that no whole one is in floating point
+IN_PIECES = (ExpertMatrices, VocabularyParallel)
 PIECE = 4096  # rows of a vocabulary
 
 
@@ -304,8 +302,8 @@ def _fill(
     elif (
         can_be_quantized
         and isinstance(module, IN_PIECES)
-        and module.weight.shape[-1] % BLOCK == 0
         and len(module.weight)
+        and not module.weight.shape[-1] % BLOCK
     ):
         _quantize_in_pieces(module, tensors[field_of(module.weight).hf], str(weights), part, memory)
         return [True]
@@ -327,15 +325,16 @@ def _fill(
 def _quantize_in_pieces(module: nn.Module, tensor: Any, format: str, part: Sequence[int], memory: HugePages) -> None:
     """Read this rank's part of a large matrix, or of the matrices of experts, and quantize piece by piece into `memory`."""
     parameter: Any = module.weight
-    kind, (count, *rows, columns) = QUANTIZED_FORMATS[format], parameter.shape
+    kind, (count, *inner, columns) = QUANTIZED_FORMATS[format], parameter.shape
+    rows_of_each = math.prod(inner)
     with memory:
-        values, scales = kind.empty(count * math.prod(rows), columns)
-    at_once = 1 if rows else PIECE
+        values, scales = kind.empty(count * rows_of_each, columns)
+    at_once = 1 if inner else PIECE  # experts, or rows of a vocabulary
     for first in range(0, count, at_once):
         piece = slice(first, min(first + at_once, count))
         quantized = kind.of(field_of(parameter).read(tensor, *part, rows=piece).to(parameter.dtype).flatten(0, -2))
-        where = slice(first * math.prod(rows), first * math.prod(rows) + len(quantized.values))
-        values[where], scales[where] = quantized.values, quantized.scales
+        rows = slice(piece.start * rows_of_each, piece.stop * rows_of_each)
+        values[rows], scales[rows] = quantized.values, quantized.scales
     del module.weight
     module.register_module("weight", kind(values, scales, parameter.dtype))
 
@@ -379,9 +378,9 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
     left_out: also copy what `load` left out of that directory (a vision tower, a draft head), with the names of its tensors
     and its config.json, so that a multimodal checkpoint remains one.
 
-    Every rank sends its part of each tensor to rank 0, once; where ranks divide the experts, the first of them gathers these
-    before. OSError on every rank if the writing rank fails; ValueError on
-    every rank for a quantized model, and if the ranks were given different values of `file_bytes` or one of them no path.
+    Every rank sends its part of each tensor to rank 0, once. Where ranks divide the experts, the first of them gathers these
+    before. OSError on every rank if the writing rank fails; ValueError on every rank for a quantized model, and if the ranks
+    were given different values of `file_bytes` or one of them no path.
     """
     copies = model.copy_groups
     groups = (model.ranks.group, *copies)

@@ -163,12 +163,9 @@ class _Experts(torch.autograd.Function):
         counts, chosen = ctx.counts, weights.shape[-1]
         tokens, scales = order // chosen, weights.flatten()[order].unsqueeze(-1).to(x.dtype)
         rows, out = len(up) // len(counts), len(down) // len(counts)
-        dx, d_up, d_down = (
-            torch.zeros_like(x, dtype=at_least_fp32(x.dtype)),
-            torch.zeros_like(up),
-            torch.zeros_like(down),
-        )
-        d_scales = torch.zeros_like(scales, dtype=at_least_fp32(x.dtype))
+        wide = at_least_fp32(x.dtype)
+        dx, d_scales = torch.zeros_like(x, dtype=wide), torch.zeros_like(scales, dtype=wide)
+        d_up, d_down = torch.zeros_like(up), torch.zeros_like(down)
         first, inners = 0, iter(kept)
         for expert, count in enumerate(counts):
             if not count:

@@ -214,12 +214,12 @@ def needed_memory(options: Options, config: Stack, context_ranks: int) -> int:
 
 
 def check_routers(options: Options, config: Stack) -> None:
-    """ValueError for options of routers that the model has not."""
-    routers = [spec.router for _, spec in config.operators if spec.experts]  # type: ignore[attr-defined]
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"):
-        if getattr(options, name) and not routers:
-            raise ValueError(f"{flag(name)}: this {config.family} model has no experts")
-    if options.moe_router_enable_expert_bias and all(router.form != "sigmoid" for router in routers):
+    """ValueError for options of routers that have no effect on this model."""
+    if not any(spec.experts for _, spec in config.operators):
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_enable_expert_bias"):
+            if getattr(options, name):
+                raise ValueError(f"{flag(name)}: this {config.family} model has no experts")
+    elif options.moe_router_enable_expert_bias and not any(f.name.endswith(".correction") for f in config.fields()):
         raise ValueError(f"--moe-router-enable-expert-bias: the routers of {config.family} models have no such bias")
 
 
