@@ -1,4 +1,4 @@
-"""What the commands of `python -m megatron_ssm` do, once torch may be imported."""
+"""The commands of `python -m megatron_ssm`, once torch may be imported."""
 
 import json
 import logging
@@ -77,7 +77,7 @@ def generate(arguments: Namespace) -> None:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What `generate` reads besides the weights. stop_tokens: the ids that end the text."""
+    """The inputs of `generate` besides the weights. stop_tokens: the ids that end the text."""
 
     config: Stack
     tokenizer: "Tokenizer"
@@ -95,7 +95,7 @@ class _Inputs:
         return cls(config, tokenizer, prompt, stops)
 
     def fingerprint(self) -> tuple:
-        """What must be equal on all ranks."""
+        """The values that must be equal on all ranks."""
         return self.config, self.stop_tokens, self.prompt
 
 
@@ -118,7 +118,7 @@ def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> 
 
 @dataclass
 class _Progress:
-    """What was generated so far. times: seconds at each token. sent: bytes that this rank had sent at each token."""
+    """The tokens generated so far. times: seconds at each token. sent: bytes that this rank had sent at each token."""
 
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -127,7 +127,7 @@ class _Progress:
 
     @property
     def steps(self) -> int:
-        """How many tokens were decoded: the first one comes from the prompt."""
+        """The number of decoded tokens: the first one comes from the prompt."""
         return len(self.tokens) - 1
 
 
@@ -156,7 +156,7 @@ def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, i
 
 
 def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Progress, start: float) -> dict[str, Any]:
-    """What --json prints. On every rank, because it may have to run the model to count what a decoded token sends."""
+    """The output of --json. On every rank, because it may have to run the model to count what a decoded token sends."""
     steps, times, sent = progress.steps, progress.times, progress.sent
     sent_per_token = (sent[-1] - sent[0]) // steps if steps else _bytes_of_a_step(model, arguments)
     return {
@@ -175,7 +175,7 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
 
 
 def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
-    """What one decoded token sends, measured with the second token after a prompt of one token."""
+    """The messages of one decoded token, measured with the second token after a prompt of one token."""
     steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 2, arguments.temperature,
                    arguments.top_k, seed=0)  # fmt: skip
     next(steps)

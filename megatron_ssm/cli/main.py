@@ -58,7 +58,7 @@ def parser() -> Parser:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """How a model is loaded and computed."""
+    """The options of loading and computing a model."""
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32",
                         help="of weights and activations; auto: the checkpoint's (default: float32)")  # fmt: skip
     parser.add_argument(

@@ -54,12 +54,12 @@ class ContextRanks:
 
     @cached_property
     def blocks_per_rank(self) -> int:
-        """How many blocks each rank holds; one rank alone holds the sequence as one block."""
+        """The number of blocks of each rank; one rank alone holds the sequence as one block."""
         return BLOCKS_PER_RANK[self.order] if self.size > 1 else 1
 
     @cached_property
     def blocks(self) -> int:
-        """How many blocks a sequence has."""
+        """The number of blocks of a sequence."""
         return self.blocks_per_rank * self.size
 
     def blocks_of_rank(self, rank: int) -> tuple[int, ...]:

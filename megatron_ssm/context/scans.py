@@ -183,7 +183,7 @@ def gated_delta_over_context(
 
 
 def _with_heads_as_channels(context: ContextRanks, *shape: int) -> tuple[Callable, Callable]:
-    """What brings states (batch * blocks, heads, *shape) into the form of `state_passing`, and back."""
+    """Functions that bring states (batch * blocks, heads, *shape) into the form of `state_passing`, and back."""
 
     def to_channels(states: torch.Tensor) -> torch.Tensor:
         return states.flatten(2).unflatten(0, (-1, context.blocks_per_rank))

@@ -1,4 +1,4 @@
-"""What a block of a recurrence contributes to others: its final state from zeros, and the gradient of its incoming state.
+"""The contribution of a block of a recurrence to others: its final state from zeros, and the gradient of its incoming state.
 
 Both are linear recurrences over the tokens of a block, without its outputs. For Mamba-2 they are one matrix product each,
 because a head has one decay for each token; for Mamba-1 they go token by token.
@@ -36,7 +36,7 @@ def selective_summary(
 
 
 def _fits_kernel(A_log: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    """Whether the C kernel takes these tensors (None: absent), which have the dtype of A_log."""
+    """Return True if the C kernel takes these tensors (None: absent), which have the dtype of A_log."""
     return A_log.dtype is torch.float32 and A_log.shape[1] <= kernels.LARGEST_STATE and kernels.usable(A_log, *tensors)
 
 

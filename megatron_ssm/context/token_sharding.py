@@ -1,4 +1,4 @@
-"""How the tokens of one call of a model are sharded over context ranks, and on which rank their keys and values are kept.
+"""The division of the tokens of one call, and of their keys and values, over context ranks.
 
 A call reads a chunk of each sequence: all of it, or what follows an earlier chunk. A chunk is sharded as a sequence of its
 own, padded at its end. The keys and values of a token stay on the rank that computed them.
@@ -37,7 +37,7 @@ class TokenSharding:
 
     @property
     def is_padded(self) -> bool:
-        """Whether any rank has padding."""
+        """True if any rank has padding."""
         return self.local_length * self.context.size > self.length
 
     @property
@@ -71,7 +71,7 @@ class TokenSharding:
 
 @dataclass(frozen=True)
 class KeyValuePlacement:
-    """Where the keys and values of a call's tokens are kept.
+    """The ranks that keep the keys and values of a call's tokens.
 
     local_indices: (batch, tokens of this rank) int64, on the CPU: the index of each among the keys that this rank holds of
     its sequence, and -1 for a token that it does not keep. new_per_rank: (ranks, batch) int64, the same on all context

@@ -115,7 +115,7 @@ class DecodingGraphs:
 
     @staticmethod
     def handles(ids: Any) -> bool:
-        """Whether there may be graphs for these ids: they are on a GPU."""
+        """Return True if there may be graphs for these ids: they are on a GPU."""
         return torch.is_tensor(ids) and ids.device.type == DEVICE
 
     def logits(self, model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor | None:
@@ -168,7 +168,7 @@ class _ThreadGraphs(threading.local):
 
 
 def _is_decoding_step(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> bool:
-    """Whether a graph could compute this step: see the list at the top."""
+    """Return True if a graph could compute this step: see the list at the top."""
     return (
         ids.device.type == DEVICE and model.graphs and mask is None and isinstance(cache.rows, slice)
         and ids.device == model.device == cache.device
@@ -178,7 +178,7 @@ def _is_decoding_step(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache
 
 
 def _keys_read(longest: int, capacity: int | None) -> int:
-    """How many keys a graph reads if `longest` are needed; 0 without attention."""
+    """The number of keys that a graph reads if `longest` are needed; 0 without attention."""
     return 0 if capacity is None else min(capacity, max(KEYS, 1 << (longest - 1).bit_length()))
 
 
@@ -197,7 +197,7 @@ class _RowGraphs:
         self._seen: Tally[int] = Tally()
 
     def is_current(self, model: Any, cache: Cache) -> bool:
-        """Whether the graphs still compute what the model would."""
+        """Return True if the graphs still compute what the model would."""
         return (
             self._version.is_current(model)
             and _settings(model) == self._settings
@@ -205,7 +205,7 @@ class _RowGraphs:
         )
 
     def is_for(self, cache: Cache) -> bool:
-        """Whether the graphs are for these rows of this cache."""
+        """Return True if the graphs are for these rows of this cache."""
         return self._rows == cache.rows and self._layout() is cache.layout
 
     def logits(self, model: Any, ids: Tensor, cache: Cache, keys: int, capture: Callable) -> Tensor:
@@ -271,7 +271,7 @@ def step(model: Any, ids: Tensor, positions: Tensor, keys: int, cache: Cache) ->
 
 
 def _take_back(counter: collectives.Counter | None, before: collectives.Counter | None) -> collectives.Counter:
-    """What a counter has counted since it was copied to `before`; resets it to `before`. Nothing if there is no counter."""
+    """The counts of a counter since it was copied to `before`; resets it to `before`. Nothing if there is no counter."""
     sent = collectives.Counter()
     if counter is not None and before is not None:
         calls, nbytes = counter.calls - before.calls, counter.nbytes - before.nbytes
@@ -282,17 +282,17 @@ def _take_back(counter: collectives.Counter | None, before: collectives.Counter 
 
 
 def _addresses(model: Any, cache: Cache) -> list[int]:
-    """Where the tensors of the model and of the cache are."""
+    """The addresses of the tensors of the model and of the cache."""
     return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), *cache.tensors())]
 
 
 def _settings(model: Any) -> list:
-    """What a step depends on besides tensors and modules."""
+    """The values that a step depends on besides tensors and modules."""
     return [model.ranks, model.config]
 
 
 def _is_capturable(model: Any) -> bool:
-    """Whether a step runs only the library's own modules with registered tensors, and ranks sum on the GPU."""
+    """Return True if a step runs only the library's own modules with registered tensors, and ranks sum on the GPU."""
     inside = [module for module in model.modules() if module is not model]
     if any(map(has_plain_tensors, inside)):
         return False

@@ -32,7 +32,7 @@ DECODE, SPECULATE, PROMPT, DRAFT = "decode", "speculate", "prompt", "draft"
 
 
 def may_use_kernels() -> bool:
-    """Whether C may compute layers: there is a library, and nobody wants gradients, another dtype, or to see each module."""
+    """Return True if C may compute layers: no gradients, autocast or module hooks are in use, and the library is there."""
     return (
         kernels.LIBRARY.functions is not None
         and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")

@@ -1,4 +1,4 @@
-"""What several families read alike."""
+"""Readers of config.json that several families share."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -122,7 +122,7 @@ def delta_spec(fields: FieldReader, **more: Any) -> GatedDeltaSpec:
 
 
 def router(fields: FieldReader, experts: str, **more: Any) -> Router:
-    """How tokens choose experts. experts: the field with their number; more: other fields of the router."""
+    """The router of experts. experts: the field with their number; more: other fields of the router."""
     count, chosen = fields.positive(experts), fields.positive("num_experts_per_tok")
     if chosen > count:
         raise ValueError(f"num_experts_per_tok={chosen} is more than {fields.hf_name(experts)}={count}")
@@ -157,7 +157,7 @@ def rope_theta(fields: FieldReader) -> float:
 
 
 def rope_parameters(fields: FieldReader) -> dict:
-    """What config.json says about the rotary embedding."""
+    """The rotary embedding of config.json."""
     parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
     if not isinstance(parameters, dict):
         raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object")
@@ -165,7 +165,7 @@ def rope_parameters(fields: FieldReader) -> dict:
 
 
 def rope_size(fields: FieldReader, head_dim: int, usual: float) -> int:
-    """How many elements of a head are rotated; usual: the part of them if config.json does not say it."""
+    """The number of rotated elements of a head; usual: their share if config.json does not say it."""
     part = rope_parameters(fields).get("partial_rotary_factor", usual)
     if type(part) not in (int, float) or not 0 < part <= 1:
         raise ValueError(f"config.json: partial_rotary_factor={part!r} must be above 0 and at most 1")

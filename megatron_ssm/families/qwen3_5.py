@@ -97,7 +97,7 @@ def _experts(fields: FieldReader, path: str) -> tuple[Part, Part]:
 
 
 def _layers_with_experts(fields: FieldReader, count: int) -> list[bool]:
-    """Which layers have experts."""
+    """The layers that have experts."""
     if "num_experts" not in fields or not fields["num_experts"]:
         return [False] * count
     if "decoder_sparse_step" not in fields:

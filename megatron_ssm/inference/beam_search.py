@@ -164,7 +164,7 @@ class BeamSearch:
         self.finished_lengths = lengths.gather(1, best)
 
     def _can_improve(self, length: int) -> bool:
-        """Whether any running beam can still displace a finished one, by transformers' heuristics."""
+        """Return True if any running beam can still displace a finished one, by transformers' heuristics."""
         settings = self.settings
         if settings.early_stopping == "never" and settings.length_penalty > 0:
             length = settings.max_new_tokens

@@ -88,27 +88,27 @@ class Engine:
 
     @property
     def prefilled_tokens(self) -> int:
-        """How many tokens of prompts the model has read."""
+        """The number of prompt tokens that the model has read."""
         return self._prompts.tokens_read
 
     @property
     def speculated(self) -> tuple[int, int]:
-        """How many tokens were proposed by speculative decoding, and how many requests got by that beyond one a step."""
+        """The tokens that speculative decoding proposed, and those that requests got from it beyond one a step."""
         return self._decoder.proposed, self._decoder.accepted
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes this rank has sent for the model and the draft model."""
+        """The bytes that this rank has sent for the model and the draft model."""
         return self.model.ranks.counter.sent + self._decoder.bytes_of_draft
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request is waiting or running."""
+        """True if any request is waiting or running."""
         return bool(self._waiting or self._slots)
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many requests have a slot, and how many wait for one."""
+        """The number of requests that have a slot, and of those that wait for one."""
         return len(self._slots), len(self._waiting)
 
     # Requests
@@ -212,7 +212,7 @@ class Engine:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> list:
-        """What must be equal on every rank before these requests are queued: arguments, and a tokenizer in use."""
+        """The values that must be equal on every rank before requests are queued: arguments, and a tokenizer in use."""
         is_used = any(request.stop_strings or request.grammar for request in requests)
         checksum = self.tokenizer.checksum if is_used else None
         return [checksum, *(request.arguments for request in requests)]
@@ -262,13 +262,13 @@ class Engine:
             raise ValueError("the request is not one of this engine's")
 
     def _state(self) -> dict:
-        """What must be equal on every rank before a call: it determines what the call sends."""
+        """The values that must be equal on every rank before a call: they determine its messages."""
         unfinished = [request.id for request in self._unfinished()]
         options = {name: value for name, value in self._options.items() if value}
         return {"unfinished requests": unfinished, "requests added": self._requests_added, "options": options}
 
     def _history(self) -> dict:
-        """What must be equal as well: it tells two engines of one model apart that have as many requests."""
+        """A further value that must be equal: it tells two engines of one model apart that have as many requests."""
         return {"steps": self._steps, "checksum of requests": self._requests_checksum}
 
     # Steps

@@ -35,7 +35,7 @@ _LEXEME = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|<[^<>\s]+>|/(?:\\.|[^
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of a request must match. kind: one of KINDS; text: the schema as JSON, the expression or the grammar.
+    """The grammar of the text of a request. kind: one of KINDS; text: the schema as JSON, the expression or the grammar.
 
     The functions below make one and check it in a process of its own (see the module `grammar_check`); an object that is
     copied to another process is not checked again. ValueError for one that is wrong or too complex.
@@ -87,12 +87,12 @@ def json_schema(schema: Mapping[str, Any] | str) -> Grammar:
 
 
 def regex(text: str) -> Grammar:
-    """What a regular expression (of Rust's regex package) matches as a whole. ValueError for a wrong expression."""
+    """A grammar of whole matches of a regular expression (of Rust's regex package). ValueError for a wrong expression."""
     return Grammar("regex", text)
 
 
 def lark(text: str) -> Grammar:
-    """What a grammar in llguidance's variant of the notation of Lark describes. ValueError for a wrong grammar."""
+    """A grammar from llguidance's variant of the notation of Lark. ValueError for a wrong grammar."""
     return Grammar("lark", text)
 
 

@@ -1,4 +1,4 @@
-"""What generation needs from a model: the interface that `Engine`, `generate` and beam search are written against."""
+"""The interface of a model that `Engine`, `generate` and beam search are written against."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ class LanguageModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the parameters, and of what layers compute."""
+        """The dtype of the parameters and activations."""
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +83,7 @@ class LanguageModel(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks make the same calls."""
+        """The number of ranks that make the same calls."""
 
     def agree(self, asked: Callable[[], object]) -> int:
         """Compare what these ranks are asked to do; returns a random number, the same on all."""

@@ -83,7 +83,7 @@ def _state(key: str) -> Any:
 
 
 def _digest(tokens: Sequence[int], key: str) -> bytes:
-    """What identifies a prefix, as `longest` computes it piece by piece."""
+    """The key of a prefix, as `longest` computes it piece by piece."""
     state = _state(key)
     state.update(array("q", tokens).tobytes())
     return state.digest()

@@ -69,7 +69,7 @@ class PromptReader:
             budgets = {slot: left for slot, left in budgets.items() if left}
 
     def _chunk_length(self, slot: Slot, most: int) -> int:
-        """How many tokens of a prompt, of at most `most`, to read in one call; a chunk ends where a snapshot is taken."""
+        """The number of tokens of a prompt, at most `most`, to read in one call; a chunk ends where a snapshot is taken."""
         length = min(most, SCORED) if slot.request.with_prompt_logprobs else most
         return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
 
@@ -127,7 +127,7 @@ def snapshot_interval(state_bytes: int, prefix_bytes: int) -> int:
 
 
 def fair_shares(wanted: Mapping[Slot, int], budget: int | None) -> dict[Slot, int]:
-    """How many tokens each slot may read: what it wants, up to a limit that is the same for all and as large as fits.
+    """The number of tokens that each slot may read: what it wants, up to one limit for all that is as large as fits.
 
     budget: of all slots together, at least one per slot; None: there is no limit.
     """

@@ -81,7 +81,7 @@ class Request:
 
     @property
     def arguments(self) -> tuple:
-        """What the request was made from; equal requests have equal `repr`s, on every rank.
+        """The arguments of the request; equal requests have equal `repr`s, on every rank.
 
         Errors show the beginning of it, so the prefix key, which may be a secret, is hashed.
         """
@@ -103,5 +103,5 @@ class Request:
 
     @property
     def left(self) -> int:
-        """How many more tokens it may get."""
+        """The number of tokens that it may still get."""
         return self.max_new_tokens - len(self.tokens)

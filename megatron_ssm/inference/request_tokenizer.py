@@ -29,14 +29,14 @@ class RequestTokenizer:
     def text_stream(
         self, stop_strings: tuple[str, ...], stop_tokens: Iterable[int] = (), prompt: Sequence[int] = ()
     ) -> TextStream:
-        """What finds stop strings in a text without its stop tokens, which follows a prompt.
+        """A finder of stop strings in a text without its stop tokens, which follows a prompt.
 
         ValueError if a stop string is empty, or without a tokenizer.
         """
         return TextStream(self._load("stop_strings"), stop_strings, stop_tokens, prompt)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """What follows the tokens of a request through its grammar.
+        """A matcher that follows the tokens of a request through its grammar.
 
         Compiling takes up to half a second for a complex grammar, and may be done before, in any thread. ValueError if
         there is no tokenizer, or if the tokens cannot express the grammar.

@@ -20,7 +20,7 @@ LogProbability = tuple[float, list[tuple[int, float]]]  # of a token; (id, log-p
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; see `generate`. ValueError for a value that is out of range or of a wrong type."""
+    """The settings of sampling; see `generate`. ValueError for a value that is out of range or of a wrong type."""
 
     temperature: float = 0.0
     top_k: int | None = None

@@ -41,7 +41,7 @@ class Slot:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the request has, those of its prompt included."""
+        """The number of tokens of the request, including its prompt."""
         return len(self.request.prompt) + len(self.request.tokens)
 
     def tokens_from(self, start: int, count: int | None = None) -> list[int]:
@@ -71,7 +71,7 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a part of the prompt is still to be read."""
+        """True if a part of the prompt is still to be read."""
         return self.tokens_read < len(self.request.prompt)
 
     def next_of_prompt(self, count: int) -> Sequence[int]:

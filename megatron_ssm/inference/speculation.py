@@ -107,7 +107,7 @@ class History:
             self._rates[index] += FORGOTTEN * max(0.0, first - self._rates[index])
 
     def expected(self, count: int) -> float:
-        """How many of `count` proposals after the last match are expected to be accepted."""
+        """The expected number of accepted tokens of `count` proposals after the last match."""
         return sum(self._rates[self._is_long] ** i for i in range(1, count + 1))
 
 
@@ -153,7 +153,7 @@ class SpeculativeDecoder:
 
     @property
     def bytes_of_draft(self) -> int:
-        """How many bytes this rank has sent for the draft model."""
+        """The bytes that this rank has sent for the draft model."""
         return self._draft.model.ranks.counter.sent if isinstance(self._draft, Draft) else 0
 
     @cached_property
@@ -228,7 +228,7 @@ class SpeculativeDecoder:
     def _propose_by_draft(
         self, draft: "Draft | DraftByHead", slots: Sequence[Slot], limits: Sequence[int], room: int | None
     ) -> tuple[int, list[list[int]]]:
-        """How many tokens to propose for each slot, and the draft's for those whose requests it has read; [] for the others.
+        """The numbers of tokens to propose for each slot, and the draft's for those whose requests it has read, else [].
 
         limits: the most for each slot. The draft reads prompts only while proposals are worth their time, and in each step
         at most `room` tokens of them.
@@ -247,7 +247,7 @@ class SpeculativeDecoder:
         return self._histories[slot]
 
     def _best_count(self, histories: Sequence[History], available: Sequence[int]) -> int:
-        """How many tokens to propose for each slot, of those available, so that decoding is expected to be fastest; 0: none.
+        """The numbers of tokens to propose for each slot, of those available, so that decoding is fastest; 0: none.
 
         All slots read as many tokens.
         """
@@ -302,7 +302,7 @@ class Draft:
         return [slot for slot in slots if self._behind(slot) <= 0]
 
     def _behind(self, slot: Slot) -> int:
-        """How many tokens must be read before `propose`, which reads the others: at least one, and at most CALLS[-1]."""
+        """The number of tokens to read before `propose`, which reads the others: at least one, and at most CALLS[-1]."""
         request, read = slot.request, self._tokens_read[slot]
         behind = slot.tokens - read
         return max(len(request.prompt) - read, behind - CALLS[-1])

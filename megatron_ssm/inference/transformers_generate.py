@@ -95,7 +95,7 @@ def transformers_generate(
 
 
 def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
-    """What the arguments mean for these prompts; ValueError for what is wrong or not implemented."""
+    """The settings for these prompts; ValueError for arguments that are wrong or not implemented."""
     eos, pad = token_ids(values["eos_token_id"]), values["pad_token_id"]
     model.check_inputs(input_ids)
     if attention_mask is None and pad is not None and pad not in eos:
@@ -178,7 +178,7 @@ def _check_values(values) -> None:
 
 
 def _new_tokens(values, length) -> int:
-    """How many tokens may follow a prompt of `length`."""
+    """The number of tokens that may follow a prompt of `length`."""
     if values["max_new_tokens"] is not None:
         return values["max_new_tokens"]
     if values["max_length"] is None:

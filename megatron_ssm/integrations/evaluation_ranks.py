@@ -1,4 +1,4 @@
-"""What an evaluator asks of a model, on one rank or on several: log-likelihoods of texts, and generated texts.
+"""The requests of an evaluator to a model, on one rank or on several: log-likelihoods of texts, and generated texts.
 
 An evaluator is a program of its own, which runs in one process. With several tensor-parallel ranks, that process is rank 0.
 It starts the others, and writes what it asks as lines of JSON into their standard input; they do the same work.
@@ -98,7 +98,7 @@ class EvaluatedModel:
         self.model = _load(directory, tp, options)
 
     def run(self, job: str, **arguments: Any) -> Any:
-        """What a function of JOBS returns, computed by all ranks together. arguments: as JSON has them."""
+        """The result of a function of JOBS, computed by all ranks together. arguments: as JSON has them."""
         for process in self._others:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"job": job, **arguments}) + "\n")
@@ -170,7 +170,7 @@ def _load(directory: str | Path, tp: int, options: dict[str, Any]) -> Model:
 
 
 def _serve(store: str, directory: str, options: str) -> None:
-    """What a rank does that rank 0 has started: the jobs that it reads, until rank 0 ends."""
+    """Run the jobs that rank 0 sends until it ends: the main loop of the ranks that rank 0 has started."""
     settings, world = json.loads(options), launched_ranks()
     _meet(store, int(os.environ["RANK"]), world, settings)
     with _load(directory, world, settings) as model:

@@ -98,7 +98,7 @@ class MegatronSsmLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text without context."""
+        """The tokens before a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 

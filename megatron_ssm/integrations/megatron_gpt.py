@@ -94,7 +94,7 @@ def in_our_names(theirs: str, tensor: torch.Tensor, config: ModelStack) -> dict[
 
 
 def has_offset(name: str, config: ModelStack) -> bool:
-    """Whether Megatron's norm adds 1 to a weight, under our name, and ours does not: that of a gated delta net's output."""
+    """Return True for the weight of a gated delta net's output norm, to which Megatron's norm adds 1 and ours does not."""
     return config.family in FAMILIES and name.endswith(".mixer.norm_weight")
 
 
@@ -142,7 +142,7 @@ def gpt_model(config: ModelStack, megatron_config: Any, **sizes: Any) -> nn.Modu
 
 
 def is_gpt(model: Any) -> bool:
-    """Whether this is a GPTModel of Megatron's with gated delta nets."""
+    """Return True if this is a GPTModel of Megatron's with gated delta nets."""
     return getattr(getattr(model, "config", None), "experimental_attention_variant", None) == VARIANT
 
 

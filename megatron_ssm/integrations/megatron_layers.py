@@ -64,7 +64,7 @@ def _context_ranks(pg_collection: Any) -> ContextRanks | None:
 
 
 def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, history: int) -> TokenSharding | None:
-    """How the tokens of x (seq, batch, hidden) are sharded over the context ranks.
+    """The division of the tokens of x (seq, batch, hidden) over the context ranks.
 
     history: how many tokens before a block a convolution reads.
     """
@@ -218,7 +218,7 @@ class Blocks(nn.ModuleList):
     """The shared blocks of a stack, with Megatron's sharded state dict."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """That of every block; see `SplitModule.sharded_state_dict`."""
+        """The sharded state dict of every block; see `SplitModule.sharded_state_dict`."""
         blocks: Any = self
         states = (b.sharded_state_dict(f"{prefix}{i}.", sharded_offsets or (), metadata) for i, b in enumerate(blocks))
         return {name: tensor for state in states for name, tensor in state.items()}

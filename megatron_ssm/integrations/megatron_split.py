@@ -1,4 +1,4 @@
-"""What our modules need inside Megatron's models: initial values, sharded state dicts, and Megatron's names of tensors.
+"""The parts of our modules for Megatron's models: initial values, sharded state dicts, and Megatron's names of tensors.
 
 The parameters stay those of our layers, one for each field of the layout: in_proj.weight.z, .x, .B, .C and .dt. A sharded
 state dict of Megatron has the same fields, so `dist_checkpointing` can divide each of them over other numbers of ranks, and

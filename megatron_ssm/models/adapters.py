@@ -118,7 +118,7 @@ def merge_lora(model: Model) -> None:
 
 
 def _is_reused(config: Stack, name: str) -> bool:
-    """Whether several layers use the block of a field called shared.BLOCK.…"""
+    """Return True if several layers use the block of a field called shared.BLOCK.…"""
     return len(config.uses(int(name.split(".")[1]))) > 1
 
 

@@ -205,7 +205,7 @@ def agree_with_peers(
 def check_on_context_ranks(
     ranks: Ranks, context: ContextRanks | None, device: torch.device, check: Callable[[], Result], compared: tuple
 ) -> Result:
-    """What `check()` returns. ValueError on every rank if it fails on one of them, or if `compared` differs.
+    """The result of `check()`. ValueError on every rank if it fails on one of them, or if `compared` differs.
 
     Context ranks hold different tokens, so that one of them alone can be given a wrong one. They compare first, and then
     the tensor-parallel ranks, so that all learn of an error. Gathers 16 bytes of each rank. context: None compares nothing.

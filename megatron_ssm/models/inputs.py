@@ -20,7 +20,7 @@ def check_shares(tokens: int, ranks: int, logits_to_keep: int) -> None:
 
 
 def can_be_sharded(input_ids: torch.Tensor, blocks: int, conv_history: int) -> bool:
-    """Whether a chunk can be sharded: each of `blocks` blocks must have at least max(2, `conv_history`) tokens."""
+    """Return True if a chunk can be sharded: each of `blocks` blocks must have at least max(2, `conv_history`) tokens."""
     return (
         torch.is_tensor(input_ids) and input_ids.ndim == 2 and -(-input_ids.shape[1] // blocks) >= max(2, conv_history)
     )

@@ -53,7 +53,7 @@ class Target:
 
     @property
     def key(self) -> str:
-        """What the operator calls the layer: the adapter's name in its `Adapters`."""
+        """The name of the layer in its operator: the adapter's name in its `Adapters`."""
         usual = self.weights[0].usual or self.weights[0].hf
         return usual.removesuffix(".weight").rpartition(".")[2]
 
@@ -96,7 +96,7 @@ def lora_targets(config: Stack) -> dict[str, Target]:
 
 
 def _is_adapter(field: Field) -> bool:
-    """Whether a field belongs to an adapter that is part of the model itself."""
+    """Return True if a field belongs to an adapter that is part of the model itself."""
     names = field.name.split(".")
     return names[3] == "idle" or names[4:5] in (["down"], ["up"])
 

@@ -50,7 +50,7 @@ def vocabulary_parallel_cross_entropy(
 
 
 def _local_labels(labels: torch.Tensor, vocabulary: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which labels are in this rank's part of the vocabulary, and where."""
+    """A mask of the labels in this rank's part of the vocabulary, and their places in it."""
     is_local = (labels >= vocabulary.start) & (labels < vocabulary.stop)
     return is_local, (labels - vocabulary.start).where(is_local, 0)
 

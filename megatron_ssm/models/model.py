@@ -41,7 +41,7 @@ from .parameters import attach_fields
 
 @dataclass(frozen=True)
 class CallKind:
-    """How a call counts. For the fields up to prompt see `Model.local_logits`.
+    """The kind of a call. For the fields up to prompt see `Model.local_logits`.
 
     is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. speculative: see
     `Model.speculative_logits`. compared: see `Model.next_logits`. without_head: the call gives the input of the head instead
@@ -58,7 +58,7 @@ class CallKind:
 
     @property
     def is_prompt_or_sharded(self) -> bool:
-        """Whether it is another call than one that decodes tokens that every rank has."""
+        """True unless the call decodes tokens that every rank has."""
         return self.prompt or self.is_sharded
 
 
@@ -161,8 +161,9 @@ class Model(TrackedModule):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks make the same calls when they generate: those that hold the parts of the model, times those that
-        share sequences, or that divide the experts.
+        """The number of ranks that make the same calls when they generate.
+
+        It is the number of tensor-parallel ranks times that of context ranks or expert-parallel ranks.
         """
         context = 1 if self.context_ranks is None else self.context_ranks.size
         return self.ranks.size * max(context, self.place.experts.size)
@@ -409,7 +410,7 @@ class Model(TrackedModule):
         self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, lengths: list[int], is_decoding: bool,
         sharding: TokenSharding | None,
     ) -> Call:  # fmt: skip
-        """What the operators need to know about a call; reserves space for its keys and values."""
+        """A description of a call for the operators; reserves space for its keys and values."""
         batch, tokens = input_ids.shape
         begins = cache is not None and not any(lengths)
         call = Call(mask, is_decoding, EVERY_ROW if cache is None else cache.rows, None, begins, sharding)

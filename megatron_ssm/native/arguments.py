@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def are_float32(*tensors: Tensor | None) -> bool:
-    """Whether these tensors are float32 and on the CPU, as states, A_log, D and the bias of dt must be."""
+    """Return True if these tensors are float32 and on the CPU, as states, A_log, D and the bias of dt must be."""
     return all(t is None or (t.dtype is torch.float32 and t.is_cpu) for t in tensors)
 
 

@@ -66,7 +66,7 @@ def functions() -> Any:
 
 
 def usable(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the library is there and these tensors (None: absent) are typed and on the CPU.
+    """Return True if the library is there and these tensors (None: absent) are typed and on the CPU.
 
     False while torch.compile traces, because it would keep the addresses of tensors that it frees.
     """
@@ -310,7 +310,7 @@ def norm_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor) -> bool:
-    """Whether `rms_norm` supports these: x is of the weight's dtype, or float32."""
+    """Return True if `rms_norm` supports these: x is of the weight's dtype, or float32."""
     return usable(weight) and x.dtype in (weight.dtype, torch.float32) and x.is_cpu and x.shape[-1] == len(weight) > 0
 
 

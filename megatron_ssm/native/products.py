@@ -28,12 +28,12 @@ def instructions() -> str:
 
 
 def has_products_of(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for products of bfloat16 or float16; True if that is not known."""
+    """Return True if this processor has instructions for products of bfloat16 or float16; True if that is not known."""
     return kernels.LIBRARY.functions is None or bool(functions().has_products_of(TYPES[dtype]))
 
 
 def has_kernel(stored: torch.dtype, x: torch.dtype, rows: int, columns: int, has_gaps: bool = False) -> bool:
-    """Whether C multiplies `rows` rows of dtype x by a matrix that is stored in the dtype `stored`.
+    """Return True if C multiplies `rows` rows of dtype x by a matrix that is stored in the dtype `stored`.
 
     columns: `in`. has_gaps: whether there are gaps between the rows of the matrix, or of the result.
     """
@@ -65,7 +65,7 @@ def columns_of(values: Tensor) -> int:
 
 
 def should_multiply(x: Tensor, values: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether C multiplies these: tensors on the CPU without gaps between rows, outside autocast, in a form that C has."""
+    """Return True if C multiplies these tensors: on the CPU, without gaps, outside autocast, in a form that C has."""
     if not (usable(x, bias) and values.is_cpu and values.is_contiguous()) or torch.is_autocast_enabled("cpu"):
         return False
     columns = columns_of(values)

@@ -36,7 +36,7 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Layout:
-    """What selections of a cache share: a number that changes when its tensors move, and tokens read by a tape that may be
+    """State that selections of a cache share: a number that changes when tensors move, and tokens of a tape that may be
     taken back.
     """
 
@@ -93,17 +93,17 @@ class Cache:
 
     @property
     def rows_held(self) -> int:
-        """How many sequences the cache has room for."""
+        """The number of sequences that the cache has room for."""
         return len(self.lengths)
 
     @property
     def batch(self) -> int:
-        """How many sequences a call continues."""
+        """The number of sequences that a call continues."""
         return len(self.lengths[self.rows])
 
     @property
     def capacity(self) -> int | None:
-        """How many tokens a row can hold; None: any number, because no operator keeps something of each token."""
+        """The most tokens of a row; None: unlimited, because no operator keeps something of each token."""
         return next((tensor.shape[1] for tensor in self._per_token()), None)
 
     def select(self, rows: Iterable[int]) -> "Cache":
@@ -152,7 +152,7 @@ class Cache:
         self.lengths[self.rows] += torch.tensor(counts)
 
     def stored(self, row: int) -> int:
-        """How many keys and values this rank holds of a row."""
+        """The number of keys and values of a row that this rank holds."""
         return int(self.lengths[row] if self.kv_lengths is None else self.kv_lengths[self.context_rank, row])
 
     def reserve(self, length: int) -> None:

@@ -1,4 +1,4 @@
-"""What operators must know about the tokens of one call of the model."""
+"""A description, for the operators, of the tokens of one call of the model."""
 
 from dataclasses import dataclass, field
 from typing import Any

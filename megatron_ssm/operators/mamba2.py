@@ -76,12 +76,12 @@ class Mamba2Spec(Spec):
 
     @property
     def channels(self) -> int:
-        """Those of all heads."""
+        """The values of all heads."""
         return self.heads * self.head_dim
 
     @property
     def has_out_bias(self) -> bool:
-        """Whether out_proj has a bias."""
+        """True if out_proj has a bias."""
         return self.bias if self.out_bias is None else self.out_bias
 
     @property
@@ -307,12 +307,12 @@ class Mamba2Mixer(Operator):
 
     @property
     def local_norm(self) -> bool:
-        """Whether this rank holds all channels of its groups, so that it normalizes them alone; or there is no norm."""
+        """True if this rank holds all channels of its groups, so that it normalizes them alone; or there is no norm."""
         return self.all_groups >= self.ranks.size or self.norm == NO_NORM
 
     @property
     def fused_norm(self) -> bool:
-        """Whether the sum of squares of the only group is a column in the all-reduce of out_proj."""
+        """True if the sum of squares of the only group is a column in the all-reduce of out_proj."""
         return self.ranks.size > 1 and self.all_groups == 1 and self.norm != NO_NORM
 
     def _normed(self, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

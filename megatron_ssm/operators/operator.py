@@ -1,4 +1,4 @@
-"""What an operator is: it maps a stream of tokens to one of the same shape, split over the tensor-parallel ranks.
+"""The protocol of an operator, which maps a stream of tokens to one of the same shape, split over the tensor-parallel ranks.
 
 A unit (`unit.py`) gives its operators their input, whole on every rank, and adds up what they return, over the operators and
 over the ranks. So an operator sends nothing but what its own mathematics needs inside.
@@ -27,7 +27,7 @@ from .state import State, read_speculatively
 
 @dataclass
 class Place:
-    """Where an operator is built: its ranks, and the dtype and device of its parameters.
+    """The place where an operator is built: its ranks, and the dtype and device of its parameters.
 
     ranks: over which its parameters are split. experts: those that divide the experts of the model besides; each of them has
     all other parameters that this rank has. context: the ranks that hold the other tokens of the sequence; None: there
@@ -49,7 +49,7 @@ class Place:
 
     @property
     def part(self) -> tuple[int, int, int, int]:
-        """Which part of each field is here: the arguments of `Field.piece`."""
+        """The part of each field that is here: the arguments of `Field.piece`."""
         return self.ranks.rank, self.ranks.size, self.experts.rank, self.experts.size
 
     def ranks_with_same_piece(self, pieces: int) -> Ranks:
@@ -66,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Partial:
-    """What an operator returns: this rank's summand, and what follows the sum over the ranks.
+    """The output of an operator: this rank's summand, and what follows the sum over the ranks.
 
     out: (batch, seq, hidden), partial. columns: (batch, seq, n) in at least fp32, partial, which are summed exactly in the
     same message; None: there are none. finish: a function of both sums that returns the output, token by token; None: it is

@@ -1,4 +1,4 @@
-"""What routers of experts report in training: losses that let them use all experts, and how often each was chosen.
+"""The reports of routers of experts in training: losses that let them use all experts, and how often each was chosen.
 
 Sources: Megatron-Core 0.16, `transformer/moe/moe_utils.py` and `router.py`; transformers' `load_balancing_loss_func`.
 """
@@ -36,7 +36,7 @@ class RouterLosses:
 
 @dataclass
 class Routing:
-    """What the routers report in calls of `Model.loss`.
+    """The reports of routers in calls of `Model.loss`.
 
     losses: to add. loads: {operator: how many tokens of this rank chose each of its experts, int64}, since it was emptied.
     values: {"load_balancing_loss" or "z_loss": this rank's share of the mean over replicas, since it was emptied}.

@@ -77,7 +77,7 @@ class SharedBlockSpec(Spec):
 
 @dataclass(frozen=True)
 class SharedBlockUseSpec(Spec):
-    """What a unit has of its own for its use of a shared block: a linear layer, and low-rank adapters.
+    """The modules of one invocation of a shared block: a linear layer, and low-rank adapters.
 
     use: its number among the uses of all blocks. adapter_rank: of the adapter of the MLP (0: there are none).
     attention_adapters: whether q, k and v have adapters too. idle: the numbers of other uses whose adapters files repeat

@@ -118,7 +118,7 @@ class Replay:
 
 
 def _first_tokens(rows: torch.Tensor, count: int) -> Callable[[Any], Any]:
-    """What takes the first `count` tokens of some rows of a tensor (batch, seq, ...)."""
+    """A function that takes the first `count` tokens of some rows of a tensor (batch, seq, ...)."""
     return lambda t: t[rows.to(t.device), :count] if isinstance(t, torch.Tensor) else t
 
 

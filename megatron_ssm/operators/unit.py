@@ -152,7 +152,7 @@ class Layer(TrackedModule):
         return residual + (out if unit.residual_scale == 1.0 else unit.residual_scale * out)
 
     def _recomputed(self, unit: Unit, x: torch.Tensor, call: Call, states: Mapping[str, State]) -> Any:
-        """What recomputation repeats: all of the unit, but for operators that must not repeat what they send.
+        """The part that recomputation repeats: all of the unit, except for operators that must not repeat what they send.
 
         Returns the unit's output; or, if there is such an operator, what each operator projected or mixed.
         """

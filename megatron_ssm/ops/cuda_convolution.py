@@ -12,7 +12,7 @@ VECTOR, BYTES = 8, 16  # causal_conv1d_fn needs strides that are multiples of 8 
 
 
 def supports_conv(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None) -> bool:
-    """Whether a kernel computes this `convolution.causal_conv` (csrc/causal_conv1d.cpp: widths, dtypes, multiples of 8)."""
+    """Return True if a kernel computes this `convolution.causal_conv` (see csrc/causal_conv1d.cpp)."""
     if weight.shape[-1] not in WIDTHS or bias is not None and bias.dtype is not weight.dtype:
         return False
     if x.shape[1] == 1:
@@ -25,7 +25,7 @@ def supports_conv(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tenso
 
 
 def _conv_rows(x: Tensor, weight: Tensor, history: Tensor | None) -> int:
-    """How many rows of the batch causal-conv1d's kernels get at a time, also if a history is prepended to x."""
+    """The number of rows of the batch that causal-conv1d's kernels get at a time, also if a history is prepended to x."""
     return cuda_kernels.rows_within((x.shape[1] + weight.shape[-1] - 1) * x.shape[2], x, history)
 
 

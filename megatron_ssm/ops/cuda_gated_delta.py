@@ -15,7 +15,7 @@ LARGEST_STATE = 256  # the largest K that chunk_gated_delta_rule supports (fla/o
 def supports_gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, one_by_one: bool
 ) -> bool:
-    """Whether a kernel computes this `gated_delta.gated_delta`.
+    """Return True if a kernel computes this `gated_delta.gated_delta`.
 
     Triton multiplies float32 in TF32 in chunks, so that float32 is left to torch unless torch itself may use TF32.
     """

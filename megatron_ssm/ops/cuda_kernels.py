@@ -97,12 +97,12 @@ def load_kernel(name: str) -> OptionalImport:
 
 
 def on_cuda(tensor: Tensor) -> bool:
-    """Whether a tensor is on CUDA."""
+    """Return True if a tensor is on CUDA."""
     return tensor.is_cuda
 
 
 def is_usable(name: str, first: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel was imported, and these tensors (None: absent) are on CUDA, not empty, and of its dtypes."""
+    """Return True if a kernel was imported, and these tensors (None: absent) are on CUDA, not empty, and of its dtypes."""
     if not on_cuda(first) or torch.compiler.is_compiling():
         return False
     given = [t for t in (first, *others) if t is not None]
@@ -110,7 +110,7 @@ def is_usable(name: str, first: Tensor, *others: Tensor | None) -> bool:
 
 
 def rounds_products() -> bool:
-    """Whether torch may use TF32 for float32. The older of its two settings raises an error if the newer one was used."""
+    """Return True if torch may use TF32 for float32. The older setting raises an error if the newer one was used."""
     switch = torch.backends.cuda.matmul
     return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else switch.allow_tf32
 
@@ -140,7 +140,7 @@ def last_offset(tensor: Tensor) -> int:
 
 
 def rows_within(allocated: int, *tensors: Tensor | None) -> int:
-    """How many rows of a batch have no offset beyond LARGEST_OFFSET; 0 if already a single row has.
+    """The number of rows of a batch without an offset beyond LARGEST_OFFSET; 0 if a single row has one.
 
     It considers these tensors (None: absent), contiguous copies of them, and a tensor of `allocated` elements per row that
     the kernel allocates.

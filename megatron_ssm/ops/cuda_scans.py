@@ -22,7 +22,7 @@ def supports_selective_scan(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor | None,
     state: Tensor | None,
 ) -> bool:  # fmt: skip
-    """Whether a kernel computes this `scan.selective_scan`.
+    """Return True if a kernel computes this `scan.selective_scan`.
 
     `selective_state_update` has no gradients. `selective_scan_fn` starts from zeros, so the effect of an initial state
     is added here, without gradients. It has no gradient of the final state either; see `scan._AfterKernel`.
@@ -39,7 +39,7 @@ def supports_selective_scan(
 
 
 def _selective_rows(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> int:
-    """How many rows of the batch `selective_scan_fn` gets at a time. It keeps two values per chunk for each element of A."""
+    """The rows of the batch that `selective_scan_fn` gets at a time. It keeps two values per chunk for each element of A."""
     chunks = -(-x.shape[1] // SELECTIVE_CHUNK)
     return cuda_kernels.rows_within(2 * chunks * A.numel(), x, dt, B, C, z)
 
@@ -125,7 +125,7 @@ def _response_of_rows(A: Tensor, dt_bias: Tensor | None, dt: Tensor, C: Tensor, 
 
 
 def supports_ssd(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None) -> bool:
-    """Whether a kernel computes this `scan.ssd`.
+    """Return True if a kernel computes this `scan.ssd`.
 
     `mamba_chunk_scan_combined` has all gradients, including those of the states. But Triton multiplies float32 in TF32.
     So float32 is left to torch, unless torch itself may use TF32, or a lower precision under autocast.
@@ -141,7 +141,7 @@ def supports_ssd(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: 
 
 
 def _ssd_rows(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> int:
-    """How many rows of the batch `mamba_chunk_scan_combined` gets at a time.
+    """The number of rows of the batch that `mamba_chunk_scan_combined` gets at a time.
 
     For each chunk it allocates the states, dt, and the products of C and B.
     """

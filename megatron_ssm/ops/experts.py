@@ -22,7 +22,7 @@ GROUP_SCORES = 2  # the largest scores of a group, whose sum is the group's
 
 @dataclass(frozen=True)
 class Router:
-    """How tokens choose `chosen` of `experts` experts, and how these are weighted.
+    """A router, by which tokens choose and weight `chosen` of `experts` experts.
 
     form: SOFTMAX over all experts, of which the largest are chosen; CHOSEN_SOFTMAX, over the largest logits; or SIGMOID of
     each logit, in at least fp32, of which the largest are chosen after a bias was added for the choice alone, in the

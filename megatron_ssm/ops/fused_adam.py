@@ -49,7 +49,7 @@ def fused_adams() -> tuple[OptionalImport, ...]:
 
 
 def on_cuda(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is on CUDA, as FusedAdam requires."""
+    """Return True if a parameter is on CUDA, as FusedAdam requires."""
     return parameter.is_cuda
 
 
@@ -77,7 +77,7 @@ def _fused(
 
 
 def counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer counts steps per group and keeps its moments in float32, as FusedAdam does."""
+    """Return True if an optimizer counts steps per group and keeps its moments in float32, as FusedAdam does."""
     return not isinstance(optimizer, torch.optim.AdamW)
 
 

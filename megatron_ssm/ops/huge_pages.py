@@ -75,5 +75,5 @@ def trim_heap() -> None:
 
 
 def _is_cpu(device: Any) -> bool:
-    """Whether torch would allocate on the CPU for this argument `device`."""
+    """Return True if torch would allocate on the CPU for this argument `device`."""
     return torch.device(torch.get_default_device() if device is None else device).type == "cpu"

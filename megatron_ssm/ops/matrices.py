@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None = No
 
 
 def _is_narrowed(x: Tensor, weight: Tensor) -> bool:
-    """Whether a float32 x meets a bfloat16 matrix of a quantized model, outside autocast, which would convert both."""
+    """Return True if a float32 x meets a bfloat16 matrix of a quantized model, outside autocast (which converts both)."""
     is_narrower = weight.dtype is torch.bfloat16 and x.dtype is torch.float32 and not weight.requires_grad
     return is_narrower and not torch.is_autocast_enabled(x.device.type)
 

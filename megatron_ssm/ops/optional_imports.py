@@ -37,7 +37,7 @@ def version_of(package: str) -> str:
 
 
 def nvidia_apex() -> bool | None:
-    """Whether the installed `apex` is NVIDIA's, by its files; None if there is none. It is not imported."""
+    """Return True if the installed `apex` is NVIDIA's, by its files; None if there is none. It is not imported."""
     spec = importlib.util.find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     return any(list(Path(folder, "optimizers").glob("fused_adam*")) for folder in folders) if spec else None

@@ -1,4 +1,4 @@
-"""What a model is, before any tensor exists: its parameters, units and layers as data, read from a Hugging Face config.json.
+"""The description of a model before any tensor exists: parameters, units and layers as data, from a config.json.
 
 In: the fields of a config.json, as a family reads them. Out: a `Stack`, from which models, checkpoints and sizes are made.
 """

@@ -78,7 +78,7 @@ class Field:
         return whole[: self.split] + (slice(start, stop),) + whole[self.split + 1 :]
 
     def copies(self, size: int) -> int:
-        """How many of `size` tensor-parallel ranks hold each element."""
+        """The number of tensor-parallel ranks, of `size`, that hold each element."""
         if self.split is None:
             return size
         return 1 if self.units is None else max(1, size // self.units)
@@ -89,7 +89,7 @@ class Field:
 
     @property
     def has_weight_decay(self) -> bool:
-        """Whether the optimizer's weight decay applies: to matrices, but never to A_log, D, norms and biases."""
+        """True if the optimizer's weight decay applies: to matrices, but never to A_log, D, norms and biases."""
         return len(self.shape) > 1 and not self.name.endswith("A_log")
 
     @property
@@ -161,7 +161,7 @@ class Field:
         return [(heads, *piece[: self.split], within, *piece[self.split + 1 :])]
 
     def _runs(self, rows: slice) -> list[slice]:
-        """Where some of our rows are in Hugging Face's tensor."""
+        """The place of some of our rows in Hugging Face's tensor."""
         if self.block == 1:  # one row of each block
             first, count = self.start + self.stride * rows.start, rows.stop - rows.start
             return [slice(first, first + self.stride * (count - 1) + 1 if count else first, self.stride)]

@@ -125,7 +125,7 @@ class Family:
                 raise ValueError(f"{self.name} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
 
     def unknown_fields(self, names: Mapping[str, Any] | list[str]) -> tuple[str, ...]:
-        """Those of the names, sorted, that are no field of this family's config.json that is known."""
+        """The names, sorted, that are not known fields of this family's config.json."""
         known = self.known | COMMON_VALUES.keys() | self.supported.keys() | IGNORED_FIELDS | self.ignored
         return tuple(sorted(set(names) - known))
 
@@ -153,7 +153,7 @@ class FieldReader:
         return self.family.hf_name(name)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the family has a field of this name."""
+        """Return True if the family has a field of this name."""
         return name in self.defaults
 
     def __getitem__(self, name: str) -> Any:

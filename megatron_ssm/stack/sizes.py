@@ -1,4 +1,4 @@
-"""What an operator computes, stores and sends on one rank, as numbers that `sizing` and `advice` add up."""
+"""The work, memory and messages of an operator on one rank, as numbers that `sizing` and `advice` add up."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class RecurrenceSizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """What sizes are asked for: one of `ranks` tensor-parallel ranks, with elements of `itemsize` bytes.
+    """The workload whose sizes are computed: one of `ranks` tensor-parallel ranks, with elements of `itemsize` bytes.
 
     on_cuda: with the kernels of mamba-ssm and causal-conv1d. amx: on a CPU with AMX, where torch's attention in 16 bits
     copies keys and values. sequence_parallel: each rank has a share of the tokens between the layers.
@@ -61,13 +61,13 @@ class Workload:
         return 1 / self.ranks if self.sequence_parallel else 1
 
     def norm(self, width: int) -> float:
-        """What a norm over `width` numbers stores in training: its input, the normalized input, the output, one factor."""
+        """The numbers that a norm over `width` stores in training: input, normalized input, output and one factor."""
         return (3 * width + 1) * self.share
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an operator needs on one rank.
+    """The sizes of an operator on one rank.
 
     Generation, in bytes: state, of one sequence, whatever its length; keys, of each token of a sequence; stages, {stage: of
     one token of a prompt, besides the operator's input}; projected, what waits of one token while other operators of the

@@ -46,7 +46,7 @@ class Spec:
         return self
 
     def sizes(self, work: Workload) -> Sizes:
-        """What it computes, stores and sends on one rank."""
+        """Its work, memory and messages on one rank."""
         return Sizes()
 
     def build(self, place: Any) -> Any:
@@ -114,7 +114,7 @@ class Unit:
 
     @property
     def sizes(self) -> list[Sizes]:
-        """What its operators, and its use of a shared block, need on one rank."""
+        """The sizes of its operators, and of its invocation of a shared block, on one rank."""
         parts = [*self.operators, *([self.side.part] if self.side else [])]
         return [part.spec.sizes(Workload()) for part in parts]
 
@@ -354,5 +354,5 @@ class Stack:
 
     @property
     def elements(self) -> int:
-        """How many numbers the parameters of the model have."""
+        """The number of elements of the model's parameters."""
         return sum(math.prod(each.shape) for each in self.fields())

@@ -29,7 +29,7 @@ class Section:
 
 
 class FinishedTape:
-    """What a `Builder` has written. sections: {"all": ..., "layers": ...}. x, embeddings: what the layers read.
+    """The result of a `Builder`. sections: {"all": ..., "layers": ...}. x, embeddings: what the layers read.
 
     out: the hidden states that they give (None: those in x). logits_width: how many logits each token gets. Deep copies of a
     model have no tapes.
@@ -51,18 +51,18 @@ class FinishedTape:
         self._fast: dict[int, bool] = {}
 
     def has_addresses(self) -> bool:
-        """Whether the model's tensors are where they were."""
+        """Return True if the model's tensors are where they were."""
         return [tensor.data_ptr() for tensor in self.builder.kept] == self._addresses
 
     def is_fast(self, rows: int) -> bool:
-        """Whether C has kernels for the products of this many rows."""
+        """Return True if C has kernels for the products of this many rows."""
         if rows not in self._fast:
             weights = self.builder.weights
             self._fast[rows] = all(products.has_kernel(w, x, rows, *layout) for w, x, *layout in weights)
         return self._fast[rows]
 
     def call(self, batch: int, tokens: int) -> "BoundCall":
-        """What runs the tape for this many tokens of each of this many sequences."""
+        """A runner of the tape for this many tokens of each of this many sequences."""
         key = batch, tokens
         if key not in self.calls:
             if len(self.calls) >= 2 * CACHES:

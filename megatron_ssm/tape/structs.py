@@ -33,7 +33,7 @@ class Matrix(ctypes.Structure):
 
     @staticmethod
     def supports(weight: Tensor | QuantizedMatrix, dtype: torch.dtype, rows: int, has_gaps: bool = False) -> bool:
-        """Whether C multiplies so many rows of `dtype` by a matrix without a copy. has_gaps: see `products.has_kernel`."""
+        """Return True if C multiplies this many rows of `dtype` without a copy. has_gaps: see `products.has_kernel`."""
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         return (
             values.is_cpu and values.is_contiguous() and not torch.is_autocast_enabled("cpu")

@@ -52,7 +52,7 @@ class TapeSum:
 
 
 class SentInC:
-    """What the all-reduces in C of one call send."""
+    """The messages of one call's all-reduces in C."""
 
     def __init__(self, sums: Sequence[TapeSum]):
         in_c = [each.sum_in_c for each in sums if each.sum_in_c is not None]
