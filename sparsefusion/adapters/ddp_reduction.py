@@ -1,4 +1,4 @@
-"""What torch's DDP reduces without a communication hook, and how."""
+"""The all-reduce that torch's DDP does without a communication hook."""
 
 import torch
 from torch.distributed import GradBucket, Work

@@ -11,7 +11,7 @@ from sparsefusion.gradients.session import most_common_dtype
 
 
 def skips_nonfinite_steps(optimizer: Any, stage: int) -> bool:
-    """Whether DeepSpeed skips a step whose gradients are not finite."""
+    """Return True if DeepSpeed skips a step whose gradients are not finite."""
     if not stage:
         return hasattr(optimizer, "overflow")
     checks_norm = hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm")  # since 0.19.8

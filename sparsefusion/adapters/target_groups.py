@@ -24,12 +24,12 @@ class TargetGroups(NamedTuple):
 
 
 def is_megatron_ddp(target: object) -> bool:
-    """Whether the object has the methods of Megatron-Core's DistributedDataParallel."""
+    """Return True if the object has the methods of Megatron-Core's DistributedDataParallel."""
     return hasattr(target, "bucket_groups") and hasattr(target, "finish_grad_sync")
 
 
 def is_deepspeed_engine(target: object) -> bool:
-    """Whether the object has the methods of DeepSpeed's engine."""
+    """Return True if the object has the methods of DeepSpeed's engine."""
     return hasattr(target, "zero_optimization_stage") and hasattr(target, "allreduce_gradients")
 
 

@@ -173,7 +173,7 @@ def all_to_all_rows(
 
 
 def _step_by_step(message: torch.Tensor) -> bool:
-    """Whether to send messages of this size to one rank after the other.
+    """Return True if messages of this size are sent to one rank after the other.
 
     This uses the full bandwidth of a link; gloo's all-to-all, and its all-gather between two ranks, use 50 to 80 % of it.
     """

@@ -24,7 +24,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def describe_rank(library: Library) -> dict[str, Any]:
-    """Where this rank runs, or why it cannot share memory: to be compared with the other ranks'."""
+    """This rank's machine, or the reason why it cannot share memory; compared with those of other ranks."""
     if library.functions is None:
         return {"why": f"no C library: {library.why}"}
     try:
@@ -112,7 +112,7 @@ def _create(nbytes: int) -> int:
 
 
 def _location(descriptor: int | None) -> tuple[str, int, int] | None:
-    """Where other processes find an open file, and the device and inode that identify it."""
+    """The path at which other processes find an open file, and the device and inode that identify it."""
     if descriptor is None:
         return None
     status = os.fstat(descriptor)
@@ -175,7 +175,7 @@ class ProcessWatch:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is such a process, of this user."""
+    """Return True if there is such a process, of this user."""
     try:
         os.kill(pid, 0)
     except OSError:  # no such process, or by now another user's

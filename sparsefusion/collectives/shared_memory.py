@@ -239,7 +239,7 @@ class SharedMemory:
             counter.add("all_reduce", nbytes, self.sent(format, nbytes))
 
     def sent(self, format: str, nbytes: int) -> int:
-        """How many bytes a rank sends for an all-reduce of `nbytes` in the wire format, as they are counted."""
+        """The bytes that a rank sends for an all-reduce of `nbytes` in the wire format, as they are counted."""
         times, parts = (2 * (self.size - 1), self.size) if format == "fp32" else (self.size - 1, 1)
         return -(-times * nbytes // parts)
 

@@ -66,7 +66,7 @@ def _join(arguments: argparse.Namespace) -> str:
 
 
 def _checked(arguments: argparse.Namespace, device: str, rank: int) -> tuple:
-    """What must be equal on all ranks. ValueError: this rank has no such device, or is rank 0 and may not write the file."""
+    """The values that must be equal on all ranks. ValueError: no such device, or rank 0 may not write the file."""
     kind, _, index = device.partition(":")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
@@ -91,7 +91,7 @@ def _measure_first(count: int, arguments: argparse.Namespace, device: str, idle:
 
 
 def _description(device: str) -> dict[str, str]:
-    """Where a fabric is measured."""
+    """The place where a fabric is measured."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return {
         "source": "measured",

@@ -1,4 +1,4 @@
-"""What messages cost on one set of machines: measured curves, predictions from them, and the file that keeps them.
+"""The costs of messages on one set of machines: measured curves, predictions from them, and the file that keeps them.
 
 Sizes are bytes, counted per operation as `curve` says; times are seconds. One rank sends nothing, which costs 0 seconds.
 """

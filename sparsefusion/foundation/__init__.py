@@ -1,4 +1,4 @@
-"""What all packages use and what does not need torch: exports that are imported when used, one-line errors of commands, and
+"""Parts that all packages share and that do not need torch: exports imported when used, one-line errors of commands, and
 the environment variables of launchers.
 
 In: the names that a package exports; the flags and the work of a command; the environment.

@@ -200,7 +200,7 @@ def run(name: str, command: Callable[[], object]) -> int:
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is short, of the CPU or of the GPU; torch says the former by a RuntimeError."""
+    """Return True if an error reports a lack of memory on CPU or GPU; torch reports the former as a RuntimeError."""
     is_of_cpu = isinstance(error, RuntimeError) and re.search("[Cc]an(no|')t allocate memory", str(error)) is not None
     is_of_system = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     return is_of_cpu or is_of_system or type(error).__name__ == "OutOfMemoryError"

@@ -1,4 +1,4 @@
-"""Which rank this process is: the variables of torchrun, or those of Slurm and MPI launchers under torchrun's names."""
+"""The rank of this process: torchrun's variables, or those of Slurm and MPI launchers under torchrun's names."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def launched_ranks() -> int:
-    """How many ranks a launcher started (1: none did). LauncherError if the variable is no number."""
+    """The number of ranks that a launcher started (1: none did). LauncherError if the variable is no number."""
     return _integer("WORLD_SIZE", launched().get("WORLD_SIZE", "1"), 1, RANKS_LIMIT)
 
 
@@ -107,7 +107,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_outside_step(environment: Mapping[str, str]) -> bool:
-    """Whether this is a batch script, or a shell of `salloc`: they have the job's number of tasks, but are no step."""
+    """Return True in a batch script or a shell of `salloc`, which have the job's number of tasks, but are no step."""
     is_in_job = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
     return is_in_job and environment.get("SLURM_PROCID", "0") == "0"
 

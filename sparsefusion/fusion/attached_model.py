@@ -40,7 +40,7 @@ class AttachedModel:
 
     @property
     def can_send_early(self) -> bool:
-        """Whether gradients may be sent before their atom is complete."""
+        """True if gradients may be sent before their atom is complete."""
         return getattr(self.adapter, "can_send_early", False)
 
     def agree(self, group: ProcessGroup | None, asked: Callable[[], object]) -> None:

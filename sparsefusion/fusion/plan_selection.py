@@ -1,4 +1,4 @@
-"""How a `SparseFusion` comes to its plan: profile dense steps, plan on one rank, and let plans that are close take turns."""
+"""The choice of a plan by `SparseFusion`: profile dense steps, plan on one rank, and measure close plans in turns."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from .trial import Trial, close_modes
 
 @dataclass(frozen=True)
 class Options:
-    """What the user of a `SparseFusion` asked for; its docstring explains them."""
+    """The settings of a `SparseFusion`; its docstring explains them."""
 
     mode: str
     compression: CompressionSettings
@@ -95,7 +95,7 @@ class PlanSelection:
         session.density_ratio, session.is_dense_step, self.candidates = 1.0, False, None
 
     def sends_less(self, density: float, than_fp16: bool = False) -> bool:
-        """Whether sparse messages of this density are clearly smaller than dense ones, or than those in float16."""
+        """Return True if sparse messages of this density are clearly smaller than dense ones, or than those in float16."""
         compression = replace(self.options.compression, density=density)
         model, reduce_scatters = self.model, self.model.dense_operation == "reduce_scatter"
         return sends_less(
@@ -214,7 +214,7 @@ class PlanSelection:
             self.session.observers.append(DensityWarmup(density, steps, self.sparse_since, self.sends_less))
 
     def accepts(self, plan: Plan, budget: str) -> bool:
-        """Whether a plan from a checkpoint is what is asked for now, fits these parameters, and sends clearly less."""
+        """Return True if a plan from a checkpoint has these settings, fits these parameters, and sends clearly less."""
         saved, options = CompressionSettings(plan.density, plan.sparsifier, plan.wire, budget), self.options
         is_small = not plan.buffers or self.sends_less(plan.density)
         is_asked = saved == options.compression and options.mode in ("auto", plan.mode)

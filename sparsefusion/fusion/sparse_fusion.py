@@ -278,5 +278,5 @@ class SparseFusion:
 
 
 def _is_replicated(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter lacks the marks of tensor parallelism."""
+    """Return True if a parameter lacks the marks of tensor parallelism."""
     return not any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

@@ -41,7 +41,7 @@ class BufferQueue:
 
     @property
     def has_sent(self) -> bool:
-        """Whether a message of this step has been started."""
+        """True if a message of this step has been started."""
         return bool(self._started)
 
     @property

@@ -117,12 +117,12 @@ class ErrorFeedback:
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
-    """Whether all elements are zero: the parameter was not used."""
+    """Return True if all elements are zero: the parameter was not used."""
     return not (gradient[:: -(-len(gradient) // PROBED) or 1].any() or gradient.any())
 
 
 def _is_in_unused(gradients: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:
-    """Which indices, counted through all gradients, lie in a gradient that was not used; None: no gradient is unused."""
+    """A mask of the indices, counted through all gradients, in unused gradients; None: no gradient is unused."""
     unused = [is_zero(gradient) for gradient in gradients]
     if not any(unused):
         return None

@@ -44,7 +44,7 @@ class LossScale:
                 gradient[:1] = torch.nan
 
     def raise_error(self, step: int) -> str:
-        """What ranks compare after a step that is not finite. ValueError: the function failed in that step."""
+        """The values that ranks compare after a step that is not finite. ValueError: the function failed in that step."""
         if self.error is not None:
             raise ValueError(f"step {step}: loss_scale() failed: {self.error!r}")
         return f"the loss scale of step {step}"

@@ -74,7 +74,7 @@ class Reducer:
 
     @property
     def adds_up_values(self) -> bool:
-        """Whether all ranks select the same indices, so that an all-reduce adds up their values."""
+        """True if all ranks select the same indices, so that an all-reduce adds up their values."""
         return self.feedback.sparsifier == "randomk"
 
     def sparse_message(self, selections: Sequence[Selection]) -> SparseMessage:
@@ -176,5 +176,5 @@ class Reduction:
 
 
 def _accumulates_exactly(gradient: torch.Tensor) -> bool:
-    """Whether means are added up in the dtype of the gradient itself."""
+    """Return True if means are added up in the dtype of the gradient itself."""
     return gradient.dtype == at_least_fp32(gradient.dtype)

@@ -159,22 +159,22 @@ class Session:
 
     @property
     def _uses_buffers(self) -> bool:
-        """Whether this step sends the buffers of the plan."""
+        """True if this step sends the buffers of the plan."""
         return bool(self.plan.buffers) and self._follows_plan
 
     @property
     def _uses_fp16(self) -> bool:
-        """Whether this step sends all elements in float16."""
+        """True if this step sends all elements in float16."""
         return self.plan.mode == "fp16" and self._follows_plan
 
     @property
     def _follows_plan(self) -> bool:
-        """Whether this step follows the plan; otherwise the framework reduces everything itself."""
+        """True if this step follows the plan; otherwise the framework reduces everything itself."""
         return not (self.is_dense_step or self.pending_comparison)
 
     @property
     def _flushes_residuals(self) -> bool:
-        """Whether residuals may be sent in this step with dense gradients, so that the result must be checked."""
+        """True if residuals may be sent in this step with dense gradients, so that the result must be checked."""
         return self._may_have_residuals and not self._uses_buffers
 
     def gradient_ready(self, name: str, gradient: torch.Tensor) -> None:

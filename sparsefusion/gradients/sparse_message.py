@@ -15,7 +15,7 @@ from sparsefusion.selection.indices import decode_indices, encode_indices, index
 
 @dataclass
 class Selection:
-    """What a rank selected from a unit: values (k,), at least fp32, and indices (k,), int32, ascending."""
+    """The elements that a rank selected from a unit: values (k,), at least fp32, and indices (k,), int32, ascending."""
 
     unit: Unit
     values: torch.Tensor

@@ -1,4 +1,4 @@
-"""How gradients are compressed: what the user asked for, and what it sends compared with dense gradients."""
+"""The compression of gradients: the user's settings, and their bytes compared with dense gradients."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ GUARD_INDEX_BYTES = 4  # bytes of an index, for the decision whether a density i
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """How gradients are compressed, as the user asked for. budget: "bytes" or "paper", see `compensated_density`."""
+    """The user's settings of compression. budget: "bytes" or "paper", see `compensated_density`."""
 
     density: float
     sparsifier: str = "dgc"
@@ -33,7 +33,7 @@ class CompressionSettings:
         return values if self.sparsifier == "randomk" else values + bytes_per_index * k
 
     def filled(self, k: int) -> int:
-        """How many values the k elements of a unit occupy in a message (see `plan.filled_values`)."""
+        """The number of values that the k elements of a unit occupy in a message (see `plan.filled_values`)."""
         return k if self.sparsifier == "randomk" else filled_values(self.wire, k)
 
 
@@ -45,7 +45,7 @@ def sends_less(
     reduce_scatters: bool = False,
     than_fp16: bool = False,
 ) -> bool:
-    """Whether sparse messages are clearly smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
+    """Return True if sparse messages are much smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
 
     It counts 4 bytes for an index, though 2 are sent, to make up for the time of the selection. itemsize: bytes of an
     element of a gradient. sent_itemsize: the same in the framework's own messages. reduce_scatters: the framework uses

@@ -66,7 +66,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank sends in a step.
+    """The messages of every rank in a step.
 
     mode: one of MODES, but auto. Plans of the modes dense and fp16 have no buffers: they reduce the framework's
     buckets. sparsifier, density (the share of elements to send), wire (the format of sent values): what was asked for.
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def sent_elements(self) -> tuple[int, int, int]:
-        """How many elements each rank sends (dense, sparse), and has; (0, 0, 0) without buffers."""
+        """The numbers of elements that each rank sends (dense, sparse) and has; (0, 0, 0) without buffers."""
         units = [unit for buffer in self.buffers for unit in buffer.units]
         return (
             sum(unit.numel for unit in units if not unit.k),
@@ -113,7 +113,7 @@ class Plan:
         return replace(self, buffers=tuple(buffer.restricted_to(sizes) for buffer in self.buffers))
 
     def fits_sizes(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the plan is for parameters of these sizes."""
+        """Return True if the plan is for parameters of these sizes."""
         names = {name for buffer in self.buffers for name in buffer.names}
         return not names or (names == set(sizes) and self == self.for_sizes(sizes))
 
@@ -159,7 +159,7 @@ def value_bytes(wire: str, count: int, itemsize: int = 4) -> int:
 
 
 def filled_values(wire: str, count: int) -> int:
-    """How many values `count` values of one unit occupy in a message: int8 fills up its blocks."""
+    """The number of values that `count` values of one unit occupy in a message: int8 fills up its blocks."""
     return padded(count, _format(wire, False).block)
 
 

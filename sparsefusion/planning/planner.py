@@ -102,7 +102,7 @@ def _buffer_loads(
 def _buffer_load(
     buffer: Buffer, compression: CompressionSettings, tensors: Mapping[str, Tensor], itemsize: int, costs: Costs
 ) -> Load:
-    """What a buffer costs."""
+    """The cost of a buffer."""
     early = [unit for unit in buffer.units if unit.early]
     sent_early = sum(unit.numel for unit in early) * itemsize
     dense = sum(unit.numel for unit in buffer.units if not unit.k) * itemsize
@@ -221,7 +221,7 @@ def _choose_dense(
 def _is_cheaper_dense(
     tensor: Tensor, dense_numel: int, compression: CompressionSettings, timeline: Timeline, costs: Costs
 ) -> bool:
-    """Whether the selection takes at least the time that it saves, where `dense_numel` elements are sent dense anyway."""
+    """Return True if selecting takes at least the time that it saves; `dense_numel` elements are sent dense anyway."""
     dense = costs.all_reduce((dense_numel + tensor.numel) * timeline.itemsize) - costs.all_reduce(
         dense_numel * timeline.itemsize
     )
@@ -236,7 +236,7 @@ def _send_dense(buffer: Buffer, names: Collection[str]) -> Buffer:
 
 
 def _count_excluded(units: Sequence[Unit], backward: float, sending: Load, costs: Costs) -> int:
-    """How many of the smallest sparse units of a buffer Eq. 2 sends dense. sending: the costs of the previous buffer."""
+    """The number of sparse units, smallest first, that Eq. 2 sends dense. sending: the costs of the previous buffer."""
     return count_excluded(
         [unit.numel for unit in units],
         backward,

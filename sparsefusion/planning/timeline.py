@@ -53,7 +53,7 @@ class Timeline:
 
 
 class MessageTimes(Protocol):
-    """What `Costs` needs of a `Fabric`."""
+    """The part of a `Fabric` that `Costs` uses."""
 
     def time(self, operation: str, nbytes: int, ranks: int) -> float:
         """Seconds of a collective."""
@@ -61,7 +61,7 @@ class MessageTimes(Protocol):
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a step cost, in seconds, on `ranks` ranks.
+    """The costs of the parts of a step, in seconds, on `ranks` ranks.
 
     fabric: the times of messages alone. factor: how many times as long they take beside everything else. select(numel):
     the selection from so many elements. add(k): adding so many received values. copy(nbytes): copying. dense_operation:

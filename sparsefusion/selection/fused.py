@@ -118,7 +118,7 @@ def _wrong_indices(targets: Sequence[torch.Tensor], indices: torch.Tensor) -> Va
 
 
 def _fits_kernel(gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]) -> bool:
-    """Whether the C kernel supports these tensors."""
+    """Return True if the C kernel supports these tensors."""
     dtype = gradients[0].dtype
     return dtype in TYPES and all(
         r.is_cpu and r.dtype == torch.float32 and r.is_contiguous()

@@ -52,5 +52,5 @@ def _blocked_bytes(k: int, numel: int) -> int:
 
 
 def _is_blocked(k: int, numel: int) -> bool:
-    """Whether k indices are packed by blocks, and not sent plain."""
+    """Return True if k indices are packed by blocks, and not sent plain."""
     return index_bytes(k, numel) == _blocked_bytes(k, numel)
