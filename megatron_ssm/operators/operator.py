@@ -1,7 +1,7 @@
-"""The protocol of an operator, which maps a stream of tokens to one of the same shape, split over the tensor-parallel ranks.
+"""The protocol of an operator: a module, split over tensor-parallel ranks, that maps (batch, seq, hidden) to itself.
 
-A unit (`unit.py`) gives its operators their input, whole on every rank, and adds up what they return, over the operators and
-over the ranks. So an operator sends nothing but what its own mathematics needs inside.
+A unit (`unit.py`) gives its operators the whole input on every rank, and sums their outputs over the operators and over the
+ranks in one message. An operator itself sends only the sums inside its own mathematics, such as that of x_proj in Mamba-1.
 """
 
 import itertools
@@ -27,11 +27,13 @@ from .state import State, read_speculatively
 
 @dataclass
 class Place:
-    """The place where an operator is built: its ranks, and the dtype and device of its parameters.
+    """The ranks of an operator, and the dtype and device of its parameters.
 
-    ranks: over which its parameters are split. experts: those that divide the experts of the model besides; each of them has
-    all other parameters that this rank has. context: the ranks that hold the other tokens of the sequence; None: there
-    are none. core: the attention between the projections, with the arguments of `attention.attend_with_cache`.
+    Attributes:
+        ranks: The tensor-parallel ranks that its parameters are split over.
+        experts: The expert-parallel ranks. They split the routed experts; all other parameters are the same on each of them.
+        context: The context-parallel ranks that split the sequence; None without context parallelism.
+        core: The attention between the projections, with the arguments of `attention.attend_with_cache`.
     """
 
     ranks: Ranks
@@ -49,28 +51,31 @@ class Place:
 
     @property
     def part(self) -> tuple[int, int, int, int]:
-        """The part of each field that is here: the arguments of `Field.piece`."""
+        """The arguments of `Field.piece` for the part of a field that this rank holds."""
         return self.ranks.rank, self.ranks.size, self.experts.rank, self.experts.size
 
     def ranks_with_same_piece(self, pieces: int) -> Ranks:
-        """See `Ranks.with_same_piece`. All ranks call it together; the operators of a model share the result."""
+        """`Ranks.with_same_piece`, cached for all operators of a model. All ranks call it together."""
         if pieces not in self._sharing:
             self._sharing[pieces] = self.ranks.with_same_piece(pieces)
         return self._sharing[pieces]
 
     @property
     def all_ranks(self) -> list[Ranks]:
-        """The ranks, those of `ranks_with_same_piece`, and those that divide the experts."""
+        """The tensor-parallel ranks, the expert-parallel ranks, and all results of `ranks_with_same_piece`."""
         return [self.ranks, self.experts, *(each for each in self._sharing.values() if each is not self.ranks)]
 
 
 @dataclass(frozen=True)
 class Partial:
-    """The output of an operator: this rank's summand, and what follows the sum over the ranks.
+    """The output of an operator before the sum over the ranks: this rank's summand, and the steps after the sum.
 
-    out: (batch, seq, hidden), partial. columns: (batch, seq, n) in at least fp32, partial, which are summed exactly in the
-    same message; None: there are none. finish: a function of both sums that returns the output, token by token; None: it is
-    the sum of `out`. bias: (hidden), the same on every rank, which is added afterwards.
+    Attributes:
+        out: (batch, seq, hidden), this rank's summand.
+        columns: (batch, seq, n) in at least fp32, further summands, which the same message sums exactly; or None.
+        finish: A function that computes the output from the sums of `out` and `columns`, token by token; None if the output
+            is the sum of `out`.
+        bias: (hidden), the same on every rank; it is added to the output. Or None.
     """
 
     out: torch.Tensor
@@ -81,7 +86,10 @@ class Partial:
 
 @dataclass(frozen=True)
 class Lowered:
-    """`Partial` on a tape. columns: the sums of squares that normalize the output; `group` numbers, with `eps`, make one."""
+    """`Partial` on a tape.
+
+    columns: sums of squares for a grouped RMSNorm of the output; each covers `group` channels, and `eps` is added.
+    """
 
     out: Buffer
     columns: Buffer | None = None
@@ -91,12 +99,16 @@ class Lowered:
 
 
 class Operator(TrackedModule):
-    """The base of operators. Its parameters are the fields of its specification, under the same names.
+    """The base class of operators. Its parameters are the fields of its specification, under the same names.
 
-    A call has two steps, so that operators of one unit share their input, and so that recomputation can repeat one of them:
-    `project` reads the input, `mix` does the rest. recomputes_mix: whether recomputation repeats `mix` too; not where
-    sequences are attended, which would send keys and values again. small_matrices: the names of parameters that a model with
-    quantized weights keeps in bfloat16. lora: low-rank products beside its linear layers.
+    A call has two steps: `project` reads the input, and `mix` does the rest. So the operators of a unit can share their
+    input, and recomputation can repeat only the first step.
+
+    Attributes:
+        recomputes_mix: True if recomputation repeats `mix` as well. False for attention over context ranks, which would send
+            keys and values again.
+        small_matrices: The names of parameters that a model with quantized weights keeps in bfloat16.
+        lora: Low-rank adapters of its linear layers, or None.
     """
 
     recomputes_mix = True
@@ -112,25 +124,25 @@ class Operator(TrackedModule):
         self.register_module("lora", None)
 
     def project(self, x: torch.Tensor) -> Any:
-        """x (batch, seq, hidden), whole -> what `mix` takes: a tensor (batch, seq, n), or several. Sends nothing.
+        """Map the whole input x (batch, seq, hidden) to the arguments of `mix`. Sends nothing.
 
-        The gradient of x is partial; the unit sums it. Unless an operator says otherwise, it is the product with `in_proj`.
+        The default is the product with `in_proj`, (batch, seq, n). The gradient of x is this rank's summand.
         """
         return apply_layer(self.in_proj, x, adapter_of(self.lora, "in_proj"))
 
     def mix(self, projected: Any, call: Call, state: State | None = None) -> Partial:
-        """The output, partial; it reads and updates the rows `call.rows` of the state."""
+        """Return this rank's summand of the output. Reads and updates the rows `call.rows` of the state."""
         raise NotImplementedError
 
     def lower(self, tape: Builder, x: Buffer) -> "Lowered":
-        """Write the operations of `project` and `mix` to a tape. NotLowered: there are none, and Python does it.
+        """Write the operations of `project` and `mix` to a tape. Raises NotLowered if Python must compute them.
 
-        What is not computed in C is called, so an operator is lowered only while it and its modules are the library's own.
+        An operator is lowered only while it and its modules are unmodified classes of this library (see `check_plain`).
         """
         raise NotLowered(f"{type(self).__name__} has no operations")
 
     def new_state(self, batch: int) -> State | None:
-        """An empty state of this rank's part for `batch` sequences; None: the operator has none."""
+        """An empty state of this rank's part for `batch` sequences; None for an operator without a state."""
         return None
 
     def copied(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -139,7 +151,7 @@ class Operator(TrackedModule):
 
 
 def check_plain(*modules: torch.nn.Module) -> None:
-    """NotLowered unless calling the modules does what the library's classes do, so that nobody notices that C does it."""
+    """Raise NotLowered if a module has hooks, replaced methods or a class of its own, which C would ignore."""
     for module in itertools.chain.from_iterable(each.modules() for each in modules):
         if not type(module).__module__.startswith(("megatron_ssm.", "torch.nn.modules.container")) or is_altered(
             module
@@ -150,9 +162,9 @@ def check_plain(*modules: torch.nn.Module) -> None:
 
 
 def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) -> Buffer:
-    """A column- or row-parallel layer on a tape, with low-rank products beside it; a row-parallel layer has no bias here."""
+    """A column- or row-parallel layer and its adapter on a tape. The bias of a row-parallel layer is left to the unit."""
     if any(isinstance(each, Packed) and not each.is_packed for each in layer.modules()):
-        raise NotLowered("packed parameters that lie apart")
+        raise NotLowered("packed parameters that were replaced")
     is_column = isinstance(layer, ColumnParallelLinear)
     bias = layer.bias() if is_column and layer.bias is not None else None
     y = tape.matmul(x, layer.weight() if is_column else layer.weight, bias)
@@ -178,10 +190,10 @@ def add_low_rank(tape: Builder, y: Buffer, x: Buffer, down: torch.Tensor, up: to
 
 
 def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-    """The input of column-parallel layers in the body of a `with` statement: x (batch, seq, hidden), whole on every rank.
+    """A context whose value is the whole input (batch, seq, hidden) of column-parallel layers.
 
-    Sends nothing, and backward all-reduces x's gradient. With sequence parallelism, x has this rank's share of the tokens:
-    forward gathers them, backward reduce-scatters the gradient.
+    Without sequence parallelism it is x, and backward all-reduces its gradient. With sequence parallelism, x has this rank's
+    share of the tokens; forward all-gathers them, and backward reduce-scatters the gradient.
     """
     if ranks.sequence_parallel:
         return all_gathered_tokens(x, ranks)
@@ -189,14 +201,14 @@ def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tens
 
 
 def mix(operator: Operator, projected: Any, call: Call, state: State | None) -> Partial:
-    """`operator.mix`, also for tokens that may be taken back."""
+    """`operator.mix`, also in speculative calls, whose tokens may be rejected."""
     if call.speculative and state is not None and state.fixed:
         return read_speculatively(operator.mix, projected, call, state, operator.ranks.recomputation)
     return operator.mix(projected, call, state)
 
 
 def run(operator: Operator, x: torch.Tensor, call: Call, state: State | None = None) -> torch.Tensor:
-    """The output of one operator alone, whole: x (batch, seq, hidden) -> the same shape. See `sum_of` for what it sends."""
+    """The whole output (batch, seq, hidden) of one operator alone. Sends the message of `sum_of`."""
     with as_input(x, operator.ranks) as whole:
         projected = operator.project(whole)
         del whole
@@ -206,11 +218,13 @@ def run(operator: Operator, x: torch.Tensor, call: Call, state: State | None = N
 def sum_of(
     partials: Sequence[Partial], ranks: Ranks, scales: Sequence[float] = (), keep_for_recomputation: bool = False
 ) -> torch.Tensor:
-    """The sum over the ranks, and over the operators, of each one's output times its scale: (batch, seq, hidden), whole.
+    """The sum over ranks and operators of each operator's output times its scale: (batch, seq, hidden), whole.
 
-    One message: the summands that nothing follows are added first, and those of other operators, and all exact columns,
-    travel beside it. The sum is in the model's format. With sequence parallelism, a reduce-scatter, exactly; the result
-    has this rank's tokens. keep_for_recomputation: store the sum, because backward needs what follows it.
+    It takes one message: the summands of operators without a `finish` are added up first; those of the others, and all exact
+    columns, are further columns of the message. The sum is in the model's wire format. With sequence parallelism it is an
+    exact reduce-scatter, and the result has this rank's tokens.
+
+    keep_for_recomputation: Store the sum, because recomputation of later operations needs it.
     """
     scales = scales or [1.0] * len(partials)
     plain = [_scaled(each.out, scale) for each, scale in zip(partials, scales, strict=True) if each.finish is None]
@@ -244,7 +258,7 @@ def _reduce(part: torch.Tensor, ranks: Ranks, keep: bool) -> torch.Tensor:
 def _sum_with_columns(
     partials: Sequence[Partial], plain: Sequence[torch.Tensor], scales: Sequence[float], ranks: Ranks
 ) -> torch.Tensor:
-    """`sum_of`, but for biases, where something follows the sum of at least one operator."""
+    """`sum_of` without the biases, for operators of which at least one has a `finish` function."""
     finished = [(each, scale) for each, scale in zip(partials, scales, strict=True) if each.finish is not None]
     dtype, hidden = partials[0].out.dtype, partials[0].out.shape[-1]
     columns = torch.cat([each.columns for each, _ in finished if each.columns is not None], dim=-1)

@@ -2,9 +2,9 @@
 
     unit: x + r * post(sum_i o_i * operator_i(i_i * pre(x + side(x, e))))
 
-pre and post are norms or nothing; side is a block that several units may share, with an input e, the embeddings; r, i and o
-are constants. A family makes a `Stack` from a config.json; models, checkpoints, caches and sizes are made from the stack,
-and ask for no family. docs/concepts/putting-a-model-together.md has a picture.
+pre and post are norms or nothing; side is a block that several units may share, whose second input e are the embeddings;
+r, i and o are constants. A family makes a `Stack` from a config.json. Models, checkpoints, caches and sizes are made from
+the stack alone. docs/concepts/putting-a-model-together.md has a picture.
 """
 
 import math
@@ -17,10 +17,13 @@ from .sizes import AttentionSizes, RecurrenceSizes, Sizes, Workload
 
 
 class Spec:
-    """The sizes and constants of an operator: the base of frozen dataclasses.
+    """The base class of specifications: frozen dataclasses of the sizes and constants of an operator.
 
-    history: how many tokens before a block of tokens its convolution reads. recurrence, attention: its sizes, for what
-    choose schedules over context ranks; None if it has none. experts: how many routed experts it has.
+    Attributes:
+        history: The number of earlier tokens that its convolution reads.
+        recurrence: The sizes of its recurrence, by which schedules over context ranks are chosen; or None.
+        attention: The sizes of its attention, likewise; or None.
+        experts: The number of its routed experts.
     """
 
     history: Any = 0
@@ -29,20 +32,20 @@ class Spec:
     experts: Any = 0
 
     def fields(self) -> Iterator[Field]:
-        """Its parameters, under names of its own and the usual names in files."""
+        """Its parameters, with their names in the operator and their usual names in files."""
         yield from ()
 
     def check_ranks(self, size: int) -> None:
         """ValueError, with the numbers, if it cannot be split over `size` tensor-parallel ranks.
 
-        Unless a specification says more, its fields must divide over the ranks, or the ranks over their units.
+        By default the units of each field must be a multiple of the ranks, or the ranks a multiple of the units.
         """
         for each in self.fields():
             if each.units is not None:
                 divide_either_way(each.units, size, f"units of {each.name}")
 
     def in_granules(self, granule: int, ranks: int) -> "Spec":
-        """The same, split in multiples of `granule` where that is possible and equal parts are none; itself by default."""
+        """This specification with parts that are multiples of `granule` where equal parts are not; by default unchanged."""
         return self
 
     def sizes(self, work: Workload) -> Sizes:
@@ -50,13 +53,20 @@ class Spec:
         return Sizes()
 
     def build(self, place: Any) -> Any:
-        """The operator, with uninitialized parameters; place: an `operators.operator.Place`."""
+        """The operator with uninitialized parameters. place: an `operators.operator.Place`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm over the hidden size. name: of the module; hf: of the weight in files; offset: is added to the weight."""
+    """An RMSNorm over the hidden size.
+
+    Attributes:
+        name: The name of the module.
+        hf: The name of the weight in checkpoint files.
+        eps: The number that is added to the mean of squares.
+        offset: The number that is added to the weight.
+    """
 
     name: str
     hf: str
@@ -64,16 +74,20 @@ class Norm:
     offset: float = 0.0
 
     def field(self, path: str, size: int) -> Field:
-        """Its weight; path: of the layer."""
+        """The weight. path: the path of the layer."""
         return norm_field(f"{path}{self.name}.weight", self.hf, size, self.offset)
 
 
 @dataclass(frozen=True)
 class Part:
-    """An operator in its place. name: of the module; hf: what the names of its tensors in files begin with.
+    """An operator of a unit.
 
-    renamed: pairs (what the usual name of a tensor in files begins with, what this family's begins with, in place of `hf`
-    and that). input_scale, output_scale: the constants i and o of the unit.
+    Attributes:
+        name: The name of the module.
+        spec: The specification of the operator.
+        hf: The prefix of its tensors in checkpoint files.
+        renamed: Pairs (usual prefix, this family's prefix). The second replaces `hf` and the first.
+        input_scale, output_scale: The constants i and o of the unit.
     """
 
     name: str
@@ -84,7 +98,7 @@ class Part:
     output_scale: float = 1.0
 
     def fields(self, path: str) -> Iterator[Field]:
-        """Its parameters; path: of what contains it, such as layers.3."""
+        """Its parameters. path: the prefix of their names, such as "layers.3."."""
         for each in self.spec.fields():
             hf = self.hf + each.hf
             for usual, theirs in self.renamed:
@@ -96,7 +110,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Side:
-    """One use of a shared block: part is what the unit has of its own for it, shared the index of the block."""
+    """One invocation of a shared block: `part` has the parameters of this invocation, `shared` is the index of the block."""
 
     part: Part
     shared: int
@@ -104,7 +118,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Unit:
-    """A residual unit; see the module. Its operators read the same input, and are summed over the ranks together."""
+    """A residual unit; see the module's equation. Its operators read one input, and one message sums their outputs."""
 
     operators: tuple[Part, ...]
     norm: Norm | None = None
@@ -119,7 +133,7 @@ class Unit:
         return [part.spec.sizes(Workload()) for part in parts]
 
     def with_block(self, used: Sequence[int]) -> "Unit":
-        """The same where block used[i] is block i."""
+        """This unit with the shared block used[i] as block i."""
         if self.side is None:
             return self
         return replace(self, side=replace(self.side, shared=used.index(self.side.shared)))
@@ -137,9 +151,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class DraftHead:
-    """A layer that guesses tokens (`models.draft_head`). hf: what the names of its tensors in files begin with.
+    """A layer that guesses tokens (`models.draft_head`).
 
-    eps, offset: of its norms, besides those of its units.
+    Attributes:
+        units: The units of its layer.
+        hf: The prefix of its tensors in checkpoint files.
+        eps, offset: The constants of its own norms (see `Norm`).
     """
 
     units: tuple[Unit, ...]
@@ -163,19 +180,24 @@ DRAFT_NORMS = dict(embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_n
 class Stack:
     """The sizes, constants and parts of one model.
 
-    layers: the units of each layer. shared: blocks that units of several layers use, with one set of weights.
-    residual_in_fp32: whether the residual stream is at least fp32. embedding_scale, logits_scale: constants that multiply
-    the embeddings, and the logits. draws: how a new model is initialized, as {kind of a field: kind that takes its place},
-    with the deviation draws_std of normal ones (see `models.initialization`); {}: as state-spaces' Mamba does. embeddings,
-    final_norm, head: the names of their tensors in files. aliases: (what names of tensors in files begin with, what else
-    they may begin with). skipped: (what names of other tensors in files begin with, what they are), which are left out.
-    apart: whether files have tensors of the fields with `apart` one by one; None: as their families do.
-    recut: groups of tensors whose rows, one below the other, files may divide otherwise among the same names.
-    draft_head: what checkpoints may ship; has_draft_head: whether the model has it. root: what most of these names begin
-    with; modules: what transformers' names of modules begin with instead. norm_eps: of the final norm; norm_offset: what it
-    adds to its weight.
+    Attributes:
+        layers: The units of each layer.
+        shared: The blocks that units of several layers invoke, with one set of weights each.
+        norm_eps, norm_offset: The constants of the final norm (see `Norm`).
+        residual_in_fp32: True if the residual stream is at least fp32.
+        embedding_scale, logits_scale: Constants that multiply the embeddings and the logits.
+        draft_head: The draft head that checkpoints of the family may have; has_draft_head: True if this model has it.
+        draws, draws_std: The initialization of a new model: {kind of a field: the kind that replaces it}, and the standard
+            deviation of normal ones (see `models.initialization`). {}: that of state-spaces' Mamba.
+        raw: The config.json from which the stack was read. unknown, unknown_note: its unknown fields, and a line about them.
 
-    raw: the config.json it was read from. unknown: its fields that are not known, and unknown_note a line about them.
+    In checkpoint files:
+        embeddings, final_norm, head: The names of these tensors.
+        root: The prefix of most names. modules: the prefix in its place in transformers' names of modules.
+        aliases: Pairs (prefix, other prefixes that files may have instead).
+        skipped: Pairs (prefix, description) of tensors that are not loaded.
+        apart: True if tensors that may be merged, such as those of experts, are stored one by one; None: as usual in the family.
+        recut: Groups of names. Only the concatenation of a group along dim 0 is fixed; files may split it differently.
     """
 
     family: str
@@ -221,7 +243,7 @@ class Stack:
 
     @property
     def operators(self) -> Iterator[tuple[str, Spec]]:
-        """(path, specification) of everything that has a state of its own: operators, and uses of shared blocks."""
+        """(path, specification) of each operator and of each invocation of a shared block."""
         for path, unit in self.units:
             if unit.side is not None:
                 yield path + unit.side.part.name, unit.side.part.spec
@@ -230,14 +252,14 @@ class Stack:
 
     @property
     def kinds(self) -> list[tuple[int, int]]:
-        """(index of the first, how many there are) of layers that are equal in size, the most frequent first."""
+        """(index of the first, number) of layers of equal sizes, the most frequent first."""
         found: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             found.setdefault(repr([unit.sizes for unit in layer]), []).append(index)
         return sorted(((each[0], len(each)) for each in found.values()), key=lambda kind: -kind[1])
 
     def with_layers(self, indices: Sequence[int]) -> "Stack":
-        """The same with some of the layers only, and with the shared blocks that they use."""
+        """This stack with some of its layers only, and with the shared blocks that they invoke."""
         layers = [self.layers[index] for index in indices]
         used = sorted({unit.side.shared for layer in layers for unit in layer if unit.side is not None})
         return replace(
@@ -261,7 +283,7 @@ class Stack:
         return [spec.recurrence for _, spec in self.operators if spec.recurrence is not None]
 
     def uses(self, shared: int) -> list[str]:
-        """The paths of the uses of a shared block."""
+        """The paths of the invocations of a shared block."""
         return [path + unit.side.part.name for path, unit in self.units if unit.side and unit.side.shared == shared]
 
     def fields(self) -> tuple[Field, ...]:
@@ -282,7 +304,7 @@ class Stack:
         return tuple(found)
 
     def with_specs(self, change: Callable[[Spec], Spec]) -> "Stack":
-        """The same with other specifications of the operators of its layers."""
+        """This stack with each specification of an operator of its layers replaced by change(specification)."""
         layers = tuple(
             tuple(
                 replace(unit, operators=tuple(replace(part, spec=change(part.spec)) for part in unit.operators))
@@ -293,11 +315,11 @@ class Stack:
         return replace(self, layers=layers)
 
     def in_granules(self, granule: int, ranks: int) -> "Stack":
-        """The same for a model with matrices in blocks of `granule` numbers, of which ranks have whole ones."""
+        """This stack for matrices that are quantized in blocks of `granule` numbers, which are not split over ranks."""
         return self.with_specs(lambda spec: spec.in_granules(granule, ranks))
 
     def with_draft_head(self) -> "Stack":
-        """The same with the draft head that its checkpoints ship; ValueError if they have none."""
+        """This stack with the draft head of its checkpoints; ValueError if they have none."""
         head = self.draft_head
         if head is None:
             raise ValueError(
@@ -307,7 +329,7 @@ class Stack:
         return replace(self, has_draft_head=True, skipped=tuple(each for each in self.skipped if each[0] != head.hf))
 
     def names_in_files(self, hf: str) -> Iterator[str]:
-        """The names under which checkpoints store a tensor: its own first, then older ones and those of tied tensors."""
+        """The names that a tensor may have in checkpoints: its own first, then older ones and those of tied tensors."""
         spellings = [hf]
         for start, others in self.aliases:
             if hf.startswith(start):
@@ -317,7 +339,7 @@ class Stack:
             yield name.removeprefix(self.root)
 
     def module_of(self, hf: str) -> str:
-        """transformers' name of the module that has a tensor, whose name in files is `hf`."""
+        """transformers' name of the module that owns the tensor whose name in files is `hf`."""
         module = hf.removesuffix(".weight")
         return self.modules + module.removeprefix(self.root) if self.modules and hf.startswith(self.root) else module
 
@@ -343,7 +365,7 @@ class Stack:
     def to_dict(self, dtype: str, raw: dict | None = None) -> dict:
         """The config.json of a checkpoint of this model whose tensors are stored as `dtype` ('float32', ...).
 
-        raw: that of the checkpoint from which it was loaded (None: the part with the language model).
+        raw: The config.json of the checkpoint from which it was loaded (None: the part about the language model).
         """
         kept = {
             k: v
