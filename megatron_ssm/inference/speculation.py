@@ -1,9 +1,9 @@
-"""Speculative decoding: next tokens are proposed, and the model reads them in one call, for which it reads its weights once.
+"""Speculative decoding: the model reads several proposed tokens in one call, for which it reads its weights only once.
 
-A proposed token is accepted if it is the one that the request chooses at its position, by greedy search or with its next
-random number, from the logits that the model computed there. So a request gets the tokens that it would get without. The
-first token that is not accepted and those after it are taken back (`Cache.accept`). Proposals come from the request's own
-tokens (prompt lookup), from a small draft model, or from the draft head of the model's own checkpoint.
+A proposed token is accepted if the request would choose it at that position, by greedy search or with its next random
+number, from the logits of the call. So speculation never changes the tokens of a request. The first rejected token and all
+tokens after it are removed from the cache (`Cache.accept`). Proposals come from the request's own tokens (prompt lookup),
+from a small draft model, or from the draft head of the model's own checkpoint.
 """
 
 import math
@@ -27,46 +27,49 @@ from .request import Request
 from .sampling import Sampling, choose_tokens
 from .slot import Slot, run_model
 
-COUNTS = 1, 3, 7, 15  # of proposals for a request: few different ones, because each number of tokens has a decode plan
-SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens
-SEARCHED = 2**15  # tokens of a request in which a match is searched
-CALLS = 1, *(1 + count for count in COUNTS)  # the tokens that are then read
-# The time of a call that reads 2, 4, 8 or 16 tokens, in decoding steps at batch 1, by the format of the weights: that of the
-# slower of both 130m shapes, rounded up, on one thread of a CPU with AVX-512. Calls do not read more tokens: then computing
-# takes longer than reading the weights, and other kernels are used, which round differently.
+COUNTS = 1, 3, 7, 15  # possible numbers of proposals for a request
+CALLS = 1, *(1 + count for count in COUNTS)  # numbers of tokens that a call reads for a request
+SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens of a match in prompt lookup
+SEARCHED = 2**15  # prompt lookup searches this many last tokens of a request
+# Time of a call that reads 2, 4, 8 or 16 tokens, relative to a call that reads one, by weight format: measured for the
+# slower of the two 130m models on one thread of a CPU with AVX-512, and rounded up. No call reads more tokens, because
+# computing would take longer than reading the weights, and because larger calls use kernels that round differently.
 TIMES: dict[torch.dtype | str, tuple[float, ...]] = {
     torch.float32: (1.2, 1.5, 2.0, 2.8),
     torch.bfloat16: (1.3, 1.6),
     "int8": (1.4, 2.1, 3.1, 5.5),
     "int4": (2.0, 2.8, 4.5, 8.2),
 }
-TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # where every rank has AMX, instead of those of TIMES
+TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # the same on processors with AMX
     torch.float32: (1.2, 1.3, 1.6, 2.6),
     torch.bfloat16: (1.3, 1.6, 1.8, 2.1),
     "int8": (1.4, 1.6, 1.8, 2.8),
     "int4": (1.5, 2.0, 2.4, 3.6),
 }
-BITS = {"int8": 8.5, "int4": 4.5}  # of a number of a quantized matrix, its scale included
-FIRST_RATES = 0.45, 0.8  # of proposals that are right, before any was tried: after short matches, and after long ones
-LEARNED, FORGOTTEN = 0.3, 0.005  # how far the expected rate moves with a proposal, and back with a token without one
+BITS = {"int8": 8.5, "int4": 4.5}  # bits of one element of a quantized matrix, including its share of the scale
+FIRST_RATES = 0.45, 0.8  # initial acceptance rates after short and after long matches
+LEARNED, FORGOTTEN = (
+    0.3,
+    0.005,
+)  # step of an acceptance rate with each proposal, and back to its initial value without one
 
 
 class History:
-    """The tokens of a request, and how often proposals for it were right.
+    """The tokens of a request, and the estimated acceptance rate of proposals for it.
 
-    Proposals after long matches are right more often, so their rate is estimated apart. What a draft model proposes counts
-    as if after a short match, and what a draft head proposes as if after a long one (`is_long`).
+    Proposals after long matches are accepted more often, so there are two rates. Proposals of a draft model use the rate of
+    short matches, and those of a draft head (is_long=True) that of long ones.
     """
 
     def __init__(self, request: Request, is_long: bool = False):
         self._request, self._is_long, self._rates = request, is_long, list(FIRST_RATES)
         self._tokens = np.array(request.prompt, dtype=np.int64)
-        self._length = len(self._tokens)  # how many are known; beyond, there is room for more
+        self._length = len(self._tokens)  # tokens in use; the array may be longer
 
     def lookup(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next: those that followed the longest match of the last tokens, or none.
+        """The tokens, at most `most`, that followed the last of the longest earlier matches of the request's end.
 
-        Of several such matches, the last one. What it overlaps with the end is continued periodically.
+        A match that overlaps the end is continued periodically. [] if no match has SHORTEST_MATCH tokens.
         """
         self._update()
         tokens = self._tokens[max(0, self._length - SEARCHED) : self._length]
@@ -95,14 +98,14 @@ class History:
         self._length = length
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Adapt to the last proposals, of which the first `accepted` were right, and the next one wrong if there is one."""
+        """Adapt the acceptance rate to the last proposals, of which the first `accepted` were accepted."""
         rate = self._rates[self._is_long]
         for _ in range(accepted):
             rate += LEARNED * (1 - rate)
         self._rates[self._is_long] = rate - LEARNED * rate * (accepted < proposed)
 
     def forget(self) -> None:
-        """After a token without proposals: a rate that was low is tried again some time."""
+        """Raise low rates a little after a step without proposals, so that proposals are tried again."""
         for index, first in enumerate(FIRST_RATES):
             self._rates[index] += FORGOTTEN * max(0.0, first - self._rates[index])
 
@@ -113,7 +116,7 @@ class History:
 
 @dataclass(frozen=True)
 class _Call:
-    """A speculative call: its rows of the cache, their slots, and of each how many tokens it had and were proposed."""
+    """A speculative call. before, proposed: for each slot, the tokens that it had before and the number of proposals."""
 
     rows: Cache
     slots: list[Slot]
@@ -122,7 +125,7 @@ class _Call:
 
 
 def _call_times(model: LanguageModel) -> tuple[float, ...]:
-    """The times of calls with this model, as TIMES has them, the same on all ranks: with AMX only if every rank has it."""
+    """The row of TIMES for this model, or of TIMES_WITH_AMX if every rank has AMX. One all-reduce of a number."""
     format = model.weights or model.dtype
     lacks_amx = torch.tensor(not (instructions() == "AMX" and model.device.type == "cpu"), dtype=torch.float32)
     if not model.ranks.all_reduce_max(lacks_amx.to(model.device)) and format in TIMES_WITH_AMX:
@@ -131,12 +134,16 @@ def _call_times(model: LanguageModel) -> tuple[float, ...]:
 
 
 class SpeculativeDecoder:
-    """Reads the last token of each request that is decoding, with proposals where that is expected to take less time.
+    """Decodes the next tokens of requests, with proposals where this is expected to be faster.
 
-    model, cache: the engine's. longest: the most tokens that are proposed for a request at once; 0: none, ever. draft: a
-    model with the same vocabulary and ranks that proposes them; None: prompt lookup. chunk: the engine's, for the draft.
+    All decisions depend only on tokens and on times that are the same on all ranks, so all ranks decide alike.
 
-    All decisions follow from the tokens and from times that the ranks have agreed on, so all ranks make the same.
+    Args:
+        model, cache: The model and the cache of the engine.
+        longest: The largest number of proposals for a request in one call; 0 disables speculation.
+        draft: A model with the same vocabulary and ranks that proposes tokens. None: the model's draft head if it has one,
+            else prompt lookup.
+        chunk: The most tokens of a prompt that the draft reads in one call.
     """
 
     def __init__(
@@ -149,7 +156,7 @@ class SpeculativeDecoder:
             self._draft, self._draft_cost = DraftByHead(model, cache, chunk), relative_size_of_head(model)
         self._histories: WeakKeyDictionary[Slot, History] = WeakKeyDictionary()
         self._call: _Call | None = None
-        self.proposed, self.accepted = 0, 0  # tokens, of all requests so far
+        self.proposed, self.accepted = 0, 0  # numbers of tokens so far
 
     @property
     def bytes_of_draft(self) -> int:
@@ -158,12 +165,12 @@ class SpeculativeDecoder:
 
     @cached_property
     def _times(self) -> tuple[float, ...]:
-        """The times of calls that read CALLS tokens; all ranks ask for them in the same step."""
+        """The relative times of calls that read CALLS tokens. All ranks use it for the first time in the same step."""
         return 1.0, *_call_times(self._model)
 
     @cached_property
     def _of_experts(self) -> tuple[float, float]:
-        """The share of the matrices that a token is multiplied with that are of experts; the share of experts it chooses."""
+        """(fraction of a token's matrix elements that belong to experts, fraction of the experts that it chooses)."""
         config = self._model.config
         experts = [field for field in config.fields() if field.used < 1]
         if not experts:
@@ -172,10 +179,10 @@ class SpeculativeDecoder:
         return elements / matrix_elements(config), experts[0].used
 
     def decode(self, slots: Iterable[Slot], room: int | None) -> int:
-        """One call of the model for all slots, which then have logits; returns how many tokens it read.
+        """Call the model once for all slots, which then have logits; returns the number of tokens that it read.
 
-        room: how many it may read (None: any number). It reads at least one per slot. `accept` must follow, when tokens are
-        chosen. Sends what the call sends, and what the draft model sends.
+        `accept` must follow once the requests have chosen their tokens. room: the most tokens to read (None: any number); it
+        reads at least one per slot. Sends the messages of the call and of the draft model.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
         proposals = self._propose(slots, room) if self._longest and slots else []
@@ -195,21 +202,21 @@ class SpeculativeDecoder:
         return len(ids) * len(ids[0])
 
     def accept(self) -> None:
-        """Keep what the requests have accepted of the last call, and take back the rest."""
+        """Keep the accepted tokens of the last call in the cache, and remove the others."""
         if self._call is None:
             return
         call, self._call = self._call, None
-        # A request that has ended without a token, because its logits are NaN, has no use for its row.
+        # A request that ended without a token, because its logits are NaN, no longer needs its row.
         new = [max(1, len(slot.request.tokens) - before) for slot, before in zip(call.slots, call.before, strict=True)]
         call.rows.accept(new)
         self.proposed += sum(call.proposed)
         self.accepted += sum(new) - len(new)
         for slot, count, proposed in zip(call.slots, new, call.proposed, strict=True):
-            is_finished = slot.request.finished is not None  # then no proposal was refused
+            is_finished = slot.request.finished is not None  # it stopped by itself, so no proposal was rejected
             self._history(slot).learn(count - 1 if is_finished else proposed, count - 1)
 
     def _propose(self, slots: Sequence[Slot], room: int | None) -> list[list[int]]:
-        """The tokens proposed for each slot; [] for all of them if no proposals are worth their time."""
+        """The proposals for each slot; all are [] if proposing is not expected to be faster."""
         most_tokens = CALLS[len(self._times) - 1]
         most = min(most_tokens, most_tokens if room is None else room) // len(slots) - 1
         histories = [self._history(slot) for slot in slots]
@@ -228,10 +235,10 @@ class SpeculativeDecoder:
     def _propose_by_draft(
         self, draft: "Draft | DraftByHead", slots: Sequence[Slot], limits: Sequence[int], room: int | None
     ) -> tuple[int, list[list[int]]]:
-        """The numbers of tokens to propose for each slot, and the draft's for those whose requests it has read, else [].
+        """(number of proposals, the draft's proposals for each slot; [] for requests that the draft has not read yet).
 
-        limits: the most for each slot. The draft reads prompts only while proposals are worth their time, and in each step
-        at most `room` tokens of them.
+        limits: the most for each slot. The draft reads prompts only while proposing is expected to be faster, and at most
+        `room` of their tokens in each step.
         """
         histories = [self._history(slot) for slot in slots]
         if not self._best_count(histories, limits):
@@ -247,13 +254,13 @@ class SpeculativeDecoder:
         return self._histories[slot]
 
     def _best_count(self, histories: Sequence[History], available: Sequence[int]) -> int:
-        """The numbers of tokens to propose for each slot, of those available, so that decoding is fastest; 0: none.
+        """The number of proposals for each slot with which decoding is expected to be fastest; 0: none.
 
-        All slots read as many tokens.
+        available: the number of proposals that each slot could get.
         """
         batch = len(histories)
 
-        def speed(count: int) -> float:  # in tokens of each slot, in the time of a decoding step
+        def speed(count: int) -> float:  # tokens of each slot in the time of a plain decoding step
             accepted = sum(h.expected(min(count, n)) for h, n in zip(histories, available, strict=True))
             longer = self._time(batch * (1 + count)) / self._time(batch)
             return (1 + accepted / batch) / (longer + count * self._draft_cost)
@@ -262,9 +269,9 @@ class SpeculativeDecoder:
         return count if count and speed(count) > 1 else 0
 
     def _time(self, tokens: int) -> float:
-        """The time of a call that reads so many tokens of all slots, as TIMES has it, and longer with experts.
+        """The relative time of a call that reads this many tokens of all slots.
 
-        Each token chooses experts of its own: n tokens read, of a share u of the experts for one, 1 - (1 - u)^n.
+        Each token chooses experts of its own. If one token reads a fraction u of the experts, n tokens read 1 - (1 - u)^n.
         """
         share, used = self._of_experts
         more = share * ((1 - (1 - used) ** tokens) / used - 1)
@@ -284,10 +291,10 @@ class Draft:
         self._tokens_read: WeakKeyDictionary[Slot, int] = WeakKeyDictionary()
 
     def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
-        """Read on in the requests that have much unread, such as their prompts; returns the slots that then have not.
+        """Read further tokens of requests with many unread ones, such as prompts; returns the slots that are ready to propose.
 
-        budget: how many tokens of all of them together, at least one per slot (None: any number). Calls the draft once for
-        each slot that reads.
+        budget: the most tokens of all slots together, at least one per slot (None: any number). One call of the draft for
+        each slot that is behind.
         """
         for slot in slots:
             if slot not in self._tokens_read:
@@ -302,16 +309,13 @@ class Draft:
         return [slot for slot in slots if self._behind(slot) <= 0]
 
     def _behind(self, slot: Slot) -> int:
-        """The number of tokens to read before `propose`, which reads the others: at least one, and at most CALLS[-1]."""
+        """The number of tokens to read before `propose`, which itself reads from one to CALLS[-1] tokens."""
         request, read = slot.request, self._tokens_read[slot]
         behind = slot.tokens - read
         return max(len(request.prompt) - read, behind - CALLS[-1])
 
     def propose(self, slots: Sequence[Slot], count: int) -> list[list[int]]:
-        """`count` tokens for each slot that `read` has returned, the same on all ranks.
-
-        Sends what the calls of the draft and the choices send.
-        """
+        """`count` tokens for each slot that `read` has returned, the same on all ranks. Sends the messages of the calls."""
         model, cache, columns = self.model, self._cache, []
         local = self._catch_up(slots)
         for slot in slots if count > 1 else ():
@@ -324,7 +328,7 @@ class Draft:
         return torch.stack(columns, dim=1).tolist()
 
     def _catch_up(self, slots: Sequence[Slot]) -> torch.Tensor:
-        """Read what each request has got since; this rank's logits after its last token, (batch, width)."""
+        """Read each request's unread tokens; returns this rank's logits (batch, width) after the last of them."""
         unread = [slot.tokens_from(self._tokens_read[slot]) for slot in slots]
         counts = list(map(len, unread))
         most = next(tokens for tokens in CALLS if tokens >= max(counts))
@@ -338,14 +342,14 @@ class Draft:
 
 
 def relative_size(draft: LanguageModel, model: LanguageModel) -> float:
-    """The time of a decoding step of the draft model in steps of the model: the ratio of their parameters."""
+    """The time of a decoding step of the draft model relative to one of the model: the ratio of their parameters."""
     return draft.config.elements / model.config.elements
 
 
 def relative_size_of_head(model: LanguageModel) -> float:
-    """The same for the model's draft head: the ratio of the bytes that a guess and a decoding step read.
+    """The time of a guess by the draft head relative to a decoding step: the ratio of the bytes that they read.
 
-    A guess reads the rows of the vocabulary in 4 bits (`DraftHead.copy_vocabulary`), and nobody reads an untied embedding.
+    A guess reads the vocabulary in 4 bits (`DraftHead.copy_vocabulary`). Neither reads the matrix of an untied embedding.
     """
     config, bits = model.config, BITS.get(model.weights or "", 8 * model.dtype.itemsize)
     head, vocabulary = config.draft_head, config.vocab_size * config.hidden_size

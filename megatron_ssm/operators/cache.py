@@ -36,8 +36,9 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Layout:
-    """State that selections of a cache share: a number that changes when tensors move, and tokens of a tape that may be
-    taken back.
+    """State shared by all selections of a cache.
+
+    version: changes when tensors are reallocated. pending: the speculative tokens of a tape, or None.
     """
 
     version: int = 0
@@ -48,12 +49,15 @@ class Layout:
 class Cache:
     """The state of sequences between two calls of the model, for this rank's channels and heads; see `model.new_cache`.
 
-    states: {path of the operator, such as layers.3.mixer: its state}. lengths: (rows,) int64 on the CPU, how many tokens
-    each row has read, without padding; the same on all ranks. max_length: how many tokens a model with attention can store
-    per row; None: the cache grows as needed. rows: those that the next call of the model continues.
-
-    kv_lengths: if context ranks share the sequences, (ranks, rows) int64 on the CPU, how many keys and values each of them
-    holds of each row; the same on all ranks. None: this rank holds all. context_rank: this rank's number among them.
+    Attributes:
+        states: {path of an operator, such as "layers.3.mixer": its state}.
+        lengths: (rows,) int64 on the CPU, the number of tokens that each row has read, without padding; equal on all ranks.
+        max_length: The most tokens of a row that a model with attention can store; None: the cache grows as needed.
+        rows: The rows that the next call of the model continues.
+        kv_lengths: (context ranks, rows) int64 on the CPU, the number of keys and values of each row that each context rank
+            holds; equal on all ranks. None: this rank holds all of them.
+        context_rank: This rank's number among the context ranks.
+        layout: See `Layout`.
     """
 
     states: dict[str, State]
@@ -113,7 +117,7 @@ class Cache:
         """
         rows = [int(row) for row in rows]
         if not isinstance(self.rows, slice) or self.rows != EVERY_ROW:
-            raise ValueError("rows are selected from a whole cache, not from a selection")
+            raise ValueError("select() of a selection: call it on the whole cache")
         if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
             raise ValueError(f"rows {rows} are not one or more distinct rows of a cache of {len(self.lengths)}")
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
@@ -137,9 +141,8 @@ class Cache:
     def accept(self, counts: Sequence[int]) -> None:
         """After a speculative call: keep the first counts[i] tokens of row i, as if it had decoded only these.
 
-        The others are taken back exactly: states are computed again from those before the call.
-        Where C computed layers: RuntimeError, with nothing done, if tensors of the cache, or those that the model had
-        during the call, have moved in memory since then.
+        States are computed again from those before the call, so the result is exact. RuntimeError, before anything changes,
+        if tensors of the cache or the model were reallocated since the call.
         """
         parts: tuple[Any, ...] = (*self.states.values(), self.layout)
         pending = [each.pending for each in parts if each.pending is not None]
@@ -187,7 +190,7 @@ class Cache:
             self.kv_lengths[:, row] = 0
 
     def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
-        """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat: a beam may have several successors."""
+        """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat."""
         rows = torch.as_tensor(rows)
         longest = max(map(self.stored, range(len(self.lengths))))
         where = rows.to(self.device)
@@ -240,7 +243,7 @@ class Cache:
 
 
 def share_of_rank(length: int, ranks: int) -> int:
-    """The most tokens that one of several context ranks holds of a sequence of `length` tokens, if it came in one chunk."""
+    """The most tokens that a context rank holds of a sequence of `length` tokens that was read in one chunk."""
     return -(-length // ranks) + 1  # two blocks, each rounded up
 
 

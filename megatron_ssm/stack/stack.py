@@ -196,7 +196,7 @@ class Stack:
         root: The prefix of most names. modules: the prefix in its place in transformers' names of modules.
         aliases: Pairs (prefix, other prefixes that files may have instead).
         skipped: Pairs (prefix, description) of tensors that are not loaded.
-        apart: True if tensors that may be merged, such as those of experts, are stored one by one; None: as usual in the family.
+        apart: True if tensors that may be merged, such as those of experts, are stored one by one; None: as the family does.
         recut: Groups of names. Only the concatenation of a group along dim 0 is fixed; files may split it differently.
     """
 
