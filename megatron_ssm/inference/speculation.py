@@ -48,10 +48,8 @@ TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # the same on pr
 }
 BITS = {"int8": 8.5, "int4": 4.5}  # bits of one element of a quantized matrix, including its share of the scale
 FIRST_RATES = 0.45, 0.8  # initial acceptance rates after short and after long matches
-LEARNED, FORGOTTEN = (
-    0.3,
-    0.005,
-)  # step of an acceptance rate with each proposal, and back to its initial value without one
+LEARNED = 0.3  # step of an acceptance rate with each proposal
+FORGOTTEN = 0.005  # step back to its initial value without proposals
 
 
 class History:
@@ -291,7 +289,7 @@ class Draft:
         self._tokens_read: WeakKeyDictionary[Slot, int] = WeakKeyDictionary()
 
     def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
-        """Read further tokens of requests with many unread ones, such as prompts; returns the slots that are ready to propose.
+        """Read on in requests with many unread tokens, such as prompts; returns the slots that are ready to propose.
 
         budget: the most tokens of all slots together, at least one per slot (None: any number). One call of the draft for
         each slot that is behind.
