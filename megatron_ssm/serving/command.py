@@ -81,9 +81,8 @@ def serve(arguments: Namespace) -> None:
             for directory, has_head in ((arguments.model, arguments.draft_head), (arguments.draft, False))
             if directory is not None
         ]  # fmt: skip
-        # run_local_ranks has made the folder, for its ranks only.
-        folder = Path(arguments.rendezvous.removeprefix("file://")).parent if arguments.rendezvous else None
-        with watched(arguments.lost_rank_timeout, folder) as watch, ExitStack() as stack:
+        is_local = arguments.rendezvous is not None  # by run_local_ranks
+        with watched(arguments.lost_rank_timeout, is_local) as watch, ExitStack() as stack:
             model, *drafts = map(stack.enter_context, models)
             engine = run_and_compare(
                 lambda: _engine(arguments, model, drafts, inputs.engine), lambda _: (), [group], device_of_rank(device)

@@ -4,7 +4,6 @@ Every rank reads it. Before training, the ranks compare what they have read: if 
 or differs between ranks, every rank raises the same error.
 """
 
-import contextlib
 import json
 import zlib
 from bisect import bisect_left
@@ -20,7 +19,6 @@ from megatron_ssm import families
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
-from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import agree
@@ -72,10 +70,10 @@ class Inputs:
     deepspeed: dict[str, Any] | None
 
     @classmethod
-    def read(cls, options: Options, busy: Busy = contextlib.nullcontext) -> "Inputs":
+    def read(cls, options: Options) -> "Inputs":
         """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
         out = _make_output_directory(options.out)
-        corpus = Corpus(options, busy)
+        corpus = Corpus(options)
         config = families.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
         config.check_ranks(options.tensor_model_parallel_size, options.expert_model_parallel_size)
@@ -115,9 +113,9 @@ class Inputs:
         }
 
 
-def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inputs:
+def read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
     """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
-    inputs. busy: announces that this rank may be silent. With the engine of DeepSpeed, also what `import_deepspeed` raises.
+    inputs. With the engine of DeepSpeed, also what `import_deepspeed` raises.
 
     Gathers 16 bytes over the default group.
     """
@@ -125,7 +123,7 @@ def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> Inp
     inputs: list[Inputs] = []
 
     def fingerprint() -> dict[str, Any]:
-        inputs.append(Inputs.read(options, busy))
+        inputs.append(Inputs.read(options))
         if options.engine == "deepspeed":
             from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
 

@@ -20,6 +20,7 @@ from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
+    TIMEOUT,
     Groups,
     check_device,
     check_world,
@@ -28,7 +29,7 @@ from megatron_ssm.parallel.groups import (
     join,
     shut_down,
 )
-from megatron_ssm.parallel.heartbeat import Busy, watched
+from megatron_ssm.parallel.heartbeat import watched
 from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Failure
@@ -63,20 +64,23 @@ def pretrain(options: Options) -> None:
     try:
         world = join(tensor, device, context=context, check=check, expert=expert)
         place = device_of_rank(device)
-        with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
+        limit = options.lost_rank_timeout
+        if options.profile and limit:
+            limit = max(
+                limit, TIMEOUT.total_seconds()
+            )  # the profiler holds Python's global lock while it writes the trace
+        with contextlib.ExitStack() as until_the_end, watched(limit):
             continues = until_the_end.enter_context(only_run(Path(options.out)))
             run = replace(options, resume="auto") if continues else options
-            inputs = read_on_all_ranks(run, place, watch.busy)
+            inputs = read_on_all_ranks(run, place)
             groups = initialize(tensor, device, context=context, expert=expert) if world > 1 else Groups()
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
-            _run(inputs, groups, place, interruption, watch.busy, is_restarted=run != options)
+            _run(inputs, groups, place, interruption, is_restarted=run != options)
     finally:
         shut_down()
 
 
-def _run(
-    inputs: Inputs, groups: Groups, device: torch.device, interruption: Interruption, busy: Busy, is_restarted: bool
-) -> None:
+def _run(inputs: Inputs, groups: Groups, device: torch.device, interruption: Interruption, is_restarted: bool) -> None:
     """Build or load the model, train it, and write it."""
     options = inputs.options
     torch.manual_seed(options.seed)
@@ -99,7 +103,7 @@ def _run(
         progress.open_trackers(inputs.start)  # they may fail; then the checkpoints of an earlier run stay
         claim(inputs.out / "checkpoints", continues=inputs.checkpoint is not None and not resumes_deepspeed(options))
         progress.begin(inputs.start, utilization(options, model, groups.ranks))
-        step = _train(trainer, inputs, progress, interruption, busy)
+        step = _train(trainer, inputs, progress, interruption)
         try:
             trainer.write_own_format(inputs.out, step)
             if step == options.train_iters:
@@ -155,11 +159,11 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
     return replace(inputs, checkpoint=checkpoint)
 
 
-def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption, busy: Busy) -> int:
+def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption) -> int:
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
     saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements, inputs.start)
-    profiler = Profiler(options, trainer.groups.rank, inputs.start, busy)
+    profiler = Profiler(options, trainer.groups.rank, inputs.start)
     try:
         for step in range(inputs.start + 1, options.train_iters + 1):
             with profiler.step(step):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from megatron_ssm.checkpoints.folders import (
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
-from megatron_ssm.parallel.processes import launching_process
 from sparsefusion.foundation.command_line import Failure
 
 from .interruption import Interruption
@@ -143,14 +143,23 @@ def only_run(out: Path) -> Iterator[bool]:
 
 
 def _names_of_run() -> set[str]:
-    """The names of torchrun's run: its id, or if it has none of its own, those of the torchrun processes of all nodes.
+    """The names of torchrun's run: its id, or if it has none of its own, the folders of the logs of all nodes.
 
     After a restart, one of them is enough to recognize the run, as a node may have left it. No names without torchrun. All
     ranks call it together.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
-    own = launching_process() if run == NO_ID else run
+    own = logs_of_torchrun() if run == NO_ID else run
     return {name for name in all_gather_pickled(own) if name}
+
+
+def logs_of_torchrun() -> str:
+    """The folder of torchrun's logs, whose name is random: the same after a restart, and different for any other run.
+
+    "" if torchrun writes none.
+    """
+    folder = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return folder[1] if folder else ""
 
 
 def mark_begun(directory: Path) -> None:

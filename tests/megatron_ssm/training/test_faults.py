@@ -1,6 +1,7 @@
 """Faults of real processes, links and files in a run. Oracles: an undisturbed run, exit codes, the rank that is at fault.
 
-With the engines of DeepSpeed and Megatron too.
+By default one case of each mechanism: a rank is killed, stopped or fails, the store of rank 0 ends or stops, torchrun
+restarts, a signal, a full disk. With --full, others too, and with the engines of DeepSpeed and Megatron.
 """
 
 import ctypes
@@ -22,7 +23,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from benchmarks.support.launched import (
@@ -47,8 +47,7 @@ from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, ste
 from megatron_ssm.checkpoints.hf_directory import Writer
 from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot
-from megatron_ssm.parallel import processes
-from megatron_ssm.training import corpus, data, pretraining, saving
+from megatron_ssm.training import corpus, pretraining, saving
 from megatron_ssm.training.deepspeed_trainer import DeepSpeedTrainer
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.progress import Progress
@@ -168,7 +167,8 @@ def test_rank_0_is_killed(here):
     assert re.match(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has ended: .", line)
 
 
-@pytest.mark.parametrize("world, more", [(3, []), full(4, TENSOR), full(3, ["--async-save"])])
+@pytest.mark.full
+@pytest.mark.parametrize("world, more", [(3, []), (4, TENSOR), (3, ["--async-save"])])
 def test_a_rank_that_fails_alone_removes_nothing(here, monkeypatch, world, more):
     """Such as one whose connection is closed while rank 0 completes a checkpoint and renames its folder."""
     write, complete, describe = Snapshot.write, Snapshot._complete, checkpoint_writer.description_text
@@ -231,14 +231,6 @@ def test_a_stopped_rank_is_named(here, world, tp, rank):
     assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 5 s", line)
 
 
-@pytest.mark.parametrize("world, rank", [(2, 1), full(3, 0)])
-def test_a_rank_that_is_stopped_alone_on_its_machine(here, monkeypatch, world, rank):
-    """No other rank can kill it; its watchdog does."""
-    monkeypatch.setattr(processes, "_machine", lambda: f"machine {os.environ['RANK']}")
-    with launched(world, [*TINY, "--lost-rank-timeout", "2"], Fault(rank, 3, signal.SIGSTOP)) as run:
-        assert run.wait(*range(world))[0] == [-signal.SIGKILL if each == rank else 1 for each in range(world)]
-
-
 def test_rank_0_is_stopped(here):
     line = survivors(2, Fault(0, 3, signal.SIGSTOP))
     assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 5 s: so .*", line)
@@ -256,47 +248,23 @@ def on_rank(rank, kind, name, action, monkeypatch):
     monkeypatch.setattr(kind, name, wrapped)
 
 
-@pytest.mark.parametrize("world", [2, full(3)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, full(signal.SIGSTOP)])
-def test_a_rank_is_lost_while_it_reads(here, monkeypatch, world, number):
-    """While it tokenizes, also if it has announced a pause of some seconds for that."""
-    fault = Fault(world - 1, 0, number)
-    on_rank(world - 1, corpus._ByteTokenizer, "encode", fault.strike, monkeypatch)
-    for characters_per_s in (data.TOKENIZED_PER_S, 300):
-        monkeypatch.setattr(data, "TOKENIZED_PER_S", characters_per_s)
-        line = survivors(world, fault, "--lost-rank-timeout", "1")
-        assert re.match(NAMED.format(rank=world - 1, world=world), line)
-
-
-# Ranks that hold Python's global lock, as the profiler and tokenizers do
-
-
-def hold_the_lock(seconds=3):
-    """Wait with the lock, so that no other thread of this process runs."""
-    ctypes.PyDLL(None).usleep(int(1e6 * seconds))
-
-
-PROFILE = ["--profile", "trace", "--profile-step-start", "2", "--profile-step-end", "2", "--lost-rank-timeout", "1"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, full(3)])
-def test_a_rank_that_writes_a_trace_is_not_lost(here, monkeypatch, world):
-    on_rank(0, torch.profiler.profile, "export_chrome_trace", hold_the_lock, monkeypatch)
-    assert train(world, *PROFILE) == [0] * world, lines("err", world)
-    assert [path.name for path in Path("trace").iterdir()] == ["steps-2-2.json"]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_tokenizes_a_long_document_is_not_lost(here, monkeypatch, world):
-    """With a pause that depends on the length: without one, the rank counts as lost."""
-    on_rank(world - 1, corpus._ByteTokenizer, "encode", hold_the_lock, monkeypatch)
-    assert 1 in train(world, "--lost-rank-timeout", "1")
-    line = texts("err", world)[0][0]
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_lost_while_it_reads(here, monkeypatch, world, number):
+    fault = Fault(world - 1, 0, number)
+    on_rank(world - 1, corpus._ByteTokenizer, "encode_batch", fault.strike, monkeypatch)
+    line = survivors(world, fault, "--lost-rank-timeout", "1")
     assert re.match(NAMED.format(rank=world - 1, world=world), line)
-    monkeypatch.setattr(data, "TOKENIZED_PER_S", 100)
-    assert train(world, "--lost-rank-timeout", "1") == [0] * world, lines("err", world)
+
+
+@pytest.mark.full
+def test_a_rank_that_writes_a_trace_is_not_lost(here, monkeypatch):
+    """The profiler holds Python's global lock, so that no other thread runs."""
+    on_rank(0, torch.profiler.profile, "export_chrome_trace", lambda: ctypes.PyDLL(None).usleep(3_000_000), monkeypatch)
+    flags = "--profile trace --profile-step-start 2 --profile-step-end 2 --lost-rank-timeout 1"
+    assert train(2, *flags.split()) == [0, 0], lines("err", 2)
+    assert [path.name for path in Path("trace").iterdir()] == ["steps-2-2.json"]
 
 
 # Signals
@@ -305,10 +273,10 @@ def test_a_rank_that_tokenizes_a_long_document_is_not_lost(here, monkeypatch, wo
 @pytest.mark.parametrize(
     "engine, world, signalled, number, while_saving, more",
     [
-        ("torch", 1, 0, signal.SIGTERM, True, []),
         ("torch", 2, 1, signal.SIGTERM, False, []),
+        full("torch", 1, 0, signal.SIGTERM, True, []),
         full("torch", 2, 0, signal.SIGTERM, True, []),
-        ("torch", 3, 1, signal.SIGUSR1, False, ["--async-save"]),
+        full("torch", 3, 1, signal.SIGUSR1, False, ["--async-save"]),
         full("zero-3", 2, 1, signal.SIGTERM, False, []),
         full("megatron", 2, 1, signal.SIGTERM, False, []),
         *(full(engine, 2, 1, signal.SIGTERM, True, []) for engine in (*ZERO, "zero-3", "megatron")),
@@ -327,7 +295,8 @@ def test_a_signal_ends_a_run_with_a_last_checkpoint(flags_of, engine, world, sig
     assert_as_undisturbed(engine, world, *more)
 
 
-@pytest.mark.parametrize("world", [2, full(3)])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_signal_while_a_checkpoint_is_written_in_the_background(here, monkeypatch, world):
     """Training has gone on meanwhile: the checkpoint under way and one of the step that has ended are both complete."""
     struck, is_awaited = threading.Event(), threading.Event()
@@ -403,7 +372,8 @@ def evaluations(path="log.jsonl"):
     ]
 
 
-@pytest.mark.parametrize("world, step", [(3, 6), full(2, 4), full(2, 6), full(3, 4)])
+@pytest.mark.full
+@pytest.mark.parametrize("world, step", [(3, 6), (2, 4), (2, 6), (3, 4)])
 def test_a_rank_is_killed_during_an_evaluation(here, monkeypatch, world, step):
     """The run that continues repeats the step and its evaluation, also after the last step: its log lacks neither."""
     assert train(world, *EVALUATED, "--out", "straight", "--log", "straight.jsonl") == [0] * world
@@ -422,6 +392,7 @@ def test_a_rank_is_killed_during_an_evaluation(here, monkeypatch, world, step):
     assert [number for number, nats in evaluations() if nats is not None] == [2, 4, 6]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_log_that_cannot_be_written_for_a_while(here, monkeypatch, world):
     """The run that continues repeats the step whose line is missing."""
@@ -449,7 +420,8 @@ def spoil_gradient(trainer):
     handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * math.inf)[1])
 
 
-@pytest.mark.parametrize("world, tp", [full(2, 1), full(2, 2), (3, 1)])
+@pytest.mark.full
+@pytest.mark.parametrize("world, tp", [(2, 1), (2, 2), (3, 1)])
 def test_a_step_that_is_not_finite_is_skipped_and_said(here, world, tp):
     with launched(world, [*TINY, "--tensor-model-parallel-size", str(tp)], Fault(world - 1, 3, spoil_gradient)) as run:
         codes, _ = run.wait(*range(world))
@@ -477,12 +449,12 @@ FILL = Fault(0, 4, fill_disk, while_saving=True)
 @pytest.mark.parametrize(
     "engine, world, fault, more",
     [
-        ("torch", 2, None, []),
-        ("torch", 2, None, ["--async-save"]),
         ("torch", 2, FILL, []),
-        ("zero-3", 2, None, []),
-        ("megatron", 2, None, []),
         full("torch", 1, None, []),
+        full("torch", 2, None, []),
+        full("torch", 2, None, ["--async-save"]),
+        full("zero-3", 2, None, []),
+        full("megatron", 2, None, []),
         full("torch", 1, FILL, ["--async-save"]),
         *(full(engine, 3, None, ["--async-save"]) for engine in (*ZERO, "zero-3", "megatron")),
     ],
@@ -508,6 +480,7 @@ def test_a_full_disk_ends_a_run(flags_of, engine, world, fault, more):
         assert (needed > free) == (not fault) and half_written("out/checkpoints") == []
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("streams", [(1,), (1, 2)])
@@ -540,9 +513,10 @@ def fill_before(monkeypatch, kind, name):
     monkeypatch.setattr(kind, name, lambda *arguments, **named: (fill_disk(), write(*arguments, **named))[1])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("meanwhile", [full(False), True])
-@pytest.mark.parametrize("engine", ["torch", full("zero-3")])
+@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize("engine", ["torch", "zero-3"])
 def test_a_full_disk_when_the_model_is_written(flags_of, monkeypatch, engine, meanwhile):
     """One line for all ranks, no part of the model, and --resume writes it once there is room."""
     more, whole_write = [*flags_of(engine), *WIDE], Writer.write
@@ -633,9 +607,9 @@ DAMAGES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "engine, world",
-    [("torch", 2), full("torch", 1), *(full(engine, 2) for engine in ("megatron", "zero-3", *ZERO))],
+    "engine, world", [("torch", 1), *((engine, 2) for engine in ("torch", "megatron", "zero-3", *ZERO))]
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, world):
     """--resume auto says so, keeps the damaged one under another name, and ends as if nothing had happened."""
@@ -659,7 +633,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, wor
     assert_as_undisturbed(engine, world, *flags)
 
 
-@pytest.mark.parametrize("world", (full(1), 2))
+@pytest.mark.full
+@pytest.mark.parametrize("world", (1, 2))
 def test_a_checkpoint_under_the_name_of_another_step(here, world):
     """--resume auto treats it as damaged. The one before must be of a run with the same settings."""
     assert train(world, "--exit-interval", "4") == [0] * world
@@ -707,6 +682,7 @@ def test_a_disk_that_cannot_be_read_ends_a_run(here, monkeypatch, world, file):
     assert_as_undisturbed("torch", world)
 
 
+@pytest.mark.full
 def test_no_checkpoint_is_intact(here):
     """Then --resume auto does not begin anew."""
     assert train(1, "--exit-interval", "2") == [0]
@@ -720,6 +696,7 @@ def test_no_checkpoint_is_intact(here):
     assert checkpoints() == ["step-000002"]
 
 
+@pytest.mark.full
 def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
     """It may be intact, so --resume auto ends with the cause."""
 
@@ -737,6 +714,7 @@ def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
 # Devices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "world, device, ranks_with_cuda, gpus, message",
     [
@@ -756,6 +734,7 @@ def test_devices_that_differ_between_ranks(here, monkeypatch, world, device, ran
 # Links
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not namespaces_work(), reason="a network link that goes down needs root, ip and tc")
 def test_a_link_that_goes_down(here):
     """That of rank 1: rank 0 names it, and rank 1, which cannot tell who is left, names the store that it cannot reach."""
@@ -794,7 +773,7 @@ def restarted(folder, world, *more, step=4, number=signal.SIGKILL, **settings):
             if step:
                 inject(fault)
             else:
-                corpus._ByteTokenizer.encode = lambda *_, **__: fault.strike()
+                corpus._ByteTokenizer.encode_batch = lambda *_, **__: fault.strike()
         options = parse_options([*TINY, *more])
         sys.exit(command_line.run("pretrain.py", lambda: pretraining.pretrain(options)))
 
@@ -821,9 +800,9 @@ OWN = "torchrun has restarted the ranks: they continue from their own checkpoint
 @pytest.mark.parametrize(
     "world, number, resume",
     [
-        (3, signal.SIGSTOP, ["--resume", "auto"]),
+        (2, signal.SIGKILL, []),
         full(2, signal.SIGKILL, ["--resume", "auto"]),
-        full(2, signal.SIGKILL, []),
+        full(3, signal.SIGSTOP, ["--resume", "auto"]),
         full(2, signal.SIGSTOP, []),
         full(3, signal.SIGKILL, ["--resume", "auto"]),
     ],
@@ -861,18 +840,17 @@ def test_torchrun_restarts_a_run_that_continues_from_a_folder(flags_of):
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
-@pytest.mark.parametrize("world", [2, full(3)])
-@pytest.mark.parametrize("logs", ["logs", full(os.devnull)])
-def test_torchrun_without_an_id_restarts_a_run(here, world, logs):
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchrun_without_an_id_restarts_a_run(here, world):
     """All such runs have the id "none". A rank that ends before the others have met does not make the run continue an
-    earlier one; a rank that ends later does make it continue itself, also where torchrun writes no logs.
+    earlier one; a rank that ends later does make it continue itself.
     """
-    settings = dict(run_id="none", logs_specs=DefaultLogsSpecs(logs))
-    assert OWN in restarted(here, world, **settings)
+    assert OWN in restarted(here, world, run_id="none")
     first = (here / "out/checkpoints" / BEGUN).read_text()
     for path in here.glob("*-[012]"):
         path.unlink()
-    said = restarted(here, world, step=-1, **settings)
+    said = restarted(here, world, step=-1, run_id="none")
     assert OWN not in said and "resuming" not in said and "overwriting out" in said
     assert len(first.splitlines()) == 1 and first != (here / "out/checkpoints" / BEGUN).read_text()
     assert_as_undisturbed("torch", world)
@@ -880,7 +858,7 @@ def test_torchrun_without_an_id_restarts_a_run(here, world, logs):
 
 @pytest.mark.parametrize("world", [1, full(2)])
 @pytest.mark.parametrize(
-    "before, now", [("job_1", "job_2"), ("job_1", "other_2"), ("none_1", "none_1"), ("none_1", "none_2")]
+    "before, now", [("job_1", "job_2"), full("job_1", "other_2"), full("none_1", "none_1"), ("none_1", "none_2")]
 )
 def test_a_restart_that_torchrun_does_not_count(here, monkeypatch, world, before, now):
     """When nodes join or leave, it starts all ranks again under the same id. Runs without an id are all called "none";
@@ -895,6 +873,7 @@ def test_a_restart_that_torchrun_does_not_count(here, monkeypatch, world, before
     assert_as_undisturbed("torch", world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_restart_on_other_nodes(here, monkeypatch, world):
     """Each node has its own torchrun. One that remains is enough to recognize a run without an id."""
@@ -902,7 +881,7 @@ def test_a_restart_on_other_nodes(here, monkeypatch, world):
 
     def on_nodes(*nodes):
         with monkeypatch.context() as patched:
-            patched.setattr(saving, "launching_process", lambda: f"torchrun on {nodes[int(os.environ['RANK'])]}")
+            patched.setattr(saving, "logs_of_torchrun", lambda: f"torchrun on {nodes[int(os.environ['RANK'])]}")
             assert train(world, "--exit-interval", "2") == [0] * world, lines("err", world)
         return OWN in lines("out", world), Path("out/checkpoints", BEGUN).read_text().splitlines()
 
@@ -912,6 +891,7 @@ def test_a_restart_on_other_nodes(here, monkeypatch, world):
     assert on_nodes(*["f", "g", "h"][:world])[0] is False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("before, now", [("job", "other"), ("job", "job")])
 def test_rank_0_alone_reads_and_removes_the_mark_of_a_run(here, monkeypatch, world, before, now):
@@ -940,7 +920,7 @@ def test_rank_0_alone_reads_and_removes_the_mark_of_a_run(here, monkeypatch, wor
 # Two runs in one directory
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, full(3)])
 def test_a_second_run_in_the_same_directory(here, monkeypatch, world):
     """It ends at once with one line, and the first one ends as if nothing had happened."""
     os.mkfifo("has-begun")
@@ -964,6 +944,7 @@ def test_a_second_run_in_the_same_directory(here, monkeypatch, world):
     assert_as_undisturbed("torch", world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_restart_while_the_lock_of_a_lost_rank_0_remains(here, monkeypatch, world):
     """The file system may notice the loss of its machine later. The run goes on; another one does not begin, nor when
