@@ -1,4 +1,4 @@
-"""The sequences that a client asks for: the arguments of each for the engine, and what comes back.
+"""The sequences that a client asks for: the arguments of each for the engine, and the updates that come back.
 
 The arguments are values that JSON can carry, so that every rank makes the same request from them.
 """
@@ -88,10 +88,15 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Update:
-    """What is new of a sequence: tokens; why it has finished, or None; the error that has ended it, or None.
+    """The progress of a sequence since its last update.
 
-    reused: how many tokens of the prompt a prefix cache has saved from being read. logprobs and prompt_logprobs: see
-    `Request`; those of the prompt come with the first token.
+    Args:
+        tokens: The new tokens.
+        finished: Why the sequence has finished, or None.
+        error: The error that has ended it, or None.
+        reused: How many tokens of the prompt came from the prefix cache.
+        logprobs: As in `Request`.
+        prompt_logprobs: As in `Request`; they come with the first token.
     """
 
     sequence: Sequence

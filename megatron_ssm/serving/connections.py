@@ -34,7 +34,7 @@ class Connections:
 
 
 def allow_files(connections: int) -> None:
-    """Raise the limit of open files of this process, if necessary, to what so many connections need.
+    """Raise the limit of open files of this process, if necessary, to what this many connections need.
 
     ValueError if the system does not permit it.
     """

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_ssm.api.errors import ApiError, bad_request
-from megatron_ssm.api.parameters import GRAMMAR_PARAMETERS
+from megatron_ssm.api.prepared_request import GRAMMAR_PARAMETERS
 from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
@@ -27,7 +27,7 @@ IDLE_S = 1.0
 
 
 class Replica:
-    """What all ranks do in a turn: queue and cancel requests, and step the engine."""
+    """The turns that all ranks make: each queues and cancels requests, and steps the engine."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -123,7 +123,7 @@ class Driver(threading.Thread):
         """One turn; False if it was the last."""
         added: list[Sequence] = []
         cancelled: list[Sequence] = []
-        dropped: list[Sequence] = []  # those whose grammars are compiled in vain
+        dropped: list[Sequence] = []  # those whose compiled grammars are not used
         is_last = False
         for order, sequence in self._orders():
             if sequence is None:
@@ -163,7 +163,7 @@ class Driver(threading.Thread):
         return True
 
     def _orders(self) -> list[tuple[str, Sequence | None]]:
-        """What was asked for since the last turn; waits for it while there is nothing to do."""
+        """The orders since the last turn; waits for one while there is nothing to do."""
         orders = []
         try:
             orders.append(self._inbox.get(block=not self._engine.is_busy, timeout=IDLE_S))
@@ -192,7 +192,7 @@ class Driver(threading.Thread):
             return Update(sequence, error=ApiError(500, "the server has failed to handle the request"))
 
     def _update(self, request: Request) -> Update:
-        """What is new of a request that got tokens."""
+        """The update of a request that got tokens."""
         sequence = self._running[request] if request.finished is None else self._running.pop(request)
         start, sequence.reported = sequence.reported, len(request.tokens)
         if request.finished == "error":

@@ -240,7 +240,7 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
     "arguments, kind, param, message",
     [
         (dict(best_of=3), openai.BadRequestError, "best_of", "best_of is not implemented"),
-        (dict(temperature=9), openai.BadRequestError, "temperature", "temperature=9 must be at most 2"),
+        (dict(temperature=9), openai.BadRequestError, "temperature", "temperature=9: Input should be less than"),
         (dict(model="gpt"), openai.NotFoundError, "model", "there is no model 'gpt' here"),
         (
             dict(max_tokens=5000),
@@ -256,7 +256,7 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
         (dict(prompt=["x"] * 100), openai.BadRequestError, "prompt", "asks for 100 replies"),
         (dict(extra_body={"guided_regex": "()"}), openai.BadRequestError, "guided_regex", "no token of the vocabulary"),
         (dict(n=100), openai.BadRequestError, "n", "asks for 100 replies, and the server takes at most 68"),
-        (dict(logit_bias={"x": 1}), openai.BadRequestError, "logit_bias", "'x' is no id of the vocabulary"),
+        (dict(logit_bias={"x": 1}), openai.BadRequestError, "logit_bias", "'x' is not a token id"),
         (dict(extra_body={"guided_regex": "(a"}), openai.BadRequestError, "guided_regex", "guided_regex: regex: "),
         (dict(extra_body={"guided_grammar": "a"}), openai.BadRequestError, "guided_grammar", "guided_grammar: lark: "),
         (
