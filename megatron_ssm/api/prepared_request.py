@@ -1,30 +1,36 @@
 """From the JSON of a request to the sequences that the engine is to continue."""
 
-import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from megatron_ssm.inference import grammar as grammars
 from megatron_ssm.inference.grammar import Grammar
 from megatron_ssm.inference.text import most_characters
 
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
 from .offsets import prompt_offsets
-from .request_models import Body, ChatRequest, CompletionRequest, GenerationRequest, parse_body
+from .request_models import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ResponseFormat,
+    StructuredOutputs,
+    parse_body,
+)
 from .sequences import Arguments, Sequence
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOO_LONG = "context_length_exceeded"
+ANY_OBJECT = {"type": "object"}
 MAX_LOGPROBS = 400_000  # log-probabilities of a request: a reply with this many is made in about a second
-# {kind of a grammar: the parameter that it comes from}
-GRAMMAR_PARAMETERS = dict(
-    json_schema="response_format", json_object="response_format", regex="guided_regex", lark="guided_grammar"
-)
 
 Prompt = tuple[str, list[int]]  # its text, "" for ids that are not repeated, and its token ids
 
@@ -109,32 +115,42 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
     prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
+    grammar_parameter, grammar = _grammar(body)
     shared: dict[str, Any] = dict(
         temperature=body.temperature,
-        top_k=body.top_k or None,
+        top_k=body.top_k if body.top_k > 0 else None,
         top_p=body.top_p if body.top_p < 1 else None,
+        min_p=body.min_p or None,
         repetition_penalty=body.repetition_penalty,
-        stop_tokens=() if body.ignore_eos else served.stop_tokens,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        min_new_tokens=body.min_tokens,
+        stop_tokens=(*body.stop_token_ids, *(() if body.ignore_eos else served.stop_tokens)),
         stop_strings=tuple(body.stop),
         logit_bias=_logit_bias(body.logit_bias, served.vocab_size),
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_logprobs is not None and body.echo,
-        grammar=_grammar(body),
+        grammar=None if grammar is None else (grammar.kind, grammar.text),
         prefix_key="" if served.shares_prefixes else owner,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
     rows = [(ids, new) for (_, ids), new in zip(prompts, new_tokens, strict=True) for _ in range(body.n)]
-    sequences = [Sequence(Arguments(ids, new, seed + i, **shared), i) for i, (ids, new) in enumerate(rows)]
+    sequences = [
+        Sequence(Arguments(ids, new, seed + i, **shared), i, grammar_parameter) for i, (ids, new) in enumerate(rows)
+    ]
     offsets = [prompt_offsets(served.tokenizer, *prompt) for prompt in prompts] if shared["prompt_logprobs"] else []
     return PreparedRequest(body, prompts, sequences, offsets)
 
 
 def _check_combinations(body: Body, vocab_size: int) -> None:
     """ApiError 400 for parameters that do not go together."""
-    if body.stream_options is not None and not body.stream:
+    if body.includes_usage and not body.stream:
         raise bad_request("stream_options are for streams only", "stream_options")
+    for token in body.stop_token_ids:
+        if token >= vocab_size:
+            raise bad_request(f"stop_token_ids: {token} is not a token id (vocab_size={vocab_size})", "stop_token_ids")
     if isinstance(body, ChatRequest):
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     elif body.best_of not in (None, body.n):
         raise bad_request("best_of is not implemented: it must be equal to n", "best_of")
@@ -226,25 +242,40 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float] |
     return {int(token): float(bias) for token, bias in biases.items()} or None
 
 
-def _grammar(body: GenerationRequest) -> tuple[str, str] | None:
-    """The kind and the text of the grammar that the reply must match, or None."""
-    found = []
-    form = body.response_format
-    if form is not None and form.type == "json_schema":
-        if form.json_schema is None:
-            raise bad_request("response_format needs the field json_schema", "response_format")
-        found.append(("response_format", ("json_schema", json.dumps(form.json_schema.schema_))))
-    elif form is not None and form.type == "json_object":
-        found.append(("response_format", ("json_object", "")))
-    if body.guided_regex is not None:
-        found.append(("guided_regex", ("regex", body.guided_regex)))
-    if body.guided_grammar is not None:
-        found.append(("guided_grammar", ("lark", body.guided_grammar)))
-    if len(found) > 1:
-        raise bad_request(f"{found[0][0]} and {found[1][0]} exclude each other", found[1][0])
-    for name, grammar in found:
-        try:
-            Grammar(*grammar)
-        except ValueError as error:
-            raise bad_request(f"{name}: {error}", name) from None
-    return found[0][1] if found else None
+def _schema(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """The JSON schema that a reply of this form must match, or None."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return ANY_OBJECT
+    if form.json_schema is None:
+        raise bad_request("response_format needs the field json_schema", "response_format")
+    return form.json_schema.schema_
+
+
+def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
+    """The parameter that gives the grammar of the reply, and the grammar; ("", None) if there is none."""
+    outputs = body.structured_outputs or StructuredOutputs()
+    given: list[tuple[str, Callable[..., Grammar], Any]] = [
+        ("response_format", grammars.json_schema, _schema(body.response_format)),
+        ("structured_outputs.json", grammars.json_schema, outputs.json_),
+        ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
+        ("structured_outputs.choice", grammars.choice, outputs.choice),
+        ("structured_outputs.regex", grammars.regex, outputs.regex),
+        ("structured_outputs.grammar", grammars.lark, outputs.grammar),
+        ("guided_json", grammars.json_schema, body.guided_json),
+        ("guided_choice", grammars.choice, body.guided_choice),
+        ("guided_regex", grammars.regex, body.guided_regex),
+        ("guided_grammar", grammars.lark, body.guided_grammar),
+    ]
+    found = [row for row in given if row[2] is not None]
+    if not found:
+        return "", None
+    name, make, value = found[0]
+    others = [other for other, *_ in found[1:]] + ["min_tokens"] * (body.min_tokens > 0)
+    if others:
+        raise bad_request(f"{name} and {others[0]} exclude each other", others[0])
+    try:
+        return name, make(value)
+    except ValueError as error:
+        raise bad_request(f"{name}: {error}", name) from None

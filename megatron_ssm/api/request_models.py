@@ -68,6 +68,14 @@ def _refuse_elements(value: Any) -> Any:
     return value
 
 
+def _from_json(schema: Any) -> Any:
+    """Return a JSON schema, or parse its text."""
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("json", "Input should be a JSON schema, or its text") from None
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -90,8 +98,13 @@ PositiveCount = Annotated[int, Field(ge=1, le=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 EmptyList = Annotated[list[str], BeforeValidator(_refuse_elements), Field(max_length=0)]
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-StopStrings = Annotated[list[StopString], Field(max_length=16)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+JsonSchema = Annotated[dict[str, Any], BeforeValidator(_from_json, json_schema_input_type=dict[str, Any] | str)]
+ShortText = Annotated[str, Field(min_length=1, max_length=1000)]
+Choices = Annotated[list[ShortText], Field(min_length=1, max_length=1000, fail_fast=True)]
+Regex = Annotated[str, Field(min_length=1, max_length=10_000)]
+LarkGrammar = Annotated[str, Field(min_length=1, max_length=100_000)]
+StopStrings = Annotated[list[ShortText], Field(max_length=16)]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[str], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -107,7 +120,9 @@ TAGS = {"text", "texts", "token ids", "lists of token ids", "parts"}  # which py
 
 
 class TextPart(RequestModel):
-    """A part of a message's content."""
+    """A part of a message's content. Other fields, such as cache_control, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["text"]
     text: str
@@ -122,32 +137,37 @@ Content = Annotated[
 
 
 class Message(RequestModel):
-    """A message of a conversation."""
+    """A message of a conversation. Templates may use fields that are not listed here."""
+
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    name: str = ""
     type: Literal["text"] = "text"
     tool_calls: EmptyList = []
+    function_call: None = None
+    audio: None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the fields that the client has set and that a template may use; the content is one text."""
+        """Return the fields for the template; the content is one text."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {**self.model_dump(exclude_unset=True, exclude={"type", "tool_calls"}), "content": text}
+        return {"role": self.role, "content": text, **(self.model_extra or {})}
 
 
 class StreamOptions(RequestModel):
-    """Options of a stream."""
+    """Options of a stream. Those that are not listed here must be false."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Literal[False]] = Field(init=False)
 
     include_usage: bool = False
     """Send the usage as the last event."""
-    include_obfuscation: Literal[False] = False
 
 
-class JsonSchema(RequestModel):
+class NamedSchema(RequestModel):
     """A JSON schema that a reply must match."""
 
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
     name: str = ""
     description: str = ""
     strict: bool = False
@@ -157,7 +177,17 @@ class ResponseFormat(RequestModel):
     """The form of a reply."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(RequestModel):
+    """A grammar that a reply must match, in one of its fields."""
+
+    json_: Annotated[JsonSchema | None, Field(alias="json")] = None
+    json_object: bool = False
+    choice: Choices | None = None
+    regex: Regex | None = None
+    grammar: LarkGrammar | None = None
 
 
 class GenerationRequest(RequestModel):
@@ -177,28 +207,50 @@ class GenerationRequest(RequestModel):
     """0: the most likely token (greedy search)."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens whose probabilities add up to this."""
-    top_k: Count = 0
-    """Sample from this many tokens; 0: all."""
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] = 0
+    """Sample from this many tokens; 0 or -1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens that are less likely than this times the most likely one."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Divides the positive logits of tokens that occurred before, and multiplies the negative ones."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logit of a token once for each time that the reply has it."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of a token that the reply has."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """Makes sampling repeatable. Reply i to a request is sampled with seed + i."""
-    stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=StopString | StopStrings)] = []
+    stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=ShortText | StopStrings)] = []
     """A text that ends the reply and is not part of it, or a list of such texts."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] = []
+    """Token ids that end the reply."""
+    min_tokens: Count = 0
+    """The number of tokens before one that ends a text, or one of stop_token_ids, may come."""
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_check_biases)] = {}
     """{token id: what is added to its logit}."""
     response_format: ResponseFormat | None = None
     """json_object: the reply is a JSON object; json_schema: JSON that a schema describes."""
-    guided_regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """The reply matches this grammar."""
+    guided_json: JsonSchema | None = None
+    """The reply matches this JSON schema, or its text."""
+    guided_choice: Choices | None = None
+    """The reply is one of these texts."""
+    guided_regex: Regex | None = None
     """The reply matches this expression."""
-    guided_grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    guided_grammar: LarkGrammar | None = None
     """The reply matches this grammar, in llguidance's variant of Lark's notation."""
     ignore_eos: bool = False
     """Do not stop at the tokens that end a text."""
     return_token_ids: bool = False
     """Add token_ids to each reply."""
     user: str = ""
-    """Has no effect."""
+    """Has no effect, like the following fields."""
+    metadata: dict[str, Any] = {}
+    store: bool = False
+    service_tier: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
 
     @property
     def includes_usage(self) -> bool:
@@ -222,8 +274,6 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Must be equal to n."""
     suffix: Literal[""] = ""
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -258,15 +308,14 @@ class ChatRequest(GenerationRequest):
     """Return the log-probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """With logprobs: also those of this many of the most likely tokens."""
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     tools: EmptyList = []
     tool_choice: Literal["none", "auto"] = "none"
-    functions: EmptyList = []
-    store: Literal[False] = False
     parallel_tool_calls: bool = True
+    functions: EmptyList = []
+    function_call: Literal["none", "auto"] = "none"
     modalities: list[Literal["text"]] = ["text"]
-    service_tier: Literal["auto", "default"] = "auto"
+    reasoning_effort: Literal["none", "minimal"] = "none"
+    verbosity: Literal["medium"] = "medium"
 
     @property
     def num_logprobs(self) -> int | None:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 from megatron_ssm.api.errors import ApiError, bad_request
-from megatron_ssm.api.prepared_request import GRAMMAR_PARAMETERS
 from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
@@ -186,7 +185,7 @@ class Driver(threading.Thread):
             sequence.request = sequence.arguments.request(self._engine, matcher)
             return None
         except ValueError as error:
-            return Update(sequence, error=_refusal(sequence.arguments, str(error)))
+            return Update(sequence, error=_wrong_request(sequence, str(error)))
         except Exception:  # of any kind: no other rank knows of the request, so the others go on
             log.exception("a request could not be made")
             return Update(sequence, error=ApiError(500, "the server has failed to handle the request"))
@@ -228,12 +227,10 @@ class Driver(threading.Thread):
             self._deliver(updates)
 
 
-def _refusal(arguments: Arguments, message: str) -> ApiError:
+def _wrong_request(sequence: Sequence, message: str) -> ApiError:
     """The error for a request that cannot be made: because of its grammar, as everything else was checked before."""
-    if arguments.grammar is None:
-        return bad_request(message)
-    name = GRAMMAR_PARAMETERS[arguments.grammar[0]]
-    return bad_request(f"{name}: {message}", name)
+    name = sequence.grammar_parameter
+    return bad_request(f"{name}: {message}", name) if name else bad_request(message)
 
 
 def _grammars(sequences: list[Sequence]) -> tuple[tuple[str, str], ...]:

@@ -43,6 +43,28 @@ CASES = [
         "the prompt has 390 tokens",
     ),  # a token has at most 13 characters
     (COMPLETIONS, "", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "best_of is not implemented"),
+    (
+        CHAT,
+        "a",
+        {**CHATTING, "guided_json": {}, "min_tokens": 1},
+        "min_tokens",
+        "guided_json and min_tokens exclude each",
+    ),
+    (CHAT, "a", {**CHATTING, "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", ".regex: regex: "),
+    (
+        COMPLETIONS,
+        "",
+        {"prompt": "a", "structured_outputs": {"json": "{}", "choice": ["a"]}},
+        "structured_outputs.choice",
+        "structured_outputs.json and structured_outputs.choice exclude each other",
+    ),
+    (
+        COMPLETIONS,
+        "",
+        {"prompt": "a", "stop_token_ids": [1, 10]},
+        "stop_token_ids",
+        "stop_token_ids: 10 is not a token id",
+    ),
     *(
         (
             COMPLETIONS,
@@ -106,6 +128,36 @@ def test_ids_become_text_only_to_be_repeated(tmp_path):
 def test_as_many_candidates_as_replies(tmp_path):
     body = {"prompt": "a", "n": 2, "best_of": 2}
     assert len(prepared(COMPLETIONS, body, served(tmp_path, None)).sequences) == 2
+
+
+def arguments_of(tmp_path, **body):
+    (sequence,) = prepared(COMPLETIONS, {"prompt": "a", "max_tokens": 5, **body}, served(tmp_path, None)).sequences
+    return sequence.arguments
+
+
+def test_options_of_sampling_reach_the_engine(tmp_path):
+    options = dict(temperature=0.5, top_k=3, top_p=0.4, min_p=0.2, repetition_penalty=1.1, frequency_penalty=0.3,
+                   presence_penalty=-0.6)  # fmt: skip
+    found = arguments_of(tmp_path, **options, min_tokens=2, stop_token_ids=[4, 5])
+    assert {name: getattr(found, name) for name in options} == options
+    assert (found.min_new_tokens, found.stop_tokens) == (2, (4, 5, 256))
+    neutral = arguments_of(tmp_path, top_k=-1, top_p=1, min_p=0, ignore_eos=True)
+    assert (neutral.top_k, neutral.top_p, neutral.min_p, neutral.stop_tokens) == (None, None, None, ())
+
+
+def test_names_of_grammars(tmp_path):
+    """The parameters of vLLM, now and before."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "null"}
+    for new, old in (
+        ({"json": schema}, {"guided_json": schema}), ({"json": json.dumps(schema)}, {"guided_json": json.dumps(schema)}),
+        ({"choice": ["a", "b"]}, {"guided_choice": ["a", "b"]}), ({"regex": "a"}, {"guided_regex": "a"}),
+        ({"grammar": 'start: "a"'}, {"guided_grammar": 'start: "a"'}),
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+    ):  # fmt: skip
+        found = arguments_of(tmp_path, **old).grammar
+        assert found is not None and found == arguments_of(tmp_path, structured_outputs=new).grammar
+    assert arguments_of(tmp_path, structured_outputs={"json_object": False}).grammar is None
 
 
 TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}

@@ -81,8 +81,19 @@ def test_fields_that_are_null_count_as_left_out():
         (CHAT, "messages", [IMAGE], r"messages\[0\]\.content\[0\]\.type=image_url: Input should be 'text'"),
         (CHAT, "parallel_tool_calls", 1, "parallel_tool_calls=1: Input should be a valid boolean"),
         (CHAT, "response_format", {"type": "xml"}, "response_format.type=xml: Input should be 'text', 'json_object'"),
-        (CHAT, "stream_options", {"chunk": 1}, r"there is no parameter stream_options\.chunk"),
-        (CHAT, "stream_options", {"include_obfuscation": True}, "include_obfuscation=true: Input should be False"),
+        (
+            CHAT,
+            "stream_options",
+            {"include_obfuscation": True},
+            r"_options\.include_obf.*=true: Input should be False",
+        ),
+        (CHAT, "response_format", {"type": "text", "x": 1}, r"there is no parameter response_format\.x"),
+        (CHAT, "reasoning_effort", "high", "reasoning_effort=high: Input should be 'none' or 'minimal'"),
+        (CHAT, "verbosity", "low", "verbosity=low: Input should be 'medium'"),
+        (CHAT, "function_call", {"name": "a"}, "function_call={.*: Input should be 'none' or 'auto'"),
+        (CHAT, "guided_json", "{", "guided_json={: Input should be a JSON schema, or its text"),
+        (COMPLETIONS, "top_k", -2, "top_k=-2: Input should be greater than or equal to -1"),
+        (COMPLETIONS, "frequency_penalty", 2.5, "frequency_penalty=2.5: Input should be less than or equal to 2"),
     ],
 )
 def test_errors_name_the_parameter(endpoint, name, value, message):
@@ -106,21 +117,35 @@ def test_every_parameter_is_documented():
 
 
 def test_values_that_change_nothing_are_accepted():
-    neutral = dict(presence_penalty=0.0, frequency_penalty=0, tools=[], parallel_tool_calls=True, user="me")
-    assert checked(CHAT, PROMPT[CHAT] | neutral).user == "me"
+    shared = dict(
+        user="me", metadata={"a": "b"}, store=True, service_tier="flex", safety_identifier="a", prompt_cache_key="b",
+        prompt_cache_retention="24h", stream_options={"include_usage": False, "include_obfuscation": False, "other": False},
+    )  # fmt: skip
+    chat = dict(
+        tools=[], tool_choice="auto", functions=[], function_call="none", parallel_tool_calls=True, modalities=["text"],
+        reasoning_effort="minimal", verbosity="medium",
+    )  # fmt: skip
+    assert checked(CHAT, PROMPT[CHAT] | shared | chat) and checked(COMPLETIONS, PROMPT[COMPLETIONS] | shared)
     assert checked(CHAT, {"messages": [TOOL_CALL | {"tool_calls": []}]})
-    assert checked(CHAT, PROMPT[CHAT] | {"stream_options": {"include_obfuscation": False}})
+
+
+def test_the_template_gets_the_other_fields_of_messages():
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [part, part], "name": "me", "cache_control": {"type": "ephemeral"}}
+    (found,) = checked(CHAT, {"messages": [message]}).messages
+    assert found.for_template() == message | {"content": "aa"}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"messages": [{"role": "user", "content": "a", "x" * 10**6: 1}]},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": ["x" * 10**6]}]},
+        {"stream_options": {"x" * 10**6: 1}},
         {"logit_bias": {"x" * 10**6: "y" * 10**6}},
         {"stop": ["語" * 10**6]},
         {"语" * 10**6: 1},
     ],
-    ids=["a field", "a bias", "a stop string", "a parameter"],
+    ids=["a field", "an option", "a bias", "a stop string", "a parameter"],
 )
 def test_errors_do_not_repeat_megabytes(changes):
     with pytest.raises(ApiError) as refused:
