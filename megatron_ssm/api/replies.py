@@ -11,23 +11,7 @@ from megatron_ssm.inference.text import TextStream, token_bytes
 
 from .offsets import TextOffsets
 from .prepared_request import PreparedRequest, Served
-from .reply_models import (
-    CachedTokens,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    ChatMessage,
-    ChunkChoice,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    Delta,
-    NamedLogprob,
-    ReplyModel,
-    TokenLogprobs,
-    Usage,
-)
+from .reply_models import ChatCompletion, ChatCompletionChunk, Completion, ReplyModel
 from .request_models import ChatRequest
 from .sequences import Update
 
@@ -100,7 +84,8 @@ class Replies:
     def __init__(self, request: PreparedRequest, served: Served):
         self._request, self._is_chat = request, isinstance(request.body, ChatRequest)
         self._replies = [Reply(request, served, sequence.index) for sequence in request.sequences]
-        self._bytes_of, self._name = cache(token_bytes(served.tokenizer)), cache(self._name_of)
+        bytes_of = token_bytes(served.tokenizer)
+        self._bytes_of, self._name = cache(lambda token: list(bytes_of(token))), cache(self._name_of)
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -118,100 +103,100 @@ class Replies:
         return piece
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> dict[str, Any]:
         """The number of tokens that were read and made."""
         prompt = sum(len(ids) for _, ids in self._request.prompts)
-        cached = CachedTokens(cached_tokens=sum(self._reused.values()))
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=self._new,
-            total_tokens=prompt + self._new,
-            prompt_tokens_details=cached,
-        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._new,
+            "total_tokens": prompt + self._new,
+            "prompt_tokens_details": {"cached_tokens": sum(self._reused.values())},
+        }
 
     def whole(self, pieces: Iterable[Piece]) -> ReplyModel:
         """The reply to a request that is not a stream; pieces: the whole text of each reply."""
         if self._is_chat:
-            messages = list(map(self._message, pieces))
-            return ChatCompletion(**self._head, object="chat.completion", choices=messages, usage=self.usage)
-        choices = list(map(self._completion, pieces))
-        return Completion(**self._head, object="text_completion", choices=choices, usage=self.usage)
+            return self._made(ChatCompletion, "chat.completion", map(self._message, pieces), usage=self.usage)
+        return self._made(Completion, "text_completion", map(self._completion, pieces), usage=self.usage)
 
     def chunk(self, piece: Piece) -> ReplyModel:
         """The event of a stream with a part of a reply."""
         usage = (
             {"usage": None} if self._request.body.includes_usage else {}
         )  # as in OpenAI's events before the last one
-        return self._event([piece], usage)
+        return self._event([piece], **usage)
 
     def last_chunk(self) -> ReplyModel:
         """The event of a stream with the usage."""
-        return self._event([], {"usage": self.usage})
+        return self._event([], usage=self.usage)
 
-    def _event(self, pieces: list[Piece], usage: dict[str, Any]) -> ReplyModel:
-        head = {**self._head, **usage}
+    def _event(self, pieces: list[Piece], **usage: Any) -> ReplyModel:
         if self._is_chat:
-            return ChatCompletionChunk(**head, object="chat.completion.chunk", choices=list(map(self._delta, pieces)))
-        return Completion(**head, object="text_completion", choices=list(map(self._completion, pieces)))
+            return self._made(ChatCompletionChunk, "chat.completion.chunk", map(self._delta, pieces), **usage)
+        return self._made(Completion, "text_completion", map(self._completion, pieces), **usage)
 
-    def _completion(self, piece: Piece) -> CompletionChoice:
+    def _made(self, model: type[ReplyModel], kind: str, choices: Iterable[dict[str, Any]], **usage: Any) -> ReplyModel:
+        return model.model_validate({**self._head, "object": kind, "choices": list(choices), **usage})
+
+    def _completion(self, piece: Piece) -> dict[str, Any]:
         logprobs = None if self._request.body.num_logprobs is None else self._completion_logprobs(piece)
-        return CompletionChoice(**self._choice(piece), text=piece.text, logprobs=logprobs)
+        return self._choice(piece, {"text": piece.text}, logprobs)
 
-    def _message(self, piece: Piece) -> ChatChoice:
-        message = ChatMessage(role="assistant", content=piece.text, refusal=None)
-        return ChatChoice(**self._choice(piece), message=message, logprobs=self._chat_logprobs(piece))
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return self._choice(piece, {"message": message}, self._chat_logprobs(piece))
 
-    def _delta(self, piece: Piece) -> ChunkChoice:
-        fields: dict[str, Any] = {"role": "assistant"} if piece.is_first else {}
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        delta = {"role": "assistant"} if piece.is_first else {}
         if piece.is_first or piece.text:
-            fields["content"] = piece.text
-        return ChunkChoice(**self._choice(piece), delta=Delta(**fields), logprobs=self._chat_logprobs(piece))
+            delta["content"] = piece.text
+        return self._choice(piece, {"delta": delta}, self._chat_logprobs(piece))
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        token_ids = {"token_ids": piece.tokens} if self._request.body.return_token_ids else {}
-        return {"index": piece.index, "finish_reason": piece.finished, **token_ids}
+    def _choice(self, piece: Piece, content: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+        choice = {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": piece.finished}
+        if self._request.body.return_token_ids:
+            choice["token_ids"] = piece.tokens
+        return choice
 
     # Log-probabilities
 
-    def _completion_logprobs(self, piece: Piece) -> CompletionLogprobs:
+    def _completion_logprobs(self, piece: Piece) -> dict[str, Any]:
         """The log-probabilities of the prompt, if it is repeated, and of the new tokens."""
         tokens, entries = [*piece.prompt, *piece.tokens], [*piece.prompt_logprobs, *piece.logprobs]
-        tops: list[dict[str, float | None] | None] | None = None
+        tops = None
         if self._request.body.num_logprobs:
             tops = [entry and self._most_likely(token, *entry) for token, entry in zip(tokens, entries, strict=True)]
-        return CompletionLogprobs(
-            tokens=list(map(self._name, tokens)),
-            token_logprobs=[entry and entry[0] for entry in entries],
-            top_logprobs=tops,
-            text_offset=piece.offsets,
-        )
+        return {
+            "tokens": list(map(self._name, tokens)),
+            "token_logprobs": [entry and entry[0] for entry in entries],
+            "top_logprobs": tops,
+            "text_offset": piece.offsets,
+        }
 
-    def _most_likely(self, token: int, value: float, tops: list[tuple[int, float]]) -> dict[str, float | None]:
+    def _most_likely(self, token: int, value: float, tops: list[tuple[int, float]]) -> dict[str, float]:
         """{name: log-probability} of the most likely tokens and the token itself; of tokens with one name, the likelier."""
-        named: dict[str, float | None] = {}
+        named: dict[str, float] = {}
         for each, number in [*tops, (token, value)]:
             named.setdefault(self._name(each), number)
         return named
 
-    def _chat_logprobs(self, piece: Piece) -> ChatLogprobs | None:
+    def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         """The log-probabilities of the new tokens, one object for each."""
         if self._request.body.num_logprobs is None:
             return None
 
         def named(token: int, value: float) -> dict[str, Any]:
-            return {"token": self._name(token), "logprob": value, "bytes": list(self._bytes_of(token))}
+            return {"token": self._name(token), "logprob": value, "bytes": self._bytes_of(token)}
 
         entries = zip(piece.tokens, piece.logprobs, strict=True)
         content = [
-            TokenLogprobs(**named(token, value), top_logprobs=[NamedLogprob(**named(*top)) for top in tops])
-            for token, (value, tops) in entries
+            {**named(token, value), "top_logprobs": [named(*top) for top in tops]} for token, (value, tops) in entries
         ]
-        return ChatLogprobs(content=content, refusal=None)
+        return {"content": content, "refusal": None}
 
     def _name_of(self, token: int) -> str:
         """A token as text; one that is not valid UTF-8 alone, as OpenAI writes it: bytes:\\xe2."""
-        data = self._bytes_of(token)
+        data = bytes(self._bytes_of(token))
         try:
             return data.decode()
         except UnicodeDecodeError:

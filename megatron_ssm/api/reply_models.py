@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SkipValidation
+from typing_extensions import TypedDict
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -85,7 +86,7 @@ class Completion(Reply):
     choices: list[CompletionChoice]
 
 
-class NamedLogprob(ReplyModel):
+class NamedLogprob(TypedDict):
     """The log-probability of a token. bytes: of its text."""
 
     token: str
@@ -102,7 +103,7 @@ class TokenLogprobs(NamedLogprob):
 class ChatLogprobs(ReplyModel):
     """Log-probabilities of a chat's reply."""
 
-    content: list[TokenLogprobs]
+    content: SkipValidation[list[TokenLogprobs]]  # up to 400,000 dictionaries: copies would take seconds
     refusal: None
 
 

@@ -14,7 +14,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from sparsefusion.foundation.command_line import did_you_mean
 
@@ -71,8 +71,8 @@ def _refuse_elements(value: Any) -> Any:
 def _from_json(schema: Any) -> Any:
     """Return a JSON schema, or parse its text."""
     try:
-        return json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError):
+        return from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
+    except ValueError:
         raise PydanticCustomError("json", "Input should be a JSON schema, or its text") from None
 
 

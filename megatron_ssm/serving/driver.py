@@ -53,8 +53,8 @@ def follow(engine: Engine, channel: Channel) -> None:
     compilations = Compilations(compiler)
 
     def made(arguments: Arguments) -> Request:
-        """Rank 0 has compiled the grammar, so this rank needs little more time for it."""
-        matcher = None if arguments.grammar is None else compilations.take(arguments.grammar)
+        """The request; rank 0 has compiled its grammar, so this rank soon has, too."""
+        matcher = None if arguments.grammar is None else compilations.pop_matcher(arguments.grammar)
         return arguments.request(engine, matcher)
 
     try:
@@ -208,7 +208,7 @@ class Driver(threading.Thread):
         )
 
     def _report(self, updates: list[Update]) -> None:
-        """Hand over the updates, and count what happened."""
+        """Hand over the updates, and update the load."""
         firsts = [u for u in updates if u.error is None and len(u.tokens) == u.sequence.reported]
         load, (running, waiting), (proposed, accepted) = self.load, self._engine.load, self._engine.speculated
         self.load = Load(

@@ -128,8 +128,7 @@ async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncItera
 
 
 async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], seconds: float) -> None:
-    """Run `answer` until it is done. ClientDisconnected, after it was cancelled: the client has
-    disconnected, or the time is over."""
+    """Run `answer`. ClientDisconnected if the client disconnects first, or the time is over; `answer` is cancelled then."""
     tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

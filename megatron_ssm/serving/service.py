@@ -151,7 +151,7 @@ class Service:
                 entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
 
     def _pop(self, sequence: Sequence) -> _Open | None:
-        """Take a sequence out of those that are open, if it is one, and learn from it how long they are."""
+        """Remove a sequence from those that are open, if it is one, and update the mean time that they are open."""
         entry = self._open.pop(sequence, None)
         if entry is not None:
             self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)

@@ -162,7 +162,7 @@ def test_cached_tokens_are_those_that_no_reply_needed_to_read(tmp_path, order):
     replies, reused = Replies(request, model), [5, 2, 4, 6]
     for index in order:
         replies.add_update(Update(request.sequences[index], [65], None, reused=reused[index]))
-    assert replies.usage.prompt_tokens_details.cached_tokens == 2 + 4
+    assert replies.usage["prompt_tokens_details"] == {"cached_tokens": 2 + 4}
 
 
 @pytest.mark.parametrize("options, expected", ((None, {}), ({"include_usage": True}, {"usage": None})))
