@@ -313,7 +313,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     functions: EmptyList = []
     function_call: Literal["none", "auto"] = "none"
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     reasoning_effort: Literal["none", "minimal"] = "none"
     verbosity: Literal["medium"] = "medium"
 
