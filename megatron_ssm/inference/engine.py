@@ -125,6 +125,9 @@ class Engine:
         stop_strings: str | Iterable[str] = (),
         seed: int | None = None,
         min_new_tokens: int = 0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        min_p: float | None = None,
         **additions: Any,
     ) -> Request:
         """Queue a request. prompt: token ids. For the other arguments see `generate`, for additions `make_request`.
@@ -136,7 +139,9 @@ class Engine:
         made: list[Request] = []
 
         def compared():
-            sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+            sampling = Sampling(
+                temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p
+            )
             made.append(
                 self.make_request(
                     prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **additions
@@ -316,9 +321,7 @@ class Engine:
             groups.setdefault(slot.request.sampling, []).append(slot)
         for sampling, group in groups.items():
             local = torch.stack([slot.allowed_logits() for slot in group])
-            marks = [slot.seen for slot in group if slot.seen is not None]  # of all slots, or of none
-            seen = torch.stack(marks) if marks else None
-            tokens = choose_tokens(local, sampling, [slot.generator for slot in group], seen, self.model.ranks)
+            tokens = choose_tokens(local, sampling, [slot.generator for slot in group], self.model.ranks)
             tokens = self.model.same_on_peers(tokens)
             self._note_log_probabilities(group, tokens)
             for slot, token in zip(group, tokens.tolist(), strict=True):

@@ -25,6 +25,9 @@ def generate(
     seed: int | None = None,
     pad_token_id: int = 0,
     min_new_tokens: int = 0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    min_p: float | None = None,
 ) -> torch.Tensor:
     """The tokens that follow input_ids (batch, seq): (batch, new), int64 on the CPU, the same on every rank.
 
@@ -35,15 +38,17 @@ def generate(
 
     temperature 0 is greedy search, which takes the lowest id among equal logits. Otherwise a token is sampled: one uniform
     number is drawn from a generator of the row's own, seeded with seed + row (None: fresh seeds, the same on all ranks), so
-    that a row does not depend on its neighbours. top_k, then top_p, restrict the candidates. repetition_penalty divides
-    positive and multiplies negative logits of ids that the row already contains.
+    that a row does not depend on its neighbours. top_k, then top_p, then min_p restrict the candidates; min_p removes those
+    that are less likely than min_p times the most likely one. repetition_penalty divides positive and multiplies negative
+    logits of ids that the row already contains. frequency_penalty is subtracted from the logit of an id once for each time
+    that it was generated, presence_penalty once if it was generated at all; the prompt does not count.
 
     ValueError on every rank, before the model runs, for arguments that are wrong or differ between ranks. FloatingPointError
     on every rank if the model's logits are NaN.
     """
     columns = list(
         stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
-               stop_tokens, stop_strings, seed, pad_token_id, min_new_tokens)
+               stop_tokens, stop_strings, seed, pad_token_id, min_new_tokens, frequency_penalty, presence_penalty, min_p)
     )  # fmt: skip
     return torch.stack(columns, dim=1) if columns else torch.empty(0, 0, dtype=torch.int64)
 
@@ -62,6 +67,9 @@ def stream(
     seed: int | None = None,
     pad_token_id: int = 0,
     min_new_tokens: int = 0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    min_p: float | None = None,
 ) -> Iterator[torch.Tensor]:
     """Like `generate`, but yields the (batch,) tokens of each step as soon as they are known.
 
@@ -81,7 +89,7 @@ def stream(
             raise ValueError(f"pad_token_id={fill} must fit in 64 bits")
         engine = Engine(model, slots=max(1, batch))  # it allocates its cache, which may fail on one rank alone
         engines.append(engine)
-        sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p)
         for row, prompt in enumerate(prompts):
             row_seed = None if seed is None else seed + row
             requests.append(

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from megatron_ssm.api.calls import Served
 from megatron_ssm.api.chat_template import ChatTemplate
+from megatron_ssm.api.prepared_request import Served
 from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.disk_space import is_lack_of_memory
 from megatron_ssm.checkpoints.hf import dtype_of, load
@@ -108,16 +108,19 @@ def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options
             raise
         tried = re.search(r"[Tt]ried to allocate [^.:\n]*", str(error))
         raise ValueError(
-            f"--slots {arguments.slots} --max-length {arguments.max_length}: there is no memory for the caches of so many "
-            f"slots of that length{f' ({tried[0].strip().lower()})' if tried else ''}"
+            f"--slots {arguments.slots} --max-length {arguments.max_length}: not enough memory for the caches of "
+            f"this many slots of this length{f' ({tried[0].strip().lower()})' if tried else ''}"
         ) from None
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the server reads besides the weights. fingerprint: what must be equal on all ranks, with the options of `engine`.
+    """The inputs of the server besides the weights.
 
-    listener: a socket that is bound; None on the ranks beside rank 0, which have no keys either.
+    Args:
+        listener: A socket that is bound; None on ranks other than rank 0, which have no keys either.
+        engine: The options of the engine.
+        fingerprint: The inputs that must be equal on all ranks.
     """
 
     served: Served
@@ -153,7 +156,7 @@ class _Inputs:
 
 
 def _served(arguments: Namespace, directory: Path, config: Stack) -> Served:
-    """What is served; ValueError or FileNotFoundError if the directory lacks something."""
+    """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
     return Served(

@@ -20,7 +20,7 @@ any_number_of_ranks = pytest.mark.parametrize("world", (1, 2, 4))
 GOOD = dict(prompt=[1, 2, 3], max_new_tokens=3, temperature=0.9, seed=5, stop_strings=["none"])
 DIFFERENT = dict(
     prompt=[1, 2, 4], max_new_tokens=4, temperature=0.91, top_k=3, top_p=0.9, repetition_penalty=1.5,
-    stop_tokens=[3], stop_strings=["a"], seed=6, min_new_tokens=1,
+    stop_tokens=[3], stop_strings=["a"], seed=6, min_new_tokens=1, frequency_penalty=0.1, presence_penalty=0.1, min_p=0.1,
 )  # fmt: skip
 WRONG = {
     "at least one token": dict(prompt=[]),
@@ -91,6 +91,7 @@ WRONG_TYPES = [
     dict(repetition_penalty=None), dict(max_new_tokens=2.5), dict(max_new_tokens="a"), dict(max_new_tokens=None),
     dict(min_new_tokens="a"), dict(min_new_tokens=0.5), dict(seed=1.5), dict(seed="a"), dict(stop_strings=[3]),
     dict(stop_strings=3), dict(stop_tokens=[1.5]), dict(stop_tokens=["a"]), dict(stop_tokens=1.5),
+    dict(min_p="a"), dict(frequency_penalty=None),
 ]  # fmt: skip
 
 
