@@ -1,11 +1,11 @@
 """Sparse gradients in DeepSpeed's engine, on CPU; oracles: its own reductions, and plain sums of gradients."""
 
 import os
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_package import deepspeed
 
 from fused import (
     MICRO,
@@ -23,22 +23,14 @@ from fused import (
 from sparsefusion.fusion import profiling
 from sparsefusion.planning.timeline import Load, step_seconds
 
+__all__ = ["deepspeed"]
+
 ZERO = [(0, "fp32", False), (0, "bf16", False), (1, "fp32", False), (1, "fp32", True), (1, "bf16", True)]
 NO_NORM = {"zero_optimization": {"stage": 1, "compute_grad_norm": False}, "gradient_clipping": 0.0}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 SKIPPING = [  # (stage, dtype, the same of an engine that does not skip steps)
     (0, "bf16", (0, "fp32", {})), (1, "bf16", (1, "bf16", UNCHECKED)), (1, "fp32", (1, "fp32", NO_NORM))
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def deepspeed():
-    """The package, told not to compile its CPU operations."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    package = pytest.importorskip("deepspeed")
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-    package.utils.logger.setLevel("ERROR")
-    return package
 
 
 def engine(deepspeed, stage, kind="fp32", overlap=False, **more):
