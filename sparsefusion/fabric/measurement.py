@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.agreement import from_first
+from sparsefusion.collectives.agreement import on_first
 
 from .cost_model import Fabric
 from .curve import Curve
@@ -67,7 +67,7 @@ def measure(
     def fit() -> list[Curve]:
         return [Curve.fit(name, group.size(), measured, mode) for name, measured in points.items()]
 
-    return Fabric(tuple(from_first(fit, group, device)), {"source": "measured", "device": device.type})
+    return Fabric(tuple(on_first(fit, group, device)), {"source": "measured", "device": device.type})
 
 
 def repetitions(
