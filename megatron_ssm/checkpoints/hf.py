@@ -115,9 +115,9 @@ def load(
     Every rank reads its own slices only: at its peak it holds its parameters and one slice.
 
     Raises ValueError or FileNotFoundError for a configuration that cannot be split or is not supported, and for tensors that
-    are missing, truncated, or of another model: on every rank of these groups, and before the model is built. If
-    a rank alone cannot read a file, or the ranks' configurations or arguments differ, every rank raises the same ValueError.
-    The ranks compare twice, before the model is built and after it is filled: each group gathers 16 bytes from each rank.
+    are missing, truncated, or of another model: on every rank of these groups, and before the model is built. If a rank
+    alone cannot read a file, every rank raises its error; ValueError on every rank if their configurations or arguments
+    differ. The ranks compare before the model is built, and after it is filled.
     """
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None, expert_group)
     part = f"part {0 if group is None else group.rank()} of the model"

@@ -69,9 +69,8 @@ class Progress:
             self._file = path.open("w", encoding="utf-8")
             return
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        self._file = file = path.open(
-            "r+", encoding="utf-8"
-        )  # "w" would lose the lines of earlier steps if this run ended here
+        # "w" would lose the lines of earlier steps if this run ended here.
+        self._file = file = path.open("r+", encoding="utf-8")
         file.writelines(line + "\n" for line in lines if _step_of(line) <= start)
         file.truncate()
         file.flush()

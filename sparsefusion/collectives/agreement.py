@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from sparsefusion.foundation.launcher import this_rank
 SHOWN = 200  # characters of each rank's value in an error
 EQUAL = 80  # characters of it before the difference
 
-Gather = Callable[[Any], list]  # this rank's picklable object -> those of all ranks, in their order
+Gather = Callable[[Any], list]  # this rank's value (one that JSON has) -> those of all ranks, in their order
 T = TypeVar("T")
 
 
@@ -64,15 +65,15 @@ def together(
     except Exception as raised:  # of any kind: the other ranks wait below
         error = raised
     failure = None if error is None else _Failure.of(error, f" (rank {rank})")
-    digest = hashlib.sha256(repr(sorted(values.items())).encode(errors="backslashreplace")).digest()
+    digest = hashlib.sha256(repr(sorted(values.items())).encode(errors="backslashreplace")).hexdigest()
     try:
         for gather in gathers:
             failures, digests = zip(*gather((failure, digest)), strict=True)
-            if failed := [each for each in failures if each]:
-                is_everywhere &= all(each and each[:2] == failed[0][:2] for each in failures)
+            if failed := [_Failure(*each) for each in failures if each]:
+                is_everywhere &= len(failed) == len(failures) and len({each[:2] for each in failed}) == 1
                 failure = failed[0]
             elif len({*digests}) > 1:
-                failure = _Failure(ValueError, _difference(gather((rank, values))), "")
+                failure = _Failure("builtins:ValueError", _difference(gather((rank, values))))
         if failure is not None:
             if error is not None and is_everywhere:
                 raise error
@@ -126,25 +127,29 @@ def _gather_in(group: dist.ProcessGroup, device: torch.device | str | None) -> G
 
 
 class _Failure(NamedTuple):
-    """An error that can be sent to other ranks. where: what comes after the text, unless all ranks have the error."""
+    """An error that can be sent to other ranks.
 
-    kind: type[Exception]
+    kind: the module and name of its class. where: what comes after the text, unless all ranks have the error.
+    """
+
+    kind: str
     text: str
-    where: str
+    where: str = ""
 
     @classmethod
     def of(cls, error: Exception, where: str = "") -> "_Failure":
-        """That of an error, whose kind is the nearest base class that other ranks can make from a text alone."""
+        """That of an error, whose kind is the nearest base class that other ranks can find, and make from a text alone."""
         text = str(error)
         for kind in type(error).__mro__:
+            name = f"{kind.__module__}:{kind.__qualname__}"
             with suppress(Exception):
-                if str(pickle.loads(pickle.dumps(kind(text)))) == text:
+                if pkgutil.resolve_name(name) is kind and str(kind(text)) == text:
                     break
-        return cls(kind, text if kind is type(error) else f"{type(error).__name__}: {text}", where)
+        return cls(name, text if kind is type(error) else f"{type(error).__name__}: {text}", where)
 
     def as_error(self) -> Exception:
         """The error again."""
-        return self.kind(f"{self.text}{self.where}")
+        return pkgutil.resolve_name(self.kind)(f"{self.text}{self.where}")
 
 
 def _values(value: object) -> dict[str, str]:

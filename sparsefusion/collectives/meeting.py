@@ -1,8 +1,8 @@
 """Where the ranks of a launcher meet: rank 0's store, or torchrun's. Ranks that wait for long say for whom, and where."""
 
 import itertools
+import json
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -59,7 +59,7 @@ def _printed_if_late(line: str) -> Iterator[None]:
 
 
 def gather_in_store(store: dist.Store, rank: int, world: int, place: str = "") -> Gather:
-    """A function that gathers a pickled object of each rank, for `together`, before there is a process group.
+    """A function that gathers a value of each rank, one that JSON has, for `together`, before there is a process group.
 
     store: the one in which the ranks meet. Rank 0, whose process may hold it, returns last. place: the address of the store.
     If it is given, a rank that waits for more than PATIENCE_S prints for whom, and the gather raises LauncherError, which
@@ -70,23 +70,19 @@ def gather_in_store(store: dist.Store, rank: int, world: int, place: str = "") -
     def gather(value: Any) -> list:
         key = f"gather-{next(numbers)}"
         own, read = ([f"{key}/{each}/{what}" for each in range(world)] for what in ("value", "read"))
-        store.set(own[rank], pickle.dumps(value).hex())
+        store.set(own[rank], json.dumps(value))
         if place:
             _wait_for_ranks(store, rank, own, key, place)
         if rank:
-            values = _stored(store, key)
+            values = json.loads(store.get(key))
             store.set(read[rank], "1")
             return values
-        values = [_stored(store, each) for each in own]
-        store.set(key, pickle.dumps(values).hex())
+        values = [json.loads(store.get(each)) for each in own]
+        store.set(key, json.dumps(values))
         store.wait(read[1:])
         return values
 
     return gather
-
-
-def _stored(store: dist.Store, key: str) -> Any:
-    return pickle.loads(bytes.fromhex(store.get(key).decode()))
 
 
 def _wait_for_ranks(store: dist.Store, rank: int, keys: Sequence[str], result: str, place: str) -> None:

@@ -46,7 +46,7 @@ def measure(
     measure, counted as in `curve`. mode: "eager", or "graph" on CUDA. race: only the fastest operation is of interest;
     much slower ones are not measured at larger sizes, and on slow links large sizes are not measured at all. Sends what
     the operations send, and barriers; rank 0 broadcasts the curves. ValueError: there are no sizes, or one is not
-    positive. RuntimeError on every rank: the times cannot be fitted.
+    positive, or, on every rank, the times cannot be fitted.
     """
     ascending = sorted(sizes)
     if not ascending or ascending[0] < 1:

@@ -244,7 +244,8 @@ class SparseFusion:
 
         def same(states: list[Mapping]) -> dict[str, object]:
             given = "its own state" if isinstance(state, Mapping) else "the list of all states"
-            return {"state": given, **{name: states[0][name] for name in ("step", "sparse_since", "budget")}}
+            values = {name: states[0].get(name, 1.0) for name in ("step", "sparse_since", "budget", "half_scale")}
+            return {"state": given, **values}
 
         states = together(check, selection.model.groups, same, session.device)
         first = states[0]

@@ -64,7 +64,7 @@ def test_an_address_that_is_none_is_an_error_at_once(monkeypatch, address, port,
 def test_a_rank_that_does_not_come_is_named(monkeypatch, capsys):
     monkeypatch.setattr(meeting, "PATIENCE_S", 0.01)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.2), wait_for_workers=False)
-    store.set("gather-0/1/value", "")
+    store.set("gather-0/1/value", "{}")
     message = "rank 0: 1 of 3 ranks did not come to node:29500 in time: rank 2"
     with pytest.raises(LauncherError, match=f"^{message}$"):
         together(lambda: "the same", [gather_in_store(store, 0, 3, "node:29500")])
