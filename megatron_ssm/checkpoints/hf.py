@@ -133,7 +133,7 @@ def load(
     def same(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> dict[str, object]:
         config, _, found = opened
         return {
-            "dtype": found, "device": torch.device(device).type, "weights": weights, "context": repr(context),
+            "dtype": found, "device": torch.device(device).type, "weights": weights, "context": context,
             "reduce": "callable" if callable(reduce) else reduce, "sequence_parallel": sequence_parallel,
             "recompute": recompute, "exchange_channels": exchange_channels, "replicas": _size(data_group),
             "expert-parallel ranks": _size(expert_group), "family": config.family, "layers": config.num_layers,
@@ -150,8 +150,8 @@ def load(
         return model
 
     with ExitStack() as stack:
-        together(lambda: part, groups[1:], str, device)  # ranks that hold other tokens hold the same part
         config, tensors, found = together(open_files, groups, same, device)
+        together(lambda: part, groups[1:], str, device)  # ranks that hold other tokens hold the same part
         model = together(build_and_fill, groups, device=device)
     model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
     if config.unknown_note and model.ranks.rank == 0:

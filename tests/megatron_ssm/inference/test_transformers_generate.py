@@ -408,15 +408,15 @@ def test_what_is_refused(ranks, world):
 
     def run(model):
         answers = [attempt(model.generate, **{"input_ids": words(3), **options}) for options in REFUSED.values()]
-        return answers, sum(model.counter.calls.values()), model.generate(words(2), num_beams=2).tolist()
+        return answers, model.generate(words(2), num_beams=2).tolist()
 
-    answers, calls, after = on_ranks(ranks, world, checkpoint("zamba2"), run)
+    answers, after = on_ranks(ranks, world, checkpoint("zamba2"), run)
     wrong = [
         (expected, answer)
         for expected, answer in zip(REFUSED, answers, strict=True)
         if answer is None or answer[0] != "ValueError" or expected.strip() not in answer[1] or "\n" in answer[1]
     ]
-    assert wrong == [] and calls == (0 if world == 1 else len(REFUSED))  # one comparison each
+    assert wrong == []
     assert after == transformers(checkpoint("zamba2"), words(2), torch.ones(2, LENGTH), num_beams=2)
 
 

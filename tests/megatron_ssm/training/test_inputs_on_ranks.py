@@ -42,7 +42,7 @@ def errors(ranks, world_size, arguments_of_rank):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
         try:
             pretrain(parse_options(["--data", "text", *TINY, *arguments_of_rank(rank)]))
-        except (ValueError, Failure) as error:
+        except (ValueError, FileNotFoundError, Failure) as error:
             return str(error)
         return None
 
