@@ -61,7 +61,7 @@ class GraphRunner:
     def _check(
         self, given: Mapping[str, Mapping[str, Tensor]], count: Count | None, counter: Counter | None
     ) -> dict[str, str]:
-        """What must be equal on all ranks: their plans, and the shapes, dtypes and devices of their blocks."""
+        """The values that must be equal on all ranks: plans, and the shapes, dtypes and devices of their blocks."""
         check_counts(count, counter)
         self._check_plans()
         self._check_edges()

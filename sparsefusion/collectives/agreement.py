@@ -138,7 +138,7 @@ class _Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, where: str = "") -> "_Failure":
-        """That of an error, whose kind is the nearest base class that other ranks can find, and make from a text alone."""
+        """The failure of an error. Its kind is the nearest base class that other ranks can make from a text alone."""
         text = str(error)
         for kind in type(error).__mro__:
             name = f"{kind.__module__}:{kind.__qualname__}"
@@ -153,7 +153,7 @@ class _Failure(NamedTuple):
 
 
 def _values(value: object) -> dict[str, str]:
-    """What is compared: {name=: repr} of the entries of a mapping, else of the value without a name."""
+    """The values that are compared: {name=: repr} of the entries of a mapping, else of the value without a name."""
     return {f"{name}=": repr(each) for name, each in value.items()} if isinstance(value, Mapping) else {"": repr(value)}
 
 
