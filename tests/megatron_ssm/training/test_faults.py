@@ -720,7 +720,7 @@ def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
     [
         (2, "cuda", "0", 8, "--device cuda: torch finds no CUDA device (rank 1)"),
         (3, "cuda", "012", 2, "--device cuda: no GPU for local rank 2, torch finds 2 on this host (rank 2)"),
-        (2, "", "1", 8, "rank 1: computes on cuda; on rank 0: computes on cpu"),
+        (2, "", "1", 8, "arguments differ across ranks: rank 1 got device='cuda', rank 0 got device='cpu'"),
     ],
 )
 def test_devices_that_differ_between_ranks(here, monkeypatch, world, device, ranks_with_cuda, gpus, message):
