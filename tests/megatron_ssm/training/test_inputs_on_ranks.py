@@ -1,6 +1,5 @@
 """Inputs and outputs that fail, or differ, on one rank of a training run. Oracle: every rank raises the same error."""
 
-import contextlib
 import os
 import random
 from pathlib import Path
@@ -125,7 +124,7 @@ def test_optimizers_that_differ_between_ranks(ranks, text, monkeypatch, world_si
         monkeypatch.setattr(inputs, "adamw_on_cuda", lambda dtype: (name, ""))
         options = parse_options(["--data", "text", *TINY])
         devices = Cuda("cpu"), torch.device("cpu")
-        return [attempt(read_on_all_ranks, options, device, contextlib.nullcontext) for device in devices]
+        return [attempt(read_on_all_ranks, options, device) for device in devices]
 
     for differs, same in ranks(run, world_size):
         assert differs[0] == "ValueError" and same is None
