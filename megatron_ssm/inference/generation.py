@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from sparsefusion.collectives.agreement import together
+
 from .engine import Engine
-from .language_model import LanguageModel
+from .language_model import LanguageModel, draw_seed
 from .request import Request
 from .sampling import Sampling, nan_error
 
@@ -74,12 +76,10 @@ def stream(
     """Like `generate`, but yields the (batch,) tokens of each step as soon as they are known.
 
     All ranks must take equally many steps from the iterator, because each step communicates. The ranks compare their
-    arguments when `stream` is called: it gathers 16 bytes from each.
+    arguments when `stream` is called.
     """
-    engines: list[Engine] = []
-    requests: list[Request] = []
 
-    def compared():
+    def prepare() -> tuple[Engine, list[Request], int]:
         prompts = _prompts(model, input_ids, attention_mask)
         batch = len(prompts)
         if seed is not None and not -(2**63) <= seed <= 2**64 - batch:
@@ -88,21 +88,25 @@ def stream(
         if not -(2**63) <= fill < 2**63:
             raise ValueError(f"pad_token_id={fill} must fit in 64 bits")
         engine = Engine(model, slots=max(1, batch))  # it allocates its cache, which may fail on one rank alone
-        engines.append(engine)
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p)
-        for row, prompt in enumerate(prompts):
-            row_seed = None if seed is None else seed + row
-            requests.append(
-                engine.make_request(
-                    prompt, max_new_tokens, sampling, stop_tokens, stop_strings, row_seed, min_new_tokens
-                )
+        requests = [
+            engine.make_request(
+                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, None if seed is None else seed + row,
+                min_new_tokens,
             )
-        return {"call": "generate", "pad_token_id": fill, "requests": engine.fingerprint(requests)}
+            for row, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        return engine, requests, fill
 
-    drawn_seed = model.agree(compared)
+    def same(prepared: tuple[Engine, list[Request], int]) -> dict[str, object]:
+        engine, requests, fill = prepared
+        return {"pad_token_id": fill} | engine.fingerprint(requests)
+
+    engine, requests, fill = together(prepare, model.generating_groups, same, model.device)
+    first_seed = draw_seed(model) if seed is None else seed
     for row, request in enumerate(requests):
-        engines[0].enqueue(request, drawn_seed + row)
-    return _columns(engines[0], requests, operator.index(pad_token_id))
+        engine.enqueue(request, first_seed + row)
+    return _columns(engine, requests, fill)
 
 
 def _prompts(model: LanguageModel, input_ids, attention_mask) -> list[list[int]]:
@@ -117,7 +121,7 @@ def _prompts(model: LanguageModel, input_ids, attention_mask) -> list[list[int]]
 def _columns(engine: Engine, requests: list[Request], pad_token_id: int) -> Iterator[torch.Tensor]:
     """Step the engine until all requests are finished; yields the new token of each request, or pad_token_id."""
     while engine.is_busy:
-        advanced = set(engine.step(compare_ranks=False))  # compared above; nothing is added or cancelled later
+        advanced = set(engine.step())
         for request in advanced:
             if request.finished == "error":
                 raise nan_error(engine.model.directory, len(request.tokens))

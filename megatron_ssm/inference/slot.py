@@ -145,11 +145,10 @@ def run_model(
 ) -> None:
     """Continue the sequence of each slot by its row of `ids` (the same number for all); leaves the last logits in the slots.
 
-    prompt: whether the tokens are part of prompts (see `LanguageModel.next_logits`). The ranks have compared their engines.
-    Sends what one call of the model sends.
+    prompt: whether the tokens are part of prompts (see `LanguageModel.next_logits`). Sends what one call of the model sends.
     """
     if slots:
         rows = cache.select(slot.row for slot in slots)
-        local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt, compared=True)
+        local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt)
         for slot, logits in zip(slots, local, strict=True):
             slot.logits = logits

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.prepared_request import Served
-from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.disk_space import is_lack_of_memory
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
@@ -33,6 +32,7 @@ from megatron_ssm.parallel.heartbeat import Watch, watched
 from megatron_ssm.parallel.local_launch import handle_like_sigterm
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.command_line import Printer
 from sparsefusion.foundation.launcher import launched_ranks
 
@@ -66,17 +66,14 @@ def serve(arguments: Namespace) -> None:
     try:
         join(tensor, device, init_method=arguments.rendezvous, check=lambda: check_device(device), expert=arguments.ep)
         handle_like_sigterm()  # not before: a handler of Python's would wait for the other ranks, too
-        group = dist.group.WORLD if dist.is_initialized() else None
-        rank = 0 if group is None else dist.get_rank()
-        inputs = run_and_compare(
-            lambda: _Inputs.read(arguments, tensor, rank, opened),
-            lambda read: read.fingerprint,
-            [group],
-            device_of_rank(device),
+        group = dist.group.WORLD
+        rank, place = 0 if group is None else dist.get_rank(), device_of_rank(device)
+        inputs = together(
+            lambda: _Inputs.read(arguments, tensor, rank, opened), [group], lambda read: read.fingerprint, place
         )
         groups = replicas(tensor, device, expert=arguments.ep)
         models = [
-            load(directory, groups.tensor, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
+            load(directory, groups.tensor, None, dtype_of(arguments.dtype), place, arguments.reduce,
                  weights=arguments.weights, draft_head=has_head, expert_group=groups.expert)
             for directory, has_head in ((arguments.model, arguments.draft_head), (arguments.draft, False))
             if directory is not None
@@ -84,9 +81,7 @@ def serve(arguments: Namespace) -> None:
         is_local = arguments.rendezvous is not None  # by run_local_ranks
         with watched(arguments.lost_rank_timeout, is_local) as watch, ExitStack() as stack:
             model, *drafts = map(stack.enter_context, models)
-            engine = run_and_compare(
-                lambda: _engine(arguments, model, drafts, inputs.engine), lambda _: (), [group], device_of_rank(device)
-            )
+            engine = together(lambda: _engine(arguments, model, drafts, inputs.engine), [group], device=place)
             channel = Channel(model.ranks if groups.expert is None else Ranks.of(group, share=None))
             if rank:
                 _leave_signals_to_rank_0()

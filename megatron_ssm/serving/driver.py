@@ -40,7 +40,7 @@ class Replica:
             self._requests[request.id] = request
         for number in cancellations:
             self.engine.cancel(self._requests.pop(number))
-        advanced = self.engine.step(compare_ranks=False) if self.engine.is_busy else []
+        advanced = self.engine.step() if self.engine.is_busy else []
         for request in advanced:
             if request.finished is not None:
                 del self._requests[request.id]

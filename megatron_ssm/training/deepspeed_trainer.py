@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 from pydantic import ValidationError
 from torch import nn
 
-from megatron_ssm.checkpoints.agreement import all_gather_pickled, run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.deepspeed_files import NAMES
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.disk_space import DiskSpace, sync_directory
+from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.models.model import Model
@@ -37,6 +38,7 @@ from megatron_ssm.models.parameters import parameter_groups
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
 from megatron_ssm.stack.fields import field_of
+from sparsefusion.collectives.agreement import gather_objects, on_first, together
 from sparsefusion.foundation.command_line import Failure, shortened
 
 from .data import Tokens
@@ -236,8 +238,9 @@ class DeepSpeedTrainer(Trainer):
             return
         directory, hidden, old = out / "deepspeed", out / ".deepspeed", out / "deepspeed.old"
         failure, tag = f"cannot write {directory}", f"global_step{step}"
-        needed = sum(all_gather_pickled(self._checkpoint_bytes()))
+        needed = sum(gather_objects(self._checkpoint_bytes(), dist.group.WORLD))
 
+        @in_one_line(failure)
         def begin() -> None:
             if old.exists() and not directory.exists():  # a run was killed between the renames below
                 old.rename(directory)
@@ -245,10 +248,12 @@ class DeepSpeedTrainer(Trainer):
             with DiskSpace.of(out, needed).explained():
                 (hidden / tag).mkdir(parents=True)  # DeepSpeed makes it on every rank, whose errors would differ
 
+        @in_one_line(failure)
         def save() -> None:
             with space.explained():
                 self._save_checkpoint(hidden, tag)
 
+        @in_one_line(failure)
         def complete() -> None:
             with space.explained():
                 config = json.dumps(self.model.config.to_dict("float32"), indent=2)
@@ -263,10 +268,10 @@ class DeepSpeedTrainer(Trainer):
 
         self._engine.global_steps = step  # DeepSpeed counts those of this process
         try:
-            run_on_rank_0(begin, failure)
-            space = run_on_every_rank(lambda: DiskSpace.of(out, needed), failure)
-            run_on_every_rank(save, failure)
-            run_on_rank_0(complete, failure)
+            on_first(begin, dist.group.WORLD)
+            space = together(in_one_line(failure)(lambda: DiskSpace.of(out, needed)), [dist.group.WORLD])
+            together(save, [dist.group.WORLD])
+            on_first(complete, dist.group.WORLD)
         except Failure:
             shutil.rmtree(hidden, ignore_errors=True)
             raise

@@ -21,8 +21,7 @@ from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.stack.stack import Stack
-from sparsefusion.collectives.agreement import agree
-from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.launcher import launched_ranks
 
 from .corpus import Corpus
@@ -116,22 +115,20 @@ class Inputs:
 def read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
     """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
     inputs. With the engine of DeepSpeed, also what `import_deepspeed` raises.
-
-    Gathers 16 bytes over the default group.
     """
-    group = dist.group.WORLD if dist.is_initialized() else None
-    inputs: list[Inputs] = []
 
-    def fingerprint() -> dict[str, Any]:
-        inputs.append(Inputs.read(options))
+    def read() -> Inputs:
+        inputs = Inputs.read(options)
         if options.engine == "deepspeed":
             from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
 
             import_deepspeed(device)
-        return {"optimizer": _optimizer(options, device), **inputs[0].fingerprint()}
+        return inputs
 
-    agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
-    return inputs[0]
+    def same(inputs: Inputs) -> dict[str, Any]:
+        return {"optimizer": _optimizer(options, device), **inputs.fingerprint()}
+
+    return together(read, [dist.group.WORLD], same, device)
 
 
 def _optimizer(options: Options, device: torch.device) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
+from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.hf_directory import remove_weights
@@ -32,6 +33,7 @@ from megatron_ssm.parallel.groups import (
 from megatron_ssm.parallel.heartbeat import watched
 from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 
@@ -93,7 +95,8 @@ def _run(inputs: Inputs, groups: Groups, device: torch.device, interruption: Int
             progress.print_line(line)
         if tasks := ranks_that_slurm_did_not_start():
             progress.print_line(f"one rank: SLURM_NTASKS is {tasks}, and this process was not started by srun")
-        run_on_rank_0(lambda: progress.print_line(_summary(model, groups, inputs)), f"cannot read {inputs.out}")
+        summarize = in_one_line(f"cannot read {inputs.out}")(lambda: _summary(model, groups, inputs))
+        progress.print_line(on_first(summarize, dist.group.WORLD))
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")
         inputs = _resume(trainer, inputs, progress)
@@ -154,7 +157,8 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
             f"{checkpoint[0]} does not record {what} of its run, so they are not compared with this run's"
         )
         return inputs
-    decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
+    read = in_one_line("cannot resume", ValueError)(lambda: read_training(checkpoint[0]).decay_steps)
+    decay_steps = together(read, [dist.group.WORLD])
     progress.print_decay(decay_steps)
     return replace(inputs, checkpoint=checkpoint)
 
@@ -195,8 +199,10 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
     """
     out = inputs.out
     (save if model.lora is None else save_lora)(model, out)
-    run_on_rank_0(lambda: inputs.corpus.write_tokenizer(out), f"cannot write the tokenizer to {out}")
+    write_tokenizer = in_one_line(f"cannot write the tokenizer to {out}")(inputs.corpus.write_tokenizer)
+    on_first(lambda: write_tokenizer(out), dist.group.WORLD)
 
+    @in_one_line(f"cannot remove the files of an earlier run from {out}")
     def remove_other_kind() -> None:
         if model.lora is None:
             remove_adapters(out)
@@ -204,7 +210,7 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
             (out / "config.json").unlink(missing_ok=True)
             remove_weights(out)
 
-    run_on_rank_0(remove_other_kind, f"cannot remove the files of an earlier run from {out}")
+    on_first(remove_other_kind, dist.group.WORLD)
     progress.print_line(f"saved {inputs.out}")
 
 

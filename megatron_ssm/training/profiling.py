@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from megatron_ssm.checkpoints.agreement import run_on_rank_0
+from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.models.adapters import adapter_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.sizing.flops import known_peak, training_flops
+from sparsefusion.collectives.agreement import on_first
 
 from .options import Options
 
@@ -57,7 +59,7 @@ class Profiler:
     def close(self) -> None:
         """Write what has been recorded, if it has not been written."""
         if self._folder is not None:
-            run_on_rank_0(self._write, f"cannot write to --profile {self._folder}")
+            on_first(in_one_line(f"cannot write to --profile {self._folder}")(self._write), dist.group.WORLD)
 
     def _write(self) -> None:
         if self._profile is not None and self._folder is not None:

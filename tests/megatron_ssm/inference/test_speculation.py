@@ -207,9 +207,9 @@ def test_a_draft_model_reads_in_chunks(ranks, world, limit, longest, monkeypatch
     monkeypatch.setattr(SpeculativeDecoder, "_best_count", late)
     next_logits, read = megatron_ssm.Model.next_logits, []
 
-    def noted(model, ids, mask=None, cache=None, prompt=False, compared=False):
+    def noted(model, ids, mask=None, cache=None, prompt=False):
         read.extend([(model, ids.shape[1])] if prompt else [])
-        return next_logits(model, ids, mask, cache, prompt, compared)
+        return next_logits(model, ids, mask, cache, prompt)
 
     monkeypatch.setattr(megatron_ssm.Model, "next_logits", noted)
     directory = checkpoint("mamba2")

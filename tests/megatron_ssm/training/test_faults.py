@@ -40,7 +40,6 @@ from benchmarks.support.launched import (
 )
 from megatron_ssm.checkpoints import disk_space
 from megatron_ssm.checkpoints import training as checkpoint_writer
-from megatron_ssm.checkpoints.agreement import run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.disk_space import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints, half_written, step_of
@@ -54,6 +53,7 @@ from megatron_ssm.training.progress import Progress
 from megatron_ssm.training.saving import BEGUN
 from megatron_ssm.training.trainer import SequenceLoss, Trainer
 from ranks import run_agent
+from sparsefusion.collectives.agreement import on_first
 from sparsefusion.foundation import command_line
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,10 +175,10 @@ def test_a_rank_that_fails_alone_removes_nothing(here, monkeypatch, world, more)
     os.mkfifo("has-left")
     os.mkfifo("has-ended")
 
-    def on_rank_0(action, failure, group=None):
-        if os.environ["RANK"] == "2" and "step-000004" in failure and action.__name__ != "begin":
+    def on_rank_0(action, group):
+        if os.environ["RANK"] == "2" and Path("out/checkpoints/.step-000004").exists() and action.__name__ != "begin":
             raise RuntimeError("the connection is closed")
-        run_on_rank_0(action, failure, group)
+        on_first(action, group)
 
     def written(self, group=None):
         try:
@@ -202,7 +202,7 @@ def test_a_rank_that_fails_alone_removes_nothing(here, monkeypatch, world, more)
                 Path("has-ended").write_text("yes")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_writer, "run_on_rank_0", on_rank_0)
+        patched.setattr(checkpoint_writer, "on_first", on_rank_0)
         patched.setattr(Snapshot, "write", written)
         patched.setattr(Snapshot, "_complete", completed)
         patched.setattr(checkpoint_writer, "description_text", described)
@@ -720,7 +720,7 @@ def test_a_lack_of_memory_renames_no_checkpoint(here, monkeypatch):
     [
         (2, "cuda", "0", 8, "--device cuda: torch finds no CUDA device (rank 1)"),
         (3, "cuda", "012", 2, "--device cuda: no GPU for local rank 2, torch finds 2 on this host (rank 2)"),
-        (2, "", "1", 8, "rank 1: computes on cuda; on rank 0: computes on cpu"),
+        (2, "", "1", 8, "arguments differ across ranks: rank 1 got device='cuda', rank 0 got device='cpu'"),
     ],
 )
 def test_devices_that_differ_between_ranks(here, monkeypatch, world, device, ranks_with_cuda, gpus, message):

@@ -90,7 +90,7 @@ def test_ranks_that_resume_from_different_runs(ranks, tmp_path, monkeypatch, wor
         return differs, attempt(trainer.load, tmp_path / "7" / "deepspeed", 3)
 
     for differs, same in ranks(load, world):
-        assert differs[0] == "ValueError" and "the ranks differ: deepspeed with files of CRC-32 " in differs[1]
+        assert differs[0] == "ValueError" and "rank 1 got 'deepspeed with files of CRC-32 " in differs[1]
         assert same is None
 
 
