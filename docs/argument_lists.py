@@ -1,7 +1,7 @@
-"""A griffe extension: what a docstring says of arguments and fields, as "name: ...", becomes a Markdown list.
+"""A griffe extension: the arguments, fields and errors of a docstring become Markdown lists.
 
-The docstrings of this project explain arguments in sentences that begin with the argument's name and a colon. Markdown would
-run them together into one paragraph.
+Google's sections (Args, Attributes, Returns, Raises) may have one entry for several names, as "rows, cols: ...". Other
+docstrings explain arguments in sentences that begin with the argument's name and a colon.
 """
 
 import re
@@ -9,6 +9,10 @@ import re
 from griffe import Class, Extension, Function, Object
 
 ENTRY = r"(?:(?<=\n)|(?<=\A)|(?<=[.)] )|(?<=\n    ))(?P<names>\*{0,2}NAME(?:, \*{0,2}NAME)*)(?P<call>\([\w, ]*\))?: "
+
+
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises):\n((?:    .*(?:\n|\Z))+)")
+TITLES = {"Args": "Arguments"}
 
 
 def known_names(obj: Object) -> set[str]:
@@ -24,11 +28,24 @@ def known_names(obj: Object) -> set[str]:
 
 def with_lists(text: str, names: set[str]) -> str:
     """The docstring with each explained name as an item; an item ends at an empty line, or at a new sentence's line."""
-    if not names:
-        return text
     either = "(?:" + "|".join(sorted(map(re.escape, names), key=len, reverse=True)) + ")"
     entry = re.compile(ENTRY.replace("NAME", either))
-    return "\n\n".join(_paragraph(part, entry) for part in text.split("\n\n"))
+    parts = text.split("\n\n")
+    if any(map(SECTION.fullmatch, parts)):
+        return "\n\n".join(map(_section, parts))
+    return "\n\n".join(_paragraph(part, entry) for part in parts) if names else text
+
+
+def _section(text: str) -> str:
+    """A section of Google's style with a title and an item for each entry; other text as it is."""
+    match = SECTION.fullmatch(text)
+    if match is None:
+        return text
+    entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=    \S)", match[2].rstrip())]
+    if match[1] != "Returns":
+        named = (entry.partition(": ") for entry in entries)
+        entries = [", ".join(f"`{name}`" for name in names.split(", ")) + f": {rest}" for names, _, rest in named]
+    return f"**{TITLES.get(match[1], match[1])}**\n\n" + "\n".join(f"- {entry}" for entry in entries)
 
 
 def _paragraph(text, entry) -> str:

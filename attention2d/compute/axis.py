@@ -1,7 +1,8 @@
 """Communication along one axis of the grid (a row, a column, or the ranks of a cell), by messages between pairs of ranks.
 
-A chunk is what one rank of the axis holds: a tensor (slots, ...) with the sequence first. Every rank of an axis takes the
-same steps in the same order, so that the messages of two ranks meet in the order in which they are sent.
+A chunk is the part of a sequence that one rank of the axis holds: a tensor (slots, ...) with the sequence first. Every rank
+of an axis takes the same steps in the same order, so that the messages of two ranks meet in the order in which they are
+sent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,13 @@ Tensors = Sequence[torch.Tensor]
 class ChunkLayout:
     """The layout of a buffer that holds several ranks' chunks, with their segments sorted by position.
 
-    chunks: the segments of each chunk. segments: those of the buffer, from slot 0 on. count: the number of chunks. slots:
-    the length of the buffer.
+    Args:
+        chunks: the segments of each chunk.
+
+    Attributes:
+        segments: of the buffer, from slot 0 on.
+        count: the number of chunks.
+        slots: the length of the buffer.
     """
 
     def __init__(self, chunks: Sequence[tuple[Segment, ...]]) -> None:
@@ -39,7 +45,7 @@ class ChunkLayout:
             self._slots[index].append((slots, slice(end - segment.length, end)))
 
     def new_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """An uninitialized buffer for chunks with the dtype and the trailing dimensions of `like`."""
+        """An uninitialized buffer for chunks, with the dtype and the trailing dimensions of `like`."""
         return like.new_empty(self.slots, *like.shape[1:])
 
     def chunk_pieces(self, index: int, chunk: torch.Tensor) -> list[torch.Tensor]:
@@ -56,7 +62,7 @@ class ChunkLayout:
             view.copy_(piece)
 
     def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Chunk number `index` of a buffer: a copy, or the buffer itself if that is its only chunk."""
+        """Copy chunk number `index` out of a buffer; a buffer that has only this chunk is returned itself."""
         if self.count == 1:
             return buffer
         return torch.cat(self.buffer_pieces(index, buffer))
@@ -70,10 +76,13 @@ def add_to(totals: Tensors, parts: Tensors) -> None:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along an axis of the grid.
+    """The ranks along an axis of the grid. Steps count along `peers` and wrap around at the end.
 
-    counter: counts what this rank sends. peers: the ranks' numbers in `group`. index: this rank's index in `peers`. chunks:
-    the segments that each of them holds. Steps count along `peers` and wrap around at the end.
+    Attributes:
+        counter: counts the bytes that this rank sends.
+        peers: the ranks' numbers in `group`.
+        index: this rank's index in `peers`.
+        chunks: the segments that each rank holds.
     """
 
     group: ProcessGroup | None
@@ -123,10 +132,13 @@ class Axis:
     def all_to_all(
         self, layout: ChunkLayout, buffers: Tensors, dtypes: Sequence[torch.dtype], consume: Callable[[Tensors], None]
     ) -> None:
-        """Send every other rank its chunk of each of `buffers`; call `consume` with the chunks that each of them sends here.
+        """Send every other rank its chunk of each of `buffers`. Sends (size - 1) chunks of each buffer.
 
-        layout: of the buffers. dtypes: of the messages, one for each buffer. consume: called once per step, in the order of
-        the steps, with one chunk for each buffer, all from the same rank. Sends (size - 1) chunks of each buffer.
+        Args:
+            layout: of the buffers.
+            buffers: one chunk for each rank along the axis.
+            dtypes: of the messages, one for each buffer.
+            consume: called once per step, in the order of the steps, with the chunk of each buffer that one rank sent here.
         """
         pairs = list(zip(buffers, dtypes, strict=True))
         for step in range(1, self.size):
@@ -135,8 +147,9 @@ class Axis:
     def reduce_scatter(self, layout: ChunkLayout, buffers: Tensors) -> list[torch.Tensor]:
         """This rank's chunk of each of `buffers`, summed over all ranks. Sends (size - 1) chunks of each buffer.
 
-        Partial sums travel to the rank before, and each rank adds its own part. A sum therefore always has the same order:
-        it begins with the part of the rank before this one, continues backwards along the axis, and ends with this rank's.
+        Partial sums travel to the rank before, and each rank adds its own part. The order of a sum is therefore always the
+        same: it begins with the part of the rank before this one, continues backwards along the axis, and ends with this
+        rank's.
         """
         sums = [layout.read((self.index + 1) % self.size, buffer) for buffer in buffers]
         for step in range(1, self.size):
@@ -177,10 +190,10 @@ class Axis:
         return self.send_and_receive(tensors, self.peer(step), self.peer(-step))
 
     def stream(self, tensors: Tensors) -> Iterator[tuple[int, Tensors]]:
-        """Yield (step, chunks of the rank `step` places after this one), while the next chunks travel.
+        """Yield (step, chunks of the rank `step` places after this one) while the next chunks travel.
 
-        tensors: this rank's own chunks, which are yielded first. In each step a rank sends the chunks that it has to the
-        rank before it. Sends (size - 1) chunks of each tensor.
+        In each step a rank sends the chunks that it has to the rank before it. Its own, `tensors`, are yielded first. Sends
+        (size - 1) chunks of each tensor.
         """
         for step in range(self.size):
             in_flight = self.pass_on(tensors) if step + 1 < self.size else None

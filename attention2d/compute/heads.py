@@ -1,6 +1,6 @@
 """The all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023) among the ranks of a cell, by messages.
 
-Before `scatter_heads` and after `gather_heads`, a rank has its own tokens and all heads. Between them, while attention is
+Before `scatter_heads` and after `gather_heads`, a rank has its own tokens and all heads. In between, while attention is
 computed, it has all tokens of its cell and its share of the heads. Tensors are (slots, batch, heads, ...).
 """
 
@@ -14,13 +14,16 @@ from .axis import Axis, ChunkLayout
 def scatter_heads(cell: Axis, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All slots of the cell, sorted by position, with this rank's share of the heads, for each of `tensors`.
 
-    tensors: this rank's slots with all heads; `cell.size` divides the heads. The results are contiguous. Sends
-    (size - 1)/size of each tensor, all tensors in the same size - 1 steps.
+    Sends (size - 1)/size of each tensor, all tensors in the same size - 1 steps. The results are contiguous.
+
+    Args:
+        cell: its size divides the heads.
+        tensors: this rank's slots with all heads.
     """
     if cell.size == 1:
         return [x.contiguous() for x in tensors]
     layout, index = ChunkLayout(cell.chunks), cell.index
-    head_shares = [x.chunk(cell.size, dim=2) for x in tensors]
+    head_shares = [x.chunk(cell.size, dim=2) for x in tensors]  # (slots, batch, heads / size, ...) for each rank
     scattered = [layout.new_buffer(shares[index]) for shares in head_shares]
     for shares, buffer in zip(head_shares, scattered, strict=True):
         layout.write(index, shares[index], buffer)
@@ -43,7 +46,7 @@ def gather_heads(cell: Axis, scattered: Sequence[torch.Tensor]) -> list[torch.Te
     gathered = [
         x.new_empty(x.shape[0] // cell.size, x.shape[1], x.shape[2] * cell.size, *x.shape[3:]) for x in scattered
     ]
-    head_shares = [x.chunk(cell.size, dim=2) for x in gathered]
+    head_shares = [x.chunk(cell.size, dim=2) for x in gathered]  # (slots, batch, heads / size, ...) for each rank
     for shares, x in zip(head_shares, scattered, strict=True):
         shares[index].copy_(layout.read(index, x))
     for step in range(1, cell.size):

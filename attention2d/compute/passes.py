@@ -30,10 +30,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class GridAttention:
-    """Attention of one rank's chunks: tensors have the sequence first and this rank's share of the heads.
+    """Attention of one rank's chunks. Tensors have the sequence first and this rank's share of the heads.
 
-    row: the axis along which queries travel, with C cells. col: the axis along which keys and values travel, with R cells.
     The ranks of all other cells of the row and of the column call each method together with this one.
+
+    Attributes:
+        row: the axis along which queries travel, with C cells.
+        col: the axis along which keys and values travel, with R cells.
     """
 
     row: Axis
@@ -44,8 +47,8 @@ class GridAttention:
     def forward_gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries, in at least fp32. Sends C-1 chunks of q, out and lse, R-1 of k and v."""
         rows, cols = ChunkLayout(self.row.chunks), ChunkLayout(self.col.chunks)
-        keys, values = self.col.all_gather(cols, [k, v])
-        (queries,) = self.row.all_gather(rows, [q])
+        keys, values = self.col.all_gather(cols, [k, v])  # (R slots, batch, kv_heads, head_dim)
+        (queries,) = self.row.all_gather(rows, [q])  # (C slots, batch, heads, head_dim)
         outs, lses = self._attend(kernel_calls(rows.segments, cols.segments, self.causal), queries, (keys, values))
         del queries, keys, values
         own = rows.read(self.row.index, outs), rows.read(self.row.index, lses)
@@ -68,7 +71,7 @@ class GridAttention:
         return dq, dk, dv
 
     def forward_streamed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward_gathered`, streamed. Holds all chunks of k and v of the column; if it is the only one, two of them."""
+        """`forward_gathered`, streamed. Holds all chunks of k and v of the column, or two of them if it is the only one."""
         blocks = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1)
         own: Any = None  # (out, lse) of this rank's queries, once the first round over the keys is done
         leaving = None
@@ -91,7 +94,7 @@ class GridAttention:
     def backward_streamed(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `backward_gathered`, streamed.
+        """`backward_gathered`, streamed.
 
         Partial sums of dq travel along the row, one step after their queries. Partial sums of dk and dv travel along the
         column while the last chunk of queries is attended.
@@ -131,7 +134,7 @@ class GridAttention:
     def _attend(
         self, calls: list[KernelCall], queries: Tensor, block: Tensors, result: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of these kernel calls, merged into an earlier `result` in place if there is one. block: k and v."""
+        """(out, lse) of these kernel calls, merged in place into an earlier `result` if there is one. block: k and v."""
         keys, values = block
         if result is None and _is_one_tile(calls, queries):
             (call,) = calls
@@ -164,7 +167,7 @@ class GridAttention:
 class _KeyBlocks:
     """Iterates over (step, chunks of keys and values) along the column, as `Axis.stream` yields them.
 
-    is_kept: keep the chunks that arrive during the first iteration, so that later iterations send nothing; otherwise the
+    is_kept: keep the chunks that arrive during the first iteration, so that later iterations send nothing. Otherwise the
     object can be iterated only once.
     """
 
@@ -185,7 +188,7 @@ class _KeyBlocks:
 
 
 def _is_one_tile(calls: Sequence[KernelCall], queries: Tensor, keys: Tensor | None = None) -> bool:
-    """Whether one kernel call on one tile covers all queries (and all keys), so that no sum over tiles is needed."""
+    """Return True if one kernel call on one tile covers all queries (and all keys), so that no sum over tiles is needed."""
     all_queries = [slice(0, len(queries))]
     if [call.q for call in calls] != all_queries or (keys is not None and calls[0].kv != slice(0, len(keys))):
         return False
@@ -193,7 +196,7 @@ def _is_one_tile(calls: Sequence[KernelCall], queries: Tensor, keys: Tensor | No
 
 
 def _delta(dout: Tensor, out: Tensor) -> Tensor:
-    """(slots, batch, heads): the sum of dout * out over head_dim, in at least fp32."""
+    """The sum of dout * out over head_dim: (slots, batch, heads), in at least fp32."""
     return (dout.to(at_least_fp32(dout.dtype)) * out).sum(-1)
 
 

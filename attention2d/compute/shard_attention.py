@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class GridSchedule(Protocol):
-    """The attributes of a schedule (`attention2d.Attention2D`) that `ShardAttention.of` reads."""
+    """The attributes of a schedule (`attention2d.Attention2D`) that `ShardAttention.of_schedule` reads."""
 
     group: ProcessGroup | None
     counter: Counter
@@ -32,21 +32,26 @@ class GridSchedule(Protocol):
 
 @dataclass(frozen=True)
 class ShardAttention:
-    """What this rank computes and sends for shards of one length.
+    """The attention of one rank's shards of one length.
 
-    cell: the ranks of its cell, which divide the heads. streamed: whether chunks travel while others are attended. kv_to:
-    the rank to which it sends its keys and values before anything else. kv_from: the rank whose keys and values it receives
-    in exchange. Both are this rank itself unless the schedule applies the paper's transpose (Attention2D, section 3.2).
+    `kv_to` and `kv_from` are this rank itself unless the schedule applies the paper's transpose (Attention2D, section 3.2).
+
+    Attributes:
+        cell: the ranks of its cell, which divide the heads.
+        attention: the attention of the cell on the grid.
+        is_streamed: chunks travel while others are attended.
+        kv_to: the rank to which it sends its keys and values before anything else.
+        kv_from: the rank whose keys and values it receives in exchange.
     """
 
     cell: Axis
     attention: GridAttention
-    streamed: bool
+    is_streamed: bool
     kv_to: int
     kv_from: int
 
     @classmethod
-    def of(cls, schedule: GridSchedule, local: int, seq: int, causal: bool, scale: float) -> "ShardAttention":
+    def of_schedule(cls, schedule: GridSchedule, local: int, seq: int, causal: bool, scale: float) -> "ShardAttention":
         """The attention of `schedule` for a sequence of `seq` tokens in shards of `local` slots."""
         grid, order = schedule.grid, schedule.order
 
@@ -57,7 +62,8 @@ class ShardAttention:
             """The tokens of a cell of the grid."""
             return orders.segments(order, cell, grid.cells, local * grid.ulysses, seq)
 
-        def kv_cell(row: int) -> int:  # the cell whose keys and values are used in row `row` of this rank's column
+        def kv_cell(row: int) -> int:
+            """The cell whose keys and values row `row` of this rank's column uses."""
             return row * grid.cols + grid.col if schedule.transpose else row + grid.rows * grid.col
 
         rows, cols, members = range(grid.rows), range(grid.cols), grid.cell_ranks()
@@ -76,9 +82,10 @@ class ShardAttention:
 
         q, k, v: this rank's shards, (batch, slots, heads, head_dim) each. lse is in at least fp32.
         """
+        # (batch, slots, heads, head_dim) -> (slots of the cell, batch, heads / ulysses, head_dim)
         q, k, v = scatter_heads(self.cell, [t.transpose(0, 1) for t in (q, k, v)])
         k, v = self._move([k, v], self.kv_to, self.kv_from)
-        forward = self.attention.forward_streamed if self.streamed else self.attention.forward_gathered
+        forward = self.attention.forward_streamed if self.is_streamed else self.attention.forward_gathered
         out, lse = forward(q, k, v)
         return q, k, v, out.to(q.dtype), lse
 
@@ -88,7 +95,7 @@ class ShardAttention:
         dout: this rank's shard (slots, batch, heads, head_dim). The other arguments are the results of `forward`.
         """
         (dout,) = scatter_heads(self.cell, [dout])
-        backward = self.attention.backward_streamed if self.streamed else self.attention.backward_gathered
+        backward = self.attention.backward_streamed if self.is_streamed else self.attention.backward_gathered
         dq, dk, dv = backward(q, k, v, out, lse, dout)
         dk, dv = self._move([dk, dv], self.kv_from, self.kv_to)
         return gather_heads(self.cell, [dq, dk, dv])
@@ -124,5 +131,5 @@ class AttentionFunction(torch.autograd.Function):
         """Compute dq, dk and dv in the inputs' dtype. Sends the backward messages of `cost.volume.messages`."""
         with torch.autocast(dout.device.type, enabled=False):
             gradients = ctx.shard_attention.backward(dout, *ctx.saved_tensors)
-        dq, dk, dv = (t.to(dout.dtype).transpose(0, 1) for t in gradients)
+        dq, dk, dv = (t.to(dout.dtype).transpose(0, 1) for t in gradients)  # (batch, slots, heads, head_dim)
         return dq, dk, dv, None

@@ -19,14 +19,13 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-# How many elements the queries of a tile have at most, with the fused kernels of the CPU and of CUDA.
-CPU_ELEMENTS, CUDA_ELEMENTS = 2**20, 2**26
-MIN_LENGTH = 128  # a tile may always have so many queries, however many elements these are
-SCORES = 2**22  # how many elements a tile's score matrix has at most in plain torch operations on CUDA
+CPU_ELEMENTS, CUDA_ELEMENTS = 2**20, 2**26  # the most elements of a tile's queries, for fused kernels
+MIN_LENGTH = 128  # queries that a tile may always have, however many elements these are
+SCORES = 2**22  # the most elements of a tile's score matrix, in plain torch operations on CUDA
 
 
 def tile_length(q: Tensor) -> int:
-    """The number of queries, and of keys, that a tile may have, so that it needs little memory besides its results."""
+    """The number of queries, and of keys, that a tile may have so that it needs little memory besides its results."""
     seq, batch, heads, head_dim = q.shape
     if q.is_cuda and not _has_flash_kernel(q):
         return max(1, math.isqrt(SCORES // (batch * heads)))
@@ -41,13 +40,13 @@ def kernel_tile_length(row_elements: int, on_cuda: bool) -> int:
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse): softmax(scale q k^T) v, and the log of each softmax's denominator, in at least fp32.
 
-    There must be at least one query and one key. causal: query i sees keys 0 to i; there must be as many keys as queries.
+    There must be at least one query and one key. causal: query i sees keys 0 to i, and there are as many keys as queries.
     """
     if q.is_cuda:
         return _attend_cuda(q, k, v, causal, scale) if _has_flash_kernel(q) else attend_ref(q, k, v, causal, scale)
     q, k, v = (_heads_first(t.to(at_least_fp32(t.dtype))) for t in (q, k, v))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return _sequence_first(out), lse.permute(2, 0, 1)
+    return _sequence_first(out), lse.permute(2, 0, 1)  # (queries, batch, heads)
 
 
 def attend_backward(
@@ -62,7 +61,7 @@ def attend_backward(
     if not q.is_cuda:
         dout, q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (dout, q, k, v))
     heads_first = tuple(_heads_first(t) for t in (dout, q, k, v, output_substitute(dout, delta)))
-    lse = lse.permute(1, 2, 0)
+    lse = lse.permute(1, 2, 0)  # (batch, heads, queries)
     if q.is_cuda:
         gradients = _cuda_backward(heads_first, lse.contiguous(), causal, scale)
     else:
@@ -86,7 +85,7 @@ def output_substitute(dout: Tensor, delta: Tensor) -> Tensor:
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the queries `q` before any key is attended, 0 and -inf in at least fp32, to `merge` results into."""
+    """(out, lse) of the queries `q` before any key is attended, to `merge` results into: 0 and -inf in at least fp32."""
     out = q.new_zeros(q.shape, dtype=at_least_fp32(q.dtype))
     return out, out.new_full(q.shape[:-1], -torch.inf)
 
@@ -106,7 +105,7 @@ def attend_ref(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     out = torch.einsum("bhqk,kbhd->qbhd", (scores - lse.unsqueeze(-1)).exp(), v)
-    return out, lse.permute(2, 0, 1)
+    return out, lse.permute(2, 0, 1)  # (queries, batch, heads)
 
 
 def attend_backward_ref(
@@ -115,13 +114,14 @@ def attend_backward_ref(
     """`attend_backward` in plain torch operations: P = exp(s - lse), dS = P (dout v^T - delta)."""
     kv_heads, dout = k.shape[2], dout.to(at_least_fp32(dout.dtype))
     q, k, v = _all_heads(q, k, v)
+    # (batch, heads, queries, keys)
     probabilities = (_scores(q, k, causal, scale) - lse.permute(1, 2, 0).unsqueeze(-1)).exp()
     dv = torch.einsum("bhqk,qbhd->kbhd", probabilities, dout)
     dscores = torch.einsum("qbhd,kbhd->bhqk", dout, v) - delta.permute(1, 2, 0).unsqueeze(-1)
     dscores = probabilities * dscores * scale
     dq = torch.einsum("bhqk,kbhd->qbhd", dscores, k)
     dk = torch.einsum("bhqk,qbhd->kbhd", dscores, q)
-    return dq, *(t.unflatten(2, (kv_heads, -1)).sum(3) for t in (dk, dv))
+    return dq, *(t.unflatten(2, (kv_heads, -1)).sum(3) for t in (dk, dv))  # (keys, batch, kv_heads, head_dim)
 
 
 def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +157,7 @@ def _sequence_first(t: Tensor) -> Tensor:
 
 
 def _has_flash_kernel(q: Tensor) -> bool:
-    """Whether torch's flash attention supports this dtype, head size and GPU; otherwise plain operations are used."""
+    """Return True if torch's flash attention supports this dtype, head size and GPU; otherwise plain operations are used."""
     is_supported = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return is_supported and torch.cuda.get_device_capability(q.device) >= (8, 0)
 

@@ -16,8 +16,9 @@ from attention2d.layout.grid import Grid
 class PeakMemory:
     """Bytes that one rank holds besides q, k and v; during backward, besides the gradient of out as well.
 
-    saved: kept from forward for backward, including out. forward, backward: the largest number at any time of the pass,
-    including the saved bytes.
+    Attributes:
+        saved: kept from forward for backward, including out.
+        forward, backward: the most at any time of the pass, including the saved bytes.
     """
 
     saved: int
@@ -29,9 +30,13 @@ class PeakMemory:
 class _Sizes:
     """Bytes of one rank's tensors while attention is computed, when it has all tokens of its cell and a share of the heads.
 
-    q: queries (outputs and their gradients have the same size). kv: keys and values together. sum_q, sum_kv: the same
-    elements in the dtype in which results and gradients are summed. stats: lse (delta has the same size). tile_forward,
-    tile_backward: what a kernel call on one tile needs besides its inputs and the sums to which its result is added.
+    Attributes:
+        q: queries; outputs and their gradients have the same size.
+        kv: keys and values together.
+        sum_q, sum_kv: the same elements in the dtype in which results and gradients are summed.
+        stats: lse; delta has the same size.
+        tile_forward, tile_backward: the temporaries of a kernel call on one tile, besides its inputs and the sums to which
+            its result is added.
     """
 
     q: int
@@ -44,7 +49,7 @@ class _Sizes:
 
     @property
     def is_widened(self) -> bool:
-        """Whether the dtype of sums is wider than that of the inputs."""
+        """Return True if the dtype of sums is wider than that of the inputs."""
         return self.sum_q > self.q
 
 
@@ -54,15 +59,21 @@ def peak_memory(
 ) -> PeakMemory:  # fmt: skip
     """The memory of a rank that holds `slots` tokens.
 
-    overlap: of the streamed schedule instead of the gathered one. transpose: of the schedule with the paper's transpose.
-    on_cuda: with the larger tiles of flash attention, assuming that these need as much besides their results as the CPU's
-    do (not measured).
+    Args:
+        grid: the grid.
+        overlap: of the streamed schedule instead of the gathered one.
+        slots, batch, heads, kv_heads, head_dim: the shape of the rank's shards.
+        itemsize: bytes of an element of q, k and v.
+        transpose: of the schedule with the paper's transpose.
+        on_cuda: with the larger tiles of flash attention, assuming that these need as much besides their results as the
+            CPU's do (not measured).
     """
     sizes = _sizes(grid, overlap, slots, batch, heads, kv_heads, head_dim, itemsize, on_cuda)
     cells = sizes, grid.rows, grid.cols
-    is_copied = grid.ulysses > 1 or batch > 1  # whether moving the sequence first, and back, copies the tensors
+    is_copied = grid.ulysses > 1 or batch > 1  # moving the sequence first, and back, copies the tensors
 
-    def in_transit(nbytes: int) -> int:  # messages, while heads are scattered or gathered
+    def in_transit(nbytes: int) -> int:
+        """The bytes of messages while heads are scattered or gathered."""
         return min(2, grid.ulysses - 1) * nbytes // grid.ulysses
 
     inputs = sizes.q + sizes.kv if is_copied else transpose * sizes.kv
@@ -106,7 +117,7 @@ def _sizes(
 
 
 def _forward_gathered(sizes: _Sizes, rows: int, cols: int) -> int:
-    """The results of all queries of the row, and either all gathered tensors and a tile, or what merging needs."""
+    """The results of all queries of the row, with either all gathered tensors and a tile, or the temporaries of merging."""
     results = cols * (sizes.sum_q + sizes.stats)
     gathered = (rows > 1) * rows * sizes.kv + (cols > 1) * cols * sizes.q
     merging = sizes.sum_q + (1 + sizes.is_widened) * sizes.q + 5 * sizes.stats if cols > 1 else 0
@@ -140,7 +151,7 @@ def _forward_streamed(sizes: _Sizes, rows: int, cols: int) -> int:
 
 
 def _backward_streamed(sizes: _Sizes, rows: int, cols: int) -> int:
-    """As `_forward_streamed`, with the gradients of keys and values that travel while the last queries are attended."""
+    """`_forward_streamed` with the gradients of keys and values, which travel while the last queries are attended."""
     kv, tile = sizes.sum_kv, sizes.tile_backward
     if cols == 1:
         second = min(rows - 1, 2) * sizes.kv + min(rows, 2) * kv + tile

@@ -19,7 +19,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Messages:
-    """What each rank sends, in order: (number of steps, bytes sent in each of these steps)."""
+    """The messages of each rank in order: (number of steps, bytes sent in each of these steps)."""
 
     forward: tuple[tuple[int, int], ...]
     backward: tuple[tuple[int, int], ...]

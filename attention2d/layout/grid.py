@@ -12,7 +12,7 @@ from sparsefusion.collectives.agreement import check_member
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """The number of ranks in a process group; None stands for one rank. ValueError if this rank is no member of it."""
+    """The number of ranks in a process group; None stands for one rank. Raises ValueError if this rank is no member."""
     check_member(group)
     return 1 if group is None else group.size()
 

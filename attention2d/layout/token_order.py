@@ -1,4 +1,4 @@
-"""Token orders: which rank holds which tokens of a sequence, and which kernel calls attend them.
+"""Token orders: the tokens of a sequence that each rank holds, and the kernel calls that attend them.
 
 - zigzag: the sequence is cut into 2P equal blocks; rank p holds blocks p and 2P-1-p. This is Megatron's order. Causal
   attention of any rank's queries to any rank's keys is then the same amount of work.
@@ -33,7 +33,7 @@ class Segment:
 
 
 def blocks_per_rank(order: str, ranks: int) -> int:
-    """How many segments of equal length a rank's shard consists of."""
+    """The number of equally long segments of a rank's shard."""
     return 2 if order == "zigzag" and ranks > 1 else 1
 
 
@@ -62,9 +62,9 @@ def positions(segments: Sequence[Segment]) -> torch.Tensor:
 
 
 def shard(x: torch.Tensor, dim: int, order: str, rank: int, ranks: int) -> torch.Tensor:
-    """The slots of `rank`, cut out of `x`, which has the full sequence along `dim`. Padding is zero.
+    """Cut the slots of `rank` out of `x`, which has the full sequence along `dim`. Padding is zero.
 
-    IndexError if x has no dimension `dim`.
+    Raises IndexError if x has no dimension `dim`.
     """
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"dim={dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
@@ -77,7 +77,7 @@ def shard(x: torch.Tensor, dim: int, order: str, rank: int, ranks: int) -> torch
 
 
 def unshard(parts: Sequence[torch.Tensor], dim: int, order: str, seq: int) -> torch.Tensor:
-    """The full sequence of `seq` tokens along `dim`, sorted by position. parts: every rank's shard, in rank order."""
+    """Join the full sequence of `seq` tokens along `dim`, sorted by position. parts: every rank's shard, in rank order."""
     ranks, local = len(parts), parts[0].shape[dim]
     indices = torch.cat([positions(segments(order, rank, ranks, local, seq)) for rank in range(ranks)])
     return torch.cat(list(parts), dim).index_select(dim, indices.argsort()[:seq].to(parts[0].device))
@@ -109,7 +109,7 @@ def kernel_calls(q: Sequence[Segment], kv: Sequence[Segment], causal: bool) -> l
 
 
 def split_calls(calls: Sequence[KernelCall], max_length: int) -> Iterator[KernelCall]:
-    """The same work in calls of at most `max_length` queries and `max_length` keys."""
+    """Split calls into calls of at most `max_length` queries and `max_length` keys."""
     for call in calls:
         for start in range(call.q.start, call.q.stop, max_length):
             q = slice(start, min(start + max_length, call.q.stop))
@@ -153,8 +153,10 @@ def _cyclic_calls(q: Sequence[Segment], kv: Sequence[Segment]) -> list[KernelCal
 class _QueryRun:
     """Adjacent query segments that can share kernel calls.
 
-    q: their slots. earlier: how many of the first key segments all of these queries see completely. own: how many key
-    segments, the next ones, hold the positions of the queries themselves (0: none).
+    Attributes:
+        q: their slots.
+        earlier: the number of first key segments that all of these queries see completely.
+        own: the number of next key segments that hold the positions of the queries themselves (0: none).
     """
 
     q: slice

@@ -8,22 +8,25 @@ from torch.distributed import ProcessGroup
 from attention2d.cost.memory import peak_memory
 from attention2d.cost.volume import messages
 from attention2d.layout import token_order as orders
-from attention2d.layout.checks import check_heads, check_sizes
+from attention2d.layout.attention_arguments import check_heads, check_sizes
 from attention2d.layout.grid import Grid, group_size
 from sparsefusion.fabric.cost_model import Fabric
 
 from .family import Attention2D
 
-NEGLIGIBLE = 1.02  # grids that send at most so many times the fewest bytes are compared by their number of steps
-MAX_SHOWN = 4  # the number of alternatives in `Attention2D.reason`
+NEGLIGIBLE = 1.02  # grids whose bytes are within this factor of the fewest are compared by their number of steps
+MAX_SHOWN = 4  # alternatives in `Attention2D.reason`
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A grid and its cost on the busiest rank.
 
-    bytes_sent: by that rank. steps: the number of messages, one after the other, in which it sends them. seconds: the time
-    of these messages on the fabric (None: no fabric is given). peak_bytes: memory besides q, k, v and the gradient of out.
+    Attributes:
+        bytes_sent: by that rank.
+        steps: the number of messages, one after the other, in which it sends them.
+        seconds: the time of these messages on the fabric (None: no fabric is given).
+        peak_bytes: memory besides q, k, v and the gradient of out.
     """
 
     ulysses: int
@@ -52,17 +55,26 @@ def choose(
     group: ProcessGroup | None = None, *, heads: int, kv_heads: int, head_dim: int, seq: int, training: bool = True,
     fabric: Fabric | None = None, batch: int = 1, itemsize: int = 2, memory: int | None = None, on_cuda: bool = False,
 ) -> Attention2D:  # fmt: skip
-    """The cheapest schedule of all grids for tensors of this shape; its `.reason` says why.
-
-    heads, kv_heads: of the tensors that are passed to the schedule. seq: the length of the whole sequence. training: count
-    backward too. fabric: measured costs, of which the p2p curve is used, or else the all_gather curve; None compares bytes.
-    itemsize: bytes of an element of q, k and v. memory: the bytes that a rank may need besides q, k, v and the gradient of
-    out (None: no limit), compared with `Attention2D.memory`, to which on_cuda is passed.
+    """The cheapest schedule of all grids for tensors of this shape; its `.reason` says why. Sends nothing.
 
     Ring and all-gather send the same bytes; the ring is chosen, because it holds two chunks of keys instead of all. Other
     grids overlap only where they would not fit into memory otherwise, because overlapping takes more and smaller kernel
-    calls. Sends nothing: ranks that call it with the same arguments get the same schedule. ValueError if a size is below 1,
-    if kv_heads does not divide heads, or if no schedule fits into memory.
+    calls. Ranks that call it with the same arguments get the same schedule.
+
+    Args:
+        group: the ranks (None: one rank).
+        heads, kv_heads, head_dim: of the tensors that are passed to the schedule.
+        seq: the length of the whole sequence.
+        training: count backward too.
+        fabric: measured costs, of which the p2p curve is used, or else the all_gather curve (None: compare bytes).
+        batch: the number of sequences.
+        itemsize: bytes of an element of q, k and v.
+        memory: the bytes that a rank may need besides q, k, v and the gradient of out (None: no limit), as
+            `Attention2D.memory` counts them.
+        on_cuda: passed to `Attention2D.memory`.
+
+    Raises:
+        ValueError: a size is below 1, kv_heads does not divide heads, or no schedule fits into memory.
     """
     best, *others = candidates(
         group_size(group), heads, kv_heads, head_dim, seq, training, fabric, batch, itemsize, memory, on_cuda
@@ -106,7 +118,7 @@ def _grids(ranks: int, heads: int, kv_heads: int) -> Iterator[Grid]:
 
 
 def _cheapest_first(found: list[Candidate]) -> list[Candidate]:
-    """`found`, sorted by cost. Without a fabric, the first has the fewest steps of those that send nearly the fewest bytes.
+    """Sort candidates by cost. Without a fabric, the first has the fewest steps of those that send nearly the fewest bytes.
 
     Among equals, a ring comes before an all-gather, and of other grids the gathered one before the overlapped one.
     """
@@ -136,7 +148,7 @@ def _seconds(fabric: Fabric, ranks: int, count: int, nbytes: int) -> float:
 def _reason(
     best: Candidate, others: list[Candidate], training: bool, fabric: Fabric | None, schedule: Attention2D
 ) -> str:
-    """Why a schedule has been chosen: two lines for it and one for each of the cheapest alternatives."""
+    """The words that say why a schedule was chosen: two lines for it and one for each of the cheapest alternatives."""
     passes = "forward and backward" if training else "forward"
     measure = "by the bytes that a rank sends" if fabric is None else "by the fabric"
     lines = [f"{schedule}: cheapest {measure}, {passes}.", str(best)]

@@ -23,11 +23,11 @@ from attention2d.compute.shard_attention import AttentionFunction, ShardAttentio
 from attention2d.cost.memory import PeakMemory, peak_memory
 from attention2d.cost.volume import Volume, messages
 from attention2d.layout import token_order as orders
-from attention2d.layout.checks import (
+from attention2d.layout.attention_arguments import (
     cast_for_autocast,
     check_grid,
     check_heads,
-    check_mask_and_scale,
+    check_scale,
     check_sizes,
     check_tensors,
     refuse_features,
@@ -41,13 +41,20 @@ Tensor = torch.Tensor
 class Attention2D(SequenceSharding):
     """Exact attention over a sequence whose queries, keys and values are sharded over the ranks of `group`.
 
-    group: any process group; None is one rank. rows, cols: the grid of cells. ulysses: the number of consecutive ranks in a
-    cell, which divide the heads; rows * cols * ulysses is the size of the group. order: which tokens a rank holds
-    (`layout.token_order`). overlap: chunks travel while others are attended, instead of all being gathered first. transpose:
-    the variant of the paper (section 3.2), which first sends keys and values to another cell. It sends more bytes for the
-    same result, exists for comparison, and needs the cyclic order. ValueError if the sizes do not fit.
+    Args:
+        group: any process group; None is one rank.
+        rows, cols: the grid of cells. rows * cols * ulysses is the size of the group.
+        ulysses: the number of consecutive ranks in a cell, which divide the heads.
+        order: the tokens that a rank holds: "zigzag", "contiguous" or "cyclic" (`layout.token_order`).
+        overlap: chunks travel while others are attended, instead of all being gathered first.
+        transpose: the variant of the paper (section 3.2), which first sends keys and values to another cell. It sends more
+            bytes for the same result, exists for comparison, and needs the cyclic order.
 
-    reason: why `choose` has chosen this schedule, as text.
+    Attributes:
+        reason: why `choose` has chosen this schedule, as text.
+
+    Raises:
+        ValueError: the sizes do not fit.
     """
 
     def __init__(
@@ -67,8 +74,13 @@ class Attention2D(SequenceSharding):
     def volume(self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Volume:
         """The bytes that the busiest rank sends in `.forward` and in `.backward`, by the formula of `cost.volume.messages`.
 
-        seq: the length of the whole sequence. itemsize: bytes of an element of q, k and v; statistics and gradients travel
-        in at least fp32. ValueError if a size is below 1 or the heads do not divide.
+        Args:
+            batch, heads, kv_heads, head_dim: of the tensors that are passed to the schedule.
+            seq: the length of the whole sequence.
+            itemsize: bytes of an element of q, k and v. Statistics and gradients travel in at least fp32.
+
+        Raises:
+            ValueError: a size is below 1 or the heads do not divide.
         """
         return messages(self.grid, **self._local_shape(batch, seq, heads, kv_heads, head_dim, itemsize)).volume
 
@@ -77,8 +89,12 @@ class Attention2D(SequenceSharding):
     ) -> PeakMemory:
         """The bytes that a rank needs besides q, k and v: the most in `.forward` and `.backward`, and `.saved` between them.
 
-        seq: the length of the whole sequence. itemsize: bytes of an element of q, k and v. on_cuda: an estimate for flash
-        attention, not measured. ValueError as in `volume`.
+        Args:
+            batch, seq, heads, kv_heads, head_dim, itemsize: as in `volume`.
+            on_cuda: estimate it for flash attention (not measured).
+
+        Raises:
+            ValueError: as in `volume`.
         """
         shape = self._local_shape(batch, seq, heads, kv_heads, head_dim, itemsize)
         return peak_memory(self.grid, self.overlap, **shape, on_cuda=on_cuda)
@@ -100,40 +116,48 @@ class Attention2D(SequenceSharding):
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """softmax(scale q k^T) v over the whole sequence, of which q, k and v are this rank's shards. Differentiable.
 
-        q: (batch, local_seq, heads, head_dim), floating point. k, v: (batch, local_seq, kv_heads, head_dim) in q's dtype,
-        where each key/value head serves heads/kv_heads consecutive query heads. causal: a query sees keys up to its own
-        position. scale: None is 1/sqrt(head_dim). seq: the length of the sequence; required where shards are padded.
-        return_lse: return lse too. features: other options of attention (sliding_window, softcap, ...), each refused by name
-        unless it is None, False or 0. Under autocast q, k and v are cast as torch's own attention casts them.
+        All ranks call it together, and its backward together. Forward and backward send the bytes of `volume`. Forward also
+        sends (ulysses - 1)/ulysses of lse if that is returned. In a schedule's first call the ranks compare their arguments;
+        a difference in a later call may end in the time-out of the group. Gradients are summed in at least fp32 and returned
+        in the inputs' dtype. Under autocast q, k and v are cast as torch's own attention casts them.
 
-        Returns out, contiguous, with q's shape and dtype. With return_lse it returns (out, lse): lse is the log-sum-exp of
-        the scores, (batch, local_seq, heads), in at least fp32 and without gradient. In padding slots out is 0 and lse -inf.
+        Args:
+            q: (batch, local_seq, heads, head_dim), floating point.
+            k, v: (batch, local_seq, kv_heads, head_dim) in q's dtype. Each key/value head serves heads/kv_heads consecutive
+                query heads.
+            causal: a query sees keys up to its own position.
+            scale: of the scores (None: 1/sqrt(head_dim)).
+            seq: the length of the sequence; required where shards are padded.
+            return_lse: return lse too.
+            features: other options of attention (sliding_window, softcap, ...), each refused by name unless it is None,
+                False or 0.
 
-        All ranks call it together, and its backward together. Forward sends the bytes of `volume`, with return_lse and
-        ulysses > 1 also (ulysses - 1)/ulysses of lse. Backward sends the bytes of `volume`; gradients are summed in at least
-        fp32 and returned in the inputs' dtype. ValueError if an argument is wrong. In a schedule's first call the ranks
-        compare their arguments, and all of them raise the error of one; what differs in a later call may end in the
-        time-out of the group.
+        Returns:
+            out, contiguous, with q's shape and dtype; with return_lse (out, lse). lse is the log-sum-exp of the scores,
+                (batch, local_seq, heads), in at least fp32 and without gradient. In padding slots out is 0 and lse -inf.
+
+        Raises:
+            ValueError: an argument is wrong; in the first call on every rank, also if arguments differ.
         """
         q, k, v = cast_for_autocast(q, k, v)
         self._check(lambda: self._arguments(q, k, v, causal, scale, seq, return_lse, features), q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        attention = ShardAttention.of(self, q.shape[1], self._sequence_length(q.shape[1], seq), causal, scale)
+        attention = ShardAttention.of_schedule(self, q.shape[1], self._sequence_length(q.shape[1], seq), causal, scale)
         out, lse = AttentionFunction.apply(q, k, v, attention)
-        out = out.transpose(0, 1).contiguous()
+        out = out.transpose(0, 1).contiguous()  # (batch, slots, heads, head_dim)
         if not return_lse:
             return out
-        return out, gather_heads(attention.cell, [lse])[0].transpose(0, 1)
+        return out, gather_heads(attention.cell, [lse])[0].transpose(0, 1)  # (batch, slots, heads)
 
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None, return_lse: bool,
         features: dict[str, object],
     ) -> dict[str, object]:  # fmt: skip
-        """The values that must be equal on all ranks. ValueError if an argument is wrong."""
+        """The values that must be equal on all ranks. Raises ValueError if an argument is wrong."""
         refuse_features(**features)
         check_tensors(q, k, v)
         check_heads(q.shape[2], k.shape[2], self.grid.ulysses)
-        check_mask_and_scale(causal, scale)
+        check_scale(scale)
         length = self._sequence_length(q.shape[1], seq)
         has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         return {

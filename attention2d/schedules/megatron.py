@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from attention2d.layout.checks import refuse_features
+from attention2d.layout.attention_arguments import refuse_features
 from attention2d.layout.grid import group_size
 
 from .choosing import choose
@@ -32,16 +32,23 @@ class CoreAttention(nn.Module):
 
     query (seq, batch, heads, head_dim), key and value (seq, batch, groups, head_dim) -> (seq, batch, heads * head_dim).
 
-    config: Megatron's TransformerConfig. pg_collection: its `cp` is the context-parallel group, its `tp` the tensor-parallel
-    group. cp_comm_type: the schedule (attribute `schedule`):
+    The attribute `schedule` follows from `cp_comm_type`:
 
     - p2p (the default): `Ring`
     - all_gather: `AllGather`
     - a2a: `Ulysses`
     - a2a+p2p: `USP`, where config.hierarchical_context_parallel_sizes[0] ranks (default: 2) divide the heads
-    - 2d: `Attention2D` with the given rows, cols, ulysses and overlap; if none of them is given, the schedule of `choose`
+    - 2d: `Attention2D` with the given rows, cols, ulysses and overlap; without any of them, the schedule of `choose`
 
-    ValueError if sizes do not fit or an option of attention is not supported.
+    Args:
+        config: Megatron's TransformerConfig.
+        attention_dropout, softmax_scale: instead of those of `config`.
+        cp_comm_type: the kind of the schedule.
+        pg_collection: its `cp` is the context-parallel group, its `tp` the tensor-parallel group.
+        rows, cols, ulysses, overlap: of `Attention2D`, for cp_comm_type="2d".
+
+    Raises:
+        ValueError: sizes do not fit, or an option of attention is not supported.
     """
 
     def __init__(
@@ -73,18 +80,20 @@ class CoreAttention(nn.Module):
         """Attention of this rank's shards. Sends what `schedule` sends, in forward and in backward.
 
         The mask type decides which keys a query sees, as in Transformer Engine's attention; attention_mask is ignored.
-        ValueError on every rank for the arguments of the schedule that it refuses, and for dropout during training,
-        attention_bias, packed_seq_params, and mask types other than causal and no_mask.
+
+        Raises:
+            ValueError: on every rank, for arguments that the schedule refuses, for dropout during training, attention_bias,
+                packed_seq_params, and mask types other than causal and no_mask.
         """
         mask_type = (attn_mask_type or self.mask_type).name
-        # Arguments of other shapes are passed on unchanged: the schedule refuses them on every rank.
+        # (batch, seq, heads, head_dim). Other shapes are passed on, because the schedule refuses them on every rank.
         q, k, v = (t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (query, key, value))
         out: Any = self.schedule(
             q, k, v, causal=mask_type == "causal", scale=self.scale, attention_bias=attention_bias,
             packed_seq_params=packed_seq_params, attention_dropout=self.dropout if self.training else None,
             attn_mask_type=None if mask_type in ("causal", "no_mask") else mask_type,
         )  # fmt: skip
-        return out.transpose(0, 1).flatten(2)
+        return out.transpose(0, 1).flatten(2)  # (seq, batch, heads * head_dim)
 
 
 def _group_and_heads(config: Any, pg_collection: Any) -> tuple[ProcessGroup | None, int, int]:
@@ -103,7 +112,7 @@ def _schedule(
 ) -> Attention2D:
     """The schedule for a cp_comm_type. grid: the arguments of `Attention2D` that the caller gave."""
     if kind not in COMMUNICATION_TYPES:
-        raise ValueError(f"cp_comm_type={kind!r} is none of {', '.join(COMMUNICATION_TYPES)}")
+        raise ValueError(f"unknown cp_comm_type {kind!r}: expected {', '.join(COMMUNICATION_TYPES)}")
     if kind == "2d":
         if grid:
             return Attention2D(group, **_full_grid(group_size(group), **grid))

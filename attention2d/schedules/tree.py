@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 
 from attention2d.compute.tile import attend, empty_result, merge, tile_length
 from attention2d.cost.volume import Volume
-from attention2d.layout.checks import (
+from attention2d.layout.attention_arguments import (
     cast_for_autocast,
     check_heads,
-    check_mask_and_scale,
+    check_scale,
     check_sizes,
     check_tensors,
     refuse_features,
@@ -28,10 +28,13 @@ Tensor = torch.Tensor
 class Tree(SequenceSharding):
     """Attention of a few queries, the same on every rank of `group`, to keys and values of which each rank holds a part.
 
-    `attend_own` does the same for queries of which each rank has its own, as when a long prompt is continued.
+    `attend_own` does the same for queries of which each rank has its own, as when a long prompt is continued. It has no
+    gradient.
 
-    It has no gradient. order: how `shard` divides keys and values. Any other division gives the same result, because the
-    order of keys does not matter to a query that sees all of them.
+    Args:
+        group: the ranks (None: one rank).
+        order: how `shard` divides keys and values. Any other division gives the same result, because the order of keys does
+            not matter to a query that sees all of them.
     """
 
     def __init__(self, group: ProcessGroup | None = None, order: str = "zigzag") -> None:
@@ -43,8 +46,10 @@ class Tree(SequenceSharding):
     def volume(self, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Volume:
         """The bytes that each of P ranks sends for one query of each sequence: (P - 1) batch heads (head_dim + 1) a.
 
-        a = max(4, itemsize): bytes of an element of a partial result. The number of keys, `seq`, does not matter. ValueError
-        if a size is below 1 or kv_heads does not divide heads.
+        a = max(4, itemsize) is the bytes of an element of a partial result. The number of keys, `seq`, does not matter.
+
+        Raises:
+            ValueError: a size is below 1 or kv_heads does not divide heads.
         """
         check_sizes(batch=batch, seq=seq, head_dim=head_dim, itemsize=itemsize)
         check_heads(heads, kv_heads)
@@ -56,15 +61,24 @@ class Tree(SequenceSharding):
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """softmax(scale q k^T) v over the keys of all ranks.
 
-        q: (batch, queries, heads, head_dim), the same on every rank. k, v: (batch, local keys, kv_heads, head_dim); the
-        number of local keys may differ between ranks and may be 0. causal: refused for more than one query, because the
-        positions of the keys are not known. scale: None is 1/sqrt(head_dim). seq: the number of tokens that `shard` has
-        divided, so that padding is left out (None: there is no padding). lengths: how many of this rank's local keys count
-        in each sequence, the first ones (None: all). return_lse, features: see `Attention2D`.
+        Sends the bytes of `volume` for each query by an all-gather.
 
-        Returns out, with q's shape and dtype, and the same bits on every rank. With return_lse it returns (out, lse): lse is
-        (batch, queries, heads) in at least fp32. If no rank has a key, out is 0 and lse -inf. Sends the bytes of `volume`
-        for each query by an all-gather. ValueError as in `Attention2D`.
+        Args:
+            q: (batch, queries, heads, head_dim), the same on every rank.
+            k, v: (batch, local keys, kv_heads, head_dim). The number of local keys may differ between ranks and may be 0.
+            causal: refused for more than one query, because the positions of the keys are not known.
+            scale: of the scores (None: 1/sqrt(head_dim)).
+            seq: the number of tokens that `shard` has divided, so that padding is left out (None: there is no padding).
+            return_lse: return lse too.
+            lengths: the number of this rank's first local keys that count in each sequence (None: all).
+            features: as in `Attention2D`.
+
+        Returns:
+            out, with q's shape and dtype, and the same bits on every rank; with return_lse (out, lse). lse is (batch,
+                queries, heads), in at least fp32. If no rank has a key, out is 0 and lse -inf.
+
+        Raises:
+            ValueError: as in `Attention2D`.
         """
         q, k, v = cast_for_autocast(q, k, v)
         self._check(lambda: self._arguments(q, k, v, causal, scale, seq, lengths, features), q)
@@ -79,26 +93,30 @@ class Tree(SequenceSharding):
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries and the keys of all ranks; every rank has queries of its own, equally many.
 
-        q: (batch, queries, heads, head_dim). The other arguments, and the results, are those of a call with return_lse.
         Sends the queries to all ranks, and each rank's partial result for the queries of another rank to that rank:
         (P - 1) batch queries heads (head_dim itemsize + (head_dim + 1) a) bytes.
+
+        Args:
+            q: (batch, queries, heads, head_dim).
+            k, v, scale, lengths: as in a call.
         """
         q, k, v = cast_for_autocast(q, k, v)
         self._check(lambda: self._arguments(q, k, v, False, scale, None, lengths, {}), q)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             queries = all_gather(q, self.group, self.counter)
-            parts = torch.stack([_attend_local(each, k, v, scale, lengths) for each in queries])
+            # (ranks, batch, queries, heads, head_dim + 1): this rank's partial results for the queries of each rank
+            parts = torch.stack([_attend_local(query, k, v, scale, lengths) for query in queries])
             return _merged(all_to_all(parts, self.group, self.counter), q.dtype)
 
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None,
         lengths: Sequence[int] | None, features: dict[str, object],
     ) -> dict[str, object]:  # fmt: skip
-        """The values that must be equal on all ranks. ValueError if an argument is wrong."""
+        """The values that must be equal on all ranks. Raises ValueError if an argument is wrong."""
         refuse_features(**features)
         check_tensors(q, k, v, same_length=False)
         check_heads(q.shape[2], k.shape[2])
-        check_mask_and_scale(causal, scale)
+        check_scale(scale)
         if causal and q.shape[1] > 1:
             raise ValueError(
                 f"causal=True with {q.shape[1]} queries: Tree does not know positions; decode one token at a time"
@@ -107,7 +125,9 @@ class Tree(SequenceSharding):
             raise ValueError("Tree has no gradient: call it under torch.no_grad()")
         self._count_keys(k.shape[1], seq)
         if lengths is not None and (len(lengths) != len(k) or not all(0 <= n <= k.shape[1] for n in lengths)):
-            raise ValueError(f"lengths={list(lengths)} of {len(k)} sequences must be from 0 to {k.shape[1]} local keys")
+            raise ValueError(
+                f"lengths={list(lengths)}: expected {len(k)} numbers from 0 to {k.shape[1]}, the local keys"
+            )
         return {
             "schedule": self, "q": tuple(q.shape), "kv_heads": k.shape[2], "dtype": q.dtype, "scale": scale, "seq": seq,
         }  # fmt: skip
@@ -121,7 +141,7 @@ class Tree(SequenceSharding):
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, scale: float | None, lengths: Sequence[int] | None) -> Tensor:
     """The result of attending this rank's keys: [out | lse], (batch, queries, heads, head_dim + 1), in at least fp32."""
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # (queries or keys, batch, heads, head_dim)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q)
     rows = [(slice(None), len(k))]

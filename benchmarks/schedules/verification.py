@@ -16,7 +16,7 @@ import torch
 from benchmarks.support.plans import corrupted, effect, random_inputs
 from benchmarks.support.tables import markdown, publish
 from commir import Mesh, Plan, Program, Schedule, interpret, place, programs, search, verify
-from commir.execution.verifier import Refuted, smallest, unscheduled
+from commir.execution.verifier import VerificationError, smallest, unscheduled
 from commir.searching.search import all_plans
 
 RANKS = range(2, 13)
@@ -49,7 +49,7 @@ def error(plan: Plan) -> float:
 
 
 def check_plans(name: str, ranks: int) -> tuple[int, float]:
-    """(how many plans of a program on so many ranks there are, their largest error). Refuted: one is wrong."""
+    """(how many plans of a program on so many ranks there are, their largest error). VerificationError: one is wrong."""
     plans = all_plans(programs_on(ranks)[name], Mesh(gpu=ranks))
     for plan in plans:
         verify(plan)
@@ -91,7 +91,7 @@ def is_rejected(plan: Plan) -> bool:
     """Whether the verifier rejects a plan."""
     try:
         verify(plan)
-    except Refuted:
+    except VerificationError:
         return True
     return False
 

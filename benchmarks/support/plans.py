@@ -15,9 +15,9 @@ from benchmarks.support.tables import markdown
 from commir import Mesh, Plan, Schedule, execute, interpret, known, programs, search
 from commir.execution.verifier import smallest, unscheduled
 from commir.ir.program import Program
-from commir.lowering.steps import Place, Step
+from commir.lowering.plan_steps import Place, Step
 from commir.programs.scan_programs import with_lasting_states
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
 from sparsefusion.fabric.measurement import repetitions, timed
@@ -161,7 +161,7 @@ def in_all_ways(
     """
     plans = {}
     for way, (mesh, mesh_axes) in ways.items():
-        with suppress(Illegal):
+        with suppress(IllegalSchedule):
             plans[kind + f" ({way})" * bool(way)] = known(Schedule(program, mesh), name, *mesh_axes).lower()
     return plans
 

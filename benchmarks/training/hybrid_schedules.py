@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from attention2d import Attention2D
-from attention2d.layout.checks import check_heads
+from attention2d.layout.attention_arguments import check_heads
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import VOCABULARY, random_model, training_step
 from benchmarks.support.tables import markdown, print_or_publish

@@ -21,21 +21,23 @@ GRID_AXES = ("kv", "q", "heads")  # in the order of a grid's ranks: columns, row
 
 
 def grid_of(schedule: LoopNest) -> tuple[int, int, int, bool] | None:
-    """(rows, cols, ulysses, overlap) of the grid that computes a schedule, or None if it is not in attention2d's family.
+    """Return (rows, cols, ulysses, overlap) of the grid that computes a schedule, or None if attention2d has no such grid.
 
-    Mesh axes must come in the order of GRID_AXES, one of each at most: a double ring is another schedule than a ring of
-    all ranks, as it sends less over the outer links. All rings are streamed or none.
+    Mesh axes must come in the order of GRID_AXES, at most one of each: a double ring is another schedule than a ring of all
+    ranks, because it sends less over the outer links. Either all rings are streamed or none.
     """
     program, chosen = schedule.program, placements_of(schedule)
-    axes = [each.axis for each in chosen.values()]
-    streams = {each.is_streamed for each in chosen.values() if each.axis != "heads"}
+    axes = [placement.axis for placement in chosen.values()]
+    streams = {placement.is_streamed for placement in chosen.values() if placement.axis != "heads"}
     if not is_self_attention(program) or not set(axes) <= set(GRID_AXES):
         return None
     if schedule.kernel != "library" or schedule.chunked is not None:
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None
-    sizes = dict.fromkeys(GRID_AXES, 1) | {each.axis: schedule.mesh.size(name) for name, each in chosen.items()}
+    sizes = dict.fromkeys(GRID_AXES, 1) | {
+        placement.axis: schedule.mesh.size(name) for name, placement in chosen.items()
+    }
     return sizes["q"], sizes["kv"], sizes["heads"], True in streams
 
 

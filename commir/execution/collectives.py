@@ -13,8 +13,8 @@ import torch
 from commir.ir.monoids import MONOIDS
 from commir.ir.program import Operand, Result
 from commir.lowering.accounting import AHEAD
-from commir.lowering.blocks import has_contiguous_blocks
-from commir.lowering.steps import AllReduce, AllToAll, Gather, Place, ReduceScatter, Slice, Swap
+from commir.lowering.plan_steps import AllReduce, AllToAll, Gather, Place, ReduceScatter, Slice, Swap
+from commir.lowering.tensor_blocks import has_contiguous_blocks
 
 from .state import RankState, Run
 
@@ -68,7 +68,7 @@ def swap(state: RankState, step: Swap) -> Run:
         for x, y in zip(new, old, strict=True):
             x.copy_(y)
     else:
-        handle = yield state.begin([(x, peer) for x in old], [(x, peer) for x in new])
+        handle = yield state.begin_messages([(x, peer) for x in old], [(x, peer) for x in new])
         yield handle
     state.replace(step.operands, new)
 
@@ -114,12 +114,14 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
 def _collect(
     state: RankState, axis: str, sources: "Sequence[_Whole | _Pieces]", destinations: "list[_Destination]"
 ) -> Run:
-    """Write what all ranks along an axis send to this one into `destinations`. sources: what is sent to them.
+    """Write the blocks that all ranks along an axis send to this one into `destinations`; `sources` are sent to them.
 
-    If nothing is copied, on either side, all messages are begun at once.
+    If nothing is copied on either side, all messages begin at once.
     """
     size, own = state.size(axis), state.coordinates[axis]
-    is_copied = any(each.is_copied for each in sources) or not all(each.is_in_place for each in destinations)
+    is_copied = any(source.is_copied for source in sources) or not all(
+        destination.is_in_place for destination in destinations
+    )
 
     def write(source: int, blocks: list[Tensor]) -> None:
         for each, block in zip(destinations, blocks, strict=True):
@@ -129,8 +131,10 @@ def _collect(
         write(source, blocks)
         state.count.drop(*(x for each, x in zip(destinations, blocks, strict=True) if not each.is_in_place))
 
-    write(own, [each.block(own) for each in sources])
-    buffers = {source: [each.buffer(source) for each in destinations] for source in range(size) if source != own}
+    write(own, [source.block(own) for source in sources])
+    buffers = {
+        source: [destination.buffer(source) for destination in destinations] for source in range(size) if source != own
+    }
     yield from _exchange_with_all(state, axis, sources, buffers, write_and_drop, AHEAD if is_copied else size)
 
 
@@ -140,15 +144,17 @@ def _exchange_with_all(
 ) -> Run:  # fmt: skip
     """Exchange tensors with all other ranks along an axis, with at most `most_under_way` of them at a time.
 
-    sources: what is sent to them. buffers: {rank: the tensors to receive what it sends} as in `begin_exchange`; new ones
-    for a rank that is missing. on_arrival: is called for each rank in turn with what it has sent.
+    Args:
+        sources: the tensors to send.
+        buffers: {rank: the tensors that receive its blocks} as in `begin_exchange`; a rank that is missing gets new ones.
+        on_arrival: called with (rank, blocks) for each rank in turn.
     """
     size, own = state.size(axis), state.coordinates[axis]
     under_way = deque[tuple[int, Any, list[Tensor], list[Tensor]]]()
     for distance in range(1, size + most_under_way):
         if distance < size:
             to, source = (own + distance) % size, (own - distance) % size
-            leaving = [each.block(to) for each in sources]
+            leaving = [source.block(to) for source in sources]
             copies = [x for x, each in zip(leaving, sources, strict=True) if each.is_copied]
             state.count.hold(*copies)
             handle, blocks = yield from state.begin_exchange(axis, leaving, distance, buffers.get(source))
@@ -162,7 +168,7 @@ def _exchange_with_all(
 
 
 class _Whole:
-    """A tensor that is sent as it is to every rank."""
+    """A tensor that is sent to every rank as it is."""
 
     is_copied = False
 
@@ -170,14 +176,16 @@ class _Whole:
         self._x = x
 
     def block(self, to: int) -> Tensor:
-        """What rank `to` is sent."""
+        """The block for rank `to`."""
         return self._x
 
 
 class _Pieces:
-    """The `count` blocks of the digit at a place of a contiguous tensor, of which each rank is sent one, in a dtype.
+    """The `count` blocks of the digit at a place of a contiguous tensor; each rank is sent one, in a dtype.
 
-    slots: views of them. is_copied: whether a message is a copy, because blocks are not contiguous or have another dtype.
+    Attributes:
+        slots: views of the blocks.
+        is_copied: a message is a copy, because blocks are not contiguous or have another dtype.
     """
 
     def __init__(
@@ -189,7 +197,7 @@ class _Pieces:
         self.is_copied = not is_contiguous or self._dtype != x.dtype
 
     def block(self, to: int) -> Tensor:
-        """What rank `to` is sent."""
+        """The block for rank `to`."""
         slot = self.slots[to]
         if self.is_copied:
             slot = slot.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
@@ -201,7 +209,7 @@ class _Pieces:
 
 
 class _Destination:
-    """A tensor into which `count` blocks are written, at a place. is_in_place: whether they are received there."""
+    """A tensor into which `count` blocks are written at a place; `is_in_place`: they are received there."""
 
     def __init__(self, x: Tensor, place: Place, count: int, is_in_place: bool) -> None:
         self.slots, self.is_in_place = _slots(x, place, count), is_in_place
@@ -209,11 +217,11 @@ class _Destination:
         self._shape[place.dim] //= count
 
     def buffer(self, index: int) -> Tensor | None:
-        """Where block number `index` is received; None: in a tensor of its own."""
+        """The tensor that receives block number `index`; None: one of its own."""
         return self.slots[index].view(self._shape) if self.is_in_place else None
 
     def write(self, index: int, block: Tensor) -> None:
-        """Write block number `index`, unless it has been received in its place."""
+        """Write block number `index`, unless it was received in its place."""
         slot = self.slots[index]
         if block.data_ptr() != slot.data_ptr():
             slot.copy_(block.reshape(slot.shape))
@@ -222,7 +230,9 @@ class _Destination:
 def _destinations(
     state: RankState, moves: Sequence[tuple[str, Place]], tensors: Sequence[Tensor], count: int
 ) -> list[_Destination]:
-    """Those of operands of which `count` blocks are joined. moves: (operand, where its blocks are joined)."""
+    """The destinations of operands of which `count` blocks are joined. moves: (operand, place where its blocks are
+    joined).
+    """
     return [
         _Destination(x, place, count, has_contiguous_blocks(state.digits, name, place))
         for x, (name, place) in zip(tensors, moves, strict=True)
@@ -244,7 +254,7 @@ def _combine_pieces(
 
 
 def _rows(state: RankState, result: Result, partial: list[Tensor], size: int) -> list[Tensor]:
-    """Partial results with one row per element of the axes that they share, padded with the neutral element."""
+    """Partial results with one row for each element of the axes that they share, padded with the neutral element."""
     dims = len(state.program.row_axes(result))
     count = math.prod(partial[0].shape[:dims])
     padded = -(-count // size) * size
@@ -257,7 +267,7 @@ def _rows(state: RankState, result: Result, partial: list[Tensor], size: int) ->
 
 
 def _slots(x: Tensor, place: Place, count: int) -> list[Tensor]:
-    """Views of the `count` blocks of the digit at `place`, with the digits outside of it in a dimension of their own."""
+    """Views of the `count` blocks of the digit at `place`; the digits outside of it have a dimension of their own."""
     size = x.shape[place.dim] // (place.outer * count)
     return list(x.unflatten(place.dim, (place.outer, count, size)).unbind(place.dim + 1))
 

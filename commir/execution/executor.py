@@ -5,16 +5,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed import ProcessGroup
 
-from commir.ir.checks import check_type
-from commir.lowering.plan import Plan
+from commir.lowering.plan import Plan, check_plan
 from commir.programs.attention_programs import is_self_attention
 from sparsefusion.collectives.agreement import together
 from sparsefusion.collectives.counted import Counter, exchange
 
 from .attention_grids import attend, grid_of
-from .devices import check_devices
 from .rank_steps import take_steps
-from .state import Count, Messages, RankState, check_counts, without_autocast
+from .state import Count, Messages, RankState, without_autocast
 
 Tensor = torch.Tensor
 
@@ -23,30 +21,34 @@ def execute(
     plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None = None, count: Count | None = None,
     counter: Counter | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The outputs of a plan on the ranks of `group`: {output: this rank's block at home}. Every rank calls it.
+    """Run a plan on the ranks of `group`, all of which call this: {output: this rank's block at home}.
 
-    local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` gives them. Messages travel between pairs
-    of ranks while tiles are computed. Before that, the ranks compare plans, devices, dtypes, and which inputs need
-    gradients. By NCCL this happens on the GPU that the rank has selected, so each rank selects its own before
-    (`torch.cuda.set_device`).
-    A plan of attention2d's family is computed by attention2d, and differentiable: `out` has a gradient and `lse` has none,
-    so that what a loss computes from lse is missing in the gradients of q, k and v. Of several sequences, attention2d copies
-    q, k, v and out, and so holds more than `plan.memory`, which is what the plan's own steps hold. Other plans have no
-    gradient, and are refused if gradients are enabled and an input requires one (`differentiable` gives attention one).
-    count: counts what this rank sends and holds, of a plan whose steps are taken one by one, which it therefore asks for;
-    all ranks have a count, or none has. counter: counts messages as `sparsefusion.collectives` does.
+    Sends `plan.bytes_per_rank` bytes in messages between pairs of ranks, which travel while tiles are computed. Before that,
+    the ranks compare plans, devices, dtypes, and which inputs need gradients. With NCCL this happens on the GPU that the
+    rank has selected, so each rank selects its own first (`torch.cuda.set_device`). Autocast has no effect.
 
-    ValueError on every rank: an input is missing, no dense tensor, or has the wrong shape or dtype on one rank, `count` or
-    `counter` is another object there, inputs are on several devices or on one whose tensors the group cannot exchange, the
-    ranks' plans or the inputs that need gradients differ, some have a count and others none, the group has another number of
-    ranks than the mesh, or a gradient is asked for that there is none of; on a rank that is no member of the group: that it
-    is none. Autocast has no effect. Sends `plan.bytes_per_rank` bytes.
+    attention2d computes the plans of its family, differentiably: `out` has a gradient and `lse` has none, so that whatever a
+    loss computes from lse is missing in the gradients of q, k and v. For several sequences, attention2d copies q, k, v and
+    out, and so holds more than `plan.memory`. Other plans have no gradient, and are refused if gradients are enabled and an
+    input requires one (`differentiable` gives attention one).
+
+    Args:
+        plan: the same on every rank.
+        local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` returns them.
+        group: as many ranks as the mesh has (None: one rank).
+        count: counts what this rank sends and holds. The plan's own steps are then taken, not those of attention2d. All
+            ranks have a count, or none has.
+        counter: counts messages as `sparsefusion.collectives` does.
+
+    Raises:
+        ValueError: on every rank, if an input of one rank is missing or has the wrong shape or dtype; if plans, devices or
+            the inputs that need gradients differ; if the group has another number of ranks than the mesh; or if a gradient
+            is asked for that there is none of. Also on a rank that is no member of the group.
     """
     grid = grid_of(plan.schedule) if count is None and isinstance(plan, Plan) else None
 
     def check() -> None:
-        """ValueError if count or counter is another object, or an input requires a gradient that this call does not give."""
-        check_counts(count, counter)
+        """ValueError if an input requires a gradient that this call does not give."""
         needing = [name for name, x in local_inputs.items() if x.requires_grad]
         if torch.is_grad_enabled() and needing and grid is None:
             has_gradient = is_self_attention(plan.program)
@@ -56,7 +58,7 @@ def execute(
                 f"{how} torch.no_grad()"
             )
 
-    compare("execute", plan, local_inputs, group, check, count="not given" if count is None else "given")
+    compare(plan, local_inputs, group, check, count="not given" if count is None else "given")
     with without_autocast(local_inputs):
         if grid is not None:
             return attend(plan, grid, local_inputs, group, counter)
@@ -65,24 +67,24 @@ def execute(
 
 
 def compare(
-    caller: str, plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None,
+    plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None,
     check: Callable[[], None] = lambda: None, **others: object,
 ) -> None:  # fmt: skip
-    """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it.
+    """Raise ValueError on every rank of `group` unless all call with the same plan and with inputs that fit it.
 
-    caller: the function whose arguments they are. check: raises a ValueError about this rank's arguments. others: what else
-    must be equal on all ranks.
+    Args:
+        check: raises a ValueError about this rank's arguments.
+        others: further values that must be equal on all ranks.
     """
 
     def arguments() -> dict[str, object]:
-        """Check this rank's arguments; what must be equal on all ranks."""
-        check_type(caller, plan, Plan)
+        """Check this rank's arguments, and return those that must be equal on all ranks."""
+        check_plan(plan)
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             given = "no group is given, which means 1 rank" if group is None else f"the group has {ranks} ranks"
             raise ValueError(f"{given}, and the mesh of the plan has {plan.mesh.ranks}: {plan.mesh!r}")
         plan.check(local_inputs, is_local=True)
-        check_devices(local_inputs, group)
         check()
         is_enabled = torch.is_grad_enabled()  # ranks without a gradient would not take part in the backward pass
         inputs = sorted(local_inputs.items())
@@ -97,7 +99,7 @@ def compare(
 
 
 def run(state: RankState, group: ProcessGroup | None, counter: Counter | None = None) -> dict[str, Tensor]:
-    """Take all steps of a rank, with messages over `group`. Afterwards its count holds what it did before."""
+    """Take all steps of a rank, with messages over `group`. Afterwards its count holds as much as before."""
     steps, answer = take_steps(state), None
     while True:
         try:

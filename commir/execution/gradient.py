@@ -8,15 +8,14 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from commir.ir.checks import check_type
 from commir.lowering.lower import Schedule
-from commir.lowering.plan import Plan
+from commir.lowering.plan import Plan, check_plan
 from commir.programs.attention_programs import SAVED, is_self_attention, self_attention_like
 from commir.scheduling.placements import in_chunks, is_placed, place, placements_of
 from sparsefusion.collectives.counted import Counter
 
 from .executor import compare, run
-from .state import Count, RankState, check_counts, without_autocast
+from .state import Count, RankState, without_autocast
 
 Tensor = torch.Tensor
 
@@ -24,30 +23,31 @@ Tensor = torch.Tensor
 def backward_plan(plan: Plan) -> Plan:
     """The plan of the gradients of an attention plan that `place` made, on the same mesh.
 
-    q, k, v, out and lse are at home where the forward plan has scattered them, so that they are not sent again. ValueError:
-    the plan is not one of attention, has chunks of queries, was not made by `place` (and `in_chunks`), or keeps q, k, v or
-    out elsewhere than the program does.
+    q, k, v, out and lse are at home where the forward plan has scattered them, so that they are not sent again.
+
+    Raises:
+        ValueError: the plan is not one of attention, has chunks of queries, was not made by `place` (and `in_chunks`), or
+            keeps q, k, v or out elsewhere than the program does.
     """
-    check_type("backward_plan", plan, Plan)
     program, chosen = plan.program, placements_of(plan.schedule)
     if not is_self_attention(program):
         raise ValueError(
             f"{program.name} has no backward program; only `programs.attention` has, with as many queries as keys, and "
             "with its operands at its homes"
         )
-    if moved := [str(each) for each in plan.schedule.homes if each[0] != "lse"]:
+    if moved := [str(home) for home in plan.schedule.homes if home[0] != "lse"]:
         raise ValueError(f"the backward pass keeps q, k, v and out along the sequence, not as {', '.join(moved)}")
     if not is_placed(replace(plan.schedule, homes=())):
         raise ValueError(f"{plan.schedule}: only schedules that `place` and `in_chunks` make have a backward plan")
     backward = self_attention_like(program, backward=True)
     schedule = place(Schedule(backward, plan.mesh), **{name: chosen.get(name, "q") for name in plan.mesh.names})
-    for name, each in chosen.items():
-        if each.axis in ("batch", "heads"):
+    for name, placement in chosen.items():
+        if placement.axis in ("batch", "heads"):
             for operand in SAVED:
-                schedule = schedule.shard(operand, each.axis, name)
+                schedule = schedule.shard(operand, placement.axis, name)
     if plan.schedule.chunked is not None:
         axis = plan.schedule.digit(plan.schedule.chunked).axis
-        if any(axis not in each.axes for each in backward.outputs):
+        if any(axis not in operand.axes for operand in backward.outputs):
             raise ValueError(
                 f"chunks of {axis} have no backward plan, as some gradients are sums over {axis}; chunks of "
                 "batch or heads have one"
@@ -59,19 +59,24 @@ def backward_plan(plan: Plan) -> Plan:
 def differentiable(
     plan: Plan, group: ProcessGroup | None = None, count: Count | None = None, counter: Counter | None = None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """(q, k, v) -> out for this rank's blocks at home, by a plan of attention, with gradients.
+    """A function (q, k, v) -> out of this rank's blocks at home, by a plan of attention, with gradients.
 
-    All ranks of the group call the function together, and its backward together, which sends
-    `backward_plan(plan).bytes_per_rank` bytes. A rank then holds `backward_plan(plan).memory` bytes, which may be more than
-    twice as many as `plan.memory`. ValueError as in `backward_plan`, and as in `execute` when the function is called.
+    All ranks of the group call it together, and its backward together, which sends `backward_plan(plan).bytes_per_rank`
+    bytes. A rank then holds `backward_plan(plan).memory` bytes, which may be more than twice `plan.memory`.
+
+    Args:
+        plan: the same on every rank.
+        group, count, counter: as in `execute`.
+
+    Raises:
+        ValueError: as in `backward_plan`, and as in `execute` when the function is called.
     """
-    check_type("differentiable", plan, Plan)
-    check_counts(count, counter)
+    check_plan(plan)
     backward = backward_plan(plan)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out of this rank's blocks of q, k and v; ValueError on every rank if those of one do not fit."""
-        compare("differentiable", plan, {"q": q, "k": k, "v": v}, group)
+        """Compute out of this rank's blocks of q, k and v. Raises ValueError on every rank if those of one do not fit."""
+        compare(plan, {"q": q, "k": k, "v": v}, group)
         return _Attention.apply(q, k, v, _Pair(plan, backward, group, count, counter))
 
     return attend
@@ -79,7 +84,7 @@ def differentiable(
 
 @dataclass(frozen=True)
 class _Pair:
-    """The plans of a forward and a backward pass, and what runs them."""
+    """The plans of a forward and a backward pass, with the group and the counters of both."""
 
     forward: Plan
     backward: Plan

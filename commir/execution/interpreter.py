@@ -1,4 +1,4 @@
-"""`interpret`: a plan on a whole mesh that is simulated in one process."""
+"""`interpret`: run a plan on a whole mesh that is simulated in one process."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from commir.ir.checks import check_type, shown
-from commir.lowering.plan import Plan
-from commir.lowering.text import one_line
+from commir.lowering.plan import Plan, check_plan
+from commir.lowering.plan_text import one_line
 
-from .devices import check_devices
 from .rank_steps import take_steps
 from .state import Count, Kernels, Messages, RankState, without_autocast
 
@@ -19,11 +17,13 @@ Tensor = torch.Tensor
 
 
 class Stuck(RuntimeError):
-    """Messages do not match: no rank sends one that is awaited, its shape differs, or it is changed while it is sent."""
+    """Messages do not match: no rank sends an awaited one, its shape differs, or a block changes while it is sent."""
 
 
 class StepFailed(RuntimeError):
-    """A rank cannot take a step, for instance because it lacks a block. The cause is the error. place: the rank and step."""
+    """A rank cannot take a step, for instance because it lacks a block. `place` is the rank and step; the cause is the
+    error.
+    """
 
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
@@ -34,18 +34,20 @@ class StepFailed(RuntimeError):
 
 
 def interpret(plan: Plan, inputs: Mapping[str, Tensor], counts: list[Count] | None = None) -> dict[str, Tensor]:
-    """The outputs of a plan for whole inputs: {output: whole tensor}. All ranks are simulated, in one process and dtype.
+    """Simulate all ranks of a plan in one process: whole inputs -> {output: whole tensor}, without gradient.
 
-    Outputs have no gradient. inputs: {input: whole tensor}. counts: an empty list, which receives what each rank has sent
-    and held. ValueError: as in `Plan.check`, inputs are on different devices or on meta, or counts is no list. Stuck: the
-    plan's messages do not match. StepFailed: a rank cannot take a step. The messages of a lowered plan always match, and its
-    steps can always be taken.
+    Args:
+        plan: the plan.
+        inputs: {input: whole tensor}.
+        counts: an empty list, to which what each rank has sent and held is appended.
+
+    Raises:
+        ValueError: as in `Plan.check`.
+        Stuck: the messages do not match; those of a lowered plan always do.
+        StepFailed: a rank cannot take a step; those of a lowered plan can always be taken.
     """
-    check_type("interpret", plan, Plan)
-    if not isinstance(counts, list | None):
-        raise ValueError(f"interpret: counts={shown(counts)}; it must be a list, or None")
+    check_plan(plan)
     plan.check(inputs)
-    check_devices(inputs, None)
     with torch.no_grad():
         return plan.unshard(run_ranks(plan, plan.shard_all(inputs), counts))
 
@@ -65,7 +67,7 @@ def _in_turns(
     states = [RankState(plan, rank, each, kernels=kernels) for rank, each in enumerate(blocks)]
     post = _Post()
     runs = [take_steps(state) for state in states]
-    waiting: dict[int, Any] = dict.fromkeys(range(len(runs)))  # rank -> what its generator is sent next, or a handle
+    waiting: dict[int, Any] = dict.fromkeys(range(len(runs)))  # {rank: the handle that it waits for, or None}
     results: dict[int, dict[str, Tensor]] = {}
     while waiting:
         progress = False
@@ -95,25 +97,27 @@ def _in_turns(
 
 
 def _run_until_waiting(run: Any, rank: int, post: "_Post") -> Any:
-    """Continue a rank until it waits for a handle, which is returned. StopIteration: it has finished."""
+    """Continue a rank until it waits for a handle, and return that. Raises StopIteration when the rank has finished."""
     answer = None
     while True:
         request = run.send(answer)
         if not isinstance(request, Messages):
             return request
-        answer = post.begin(rank, request)
+        answer = post.start(rank, request)
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """Messages that a rank has begun. receives: (from, tensor). sends: (to, tensor, what it was, its version then)."""
+    """Messages that a rank has begun. receives: (from, tensor). sends: (to, tensor, its value and version when it was
+    sent).
+    """
 
     receives: list[tuple[int, Tensor]]
     sends: list[tuple[int, Tensor, Tensor, int | None]]
 
 
 def _version(x: Tensor) -> int | None:
-    """How often a tensor's memory was written into, with all its views; None in inference mode, which does not count it."""
+    """The number of writes to a tensor's memory, through any of its views; None in inference mode, which does not count."""
     return None if x.is_inference() else x._version
 
 
@@ -124,7 +128,7 @@ class _Post:
         self._queues: dict[tuple[int, int], deque[Tensor]] = {}
         self._expected: dict[tuple[int, int], deque[Tensor]] = {}
 
-    def begin(self, rank: int, messages: Messages) -> "_Handle":
+    def start(self, rank: int, messages: Messages) -> "_Handle":
         """Send messages, and return a handle for them and for those to receive."""
         handle = _Handle([(source, x) for x, source in messages.receives], [])
         for x, to in messages.sends:
@@ -138,7 +142,9 @@ class _Post:
         return handle
 
     def deliver(self, rank: int, handle: "_Handle") -> bool:
-        """Whether all messages of a handle have arrived. Stuck: the rank has written into a block while it was sent."""
+        """Return True if all messages of a handle have arrived. Raises Stuck if the rank has changed a block while it was
+        sent.
+        """
         if any(x is each for source, x in handle.receives for each in self._expected[source, rank]):
             return False
         for to, x, message, version in handle.sends:
@@ -149,12 +155,12 @@ class _Post:
         return True
 
     def refuse_undelivered(self) -> None:
-        """Stuck: a message was sent that no rank has received, or the reverse."""
+        """Raise Stuck if a message was sent that no rank has received, or the reverse."""
         if left := [pair for pair, queue in (*self._queues.items(), *self._expected.items()) if queue]:
             raise Stuck(f"messages between the ranks {left[:3]} are sent or awaited, but not both")
 
     def _match(self, sender: int, receiver: int) -> None:
-        """Copy messages that are both sent and awaited to where they are awaited."""
+        """Copy messages that are both sent and awaited to their destination."""
         queue, expected = self._queues.get((sender, receiver), ()), self._expected.get((sender, receiver), ())
         while queue and expected:
             x, message = expected.popleft(), queue.popleft()

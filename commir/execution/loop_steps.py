@@ -10,9 +10,8 @@ import torch
 
 from commir.ir.monoids import MONOIDS
 from commir.ir.program import WHOLE, Operand, Program, Result
-from commir.lowering.blocks import Sizes, expand, flat, select
-from commir.lowering.layouts import Piece
-from commir.lowering.steps import (
+from commir.lowering.operand_layouts import Piece
+from commir.lowering.plan_steps import (
     Arrive,
     Combine,
     Compute,
@@ -26,13 +25,14 @@ from commir.lowering.steps import (
     Summarize,
     register_key,
 )
+from commir.lowering.tensor_blocks import Sizes, expand, flat, select
 from commir.programs.scan_programs import pass_states as pass_block_states
 from commir.programs.scan_programs import summarize
 
 from .state import RankState, Run
 
 Tensor = torch.Tensor
-Fixed = Mapping[Piece, int]  # {digit: the block of it that a turn of the loops uses}
+Fixed = Mapping[Piece, int]  # {digit: its block in a turn of the loops}
 
 
 def derive_input(state: RankState, step: Derive) -> Run:
@@ -50,7 +50,7 @@ def send(state: RankState, step: Send) -> Run:
     targets = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in blocks]
     state.count.hold(*targets)
     before, after = state.peer(step.axis, -1), state.peer(step.axis, 1)
-    handle = yield state.begin([(x, before) for x in blocks], [(x, after) for x in targets])
+    handle = yield state.begin_messages([(x, before) for x in blocks], [(x, after) for x in targets])
     state.in_flight[step.operands, step.target] = handle, targets, []
 
 
@@ -122,7 +122,7 @@ def send_partial(state: RankState, step: SendPartial) -> Run:
     arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
     state.count.hold(*arriving)
     to, source = state.peer(step.axis, step.distance), state.peer(step.axis, -step.distance)
-    handle = yield state.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
+    handle = yield state.begin_messages([(x, to) for x in leaving], [(x, source) for x in arriving])
     state.in_flight[step.result, step.source, step.target] = handle, arriving, leaving
 
 
@@ -153,7 +153,9 @@ def _input(state: RankState, operand: Operand, counters: Key, fixed: Fixed) -> T
 
 
 def _check_shapes(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> None:
-    """RuntimeError: a block has another number of elements than the tile's indices; kernels would crash."""
+    """Raise RuntimeError if a block has another number of elements than the tile's indices, with which kernels would
+    crash.
+    """
     for name, x in inputs.items():
         operand = program.operand(name)
         for axis, size in zip(operand.axes, x.shape, strict=False):
@@ -172,7 +174,7 @@ def _indices(state: RankState, fixed: Fixed) -> dict[str, Tensor]:
 
 
 def _whole(state: RankState, result: Result, counters: Key, fixed: Fixed) -> list[Tensor]:
-    """The accumulators of a tile's results, if they are there, and a tile computes all of their elements; otherwise []."""
+    """The accumulators of a tile's results, if they exist and the tile computes all of their elements; otherwise []."""
     names = result.outputs
     key = register_key(tuple(counters[j] for j in state.travels[names[0]]))
     is_whole = (names[0], key) in state.registers and not _local(fixed, state.sizes[names[0]])
@@ -180,7 +182,7 @@ def _whole(state: RankState, result: Result, counters: Key, fixed: Fixed) -> lis
 
 
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:
-    """Combine a tile's results into the accumulators, which are created, contiguous, when the first one is computed."""
+    """Combine a tile's results into the accumulators. The first results create them, contiguous."""
     names, monoid = result.outputs, MONOIDS[result.monoid]
     key = register_key(tuple(counters[j] for j in state.travels[names[0]]))
     sizes = [state.sizes[name] for name in names]
@@ -197,7 +199,7 @@ def _accumulate(state: RankState, result: Result, computed: list[Tensor], counte
 
 
 def _local(fixed: Fixed, sizes: Sizes) -> dict[Piece, int]:
-    """Those of `fixed` whose digits are local to a tensor."""
+    """The entries of `fixed` whose digits are local to a tensor."""
     pieces = {piece for dim in sizes for piece, _ in dim}
     return {piece: index for piece, index in fixed.items() if piece in pieces}
 

@@ -1,8 +1,7 @@
-"""What one rank has while it takes the steps of a plan: registers, messages in flight, and what it has counted.
+"""The state of a rank while it takes the steps of a plan: registers, messages in flight, and counts.
 
-Steps are generators over this state. They yield messages to send and receive, and get a handle; they yield a handle, and
-continue when its messages have arrived. The interpreter and the executor take the same steps, and deliver messages
-differently.
+Steps are generators over this state. They yield `Messages` and get a handle; they yield a handle, and continue when its
+messages have arrived. The interpreter and the executor take the same steps, and deliver messages differently.
 """
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -12,14 +11,12 @@ from typing import Any
 
 import torch
 
-from commir.ir.checks import shown
 from commir.ir.program import Operand, Program
-from commir.lowering.blocks import local_sizes
-from commir.lowering.loops import loops_of, travelling
 from commir.lowering.plan import Plan
-from commir.lowering.steps import Key, Step, register_key
+from commir.lowering.plan_steps import Key, Step, register_key
+from commir.lowering.tensor_blocks import local_sizes
+from commir.lowering.unrolled_loops import loops_of, travelling
 from commir.programs.tiles import Tile, TileInto, derive, tile_into, tile_of
-from sparsefusion.collectives.counted import Counter
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
@@ -27,7 +24,7 @@ Run = Generator[Any, Any, Any]  # yields Messages or handles; see the module's d
 
 
 def without_autocast(inputs: Mapping[str, Tensor]) -> AbstractContextManager:
-    """Autocast is off inside, because a plan computes and sends in the dtypes of its inputs."""
+    """Turn autocast off, because a plan computes and sends in the dtypes of its inputs."""
     return torch.autocast(next((x.device.type for x in inputs.values()), "cpu"), enabled=False)
 
 
@@ -41,7 +38,13 @@ class Messages:
 
 @dataclass
 class Count:
-    """What a rank has sent and held, in bytes. held: now, by a plan that runs. peak: the most at a time, of all runs."""
+    """The bytes that a rank has sent and held.
+
+    Attributes:
+        sent: in all runs.
+        held: now, by a plan that runs.
+        peak: the most at a time, in any run.
+    """
 
     sent: int = 0
     held: int = 0
@@ -57,18 +60,14 @@ class Count:
         self.held -= sum(x.nbytes for x in tensors)
 
 
-def check_counts(count: Any, counter: Any) -> None:
-    """ValueError unless each is None, or else a Count and a Counter."""
-    for name, value, kind in (("count", count, Count), ("counter", counter, Counter)):
-        if not isinstance(value, kind | None):
-            raise ValueError(f"{name}={shown(value)}: it must be a {kind.__name__}, or None")
-
-
 @dataclass(frozen=True)
 class Kernels:
-    """What computes tiles and derived inputs. derive: (program, operand, sources) -> the derived input.
+    """The functions that compute tiles and derived inputs.
 
-    tile_into: None, or what computes a tile and combines it into the results of others.
+    Attributes:
+        tile: computes a tile.
+        derive: (program, operand, sources) -> a derived input.
+        tile_into: computes a tile and combines it into earlier results, or None.
     """
 
     tile: Tile
@@ -77,15 +76,24 @@ class Kernels:
 
 
 class RankState:
-    """One rank of a plan. inputs: its blocks at home. count: what it sends and holds. kernels: None are the plan's.
+    """One rank of a plan.
 
-    copied: None, or, for the plan of a chunk, the inputs of which the rank has copies for this chunk, which are counted, and
-    dropped when they are no longer needed. travels: {operand: the loops along which its blocks travel}. sizes:
-    {operand: its local digits}. registers: {(operand, key): contiguous block}, with the key () for the block that the rank
-    owns.
-    in_flight: {message: (handle, tensors that arrive, tensors that leave)}. held_before: what `count` held before. saved: if
-    it is a dictionary, the blocks of inputs before they are gathered, and those of outputs before they are brought home.
-    taking: [(number, step)] of the step that the rank takes, or [] before and after its steps; chunks share it.
+    Args:
+        inputs: its blocks at home.
+        count: counts what it sends and holds.
+        kernels: the functions that compute tiles (None: those of the plan).
+        copied: for the plan of a chunk, the inputs that are copies for this chunk, which are counted, and dropped when they
+            are no longer needed; None otherwise.
+
+    Attributes:
+        travels: {operand: the loops along which its blocks travel}.
+        sizes: {operand: its local digits}.
+        registers: {(operand, key): contiguous block}, with the key () for the block that the rank owns.
+        in_flight: {message: (handle, tensors that arrive, tensors that leave)}.
+        held_before: the bytes that `count` held before.
+        saved: None, or a dictionary that receives the blocks of inputs before they are gathered, and those of outputs before
+            they are brought home.
+        current_step: [(number, step)] of the present step, or [] before and after the steps; chunks share it.
     """
 
     def __init__(
@@ -96,16 +104,17 @@ class RankState:
         self.coordinates = plan.mesh.coordinates(rank)
         self.count = count or Count()
         self.loops, self.parallel = loops_of(self.digits), self.digits.parallel()
-        self.travels = {each.name: travelling(self.digits, self.loops, each) for each in self.program.operands}
+        self.travels = {operand.name: travelling(self.digits, self.loops, operand) for operand in self.program.operands}
         self.sizes = {
-            each.name: local_sizes(self.digits, each, self.digits.needed(each)) for each in self.program.operands
+            operand.name: local_sizes(self.digits, operand, self.digits.needed(operand))
+            for operand in self.program.operands
         }
         self.kernels = kernels or Kernels(
             tile_of(self.program, plan.schedule.kernel), tile_into=tile_into(self.program, plan.schedule.kernel)
         )
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x.contiguous() for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
-        self.taking: list[tuple[int, Step]] = []
+        self.current_step: list[tuple[int, Step]] = []
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
         self._home = {id(x) for name, x in inputs.items() if name not in (copied or ())}
         self._dtype = inputs[_first_narrow(plan).name].dtype
@@ -115,8 +124,8 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """The rank and the step that it takes, for errors."""
-        (step,) = [f"steps[{number}], {step!r:.100}" for number, step in self.taking] or ["outside of its steps"]
+        """The rank and its present step, for errors."""
+        (step,) = [f"steps[{number}], {step!r:.100}" for number, step in self.current_step] or ["outside of its steps"]
         return f"rank {self.rank}, {step}"
 
     # Registers
@@ -126,18 +135,18 @@ class RankState:
         return [self.registers[name, register_key(key)] for name in names]
 
     def replace(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
-        """Put new blocks, which are counted already, into the registers of operands, and drop what was there."""
+        """Put new blocks, which are counted already, into the registers of operands, and drop the old ones."""
         for name, x in zip(names, new, strict=True):
             self.drop(self.registers[name, ()])
             self.registers[name, ()] = x
 
     def drop(self, x: Tensor) -> None:
-        """Count a block as no longer needed, unless it is an input at home, which its caller keeps."""
+        """Count a block as no longer needed, unless it is an input at home, which the caller keeps."""
         if id(x) not in self._home:
             self.count.drop(x)
 
     def count_instead(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        """Count tensors that take the place of others, where they are not the same."""
+        """Count tensors in place of others, where they are not the same."""
         changed = [(x, y) for x, y in zip(old, new, strict=True) if x is not y]
         self.count.hold(*(y for _, y in changed))
         self.count.drop(*(x for x, _ in changed))
@@ -168,8 +177,10 @@ class RankState:
         """{output: an uninitialized block at home}, counted."""
         like = next(iter(self.registers.values()))
         outputs = {
-            each.name: self.stored(each, like.new_empty(self.digits.local_shape(each, self.digits.home(each))))
-            for each in self.program.outputs
+            operand.name: self.stored(
+                operand, like.new_empty(self.digits.local_shape(operand, self.digits.home(operand)))
+            )
+            for operand in self.program.outputs
         }
         self.count.hold(*outputs.values())
         return outputs
@@ -185,7 +196,7 @@ class RankState:
         there = (self.coordinates[axis] + distance) % self.size(axis)
         return self.plan.mesh.rank_at({**self.coordinates, axis: there})
 
-    def begin(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Messages:
+    def begin_messages(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Messages:
         """Messages of contiguous tensors to begin, counted."""
         self.count.sent += sum(x.nbytes for x, _ in sends)
         return Messages(sends, receives)
@@ -193,7 +204,7 @@ class RankState:
     def begin_exchange(
         self, axis: str, leaving: Sequence[Tensor], distance: int, into: Sequence[Tensor | None] | None = None
     ) -> Run:
-        """Begin to send tensors `distance` further along an axis; returns (handle, those of the rank as far before).
+        """Begin to send tensors `distance` further along an axis; return (handle, the tensors of the rank as far before).
 
         into: contiguous tensors to receive into; None: a new one, which is counted, and which the caller drops.
         """
@@ -205,11 +216,11 @@ class RankState:
             arriving.append(place)
         self.count.hold(*new)
         to, source = self.peer(axis, distance), self.peer(axis, -distance)
-        handle = yield self.begin([(x, to) for x in leaving], [(x, source) for x in arriving])
+        handle = yield self.begin_messages([(x, to) for x in leaving], [(x, source) for x in arriving])
         return handle, arriving
 
 
 def _first_narrow(plan: Plan) -> Operand:
-    """The first input that a caller gives in the dtype of the results, or, if all are kept in at least fp32, the first."""
+    """The first input of the caller that has the dtype of the results; the first of all if every one is at least fp32."""
     given = plan.inputs()
     return next((each for each in given if not each.is_wide), given[0])

@@ -1,14 +1,14 @@
-"""`verify`: what is proved about a plan, and tested, before it may run.
+"""`verify`: prove and test a plan before it runs.
 
 - Rounding: each result is rounded once at its end, after the last step that combines partial results of it. (On their way,
   partial results are rounded to the program's dtype too, unless the output has `has_wide_partials`.)
-- Coverage, except of scans: with one element per innermost digit, every input block that a tile reads is the right one, and
-  every output element at home combines each point of the loops that it is reduced over exactly once.
-- Numbers: in float64, with small sizes and random inputs, the outputs equal those of the unscheduled program; programs with
+- Coverage, except of scans: with one element per innermost digit, a tile reads the right block of every input, and every
+  output element at home combines each point of the loops that it is reduced over exactly once.
+- Numbers: in float64, with small sizes and random inputs, the outputs equal those of the unscheduled program. Programs with
   a causal mask are tested with and without it, because a mask hides errors in what it leaves out.
 
-The last two take the plan's own steps, at other sizes: steps depend on digits, not on sizes. They compute in float64, where
-rounding changes nothing.
+The last two take the plan's own steps at other sizes, because steps depend on digits and not on sizes. They compute in
+float64, where rounding changes nothing.
 """
 
 import itertools
@@ -19,12 +19,11 @@ from dataclasses import replace
 
 import torch
 
-from commir.ir.checks import check_type, shown
 from commir.ir.program import SCANNED, WHOLE, Axis, Operand, Program, Result
-from commir.lowering.layouts import block_sizes
-from commir.lowering.plan import Plan
-from commir.lowering.steps import AllReduce, Combine, Compute, ReduceScatter, Round, SendPartial, Step
-from commir.lowering.text import one_line
+from commir.lowering.operand_layouts import block_sizes
+from commir.lowering.plan import Plan, check_plan
+from commir.lowering.plan_steps import AllReduce, Combine, Compute, ReduceScatter, Round, SendPartial, Step
+from commir.lowering.plan_text import one_line
 from commir.programs.scan_programs import with_lasting_states
 from commir.programs.tiles import derive, tile_of
 
@@ -37,23 +36,31 @@ REDUCING = SendPartial | Combine | ReduceScatter | AllReduce
 LARGEST_INNER = 64  # innermost digits are tried up to this size
 
 
-class Refuted(ValueError):
+class VerificationError(ValueError):
     """A plan does not compute its program.
 
-    The message names the schedule and the first of these that was found: a wrong element of an output; a wrong element that
-    a tile reads, with the rank, the step and the tile's place in the loops; a rank and a step that it cannot take; or the
-    messages that do not match.
+    The message names the schedule and the first error found: a wrong element of an output; a wrong element that a tile
+    reads, with the rank, the step and the tile's place in the loops; a step that a rank cannot take; or messages that do not
+    match.
     """
+
+
+Refuted = VerificationError  # an alias
 
 
 def verify(plan: Plan, seed: int = 0) -> None:
-    """Check a plan; return if it is right. Refuted: it is not. seed: of the random inputs. ValueError: it is no plan.
+    """Check a plan, and return if it is right.
 
-    Runs on one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
+    Runs in one process, on small tensors; the time grows with the number of ranks and steps, not with the plan's sizes.
+
+    Args:
+        plan: the plan.
+        seed: of the random inputs.
+
+    Raises:
+        VerificationError: the plan is wrong.
     """
-    check_type("verify", plan, Plan)
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise ValueError(f"verify: seed={shown(seed)}; it must be a whole number of at least 0, below 2^63")
+    check_plan(plan)
     try:
         _check_rounding(plan)
         _check_blocks(plan)
@@ -61,18 +68,18 @@ def verify(plan: Plan, seed: int = 0) -> None:
             _check_coverage(plan)
         for options in _masks(plan.program):
             _check_numbers(plan.with_options(**options), seed)
-    except (Refuted, MemoryError, torch.OutOfMemoryError):
+    except (VerificationError, MemoryError, torch.OutOfMemoryError):
         raise
     except StepFailed as error:
-        if isinstance(error.__cause__, Refuted):  # by a tile
-            raise Refuted(f"{plan.schedule}: {error.place}: {error.__cause__}") from error
-        raise Refuted(f"{plan.schedule}: the steps do not fit together: {error}") from error
+        if isinstance(error.__cause__, VerificationError):  # by a tile
+            raise VerificationError(f"{plan.schedule}: {error.place}: {error.__cause__}") from error
+        raise VerificationError(f"{plan.schedule}: the steps do not fit together: {error}") from error
     except Exception as error:  # steps that no lowering made may raise anything
-        raise Refuted(f"{plan.schedule}: the steps do not fit together: {one_line(error)}") from error
+        raise VerificationError(f"{plan.schedule}: the steps do not fit together: {one_line(error)}") from error
 
 
 def unscheduled(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The outputs of a program on one rank, as a single tile in plain operations: what every plan of it must compute."""
+    """The outputs of a program on one rank, as a single tile in plain operations, which every plan of it must compute."""
     known = dict(inputs)
     for operand in program.inputs:
         if operand.source:
@@ -86,7 +93,7 @@ def unscheduled(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Ten
 def smallest(plan: Plan, whole: int, inner: int) -> Plan:
     """The plan at the smallest sizes that its digits divide, if possible with `inner` elements per innermost digit.
 
-    Along a scanned axis with twice as many, so that each of two blocks of a rank has several.
+    A scanned axis has twice as many, so that each of two blocks of a rank has several.
     """
     blocks = None if plan.program.scan is None else plan.program.scan.blocks
     wholes = [axis for axis in plan.program.axes if axis.kind == WHOLE and axis.name != blocks]
@@ -101,22 +108,22 @@ def _smallest_size(plan: Plan, axis: str, inner: int) -> int:
     """The smallest size of an axis with at least `inner` elements per innermost digit, or else its own size."""
     *outer, last = plan.digits.sizes[axis]
     for size in (*range(inner, LARGEST_INNER), *range(1, inner)):
-        with suppress(ValueError):  # of sizes that do not divide
+        with suppress(ValueError):  # the size does not divide
             return plan.at(**{axis: math.prod(outer) * size}).program.axis(axis).size
     return math.prod(outer) * last
 
 
 def _check_rounding(plan: Plan) -> None:
-    """Each result has one `Round`, after all steps that combine partial results of it."""
+    """Each result must have one `Round`, after all steps that combine partial results of it."""
     results = plan.program.results
     for step in plan.steps:
         if isinstance(step, REDUCING | Round) and step.result not in range(len(results)):
-            raise Refuted(f"{plan.schedule}: {step} names a result that {plan.program.name} does not have")
+            raise VerificationError(f"{plan.schedule}: {step} names a result that {plan.program.name} does not have")
     for number, result in enumerate(results):
         rounds = [index for index, step in enumerate(plan.steps) if step == Round(number)]
         last = max((index for index, step in enumerate(plan.steps) if _combines(step, number)), default=-1)
         if len(rounds) != 1 or rounds[0] < last:
-            raise Refuted(
+            raise VerificationError(
                 f"{plan.schedule}: {', '.join(result.outputs)} must be rounded exactly once, after the last step that "
                 f"combines partial results, which is step {last}; it is rounded at {rounds}"
             )
@@ -127,11 +134,13 @@ def _combines(step: Step, result: int) -> bool:
 
 
 def _check_blocks(plan: Plan) -> None:
-    """A scan's states pass among as many blocks as the schedule divides its axis into."""
+    """A scan's states must pass among as many blocks as the schedule divides its axis into."""
     scan, expected = plan.program.scan, math.prod(block_sizes(plan.schedule))
     if scan is not None and plan.program.axis(scan.blocks).size != expected:
         size = plan.program.axis(scan.blocks).size
-        raise Refuted(f"{plan.schedule}: axis {scan.blocks} has size {size}, but {scan.axis} has {expected} blocks")
+        raise VerificationError(
+            f"{plan.schedule}: axis {scan.blocks} has size {size}, but {scan.axis} has {expected} blocks"
+        )
 
 
 def _masks(program: Program) -> list[dict[str, bool]]:
@@ -149,17 +158,17 @@ def _check_numbers(plan: Plan, seed: int) -> None:
         if wrong.any():
             where = tuple(int(index) for index in wrong.nonzero()[0])
             mask = "".join(f" ({option} = {value})" for option, value in small.program.options if option == "causal")
-            raise Refuted(
+            raise VerificationError(
                 f"{plan.schedule}: {name}{list(where)} is {float(x[where]):.6g} and should be "
                 f"{float(expected[name][where]):.6g}, at {dict((a.name, a.size) for a in small.program.axes)}{mask}"
             )
 
 
 def _inputs_and_outputs(plan: Plan, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Random inputs and what they give: normal ones, or positive ones if those give NaN, as logarithms do.
+    """Random inputs and their outputs. Inputs are normal, or positive if the outputs were NaN, as logarithms are.
 
-    The states of a scan do not grow, because then only the fastest-growing heads would be compared, and they last, so that
-    what the first block contributes is seen in the last one.
+    The states of a scan do not grow, because then only the fastest-growing heads would be compared; and they last, so that
+    the contribution of the first block is seen in the last one.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs = {
@@ -194,7 +203,7 @@ def _check_coverage(plan: Plan) -> None:
                 *element, point = (int(index) for index in wrong[0])
                 times = int(found[name][tuple(wrong[0])])
                 at = ", ".join(f"{a} {i}" for a, i in points.coordinates(program.result_of(name), point).items())
-                raise Refuted(
+                raise VerificationError(
                     f"{plan.schedule}: {name}{element} combines the block at {at or 'its place'} {times} times, not once"
                 )
 
@@ -206,7 +215,7 @@ class _Points:
         self._axes = {r.outputs: {a: program.axis(a).size for a in program.reduced_axes(r)} for r in program.results}
 
     def count(self, result: Result) -> int:
-        """How many points a result is reduced over."""
+        """The number of points that a result is reduced over."""
         return math.prod(self._axes[result.outputs].values())
 
     def coordinates(self, result: Result, point: int) -> dict[str, int]:
@@ -244,7 +253,7 @@ class _CountingTile:
             if x.shape != expected.shape or not torch.equal(x, expected):
                 sizes = {axis: program.axis(axis).size for axis in indices}
                 what = self._difference(name, x, expected)
-                raise Refuted(f"the tile at {_place_in_loops(indices)} reads {what}, at {sizes}")
+                raise VerificationError(f"the tile at {_place_in_loops(indices)} reads {what}, at {sizes}")
         for result in program.results:
             mask = self._points.mask(result, indices)
             for name in result.outputs:
@@ -256,7 +265,7 @@ class _CountingTile:
         return found
 
     def _difference(self, name: str, x: Tensor, expected: Tensor) -> str:
-        """How a tile's block of an input differs from the one that belongs there, in the first element."""
+        """Describe how a tile's block of an input differs from the right one, in the first element."""
         if x.shape != expected.shape:
             return f"{name} of shape {tuple(x.shape)} instead of {tuple(expected.shape)}"
         first = tuple(int(index) for index in (x != expected).nonzero()[0])
@@ -265,11 +274,11 @@ class _CountingTile:
     def _element(self, name: str, number: float) -> str:
         """The element of an operand that has this number, as name[index]."""
         found = (self._names[name] == number).nonzero()
-        return f"{name}{found[0].tolist()}" if len(found) else f"what is no element of {name}"
+        return f"{name}{found[0].tolist()}" if len(found) else f"no element of {name}"
 
 
 def _place_in_loops(indices: Mapping[str, Tensor]) -> str:
-    """The indices of a tile: heads 0 to 3, q 2, kv [0, 5]."""
+    """The indices of a tile in words: heads 0 to 3, q 2, kv [0, 5]."""
     found = []
     for axis, each in indices.items():
         first, last = int(each[0]), int(each[-1])
@@ -279,7 +288,7 @@ def _place_in_loops(indices: Mapping[str, Tensor]) -> str:
 
 
 def _elements(operand: Operand, axis: str, indices: Tensor) -> Tensor:
-    """The elements of an operand's dimension that serve these indices of an axis."""
+    """The elements along an operand's dimension that serve these indices of an axis."""
     return indices[:: operand.divisor(axis)] // operand.divisor(axis)
 
 
@@ -289,12 +298,14 @@ def _names_of_elements(shape: tuple[int, ...]) -> Tensor:
 
 
 def _counting_program(program: Program) -> tuple[Program, _Points]:
-    """The program with one more dimension of each output: how often each point was combined into it, by sums."""
+    """Extend each output by a dimension that counts, by sums, how often each point was combined into it."""
     points, prefix = _Points(program), "points"
     while any(axis.name.startswith(prefix) for axis in program.axes):
         prefix += "_"
     extra = tuple(Axis(f"{prefix}{n}", points.count(result), WHOLE) for n, result in enumerate(program.results))
     number = {name: n for n, result in enumerate(program.results) for name in result.outputs}
-    outputs = tuple(replace(each, axes=(*each.axes, extra[number[each.name]].name)) for each in program.outputs)
+    outputs = tuple(
+        replace(operand, axes=(*operand.axes, extra[number[operand.name]].name)) for operand in program.outputs
+    )
     results = tuple(replace(result, monoid="sum") for result in program.results)
     return replace(program, axes=(*program.axes, *extra), outputs=outputs, results=results), points

@@ -1,7 +1,6 @@
 """Monoids: how partial results combine. Each is associative, commutative, and has a neutral element.
 
-A partial result is a tuple of tensors, one per output of a `Result`, in at least fp32. `combine` adds another into the
-first, in place; the tensors may be views.
+A partial result is a tuple of tensors, one for each output of a `Result`, in at least fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +15,13 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Monoid:
-    """neutral: the value with which each output begins. combine(total, part): combine `part` into `total`, in place.
+    """An operation that combines partial results.
 
-    travels_directly: a partial result is sent to its owner in one message, rounded once; otherwise it travels from rank to
-    rank, and each adds its own part.
+    Attributes:
+        neutral: the value with which each output begins.
+        combine: combine(total, part) combines `part` into `total`, in place; both may be views.
+        travels_directly: send a partial result to its owner in one message, so that it is rounded once. Otherwise it travels
+            from rank to rank, and each adds its own part.
     """
 
     name: str
@@ -43,7 +45,7 @@ def _maximum(total: Tensors, part: Tensors) -> None:
 
 
 def _merge_softmax(total: Tensors, part: Tensors) -> None:
-    """(out, lse): weighted means over disjoint sets of keys, and the log of the sum of their weights."""
+    """Merge (out, lse): weighted means over disjoint sets of keys, and the log of the sum of their weights."""
     merge(*total, *part)
 
 

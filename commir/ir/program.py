@@ -1,8 +1,8 @@
 """Loop programs: axes, operands indexed by them, and how the partial results of a reduction combine (paper, section 4.1).
 
-A program is a loop nest around a tile. Each axis is a loop (or a dimension inside the tile), each operand a tensor whose
-dimensions are axes. The tile computes what one block of every axis contributes to the outputs; contributions of different
-blocks of an axis by which an output is not indexed are combined by the output's monoid. Everything is immutable.
+A program is a loop nest around a tile. Each axis is a loop or a dimension inside the tile; each operand is a tensor whose
+dimensions are axes. The tile computes what one block of every axis contributes to the outputs. Where an output is not
+indexed by an axis, the output's monoid combines the contributions of that axis's blocks. Everything is immutable.
 """
 
 import math
@@ -10,26 +10,34 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from .checks import check_fields, check_name, check_options, is_among, refuse_duplicates, shown
-from .loop_rules import axis_error, read_text
-from .tile_rules import TILES, check_tile
+from .expression_syntax import axis_error, read_text
 
 SPATIAL, REDUCED, SCANNED, WHOLE = "s", "r", "c", "w"
 KINDS = {SPATIAL: "spatial", REDUCED: "reduced", SCANNED: "scanned", WHOLE: "whole"}
 ORDERS = ("contiguous", "zigzag")
 MONOID_NAMES = "sum", "max", "softmax"
-KERNELS = {name: ("library", "reference") for name in ("attention", "attention_backward")}  # of tiles that have several
-MOST_ELEMENTS = 2**63  # along an axis: more than a tensor can have
+KERNELS = {name: ("library", "reference") for name in ("attention", "attention_backward")}  # of tiles with several
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# {tile, a function in `commir.programs.tiles`: the names of its (inputs, outputs, options)}
+TILES = {
+    "attention": ("q k v", "out lse", "causal scale"),
+    "attention_backward": ("dout out q k v lse delta", "dq dk dv", "causal scale"),
+    "selective_scan": ("x dt B C A", "y", ""),
+    "gated_delta": ("v g beta q k", "y", ""),
+}
 
 
 @dataclass(frozen=True)
 class Axis:
     """A loop of a program, or a dimension inside its tile.
 
-    kind: "s" (spatial: every output of its own blocks), "r" (some output is reduced over it, in any order), "c" (a scan: a
-    state passes along it, in order), "w" (whole: inside the tile, never split). order: which elements a rank holds where
-    ranks share the axis, "contiguous" or "zigzag" (with P ranks and 2P blocks, rank p holds blocks p and 2P-1-p).
+    Attributes:
+        name: an identifier.
+        size: the number of elements along it.
+        kind: "s" spatial (it indexes every output), "r" reduced (some output is reduced over it, in any order), "c" scanned
+            (a state passes along it, in order), or "w" whole (a dimension inside the tile, never split).
+        order: the elements that a rank holds where ranks share the axis, "contiguous" or "zigzag". With P ranks, zigzag cuts
+            the axis into 2P blocks, and rank p holds blocks p and 2P-1-p.
     """
 
     name: str
@@ -38,29 +46,33 @@ class Axis:
     order: str = "contiguous"
 
     def __post_init__(self) -> None:
-        check_name("an axis", self.name)
-        if type(self.size) is not int or not 1 <= self.size < MOST_ELEMENTS:
-            whole = "a whole number of at least 1, below 2^63"
-            raise ValueError(f"axis {self.name} has size {shown(self.size)}; it must be {whole}")
-        if not is_among(self.kind, KINDS):
-            raise ValueError(f"axis {self.name} has kind {shown(self.kind)}, none of {', '.join(KINDS)}")
-        if not is_among(self.order, ORDERS):
-            raise ValueError(f"axis {self.name} has order {shown(self.order)}, none of {', '.join(ORDERS)}")
+        _check_name("axis", self.name)
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"axis {self.name} has size {self.size!r}: expected a whole number of at least 1")
+        if self.kind not in KINDS:
+            raise ValueError(f"axis {self.name} has unknown kind {self.kind!r}: expected {', '.join(KINDS)}")
+        if self.order not in ORDERS:
+            raise ValueError(f"axis {self.name} has unknown order {self.order!r}: expected {' or '.join(ORDERS)}")
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An input or output tensor, with one dimension per axis.
+    """An input or output tensor with one dimension for each of its axes.
 
-    axes: names of its axes, in the order of its dimensions. groups: {axis: divisor} as pairs; the dimension has size /
-    divisor elements, each of which serves `divisor` consecutive indices of the axis (keys and values under GQA). home: the
-    axis along which the caller keeps it sharded over all ranks of the mesh; None: every rank holds it whole. is_wide: it is
-    kept in at least fp32 (statistics such as lse). has_wide_partials: partial results travel in at least fp32.
-    source: for an input that the program derives from others before the loops, the names of these; otherwise empty.
-    in_tile: whether the tile reads it; an input that only serves to derive others is not gathered.
+    Attributes:
+        name: an identifier.
+        axes: the names of its axes, in the order of its dimensions.
+        home: the axis along which the caller keeps it sharded over all ranks of the mesh; None: every rank holds it whole.
+        groups: (axis, divisor) pairs. Along such an axis the operand has size / divisor elements, each of which serves
+            `divisor` consecutive indices (keys and values of grouped-query attention).
+        is_wide: kept in at least fp32, as statistics such as lse are.
+        has_wide_partials: partial results travel in at least fp32.
+        source: the names of the inputs from which the program derives this one before its loops; empty if the caller gives
+            it.
+        in_tile: the tile reads it. An input that only serves to derive others is not gathered.
 
-    ValueError: the name is no identifier, an axis is there twice, a divisor is below 1 or belongs to an axis that is not
-    the operand's, or a field has another type.
+    Raises:
+        ValueError: the name is no identifier, or an axis occurs twice.
     """
 
     name: str
@@ -73,38 +85,31 @@ class Operand:
     in_tile: bool = True
 
     def __post_init__(self) -> None:
-        check_name("an operand", self.name)
-        check_fields(self, f"operand {self.name}")
+        _check_name("operand", self.name)
         if len(set(self.axes)) < len(self.axes):
             raise ValueError(f"operand {self.name} has an axis twice: {', '.join(self.axes)}")
-        for axis, divisor in self.groups:
-            if axis not in self.axes:
-                raise ValueError(f"operand {self.name} has groups along {axis}, by which it is not indexed")
-            if type(divisor) is not int or divisor < 1:
-                raise ValueError(
-                    f"operand {self.name} has groups of {shown(divisor)} along {axis}; at least 1 is needed"
-                )
 
     def divisor(self, axis: str) -> int:
-        """How many indices of `axis` share one element of this operand."""
+        """The number of indices of `axis` that share one element of this operand."""
         return dict(self.groups).get(axis, 1)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs whose partial results combine together, by one of MONOID_NAMES.
+    """Outputs whose partial results combine together.
 
-    ValueError: by something else, or by softmax but not a mean and the log of its weights' sum; or a field has another type.
+    Attributes:
+        monoid: "sum", "max" or "softmax".
+        outputs: their names; for softmax a mean and the log of the sum of its weights.
     """
 
     monoid: str
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        check_fields(self, "result")
         if self.monoid not in MONOID_NAMES:
             names = ", ".join(MONOID_NAMES)
-            raise ValueError(f"{', '.join(self.outputs)}: {self.monoid!r} is none of the reductions {names}")
+            raise ValueError(f"{', '.join(self.outputs)}: unknown reduction {self.monoid!r}: expected {names}")
         if self.monoid == "softmax" and len(self.outputs) != 2:
             raise ValueError(
                 f"softmax combines two outputs, a mean and the log of its weights' sum, not {', '.join(self.outputs)}"
@@ -113,12 +118,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Scan:
-    """How a state passes along an axis: over blocks, by summaries. Names of an axis and of `Program.internal` operands.
+    """How a state passes along an axis, from block to block, by summaries of the blocks.
 
-    axis: the scanned axis. blocks: an axis that numbers the blocks of it among which states pass; its size is set when a
-    schedule is lowered. state: what a block contributes from a state of zero. decay: what else it does to the state that
-    enters it: the sum of its step sizes, or a matrix, its last two axes. carry: the state that enters each block. rates: by
-    which a sum of step sizes becomes the block's decay; empty for a matrix.
+    Attributes:
+        axis: the scanned axis.
+        blocks: the axis that numbers its blocks; lowering a schedule sets its size.
+        state: the operand that holds what a block contributes from a state of zero.
+        decay: the operand by which a block changes the state that enters it: the sum of its step sizes, or a matrix over its
+            last two axes.
+        carry: the operand that holds the state that enters each block.
+        rates: the operand by which a sum of step sizes becomes a decay; "" if `decay` is a matrix.
     """
 
     axis: str
@@ -130,7 +139,7 @@ class Scan:
 
     @property
     def summaries(self) -> tuple[str, ...]:
-        """What a rank computes of its blocks before states pass: state, decay and, if there are any, rates."""
+        """The operands that a rank computes for its blocks before states pass: state, decay and, if there are any, rates."""
         return (self.state, self.decay, *((self.rates,) if self.rates else ()))
 
 
@@ -138,16 +147,23 @@ class Scan:
 class Program:
     """A loop program.
 
-    inputs, outputs: its operands. results: how partial outputs combine; every output belongs to exactly one. tile: one of
-    TILES, or the text of an expression (`loop_rules`), such as "a[i, j] * b[j]", which computes the one output.
-    options: what else the tile needs, as (name, value) pairs. dtype: of the elements, for counting bytes and memory; a plan
-    runs with tensors of any floating dtype. scan: how a state passes along an axis. internal: the operands that this needs.
+    Attributes:
+        name: the name in errors and explanations.
+        axes: its loops, and the dimensions inside its tile.
+        inputs, outputs: its operands.
+        results: how partial outputs combine; every output belongs to exactly one of them.
+        tile: one of TILES, or an expression such as "a[i, j] * b[j]", which computes the one output.
+        options: (name, value) pairs that the tile needs.
+        dtype: the dtype of the elements, by which bytes and memory are counted. A plan runs with tensors of any floating
+            dtype.
+        scan: how a state passes along an axis.
+        internal: the operands of the scan.
 
-    ValueError: a field has another type; a name is no identifier, or is used twice; something names an axis or an operand
-    that does not exist; an operand has an axis twice, or is kept along a whole one; a size does not divide by a group; there
-    is no output, or no input in the program's dtype; an output belongs to no result or to several; an option is not one
-    finite number, string or None; the kind of an axis does not fit the outputs; the operands and options are not those of a
-    tile of TILES; or the tile is no expression of the inputs with their axes.
+    Raises:
+        ValueError: a name is used twice, or refers to no axis or operand; an operand is kept along a whole axis; a size does
+            not divide by a group; there is no input or no output; an output belongs to no result or to several; the kind of
+            an axis does not fit the outputs; the operands or options are not those of the tile; or the tile is no valid
+            expression.
     """
 
     name: str
@@ -164,25 +180,25 @@ class Program:
     _operands: dict[str, Operand] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        check_name("a program", self.name)
-        check_fields(self, f"program {self.name}")
-        refuse_duplicates("axis", (axis.name for axis in self.axes))
-        refuse_duplicates("operand", (operand.name for operand in (*self.operands, *self.internal)))
-        check_options(self.options)
+        _refuse_duplicates("axes", [axis.name for axis in self.axes])
+        _refuse_duplicates("operands", [operand.name for operand in (*self.operands, *self.internal)])
         object.__setattr__(self, "options", tuple(sorted(self.options)))
         object.__setattr__(self, "_axes", {axis.name: axis for axis in self.axes})
-        object.__setattr__(self, "_operands", {each.name: each for each in (*self.operands, *self.internal)})
+        object.__setattr__(self, "_operands", {operand.name: operand for operand in (*self.operands, *self.internal)})
         if self.dtype not in ITEMSIZES:
-            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(ITEMSIZES)}")
+            raise ValueError(f"unknown dtype {self.dtype!r}: expected {', '.join(ITEMSIZES)}")
         for operand in (*self.operands, *self.internal):
             self._check_operand(operand)
-        self._check_given()
-        self._check_results()
-        self._check_scan()
+        if all(operand.source for operand in self.inputs) or not self.outputs:
+            counts = f"{len(self.inputs)} inputs and {len(self.outputs)} outputs"
+            raise ValueError(f"{self.name} has {counts}: expected at least one of each, and an input from the caller")
+        named = [name for result in self.results for name in result.outputs]
+        if sorted(named) != sorted(output.name for output in self.outputs):
+            expected = ", ".join(output.name for output in self.outputs)
+            raise ValueError(f"the results of {self.name} name {', '.join(named)}: expected each of {expected} once")
         self._check_kinds()
         if self.tile in TILES:
-            inputs, outputs = ([each.name for each in operands] for operands in (self.inputs, self.outputs))
-            check_tile(self.name, self.tile, inputs, outputs, dict(self.options))
+            self._check_tile()
         else:
             self._check_expression()
 
@@ -190,126 +206,101 @@ class Program:
         for name in (*operand.axes, *([operand.home] if operand.home else [])):
             if name not in self._axes:
                 raise ValueError(f"operand {operand.name} names the axis {name}, which {self.name} does not have")
-        if operand.home and operand.home not in operand.axes:
-            raise ValueError(f"operand {operand.name} is kept along {operand.home}, by which it is not indexed")
-        if operand.home and self._axes[operand.home].kind == WHOLE:
-            raise ValueError(f"operand {operand.name} is kept along {operand.home}, which is whole in every tile")
+        if operand.home and (operand.home not in operand.axes or self._axes[operand.home].kind == WHOLE):
+            raise ValueError(f"operand {operand.name} is kept along {operand.home}: expected a loop that indexes it")
         for name, divisor in operand.groups:
-            if self._axes[name].size % divisor:
-                size = self._axes[name].size
-                raise ValueError(
-                    f"{operand.name}: axis {name} of {size} does not divide by {divisor} ({size % divisor} left)"
-                )
-        for name in operand.source:
-            if name not in (each.name for each in self.inputs):
-                raise ValueError(f"operand {operand.name} is derived from {name}, which is no input of {self.name}")
-
-    def _check_given(self) -> None:
-        """There is something to compute, and an input in the program's dtype, which is that of the results."""
-        given = [each for each in self.inputs if not each.source]
-        if not given or not self.outputs:
-            raise ValueError(f"{self.name} needs at least one {'output' if given else 'input that its caller gives'}")
-        if ITEMSIZES[self.dtype] < 4 and all(each.is_wide for each in given):
-            names = ", ".join(each.name for each in given)
-            raise ValueError(
-                f"{self.name}: its dtype is {self.dtype}, but all inputs ({names}) are wide, and so at least float32: make "
-                f"it float32"
-            )
-
-    def _check_results(self) -> None:
-        outputs = [output.name for output in self.outputs]
-        named = [name for result in self.results for name in result.outputs]
-        for name in outputs:
-            if named.count(name) != 1:
-                raise ValueError(f"output {name} belongs to {named.count(name)} results; it needs one")
-        if unknown := [name for name in named if name not in outputs]:
-            raise ValueError(f"a result of {self.name} names {unknown[0]}, which is no output")
-
-    def _check_scan(self) -> None:
-        if self.scan is None:
-            return
-        if self.axis(self.scan.axis).kind != SCANNED or self.axis(self.scan.blocks).kind != WHOLE:
-            raise ValueError(f"{self.name}: {self.scan.axis} must be scanned, and {self.scan.blocks} whole")
-        internal = [each.name for each in self.internal]
-        for name in (*self.scan.summaries, self.scan.carry):
-            if name not in internal:
-                raise ValueError(f"the scan of {self.name} needs {name}, which is no internal operand")
-        matrix = self.operand(self.scan.decay)
-        if not self.scan.rates and len(set(self.shape(matrix)[-2:])) > 1:
-            sizes = ", ".join(f"{axis} {self.axis(axis).size}" for axis in matrix.axes[-2:])
-            raise ValueError(f"the scan of {self.name} has no rates, so {matrix.name} must be square, not of {sizes}")
+            if name not in operand.axes or divisor < 1 or self._axes[name].size % divisor:
+                raise ValueError(f"operand {operand.name} cannot have groups of {divisor} along axis {name}")
 
     def _check_kinds(self) -> None:
-        """Every kind is true of the outputs, because lowering goes by which axes they have."""
-        outputs = {each.name: each.axes for each in self.outputs}
+        """Lowering relies on the kinds of axes, so each must be true of the outputs."""
+        outputs = {operand.name: operand.axes for operand in self.outputs}
         for axis in self.axes:
             if rule := axis_error(axis.name, axis.kind, outputs):
                 raise ValueError(f"{self.name}: {rule}")
             if axis.kind == SCANNED and (self.scan is None or self.scan.axis != axis.name):
                 raise ValueError(f"{self.name}: {axis.name} is scanned, but no scan passes a state along it")
 
+    def _check_tile(self) -> None:
+        """The operands and options must be those of the tile, and the scale of attention a positive number.
+
+        Hidden scores are -inf before they are scaled, so 0 or a negative scale would give NaN.
+        """
+        names = {
+            "inputs": [operand.name for operand in self.inputs],
+            "outputs": [operand.name for operand in self.outputs],
+            "options": list(dict(self.options)),
+        }
+        for (kind, found), needed in zip(names.items(), map(str.split, TILES[self.tile]), strict=True):
+            if sorted(found) != sorted(needed):
+                expected = ", ".join(needed) or "none"
+                raise ValueError(f"{self.name}: the tile {self.tile} has the {kind} {expected}, not {', '.join(found)}")
+        scale = dict(self.options).get("scale", 1.0)
+        if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise ValueError(f"{self.name}: option scale is {scale!r}: expected a positive, finite number")
+
     def _check_expression(self) -> None:
         if len(self.outputs) != 1:
-            names = ", ".join(each.name for each in self.outputs) or "none"
+            names = ", ".join(operand.name for operand in self.outputs) or "none"
             tile = f"the tile {self.tile!r:.80} is an expression, which computes one output"
             raise ValueError(f"{self.name}: {tile}, not {names}")
-        for each in self.inputs:
-            if each.groups or each.source or not each.in_tile:
+        for operand in self.inputs:
+            if operand.groups or operand.source or not operand.in_tile:
                 rule = "must have no groups and no source, and be in the tile"
-                raise ValueError(f"{self.name}: the input {each.name} of an expression {rule}")
+                raise ValueError(f"{self.name}: the input {operand.name} of an expression {rule}")
         try:
-            inputs = {each.name: each.axes for each in self.inputs}
+            inputs = {operand.name: operand.axes for operand in self.inputs}
             read_text(self.tile, inputs, [self.outputs[0].name], list(self._axes))
         except ValueError as error:
             raise ValueError(
-                f"{self.name}: the tile {self.tile!r:.80} is none of {', '.join(TILES)}, and as an expression: {error}"
+                f"{self.name}: the tile {self.tile!r:.80} is neither {', '.join(TILES)} nor a valid expression: {error}"
             ) from None
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The inputs, and then the outputs."""
+        """The inputs, followed by the outputs."""
         return (*self.inputs, *self.outputs)
 
     @property
     def points(self) -> float:
-        """How many points of all axes are computed: half of them under a causal mask. Summaries have no points."""
-        internal = {name for each in self.internal for name in each.axes}
-        internal -= {name for each in self.operands for name in each.axes}
+        """The number of points of all axes that are computed: half of them under a causal mask. Summaries do not count."""
+        internal = {name for operand in self.internal for name in operand.axes}
+        internal -= {name for operand in self.operands for name in operand.axes}
         sizes = (axis.size for axis in self.axes if axis.name not in internal)
         return math.prod(sizes) * (0.5 if dict(self.options).get("causal") else 1.0)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The implementations of its tile: "library" (a fused kernel, if there is one), and "reference" (plain operations)
-        where that is another one.
-        """
+        """The implementations of the tile: "library" (a fused kernel, if there is one) and maybe "reference"."""
         return KERNELS.get(self.tile, ("library",))
 
     def most_blocks(self, name: str) -> int:
-        """The most blocks that an axis can be cut into; the number of ranks that share it must divide this.
+        """The largest number of blocks that an axis can be cut into; the ranks that share it must divide this.
 
-        It is the axis's size in the operand that has the fewest elements along it: of heads, the number of key/value heads.
+        It is the axis's size in the operand with the fewest elements along it: for heads, the number of key/value heads.
         """
         return self._most_blocks[self.axis(name).name]
 
     @cached_property
     def _most_blocks(self) -> dict[str, int]:
-        return {axis.name: axis.size // max(each.divisor(axis.name) for each in self.operands) for axis in self.axes}
+        return {
+            axis.name: axis.size // max(operand.divisor(axis.name) for operand in self.operands) for axis in self.axes
+        }
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name. ValueError: there is none."""
-        if not isinstance(name, str) or name not in self._axes:
-            raise ValueError(f"{self.name} has no axis {shown(name)}; it has {', '.join(self._axes)}")
+        """The axis of this name. Raises ValueError if there is none."""
+        if name not in self._axes:
+            raise ValueError(f"{self.name} has no axis {name!r}: expected {', '.join(self._axes)}")
         return self._axes[name]
 
     def operand(self, name: str) -> Operand:
-        """The operand of this name. ValueError: there is none."""
-        if not isinstance(name, str) or name not in self._operands:
-            raise ValueError(f"{self.name} has no operand {shown(name)}; it has {', '.join(self._operands)}")
+        """The operand of this name. Raises ValueError if there is none."""
+        if name not in self._operands:
+            raise ValueError(f"{self.name} has no operand {name!r}: expected {', '.join(self._operands)}")
         return self._operands[name]
 
     def option(self, name: str) -> Any:
-        """The value of an option of the tile. KeyError: there is none."""
+        """The value of an option of the tile. Raises KeyError if there is none."""
         return dict(self.options)[name]
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
@@ -317,7 +308,7 @@ class Program:
         return tuple(self._axes[name].size // operand.divisor(name) for name in operand.axes)
 
     def itemsize(self, operand: Operand, is_partial: bool = False) -> int:
-        """Bytes of an element; is_partial: of a partial result on the wire."""
+        """The bytes of an element of an operand; with is_partial, of a partial result in a message."""
         size = ITEMSIZES[self.dtype]
         return max(4, size) if operand.is_wide or (is_partial and operand.has_wide_partials) else size
 
@@ -326,26 +317,26 @@ class Program:
         return math.prod(self.shape(operand)) * self.itemsize(operand)
 
     def resized(self, /, **sizes: int) -> "Program":
-        """The same program with other sizes of the named axes. ValueError as for a new program."""
+        """The same program with other sizes of the named axes. Raises ValueError as `Program` does."""
         for name in sizes:
             self.axis(name)
         axes = tuple(replace(axis, size=sizes.get(axis.name, axis.size)) for axis in self.axes)
         return replace(self, axes=axes)
 
     def with_options(self, /, **options: Any) -> "Program":
-        """The same program with other values of its options. ValueError: it has no such option, or as for a new program."""
+        """The same program with other values of its options. Raises ValueError for an option that it lacks."""
         known = dict(self.options)
         if unknown := [name for name in options if name not in known]:
-            raise ValueError(f"{self.name} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+            raise ValueError(f"{self.name} has no option {unknown[0]!r}: expected {', '.join(known) or 'none'}")
         return replace(self, options=tuple((known | options).items()))
 
     def reduced_axes(self, result: Result) -> tuple[str, ...]:
-        """The axes over which partial results of `result` are combined: loops that do not index its outputs."""
+        """The axes over which partial results of `result` are combined: the loops that do not index its outputs."""
         indexed = {name for output in result.outputs for name in self.operand(output).axes}
         return tuple(axis.name for axis in self.axes if axis.kind != WHOLE and axis.name not in indexed)
 
     def row_axes(self, result: Result) -> tuple[str, ...]:
-        """The leading axes that all outputs of a result share: each row along them is combined independently of others."""
+        """The leading axes that all outputs of a result share. Each row along them is combined independently of others."""
         shared: list[str] = []
         for names in zip(*(self.operand(output).axes for output in result.outputs), strict=False):
             if len(set(names)) > 1:
@@ -356,3 +347,15 @@ class Program:
     def result_of(self, output: str) -> Result:
         """The result to which an output belongs."""
         return next(result for result in self.results if output in result.outputs)
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Names must be identifiers, because expressions consist of them."""
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} cannot be the name of an {kind}: expected an identifier")
+
+
+def _refuse_duplicates(kind: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two {kind} are called {name}")

@@ -1,8 +1,8 @@
-"""What the steps of a plan send and hold, counted from layouts and sizes, without running anything.
+"""The bytes that the steps of a plan send and hold, counted from layouts and sizes, without running anything.
 
-The rules are those by which a running rank counts its tensors (`execution.state.Count`): inputs at home stay for the whole
-run; every block, accumulator and message counts from its allocation until it is no longer needed, and so does the copy that
-is sent of a block that is not contiguous or has another dtype. Temporaries of kernels do not count.
+A running rank counts its tensors by the same rules (`execution.state.Count`). Inputs at home stay for the whole run. Every
+block, accumulator and message counts from its allocation until it is no longer needed, and so does the copy that is sent of
+a block that is not contiguous or has another dtype. Temporaries of kernels do not count.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any
 
 from commir.ir.program import Operand
 
-from . import steps as kinds
-from .blocks import has_contiguous_blocks
-from .layouts import Digits
-from .loops import loops_of, travelling
-from .steps import Key, Step, register_key
+from . import plan_steps as kinds
+from .operand_layouts import Digits
+from .plan_steps import Key, Step, register_key
+from .tensor_blocks import has_contiguous_blocks
+from .unrolled_loops import loops_of, travelling
 
-AHEAD = 2  # how many exchanges of a collective are under way at a time, where arriving tensors are copied
+AHEAD = 2  # exchanges of a collective that are under way at a time, where arriving tensors are copied
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Account:
-    """by_step: what a rank sends in each step. peak: the most bytes that it holds at a time."""
+    """The messages that a rank sends in each step (`by_step`), and the most bytes that it holds at a time (`peak`)."""
 
     by_step: tuple[tuple[Message, ...], ...]
     peak: int
 
     def in_chunks(self, number: int, kept: int) -> "Account":
-        """The account of a plan, from that of one of its `number` chunks; a rank keeps `kept` bytes besides."""
+        """The account of a plan with `number` chunks, from that of one chunk; a rank keeps `kept` bytes besides."""
         by_step = tuple(tuple(replace(each, count=each.count * number) for each in step) for step in self.by_step)
         return Account(by_step, kept + self.peak)
 
@@ -55,7 +55,7 @@ class Account:
 
     @property
     def sent_along(self) -> tuple[tuple[str, int], ...]:
-        """(mesh axis, bytes sent along it), in the order of their first messages."""
+        """(mesh axis, bytes sent along it) in the order of their first messages."""
         found: dict[str, int] = {}
         for message in (each for step in self.by_step for each in step):
             found[message.axis] = found.get(message.axis, 0) + message.nbytes * message.count
@@ -65,7 +65,7 @@ class Account:
 def account(digits: Digits, steps: Sequence[Step], owned: Collection[str] = ()) -> Account:
     """Count the steps of a plan. All ranks send and hold the same, except that in a `Swap` some have nothing to send.
 
-    owned: inputs that are dropped when they are no longer needed, as copies for a chunk are. A caller keeps the others.
+    owned: inputs that are dropped when they are no longer needed, as copies for a chunk are. The caller keeps the others.
     """
     ledger = _Ledger(digits, owned)
     for step in steps:
@@ -76,7 +76,7 @@ def account(digits: Digits, steps: Sequence[Step], owned: Collection[str] = ()) 
 
 @dataclass
 class _Ledger:
-    """The sizes of all registers while steps are taken. blocks: {register: (elements, bytes of each, whether at home)}."""
+    """The sizes of all registers while steps are taken. blocks: {register: (elements, bytes of each, True if at home)}."""
 
     digits: Digits
     owned: Collection[str]
@@ -90,10 +90,12 @@ class _Ledger:
         for operand in self.program.inputs:
             if not operand.source:
                 count = math.prod(self.digits.local_shape(operand, self.digits.home(operand)))
-                self._put(operand.name, (), count, self.program.itemsize(operand), operand.name not in self.owned)
+                self._add_register(
+                    operand.name, (), count, self.program.itemsize(operand), operand.name not in self.owned
+                )
         self.travel = {
-            each.name: travelling(self.digits, self.loops, each)
-            for each in (*self.program.inputs, *self.program.outputs)
+            operand.name: travelling(self.digits, self.loops, operand)
+            for operand in (*self.program.inputs, *self.program.outputs)
         }
 
     # Registers
@@ -102,11 +104,11 @@ class _Ledger:
         self.held += nbytes
         self.peak = max(self.peak, self.held)
 
-    def _put(self, name: str, key: Key, count: int, itemsize: int, is_home: bool = False) -> None:
+    def _add_register(self, name: str, key: Key, count: int, itemsize: int, is_home: bool = False) -> None:
         self._hold(count * itemsize)
         self.blocks[name, register_key(key)] = count, itemsize, is_home
 
-    def _take(self, name: str, key: Key = ()) -> tuple[int, int]:
+    def _remove_register(self, name: str, key: Key = ()) -> tuple[int, int]:
         """Remove a register, without releasing its bytes. Returns (elements, bytes to release)."""
         count, itemsize, is_home = self.blocks.pop((name, register_key(key)))
         return count, 0 if is_home else count * itemsize
@@ -120,10 +122,10 @@ class _Ledger:
         self.messages[-1].append(Message(axis, nbytes))
 
     def _exchange(self, axis: str, nbytes: int, arriving: int, leaving: int) -> int:
-        """Count a message to every other rank along an axis; returns the bytes of copies that are held meanwhile.
+        """Count a message to every other rank along an axis; return the bytes of copies that are held meanwhile.
 
-        arriving: those bytes of a message that do not arrive in their place. leaving: those that are copied to be sent. If
-        there are none of both, all messages begin at once.
+        arriving: the bytes of a message that do not arrive in their place. leaving: the bytes that are copied to be sent. If
+        both are 0, all messages begin at once.
         """
         others = self._size(axis) - 1
         at_once = AHEAD if arriving or leaving else others
@@ -134,14 +136,14 @@ class _Ledger:
         return self.digits.nest.mesh.size(axis)
 
     def _replace(self, names: Sequence[str], factor: Callable[[int], int], transit: int) -> None:
-        """New blocks for registers, with `factor(elements)` elements, `transit` bytes on their way meanwhile."""
+        """Replace registers by blocks of `factor(elements)` elements, with `transit` bytes on their way meanwhile."""
         sizes = [(factor(self.blocks[name, ()][0]), self.blocks[name, ()][1]) for name in names]
         total = sum(count * itemsize for count, itemsize in sizes)
         self._hold(total)
         self._hold(transit)
         self.held -= transit
         for name, (count, itemsize) in zip(names, sizes, strict=True):
-            self.held -= self._take(name)[1]
+            self.held -= self._remove_register(name)[1]
             self.blocks[name, ()] = count, itemsize, False
 
     def _outputs(self, result: int) -> list[Operand]:
@@ -188,32 +190,32 @@ class _Ledger:
         self._replace(step.operands, lambda count: count, 0)
 
     def derive(self, step: kinds.Derive) -> None:
-        """Hold a derived input, whose block has the source's elements without the axes that it lacks."""
+        """Hold a derived input. Its block has the source's elements without the axes that it lacks."""
         operand = self.program.operand(step.operand)
         source = self.program.operand(operand.source[0])
         dropped = math.prod(self.program.axis(name).size for name in source.axes if name not in operand.axes)
         count = self.blocks[source.name, ()][0] // dropped
-        self._put(step.operand, (), count, self.program.itemsize(operand))
+        self._add_register(step.operand, (), count, self.program.itemsize(operand))
 
     def send(self, step: kinds.Send) -> None:
         """Send blocks to one rank, and hold the received ones besides."""
         blocks = [self.blocks[name, register_key(step.source)] for name in step.operands]
         self._send(step.axis, sum(count * itemsize for count, itemsize, _ in blocks))
         for name, (count, itemsize, _) in zip(step.operands, blocks, strict=True):
-            self._put(name, step.target, count, itemsize)
+            self._add_register(name, step.target, count, itemsize)
 
     def arrive(self, step: kinds.Arrive) -> None:
-        """Nothing: the arriving blocks are counted from `send` on."""
+        """Nothing changes: arriving blocks are counted from `send` on."""
         pass
 
     def free(self, step: kinds.Free) -> None:
         """Release blocks."""
-        self.held -= sum(self._take(name, step.key)[1] for name in step.operands)
+        self.held -= sum(self._remove_register(name, step.key)[1] for name in step.operands)
 
     def compute(self, step: kinds.Compute) -> None:
         """Release the carried state of a scan, and hold accumulators, of at least 4 bytes an element, that are new."""
         if (scan := self.program.scan) and (scan.carry, ()) in self.blocks:
-            self.held -= self._take(scan.carry)[1]
+            self.held -= self._remove_register(scan.carry)[1]
         for result in self.program.results:
             outputs = [self.program.operand(name) for name in result.outputs]
             key = tuple(step.counters[j] for j in self.travel[outputs[0].name])
@@ -221,7 +223,7 @@ class _Ledger:
                 continue
             for output in outputs:
                 count = math.prod(self.digits.local_shape(output, self.digits.needed(output)))
-                self._put(output.name, key, count, self._wide(output))
+                self._add_register(output.name, key, count, self._wide(output))
 
     def summarize(self, step: kinds.Summarize) -> None:
         """Hold the summaries of this rank's blocks."""
@@ -230,13 +232,13 @@ class _Ledger:
         for name in scan.summaries:
             operand = self.program.operand(name)
             count = math.prod(self.digits.local_shape(operand, self.digits.needed(operand)))
-            self._put(name, (), count, self.program.itemsize(operand))
+            self._add_register(name, (), count, self.program.itemsize(operand))
 
     def pass_states(self, step: kinds.PassStates) -> None:
         """Hold the state that enters each block, as large as the state that leaves it."""
         scan = self.program.scan
         assert scan is not None
-        self._put(
+        self._add_register(
             scan.carry, (), self.blocks[scan.state, ()][0], self._nbytes(scan.state) // self.blocks[scan.state, ()][0]
         )
 
@@ -244,7 +246,7 @@ class _Ledger:
         """Send a partial result in its travelling dtype to one rank, and hold the buffer that receives the other rank's."""
         sent, rounded, dropped = 0, 0, 0
         for output in self._outputs(step.result):
-            count, nbytes = self._take(output.name, step.source)
+            count, nbytes = self._remove_register(output.name, step.source)
             sent += count * self._on_wire(output)
             rounded += count * self._on_wire(output) * self._is_rounded(output)
             dropped += nbytes * self._is_rounded(output)
@@ -292,7 +294,7 @@ class _Ledger:
     def round(self, step: kinds.Round) -> None:
         """Hold outputs in the dtype in which they travel, instead of the accumulators."""
         for output in self._outputs(step.result):
-            count, nbytes = self._take(output.name)
+            count, nbytes = self._remove_register(output.name)
             if self._is_rounded(output):
                 self._hold(count * self._on_wire(output))
                 self.held -= nbytes

@@ -1,4 +1,4 @@
-"""`Plan.explain`: what a plan sends, per operand and mesh axis, in words."""
+"""`Plan.explain`: the messages of a plan in words, for each operand and mesh axis."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from commir.ir.program import Program
 from commir.scheduling.loop_nest import LoopNest
 
 from .accounting import Message
-from .steps import (
+from .plan_steps import (
     AllReduce,
     AllToAll,
     Arrive,
@@ -57,7 +57,7 @@ def table_of_messages(
 def lines_of_messages(
     nest: LoopNest, steps: Sequence[Step], sent: Sequence[Sequence[Message]], times: int = 1
 ) -> list[str]:
-    """The table as aligned lines; seconds only if the speed of the mesh is known."""
+    """`table_of_messages` as aligned lines, with seconds only where the speed of the mesh is known."""
     rows = [("operands", "mesh axis", "rule", "messages", "bytes", "seconds")]
     for operands, axis, rule, count, nbytes, seconds in table_of_messages(nest, steps, sent, times):
         time = f"{seconds:.3g}" if nest.mesh.axis(axis).level in nest.mesh.speeds else "-"
@@ -67,7 +67,7 @@ def lines_of_messages(
 
 
 def operands_of(program: Program, step: Step) -> str:
-    """The names of the operands that a step moves, computes or releases; empty for those that name none."""
+    """The names of the operands that a step moves, computes or releases; "" if it names none."""
     if isinstance(step, Derive):
         return step.operand
     if isinstance(step, Send | Arrive | Swap | Free):

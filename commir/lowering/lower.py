@@ -1,13 +1,13 @@
-"""`Schedule.lower`: from a schedule to a plan, whose steps follow from the rules of `rules`."""
+"""`Schedule.lower`: from a schedule to a plan. `schedule_steps` has the rules from which the steps follow."""
 
 import math
 from dataclasses import fields, replace
 
 from commir.scheduling.loop_nest import LoopNest
 
-from .layouts import block_sizes
+from .operand_layouts import block_sizes
 from .plan import Plan
-from .rules import steps_of_schedule
+from .schedule_steps import steps_of_schedule
 
 
 class Schedule(LoopNest):
@@ -17,7 +17,11 @@ class Schedule(LoopNest):
     """
 
     def lower(self) -> Plan:
-        """The plan of this schedule. Illegal: a mesh axis has no digit, or the cuts of an axis do not fit."""
+        """The plan of this schedule.
+
+        Raises:
+            IllegalSchedule: a mesh axis has no digit, or the cuts of an axis do not fit.
+        """
         nest = LoopNest(**{each.name: getattr(self, each.name) for each in fields(self)})
         if (scan := self.program.scan) is not None:
             nest = replace(nest, program=self.program.resized(**{scan.blocks: math.prod(block_sizes(nest))}))

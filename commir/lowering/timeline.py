@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from commir.ir.checks import shown
-from commir.ir.mesh import LONGEST, Mesh
+from commir.ir.mesh import Mesh
 from sparsefusion.fabric.cost_model import Fabric
 
 from .accounting import Message
-from .steps import Arrive, Combine, Compute, Send, SendPartial, Step, Summarize
+from .plan_steps import Arrive, Combine, Compute, Send, SendPartial, Step, Summarize
 
 EQUAL_SPEED = 0.0, 1e9  # seconds, bytes per second: of mesh axes whose speed is not known
 
@@ -37,30 +36,29 @@ def link_seconds(mesh: Mesh, level: str, ranks: int, nbytes: float) -> tuple[flo
 
 
 def collective_seconds(latency: float, busy: float, count: int, at_once: int) -> float:
-    """The time of `count` messages, of which `at_once` are under way at a time: one has the link, while others begin."""
+    """The time of `count` messages, `at_once` of them under way at a time: one has the link while others begin."""
     before = (count - 1) // at_once
     return before * max(latency + busy, at_once * busy) + latency + (count - at_once * before) * busy
 
 
 def check_tile(point_seconds: float, call_seconds: float, overlap: float) -> None:
-    """ValueError: these are no times of a tile and of what it hides of messages, as `search` takes them."""
-    times = {"point_seconds": point_seconds, "call_seconds": call_seconds, "overlap": overlap}
-    for name, value in times.items():
-        if not isinstance(value, int | float):
-            raise ValueError(f"{name}={shown(value)} is no number")
-    if not (0 <= point_seconds <= LONGEST and 0 <= call_seconds <= LONGEST):
+    """Raise ValueError for invalid times of a tile or an invalid overlap; `search` describes them."""
+    if not (point_seconds >= 0 and call_seconds >= 0 and overlap <= 1):
         raise ValueError(
-            f"point_seconds={point_seconds} and call_seconds={call_seconds} must be 0 or more, and at most {LONGEST:g}"
-        )
-    if not (-LONGEST <= overlap <= 1):
-        raise ValueError(
-            f"overlap={overlap} must be {-LONGEST:g} or more, and at most 1, where the longer of both hides the shorter"
+            f"point_seconds={point_seconds}, call_seconds={call_seconds}, overlap={overlap}: expected times of at least 0 "
+            "and an overlap of at most 1"
         )
 
 
 @dataclass
 class _Clock:
-    """now: when the rank goes on. free: when each level's link is free again. arrivals: when messages in flight arrive."""
+    """The time of a rank.
+
+    Attributes:
+        now: the time at which the rank goes on.
+        free: the time at which the link of each level is free again.
+        arrivals: the times at which messages in flight arrive.
+    """
 
     mesh: Mesh
     now: float = 0.0
@@ -68,7 +66,7 @@ class _Clock:
     arrivals: dict[Any, float] = field(default_factory=dict)
 
     def send(self, message: Message) -> float:
-        """Send the messages of a step, from now on; returns when the last has arrived."""
+        """Send the messages of a step from now on; return the time at which the last arrives."""
         level = self.mesh.axis(message.axis).level
         latency, busy = message_seconds(self.mesh, message.axis, message.nbytes)
         needed = collective_seconds(latency, busy, message.count, message.at_once)
@@ -95,8 +93,8 @@ def seconds(
 ) -> float:
     """The predicted time of a plan.
 
-    sent: the messages of each step (`Account.by_step`). tile_seconds: of one tile, which has the same size in every turn,
-    and on every rank. overlap: see `search`.
+    sent: the messages of each step (`Account.by_step`). tile_seconds: of one tile; all turns of all ranks have tiles of one
+    size. overlap: see `search`.
     """
     clock = _Clock(mesh)
     for step, messages in zip(steps, sent, strict=True):

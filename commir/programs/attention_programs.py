@@ -1,8 +1,5 @@
 """Attention as loop programs: forward, backward and decoding (paper, section 2.2)."""
 
-from contextlib import suppress
-
-from commir.ir.checks import check_flags, check_sizes, shown
 from commir.ir.program import REDUCED, SPATIAL, WHOLE, Axis, Operand, Program, Result
 
 
@@ -12,18 +9,21 @@ def attention(
 ) -> Program:  # fmt: skip
     """Exact attention: q (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim) -> out, lse.
 
-    kv_heads: None is heads; each serves heads / kv_heads consecutive query heads. lse: (batch, seq, heads), in at least
-    fp32. backward: the gradients instead, from q, k, v, out, lse and dout, the gradient of out: dq, dk and dv. order: which
-    tokens a rank holds, "zigzag" (the default if causal, which balances the work) or "contiguous". scale: None is
-    1/sqrt(head_dim); positive and finite in float32. At home all operands are sharded along the sequence. ValueError:
-    kv_heads does not divide heads, a size is no whole number of at least 1, or an argument has another type or value.
+    lse is (batch, seq, heads), in at least fp32. At home all operands are sharded along the sequence.
+
+    Args:
+        kv_heads: the number of key/value heads (None: heads); each serves heads / kv_heads consecutive query heads.
+        causal: a query sees the keys up to its own position.
+        backward: compute the gradients dq, dk and dv instead, from q, k, v, out, lse and dout, the gradient of out.
+        dtype: of the elements, by which bytes are counted.
+        order: the tokens that a rank holds, "zigzag" (the default if causal, which balances the work) or "contiguous".
+        scale: of the scores, positive and finite (None: 1/sqrt(head_dim)).
+
+    Raises:
+        ValueError: kv_heads does not divide heads, a size is below 1, or an argument has an unknown value.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    check_sizes(batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim)
-    check_flags(causal=causal, backward=backward)
-    if not isinstance(scale, int | float | None) or isinstance(scale, bool):
-        raise ValueError(f"scale={shown(scale)}: it must be a number, or None for 1/sqrt(head_dim)")
-    if heads % kv_heads:
+    if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} heads do not divide over {kv_heads} key/value heads")
     order = ("zigzag" if causal else "contiguous") if order is None else order
     axes = (
@@ -38,10 +38,7 @@ def attention(
     q = Operand("q", of_q, "q")
     k, v = (Operand(name, of_kv, "kv", groups) for name in "kv")
     out, lse = Operand("out", of_q, "q"), Operand("lse", row, "q", is_wide=True)
-    scale = head_dim**-0.5 if scale is None else scale
-    with suppress(OverflowError):  # of a whole number that is too large, which `Program` refuses
-        scale = float(scale)
-    options = ("causal", causal), ("scale", scale)
+    options = ("causal", causal), ("scale", head_dim**-0.5 if scale is None else float(scale))
     if not backward:
         result = Result("softmax", ("out", "lse"))
         return Program("attention", axes, (q, k, v), (out, lse), (result,), "attention", options, dtype)
@@ -56,11 +53,11 @@ def attention(
 
 
 ATTENTION_TILES = ("attention", "attention_backward")
-SAVED = ("q", "k", "v", "out", "lse")  # what a forward pass leaves to the backward pass
+SAVED = ("q", "k", "v", "out", "lse")  # saved by the forward pass for the backward pass
 
 
 def is_self_attention(program: Program) -> bool:
-    """Whether a program is one that `attention` makes, forward, with all its operands, their homes and groups."""
+    """Return True for a forward program that `attention` makes, with its operands, their homes and groups."""
     try:
         return program == self_attention_like(program)
     except ValueError:  # it lacks an axis or an operand
@@ -68,9 +65,9 @@ def is_self_attention(program: Program) -> bool:
 
 
 def self_attention_like(program: Program, backward: bool = False) -> Program:
-    """What `attention` makes with the sizes, key/value heads, order, options and dtype of a program.
+    """The program of `attention` with the sizes, key/value heads, order, options and dtype of another.
 
-    ValueError: the program has no such axis or operand.
+    Raises ValueError if that program has no such axis or operand.
     """
     heads, q, options = program.axis("heads").size, program.axis("q"), dict(program.options)
     return attention(
@@ -85,8 +82,8 @@ def decode_attention(
 ) -> Program:  # fmt: skip
     """A few last tokens attend to all keys: q (batch, queries, heads, head_dim), the same on every rank at home -> out, lse.
 
-    k, v: (batch, seq, kv_heads, head_dim), sharded along the sequence at home. Every rank gets the outputs. All queries see
-    all keys. ValueError as in `attention`.
+    k, v: (batch, seq, kv_heads, head_dim), sharded along the sequence at home. Every rank gets the outputs, and every query
+    sees all keys. Raises ValueError as `attention` does.
     """
     base = attention(batch, heads, kv_heads, seq, head_dim, causal=False, dtype=dtype)
     axes = tuple(Axis("q", queries) if axis.name == "q" else axis for axis in base.axes)

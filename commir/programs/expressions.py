@@ -10,8 +10,8 @@ from functools import reduce
 
 import torch
 
-from commir.ir.loop_rules import FUNCTIONS as NAMES
-from commir.ir.loop_rules import factors_of, split_number
+from commir.ir.expression_syntax import FUNCTIONS as NAMES
+from commir.ir.expression_syntax import factors_of, split_number
 from commir.ir.program import Program
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -26,12 +26,10 @@ OPERATORS: dict[type, Callable[..., Tensor]] = {
 
 
 def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The contribution of a block to the program's one output, summed (or reduced by max) over the block's axes.
+    """Evaluate a program's expression on a block, summed (or reduced by max) over the axes that the output lacks.
 
-    It shares no memory with the inputs, and no two of its elements share memory.
-
-    A program with an expression has one output, and its expression nothing but what `commir.ir.loop_rules` allows: each
-    operand stands there with its declared axes.
+    The result shares no memory with the inputs, and no two of its elements share memory. The program has one output, and
+    each operand in the expression has its declared axes.
     """
     (output,), (result,) = program.outputs, program.results
     expression = ast.parse(program.tile, mode="eval").body
@@ -40,7 +38,7 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
     if result.monoid == "sum" and _is_product(program, factors, loops):
         value = _einsum(program, factors, inputs, loops, output.axes)
         return {output.name: _unshared(value if number == 1 else value * _number(number, inputs), inputs)}
-    sizes = [len(indices[each.name]) if each.name in indices else each.size for each in program.axes]
+    sizes = [len(indices[axis.name]) if axis.name in indices else axis.size for axis in program.axes]
     value = _value(program, expression, inputs, loops).expand(sizes)
     reduced = [d for d, name in enumerate(loops) if name not in output.axes]
     if reduced:
@@ -50,16 +48,20 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
 
 
 def _unshared(x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """x, or a copy if it is a view of an input, or an expanded tensor, whose elements share memory."""
+    """Return x, or a copy if it is a view of an input or an expanded tensor, whose elements share memory."""
     memory = x.untyped_storage()
-    is_view = memory.data_ptr() in [each.untyped_storage().data_ptr() for each in inputs.values()]
+    is_view = memory.data_ptr() in [x.untyped_storage().data_ptr() for x in inputs.values()]
     is_expanded = memory.nbytes() < x.nbytes
     return x.clone() if is_view or is_expanded else x
 
 
 def _is_product(program: Program, factors: list[ast.expr], loops: list[str]) -> bool:
-    """Whether the factors are operands, which are together indexed by every axis."""
-    names = [each.value.id for each in factors if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name)]
+    """Return True if the factors are operands that together are indexed by every axis."""
+    names = [
+        factor.value.id
+        for factor in factors
+        if isinstance(factor, ast.Subscript) and isinstance(factor.value, ast.Name)
+    ]
     axes = {axis for name in names for axis in program.operand(name).axes}
     return len(names) == len(factors) and axes == set(loops)
 
@@ -76,7 +78,7 @@ def _einsum(
 
 
 def _value(program: Program, node: ast.expr, inputs: Mapping[str, Tensor], loops: list[str]) -> Tensor:
-    """The value of an expression, with one dimension per axis of the program, or no dimensions if it has no operands."""
+    """The value of an expression with one dimension for each axis of the program, or none if it has no operands."""
     if isinstance(node, ast.Subscript):
         name = node.value.id  # type: ignore[attr-defined]
         axes, x = program.operand(name).axes, inputs[name]
@@ -95,6 +97,6 @@ def _value(program: Program, node: ast.expr, inputs: Mapping[str, Tensor], loops
 
 
 def _number(value: float, inputs: Mapping[str, Tensor]) -> Tensor:
-    """A number as a tensor without dimensions, on the inputs' device; like a Python number, it takes an operand's dtype."""
+    """A number as a tensor without dimensions, on the inputs' device. Like a Python number it takes an operand's dtype."""
     dtype = reduce(torch.promote_types, (x.dtype for x in inputs.values()), torch.float32)
     return torch.full((), float(value), dtype=dtype, device=next(iter(inputs.values())).device)

@@ -11,17 +11,17 @@ HOMES = {
 
 
 def all_gather_matmul(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
-    """c = a b, where a (rows, inner) is sharded along its rows at home, b (inner, cols) and c (rows, cols) along columns.
+    """c = a b: the first product of a tensor-parallel layer with sequence parallelism, whose rows are tokens.
 
-    This is the first product of a tensor-parallel layer with sequence parallelism: rows are tokens.
+    At home a (rows, inner) is sharded along its rows, b (inner, cols) and c (rows, cols) along columns.
     """
     return _matmul("all_gather_matmul", rows, cols, inner, dtype)
 
 
 def matmul_reduce_scatter(rows: int, cols: int, inner: int, dtype: str = "float32") -> Program:
-    """c = a b, where a (rows, inner) and b (inner, cols) are sharded along `inner` at home, and c (rows, cols) along rows.
+    """c = a b: the second product of a tensor-parallel layer with sequence parallelism, whose rows are tokens.
 
-    This is the second product of a tensor-parallel layer with sequence parallelism: rows are tokens.
+    At home a (rows, inner) and b (inner, cols) are sharded along `inner`, and c (rows, cols) along rows.
     """
     return _matmul("matmul_reduce_scatter", rows, cols, inner, dtype)
 
@@ -34,7 +34,7 @@ def _matmul(name: str, rows: int, cols: int, inner: int, dtype: str) -> Program:
 
 
 def weighted_sum(rows: int, cols: int, dtype: str = "float32") -> Program:
-    """c[i] += a[i, j] * b[j], the paper's example (Table 2): a (rows, cols) sharded along rows at home, b along cols."""
+    """c[i] += a[i, j] * b[j], the paper's example (Table 2): a (rows, cols) is sharded along rows at home, b along cols."""
     axes = Axis("rows", rows, SPATIAL), Axis("cols", cols, REDUCED)
     a, b, c = Operand("a", ("rows", "cols"), "rows"), Operand("b", ("cols",), "cols"), Operand("c", ("rows",), "rows")
     return Program("weighted_sum", axes, (a, b), (c,), (Result("sum", ("c",)),), "a[rows, cols] * b[cols]", (), dtype)

@@ -12,7 +12,7 @@ Parameters are axes and their sizes. Assignments declare operands over axes. `ho
 kept sharded over all ranks: the first one, unless it says otherwise; `home(None)`: every rank has it whole. The loop over
 `grid` names all axes, with their kinds: "s" is spatial, "r" reduced. Its one statement is `out[...] += expression`,
 `out[...] = expression` without reduced axes, or `out[...] = max(out[...], expression)`. Expressions are made of operands,
-numbers, + - * /, and functions such as `torch.exp` (all of `commir.ir.loop_rules.FUNCTIONS`).
+numbers, + - * /, and functions such as `torch.exp` (all of `commir.ir.expression_syntax.FUNCTIONS`).
 """
 
 import ast
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NoReturn
 
-from commir.ir.loop_rules import RuleBroken, axis_error, indices_of, read_expression
+from commir.ir.expression_syntax import ExpressionError, axis_error, indices_of, read_expression
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
-RESERVED = ("self", "dtype")  # parameters of `Operator.__call__` beside the axes
+RESERVED = ("self", "dtype")  # parameters of `Operator.__call__` that are not axes
 REDUCTIONS = "the supported reductions are += and max"
 
 
 class LoopNestError(ValueError):
-    """A function is no loop nest. The message names the file, the line, the function and the rule."""
+    """A function is no loop nest. The message has the file, the line, the function and the rule."""
 
 
 class In:
@@ -41,7 +41,7 @@ class In:
 
     @staticmethod
     def home(axis: Any) -> NoReturn:
-        """The axis along which the operand is kept; see the module's docstring."""
+        """Name the axis along which the operand is kept, or None; see the module's docstring."""
         raise RuntimeError("a function decorated with commir.operator is read, not called")
 
 
@@ -56,7 +56,7 @@ def grid(kinds: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Operator:
-    """A loop nest without sizes: calling it gives a `Program`. sizes: of its axes, unless the call says otherwise."""
+    """A loop nest without sizes; calling it gives a `Program`. `sizes` are the defaults of its axes."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]
@@ -67,17 +67,21 @@ class Operator:
     tile: str
 
     def __call__(self, dtype: str = "float32", **sizes: int) -> Program:
-        """The program with these sizes of its axes. ValueError: an axis does not exist, or a size is below 1."""
+        """The program with these sizes of its axes. Raises ValueError for an unknown axis or a size below 1."""
         known = dict(self.sizes)
         if unknown := [name for name in sizes if name not in known]:
-            raise ValueError(f"{self.name} has no axis {unknown[0]!r}; it has {', '.join(known)}")
+            raise ValueError(f"{self.name} has no axis {unknown[0]!r}: expected {', '.join(known)}")
         axes = tuple(Axis(name, (known | sizes)[name], kind) for name, kind in self.kinds)
         result = Result(self.monoid, (self.output.name,))
         return Program(self.name, axes, self.inputs, (self.output,), (result,), self.tile, (), dtype)
 
 
 def operator(function: Callable[..., Any]) -> Operator:
-    """Read a function as a loop nest. LoopNestError: it is none; the message points at the line."""
+    """Read a function as a loop nest.
+
+    Raises:
+        LoopNestError: the function is no loop nest; the message points at the line.
+    """
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
         name = getattr(function, "__name__", type(function).__name__)
@@ -88,7 +92,7 @@ def operator(function: Callable[..., Any]) -> Operator:
 
 
 def _syntax_tree(function: FunctionType, where: str) -> ast.FunctionDef:
-    """The syntax tree of a function, from its source. where: the file, line and name, for errors."""
+    """Parse the source of a function. `where` is its file, line and name, for errors."""
     node: ast.stmt | None = None
     try:
         lines, _ = inspect.getsourcelines(function)
@@ -116,10 +120,8 @@ class _Reader:
         """The operator."""
         try:
             return self._operator()
-        except RuleBroken as error:
+        except ExpressionError as error:
             self._fail(error.node, str(error))
-        except RecursionError:
-            self._fail(self._node.body[-1], "the parts of its expression are nested too deeply")
 
     def _operator(self) -> Operator:
         loop = self._loop()
@@ -144,7 +146,7 @@ class _Reader:
         arguments = self._node.args
         others = *arguments.posonlyargs, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg
         for other in filter(None, others):
-            self._fail(other, f"{other.arg} is no axis: parameters are written rows=1024, without /, * and **")
+            self._fail(other, f"{other.arg} is not an axis: expected parameters such as rows=1024, without /, * and **")
         if len(arguments.defaults) != len(arguments.args) or not arguments.args:
             self._fail(self._node, "every parameter is an axis and needs its size as default, such as rows=1024")
         sizes: dict[str, int] = {}
@@ -154,18 +156,22 @@ class _Reader:
                     argument, f"no axis can be called {argument.arg}, which a call of the operator means otherwise"
                 )
             if not (isinstance(default, ast.Constant) and type(default.value) is int and default.value >= 1):
-                self._fail(default, f"the size of axis {argument.arg} must be a whole number of at least 1")
+                self._fail(
+                    default,
+                    f"axis {argument.arg} has size {ast.unparse(default)}: expected a whole number of at least 1",
+                )
             sizes[argument.arg] = default.value
         return sizes
 
     def _loop(self) -> ast.For:
         """Read the declarations of operands; return the loop that follows them."""
-        *declarations, loop = [each for each in self._node.body if not _is_docstring(each)] or [self._node]
+        statements = [statement for statement in self._node.body if not _is_docstring(statement)]
+        *declarations, loop = statements or [self._node]
         rule = "the operands must be followed by one loop over grid(...), the last statement"
-        for each in declarations:
-            if not isinstance(each, ast.Assign):
-                self._fail(each, rule)
-            self._declare(each)
+        for statement in declarations:
+            if not isinstance(statement, ast.Assign):
+                self._fail(statement, rule)
+            self._declare(statement)
         if not isinstance(loop, ast.For):
             self._fail(loop, rule)
         if loop.orelse:
@@ -193,25 +199,21 @@ class _Reader:
         where[ast.unparse(kind.value)][name] = Operand(name, axes, kept)
 
     def _home(self, node: ast.Call, name: str, axes: tuple[str, ...]) -> str | None:
-        if len(node.args) != 1 or node.keywords:
-            self._fail(node, f"the home of {name} is given as .home(axis) or .home(None)")
-        (argument,) = node.args
+        argument = node.args[0] if len(node.args) == 1 and not node.keywords else None
         if isinstance(argument, ast.Constant) and argument.value is None:
             return None
-        if not isinstance(argument, ast.Name):
-            text = argument.value if isinstance(argument, ast.Constant) else None
-            advice = f"write .home({text}), without quotes" if isinstance(text, str) else "it is an axis or None"
-            self._fail(node, f"the home of {name} is {ast.unparse(argument)}: {advice}")
-        if argument.id not in axes:
-            self._fail(node, f"{name} is kept along {argument.id}, which is none of its axes {', '.join(axes)}")
-        return argument.id
+        if isinstance(argument, ast.Name) and argument.id in axes:
+            return argument.id
+        self._fail(
+            node, f"the home of {name} is {ast.unparse(node)}: expected .home(None), or an axis of {', '.join(axes)}"
+        )
 
     def _axes_of(self, node: ast.Subscript) -> tuple[str, ...]:
         """The axes in the brackets of an operand."""
         return indices_of(node, self._sizes)
 
     def _grid(self, node: ast.For) -> dict[str, str]:
-        """{axis: kind} of the loops, in their order."""
+        """Return {axis: kind} of the loops, in their order."""
         call = node.iter
         is_grid = isinstance(call, ast.Call) and _is_call(call, "grid") and len(call.args) == 1 and not call.keywords
         if not is_grid or not isinstance(call.args[0], ast.Constant):  # type: ignore[attr-defined]
@@ -234,7 +236,7 @@ class _Reader:
         return dict(zip(names, kinds, strict=True))
 
     def _statement(self, loop: ast.For, kinds: dict[str, str]) -> tuple[Operand, str, ast.expr]:
-        """(output, monoid, expression) of the one statement in the loop."""
+        """Return (output, monoid, expression) of the one statement in the loop."""
         if len(loop.body) != 1:
             self._fail(loop.body[1], "the loop must have one statement")
         (node,) = loop.body
@@ -281,7 +283,7 @@ class _Reader:
         return self._outputs[name]
 
     def _check_axes(self, node: ast.AST, output: Operand, kinds: dict[str, str], is_combined: bool = True) -> None:
-        """The output is indexed by exactly the spatial axes."""
+        """The output must be indexed by exactly the spatial axes."""
         for axis, kind in kinds.items():
             if rule := axis_error(axis, kind, {output.name: output.axes}):
                 self._fail(node, rule)

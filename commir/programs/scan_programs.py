@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from commir.ir.checks import check_sizes
 from commir.ir.program import SCANNED, WHOLE, Axis, Operand, Program, Result, Scan
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -27,11 +26,19 @@ def selective_scan(
     batch: int = 1, seq: int = 4096, heads: int = 8, dim: int = 1, state: int = 16, dtype: str = "float32",
     order: str = "zigzag", groups: int = 1,
 ) -> Program:  # fmt: skip
-    """x (batch, seq, heads, dim), dt (batch, seq, heads), B, C (batch, seq, state), A (heads, state) -> y, shaped like x.
+    """The recurrence of a state-space layer: x (batch, seq, heads, dim), dt, B, C and A -> y, shaped like x.
 
-    At home the ranks share the sequence, in `order`; A is whole on every rank. dt is the step size, after softplus. With
-    several groups of heads, each has its own B and C, which are (batch, seq, groups, state). ValueError: the heads do not
-    divide by the groups, a size is no whole number of at least 1, or an argument has another type.
+    At home the ranks share the sequence, and A is whole on every rank. dt (batch, seq, heads) is the step size, after
+    softplus; A is (heads, state); B and C are (batch, seq, state).
+
+    Args:
+        dim, state: the sizes of a head's state.
+        dtype: of the elements, by which bytes are counted.
+        order: the tokens that a rank holds, "zigzag" or "contiguous".
+        groups: groups of consecutive heads that have their own B and C, which are then (batch, seq, groups, state).
+
+    Raises:
+        ValueError: the heads do not divide by the groups, or a size is below 1.
     """
     b, c = _of_groups("BC", heads, groups, "state")
     axes = (
@@ -59,11 +66,19 @@ def gated_delta(
     batch: int = 1, seq: int = 4096, heads: int = 8, key_dim: int = 128, value_dim: int = 128, groups: int = 1,
     dtype: str = "float32", order: str = "zigzag",
 ) -> Program:  # fmt: skip
-    """v (batch, seq, heads, value_dim), g, beta (batch, seq, heads), q, k (batch, seq, key_dim) -> y, shaped like v.
+    """The recurrence of a gated delta net: v (batch, seq, heads, value_dim), g, beta, q and k -> y, shaped like v.
 
-    At home the ranks share the sequence, in `order`. g is the logarithm of the decay, at most 0. q and k are normalized
-    first, and q is divided by sqrt(key_dim). With several groups of heads, each has its own q and k, which are (batch, seq,
-    groups, key_dim): heads of keys. ValueError: as in `selective_scan`.
+    At home the ranks share the sequence. g (batch, seq, heads) is the logarithm of the decay, at most 0; beta has its shape.
+    q and k (batch, seq, key_dim) are normalized first, and q is divided by sqrt(key_dim).
+
+    Args:
+        key_dim, value_dim: the sizes of a head's state.
+        groups: heads of keys; each has its own q and k, which are then (batch, seq, groups, key_dim).
+        dtype: of the elements, by which bytes are counted.
+        order: the tokens that a rank holds, "zigzag" or "contiguous".
+
+    Raises:
+        ValueError: as in `selective_scan`.
     """
     q, k = _of_groups("qk", heads, groups, "key_dim")
     axes = (
@@ -78,7 +93,7 @@ def gated_delta(
         Operand("map", (*summary, "entering_dim"), is_wide=True),
         Operand("entering_state", (*summary, "value_dim"), is_wide=True),
     )
-    scan = Scan("seq", "blocks", *(each.name for each in internal))
+    scan = Scan("seq", "blocks", *(operand.name for operand in internal))
     return Program(
         "gated_delta", axes, (v, g, beta, q, k), (y,), (Result("sum", ("y",)),), "gated_delta", (), dtype, scan,
         internal,
@@ -86,9 +101,8 @@ def gated_delta(
 
 
 def _of_groups(names: str, heads: int, groups: int, dim: str) -> list[Operand]:
-    """Inputs that consecutive heads share, in groups. ValueError: the heads do not divide by them."""
-    check_sizes(heads=heads, groups=groups)
-    if heads % groups:
+    """Inputs that the consecutive heads of a group share. Raises ValueError if the heads do not divide by the groups."""
+    if groups < 1 or heads % groups:
         raise ValueError(f"{heads} heads do not divide into {groups} groups")
     if groups == 1:
         return [Operand(name, ("batch", "seq", dim), "seq") for name in names]
@@ -96,7 +110,7 @@ def _of_groups(names: str, heads: int, groups: int, dim: str) -> list[Operand]:
 
 
 def with_lasting_states(program: Program, inputs: Tensors) -> dict[str, Tensor]:
-    """Inputs with which states neither grow nor fade before the sequence ends.
+    """Change inputs so that states neither grow nor fade before the sequence ends.
 
     Every block then matters to all later ones, and outputs have about one size.
     """
@@ -104,7 +118,7 @@ def with_lasting_states(program: Program, inputs: Tensors) -> dict[str, Tensor]:
 
 
 def scan_tile(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
-    """y of a tile: its blocks one by one, each from the state that enters it (without any: from zero)."""
+    """Compute y of a tile, block by block, each from the state that enters it (without one: from zero)."""
     carry, (blocks, slots) = inputs.get("entering_state"), _blocks(program, inputs, indices)
     compute = _RECURRENCES[program.tile].compute
     outputs = [compute(block, None if carry is None else carry[:, n])[0] for n, block in enumerate(blocks)]
@@ -115,7 +129,9 @@ def scan_tile(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, 
 
 
 def summarize(program: Program, inputs: Tensors, indices: Tensors) -> tuple[Tensor, ...]:
-    """The summaries of a tile's blocks, as `Scan` has them: (batch, blocks, heads, ...), and a copy of the rates, if any."""
+    """The summaries of a tile's blocks as in `Scan`: (batch, blocks, heads, ...), and a copy of the rates, if there are
+    any.
+    """
     blocks, _ = _blocks(program, inputs, indices)
     summaries = [_RECURRENCES[program.tile].summarize(block) for block in blocks]
     rates = (inputs["A"].clone(),) if "A" in inputs else ()
@@ -123,9 +139,10 @@ def summarize(program: Program, inputs: Tensors, indices: Tensors) -> tuple[Tens
 
 
 def pass_states(program: Program, states: Tensor, decays: Tensor, *rates: Tensor) -> Tensor:
-    """The state that enters each block, in the order of `states`: numbered by rank, whereas states pass by position.
+    """The state that enters each block, from the summaries of all blocks.
 
-    In zigzag order, blocks 2r and 2r+1 of the numbering stand at positions r and 2P-1-r. Arguments: the summaries.
+    Blocks are numbered by rank, whereas states pass by position: in zigzag order, blocks 2r and 2r+1 are at positions r and
+    2P-1-r.
     """
     kept = _RECURRENCES[program.tile].kept
     entering, state = torch.empty_like(states), torch.zeros_like(states[:, 0])
@@ -136,7 +153,7 @@ def pass_states(program: Program, states: Tensor, decays: Tensor, *rates: Tensor
 
 
 def _position(program: Program, number: int) -> int:
-    """The position in the sequence of a block, from its number."""
+    """The position in the sequence of block `number`."""
     count = program.axis("blocks").size
     if program.axis("seq").order == "contiguous" or count == 1:
         return number
@@ -144,7 +161,7 @@ def _position(program: Program, number: int) -> int:
 
 
 def _blocks(program: Program, inputs: Tensors, indices: Tensors) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-    """(inputs, in at least fp32; slots in the tile) of each block of a tile, in the order of their numbers."""
+    """Return (inputs, in at least fp32; slots in the tile) of each block of a tile, in the order of their numbers."""
     count = program.axis("blocks").size
     numbers = {_position(program, number): number for number in range(count)}
     order = indices["seq"].argsort()
@@ -156,11 +173,11 @@ def _blocks(program: Program, inputs: Tensors, indices: Tensors) -> tuple[list[d
 
 
 def _selective_scan(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(y (batch, tokens, heads, dim), final state (batch, heads, dim, state)), token by token."""
+    """Token by token: (y (batch, tokens, heads, dim), final state (batch, heads, dim, state))."""
     x, dt, rates = (block[name] for name in ("x", "dt", "A"))
-    b, c = (_per_head(block[name], x.shape[2]).unsqueeze(3) for name in "BC")
+    b, c = (_per_head(block[name], x.shape[2]).unsqueeze(3) for name in "BC")  # (batch, tokens, heads, 1, state)
     decay = torch.exp(dt.unsqueeze(-1) * rates)  # (batch, tokens, heads, state)
-    entry = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b
+    entry = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b  # (batch, tokens, heads, dim, state)
     state = torch.zeros_like(entry[:, 0]) if state is None else state
     outputs = []
     for t in range(x.shape[1]):
@@ -170,8 +187,9 @@ def _selective_scan(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _gated_delta(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(y (batch, tokens, heads, value_dim), final state (batch, heads, key_dim, value_dim)), token by token."""
+    """Token by token: (y (batch, tokens, heads, value_dim), final state (batch, heads, key_dim, value_dim))."""
     v, beta, decay = block["v"], block["beta"].unsqueeze(-1), torch.exp(block["g"])[..., None, None]
+    # q, k: (batch, tokens, heads, key_dim, 1); state: (batch, heads, key_dim, value_dim)
     q, k = (_per_head(_normalized(block[name]), v.shape[2]).unsqueeze(-1) for name in "qk")
     state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
     outputs = []
@@ -184,7 +202,7 @@ def _gated_delta(block: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _summary_of_gated_delta(block: Tensors) -> tuple[Tensor, Tensor]:
-    """(final state from zero, map): the map is the final state from the unit matrix, where values are zero."""
+    """(final state from zero, map). The map is the final state from the unit matrix, with values of zero."""
     v, size = block["v"], block["k"].shape[-1]
     state = torch.cat([v.new_zeros(size, v.shape[3]), torch.eye(size, dtype=v.dtype, device=v.device)], 1)
     values = torch.cat([v, v.new_zeros(*v.shape[:3], size)], 3)
@@ -193,22 +211,25 @@ def _summary_of_gated_delta(block: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def _normalized(x: Tensor) -> Tensor:
-    """q or k, divided by its length."""
+    """Divide q or k by its length."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """An input of all heads, or of each group of heads -> (batch, tokens, heads, n)."""
-    x = x.unsqueeze(2) if x.ndim == 3 else x
+    """(batch, tokens, n) or (batch, tokens, groups, n) -> (batch, tokens, heads, n)."""
+    x = x.unsqueeze(2) if x.ndim == 3 else x  # (batch, tokens, groups, n)
     return x.repeat_interleave(heads // x.shape[2], 2)
 
 
 class _Recurrence(NamedTuple):
-    """What differs between scanned programs.
+    """The functions in which scanned programs differ.
 
-    compute(block, the state that enters it, or None): (y, the state that leaves it). summarize(block): (its final state from
-    zero, its decay). kept(state, decay, rates): what a block keeps of a state that enters it. lasting(inputs, share): inputs
-    instead of some of these, with which a token takes about this share of a state away.
+    Attributes:
+        compute: (block, the state that enters it, or None) -> (y, the state that leaves it).
+        summarize: block -> (its final state from zero, its decay).
+        kept: (state, decay, rates) -> the part of a state that a block keeps.
+        lasting: (inputs, share) -> inputs in place of some of these, with which a token takes about this share of a state
+            away.
     """
 
     compute: Callable[[Tensors, Tensor | None], tuple[Tensor, Tensor]]

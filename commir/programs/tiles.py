@@ -28,19 +28,21 @@ TileInto = Callable[[Program, Tensors, Tensors, Sequence[Tensor]], None]
 
 
 def tile_of(program: Program, kernel: str = "library") -> Tile:
-    """The function that computes the tile of a program. kernel: "library", or "reference" for plain operations."""
+    """The function that computes the tile of a program, by a fused kernel ("library") or plain operations ("reference")."""
     if (program.tile, kernel) in _TILES:
         return _TILES[program.tile, kernel]
     return evaluate
 
 
 def tile_into(program: Program, kernel: str = "library") -> TileInto | None:
-    """The function that computes the tile of a program and combines it into what a rank has already, if there is one."""
+    """The function that computes a tile and combines it into earlier results, or None if the program has no such
+    function.
+    """
     return _attention_into if (program.tile, kernel) == ("attention", "library") else None
 
 
 def derive(program: Program, operand: str, sources: Sequence[Tensor]) -> Tensor:
-    """An input that a program derives from others before its loops: delta, the sum of dout * out over head_dim."""
+    """Compute an input from others, as a program does before its loops: delta, the sum of dout * out over head_dim."""
     if operand != "delta":
         raise ValueError(f"{program.name} does not say how to derive {operand}")
     dout, out = sources
@@ -49,7 +51,7 @@ def derive(program: Program, operand: str, sources: Sequence[Tensor]) -> Tensor:
 
 def _attention(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
     """(out, lse) of some queries over some keys, by the kernels of attention2d."""
-    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
+    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")  # (seq, batch, heads, head_dim), as attention2d has them
     scale, calls = program.option("scale"), _Calls(program, indices)
     k, v = calls.kv.sort(k), calls.kv.sort(v)
     if calls.is_one_tile(q, k):
@@ -70,7 +72,10 @@ def _attention_into(program: Program, inputs: Tensors, indices: Tensors, total: 
 
 
 def _attend_in_calls(q: Tensor, k: Tensor, v: Tensor, calls: list[KernelCall], scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of kernel calls, merged. The first for some queries is copied, if others have the same or none of them."""
+    """(out, lse) of several kernel calls, merged.
+
+    The first result for some queries is copied where the slots of other calls are either the same or disjoint.
+    """
     slots = sorted({(call.q.start, call.q.stop) for call in calls})
     edges = [0, *(edge for slot in slots for edge in slot), len(q)]
     if edges == sorted(edges):  # no two overlap
@@ -111,19 +116,19 @@ def _attention_backward(program: Program, inputs: Tensors, indices: Tensors) -> 
 
 
 class _Calls:
-    """The kernel calls for a tile whose queries and keys are at any positions; under a causal mask both are sorted first."""
+    """The kernel calls of a tile whose queries and keys are at any positions; a causal mask needs both sorted first."""
 
     def __init__(self, program: Program, indices: Tensors) -> None:
         self._is_causal = bool(program.option("causal"))
         if self._is_causal:
             self.q, self.kv = _runs_of(indices["q"]), _runs_of(indices["kv"])
             self.all = _causal_calls(self.q.all, self.kv.all)
-        else:  # any order is as good
+        else:  # without a mask the order does not matter
             self.q = self.kv = _Runs(torch.arange(1))
             self.all = [KernelCall(slice(0, len(indices["q"])), slice(0, len(indices["kv"])), False)]
 
     def of_unsorted_queries(self) -> list[KernelCall]:
-        """The calls if only the keys are sorted: those of each run of queries, which need not be copied then."""
+        """The calls if only the keys are sorted: those of each run of queries, which then need not be copied."""
         if not self._is_causal or self.q.is_sorted:
             return self.all
         found = list[KernelCall]()
@@ -134,16 +139,16 @@ class _Calls:
         return found
 
     def is_one_tile(self, q: Tensor, k: Tensor) -> bool:
-        """Whether one kernel call covers all queries in their order, and all keys, and is small enough."""
+        """Return True if one kernel call covers all queries in their order and all keys, and is small enough."""
         whole = KernelCall(slice(0, len(q)), slice(0, len(k)), self.all[0].causal) if self.all else None
         return self.q.is_sorted and self.all == [whole] and max(len(q), len(k)) <= tile_length(q)
 
 
-_RUNS = WeakTensorKeyDictionary()  # {positions: their runs}, as long as the tensor lives
+_RUNS = WeakTensorKeyDictionary()  # {positions: their runs}
 
 
 class _Run(NamedTuple):
-    """Consecutive positions in a tile. start: the first one's slot."""
+    """Consecutive positions in a tile; `start` is the slot of the first."""
 
     first: int
     length: int
@@ -151,7 +156,7 @@ class _Run(NamedTuple):
 
     @property
     def slots(self) -> slice:
-        """Those of the positions."""
+        """The slots of the positions."""
         return slice(self.start, self.start + self.length)
 
 
@@ -178,11 +183,11 @@ class _Runs:
         self.is_sorted = list(self.all) == runs
 
     def sort(self, x: Tensor) -> Tensor:
-        """The slots of x, its first dimension, sorted by position."""
+        """Sort the slots of x, its first dimension, by position."""
         return x if self.is_sorted else torch.cat([x[run.slots] for run in self.all])
 
     def unsort(self, x: Tensor) -> Tensor:
-        """The inverse of `sort`."""
+        """Undo `sort`."""
         if self.is_sorted:
             return x
         found = torch.empty_like(x)
@@ -192,7 +197,7 @@ class _Runs:
 
 
 def _runs_of(positions: Tensor) -> _Runs:
-    """The runs of positions, which are found once for each tensor: a plan remembers the positions of its tiles."""
+    """The runs of positions, found once for each tensor: a plan remembers the positions of its tiles."""
     if positions not in _RUNS:
         _RUNS[positions] = _Runs(positions)
     return _RUNS[positions]
@@ -217,7 +222,7 @@ def _attention_backward_ref(program: Program, inputs: Tensors, indices: Tensors)
     dscores = weights * dscores * program.option("scale")
     dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k)
     dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q)
-    dk, dv = (x.unflatten(2, (kv_heads, -1)).sum(3) for x in (dk, dv))
+    dk, dv = (x.unflatten(2, (kv_heads, -1)).sum(3) for x in (dk, dv))  # (batch, seq, kv_heads, head_dim)
     return {"dq": dq, "dk": dk, "dv": dv}
 
 

@@ -1,4 +1,4 @@
-"""Schedules: which rank computes what, and in which order, as a program transformed by primitives with legality rules.
+"""Schedules: which rank computes what, and in which order. A schedule is a program transformed by primitives.
 
-In: a program and a mesh. Out: a `LoopNest`, which says nothing yet about messages.
+In: a program and a mesh. Out: a `LoopNest`; the messages follow only when it is lowered.
 """

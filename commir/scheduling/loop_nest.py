@@ -3,13 +3,13 @@
 The index of each axis is a number in mixed radix, whose digits `tile` introduces. Each digit is one of these:
 
 - the coordinate x of a rank along a mesh axis (`parallelize`),
-- a loop counter t whose loop every rank runs shifted by its coordinate, (t + x) mod T (`shift`),
+- the counter t of a loop that every rank runs shifted by its coordinate, (t + x) mod T (`shift`),
 - a plain loop counter inside a rank (`reorder`),
 - the number of a chunk: a rank takes all steps for one chunk after the other (`chunk`),
 - an index inside the tile, which a kernel computes (all other digits).
 
-A `LoopNest` is the normal form of a sequence of primitives. It is immutable, and two sequences with the same normal form
-are equal.
+A `LoopNest` is the normal form of a sequence of primitives. It is immutable, and two sequences with the same normal form are
+equal.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-from commir.ir.checks import as_name, call_text, check_call, check_rows, check_sizes, check_type, is_among, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
 
@@ -32,17 +31,25 @@ class Digit:
     size: int
 
 
-class Illegal(ValueError):
+class IllegalSchedule(ValueError):
     """A primitive was applied where its legality rule forbids it. The message names the rule."""
+
+
+Illegal = IllegalSchedule  # an alias
 
 
 @dataclass(frozen=True)
 class LoopNest:
     """A program on a mesh, and how its loops are divided: `Schedule(program, mesh).tile(...).parallelize(...).lower()`.
 
-    digits: the digits of each axis, outermost first, axis by axis. parallel, shifts: (digit, mesh axis). order: the loops of
-    a rank, outermost first. homes: (operand, mesh axis, axis or None) where an operand's home differs from the program's.
-    kernel: the tile's implementation, "library" or "reference". chunked: the digit that numbers the chunks, if any.
+    Attributes:
+        digits: the digits of each axis, outermost first, axis by axis.
+        parallel: (digit, mesh axis) of the digits that ranks divide.
+        shifts: (digit, mesh axis) of the loops that are shifted.
+        order: the loops of a rank, outermost first.
+        homes: (operand, mesh axis, axis or None) where the home of an operand differs from the program's.
+        kernel: the implementation of the tile, "library" or "reference".
+        chunked: the digit that numbers the chunks, if there are any.
     """
 
     program: Program
@@ -56,8 +63,9 @@ class LoopNest:
     chunked: str | None = None
 
     def __post_init__(self) -> None:
-        check_type("Schedule", self.program, Program)
-        check_type("Schedule", self.mesh, Mesh)
+        if not isinstance(self.program, Program) or not isinstance(self.mesh, Mesh):
+            found = f"{type(self.program).__name__} and {type(self.mesh).__name__}"
+            raise ValueError(f"expected a Program (call an operator to get one) and a Mesh, not {found}")
         if not self.digits:
             loops = (axis for axis in self.program.axes if axis.kind != WHOLE)
             object.__setattr__(self, "digits", tuple(Digit(axis.name, axis.name, axis.size) for axis in loops))
@@ -65,41 +73,54 @@ class LoopNest:
     # Primitives
 
     def tile(self, digit: str, factor: int, outer: str | None = None, inner: str | None = None) -> Self:
-        """Split a digit into `factor` blocks: digits `outer` (of size factor) and `inner`, by default digit.o and digit.i.
+        """Split a digit into `factor` blocks: the digits `outer` (of size factor) and `inner`.
 
-        Illegal: the factor does not divide the size, a name is taken (by another digit or axis) or not printable, the digit
-        is parallelized or shifted, or loops were reordered before. ValueError: the factor is no whole number of at least 1.
+        Args:
+            digit: the digit to split; at first each axis is one digit.
+            factor: the number of blocks, which divides the size of the digit.
+            outer, inner: names of the new digits, by default `digit.o` and `digit.i`.
+
+        Raises:
+            IllegalSchedule: the factor does not divide the size, a name is taken (by another digit or axis), the digit is
+                parallelized or shifted, or loops were reordered before.
         """
-        found, rule = self.digit(digit), call_text("tile", digit, factor)
+        found, rule = self.digit(digit), f"tile({digit}, {factor})"
         outer, inner = f"{digit}.o" if outer is None else outer, f"{digit}.i" if inner is None else inner
         self._refuse_bound(digit, "tile it before that")
-        check_sizes(f"{rule}: ", factor=factor)
-        if found.size % factor:
-            raise Illegal(f"{rule}: {factor} does not divide {digit}, which has size {found.size}")
+        if factor < 1 or found.size % factor:
+            raise IllegalSchedule(f"{rule}: {factor} does not divide {digit}, which has size {found.size}")
         self._check_names(rule, [outer, inner], [found])
         parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
-        digits = [part for each in self.digits for part in (parts if each is found else (each,))]
+        digits = [part for digit in self.digits for part in (parts if digit is found else (digit,))]
         return self._with_loops(digits=tuple(digits))
 
     def join(self, outer: str, inner: str, name: str | None = None) -> Self:
         """Merge two adjacent digits of one axis into one, the inverse of `tile`.
 
-        name: None is the axis's name, which it always has if no other digit of the axis is left.
-        The paper's join also merges loops of two axes, which are parallelized together. Here each is parallelized on its
-        own part of the mesh axis (`Mesh.split`, the outer loop on the outer part), so that every rank has the same block.
+        The paper's join also merges loops of two axes, which are then parallelized together. Here each is parallelized on
+        its own part of the mesh axis (`Mesh.split`, the outer loop on the outer part), so that every rank has the same
+        block.
 
-        Illegal: they are not adjacent digits of one axis, one is parallelized or shifted, loops were reordered before, or
-        the name is taken or not printable.
+        Args:
+            outer, inner: the digits.
+            name: of the merged digit. By default it is that of the axis, and so it always is if no other digit of the axis
+                is left.
+
+        Raises:
+            IllegalSchedule: they are not adjacent digits of one axis, one is parallelized or shifted, loops were reordered
+                before, or the name is taken.
         """
         first, second = self.digit(outer), self.digit(inner)
         index = self.digits.index(first)
         if first.axis != second.axis:
-            raise Illegal(
+            raise IllegalSchedule(
                 f"join({outer}, {inner}): {outer} is a digit of {first.axis} and {inner} of {second.axis}; a digit counts "
                 f"blocks of one axis. Parallelize each on a part of the mesh axis, which `Mesh.split` makes"
             )
         if self.digits[index + 1 : index + 2] != (second,):
-            raise Illegal(f"join({outer}, {inner}): {inner} is not the next digit of axis {first.axis} after {outer}")
+            raise IllegalSchedule(
+                f"join({outer}, {inner}): {inner} is not the next digit of axis {first.axis} after {outer}"
+            )
         for digit in (outer, inner):
             self._refuse_bound(digit, "join it before that")
         name = first.axis if name is None or len(self.digits_of(first.axis)) == 2 else name
@@ -108,80 +129,93 @@ class LoopNest:
         return self._with_loops(digits=(*self.digits[:index], merged, *self.digits[index + 2 :]))
 
     def reorder(self, *loops: str) -> Self:
-        """Run these digits as loops of a rank, outermost first; all other digits that are not parallelized are in the tile.
+        """Run these digits as loops of a rank, outermost first. All others that are not parallelized are inside the tile.
 
         It comes after `tile`, `join`, `parallelize` and `shift`. An output that a loop does not index is kept whole while
-        the loop runs; `Plan.memory` counts this. Illegal: a shifted digit is missing, a parallelized one is named, one is
-        named twice, or digits of a scanned axis change their order.
+        the loop runs, which `Plan.memory` counts.
+
+        Raises:
+            IllegalSchedule: a shifted digit is missing, a parallelized one is named, one is named twice, or digits of a
+                scanned axis change their order.
         """
-        rule, loops = call_text("reorder", *loops), tuple(self.digit(name).name for name in loops)
+        rule, loops = f"reorder({', '.join(loops)})", tuple(self.digit(name).name for name in loops)
         if missing := [name for name, _ in self.shifts if name not in loops]:
-            raise Illegal(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
+            raise IllegalSchedule(f"{rule}: {missing[0]} is shifted, so it is a loop and must be named")
         for name in loops:
             if name in (*dict(self.parallel), self.chunked):
                 how = "chunked" if name == self.chunked else "parallelized"
-                raise Illegal(f"{rule}: {name} is {how}, so it is no loop of a rank")
+                raise IllegalSchedule(f"{rule}: {name} is {how}, so it cannot be a loop of a rank")
             if loops.count(name) > 1:
-                raise Illegal(f"{rule}: {name} is named twice")
+                raise IllegalSchedule(f"{rule}: {name} is named twice")
         scanned = [digit.name for digit in self.digits if digit.name in loops and self._kind(digit.name) == SCANNED]
         if [name for name in loops if self._kind(name) == SCANNED] != scanned:
-            raise Illegal(f"{rule}: digits of a scanned axis keep their order, {', '.join(scanned)}")
+            raise IllegalSchedule(f"{rule}: digits of a scanned axis keep their order, {', '.join(scanned)}")
         return replace(self, order=loops)
 
     def parallelize(self, digit: str, mesh_axis: str) -> Self:
         """Compute the blocks of a digit on the ranks along a mesh axis.
 
-        Outputs that the digit indexes are then sharded; others become partial results, which lowering combines. Illegal: the
-        sizes differ, the mesh axis has a digit already, the digit is parallelized or shifted, or loops were reordered
-        before.
+        Outputs that the digit indexes are then sharded; others become partial results, which lowering combines.
+
+        Raises:
+            IllegalSchedule: the sizes differ, the mesh axis has a digit already, the digit is parallelized or shifted, or
+                loops were reordered before.
         """
         found, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"parallelize({digit}, {mesh_axis})"
         self._refuse_bound(digit, "parallelize another digit")
         if found.size != size:
             advice = f"tile it by {size} first" if found.size % size == 0 else f"{size} does not divide {found.size}"
-            raise Illegal(f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}: {advice}")
+            raise IllegalSchedule(f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}: {advice}")
         if other := self.digit_on(mesh_axis):
-            raise Illegal(f"{rule}: mesh axis {mesh_axis} has the digit {other.name} already")
+            raise IllegalSchedule(f"{rule}: mesh axis {mesh_axis} has the digit {other.name} already")
         bound = sorted((*self.parallel, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1]))
         return self._with_loops(parallel=tuple(bound))
 
     def shift(self, digit: str, mesh_axis: str) -> Self:
         """Run the loop over a digit shifted by the rank's coordinate along a mesh axis, so that blocks travel in a ring.
 
-        Illegal: nothing is parallelized on the mesh axis, the sizes differ, the digit is parallelized or shifted, its axis
-        is scanned, the mesh axis has a shift already, loops were reordered before, or no operand is indexed by this digit
-        and not by the parallelized one, so that nothing would travel.
+        Raises:
+            IllegalSchedule: no digit is parallelized on the mesh axis, the sizes differ, the digit is parallelized or
+                shifted, its axis is scanned, the mesh axis has a shift already, loops were reordered before, or nothing
+                would travel because no operand is indexed by this digit and not by the parallelized one.
         """
         found, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"shift({digit}, {mesh_axis})"
         self._refuse_bound(digit, "shift another digit")
         owner = self.digit_on(mesh_axis)
         if owner is None:
-            raise Illegal(f"{rule}: no digit is parallelized on {mesh_axis}; parallelize one first")
+            raise IllegalSchedule(f"{rule}: no digit is parallelized on {mesh_axis}; parallelize one first")
         if found.size != size:
-            raise Illegal(f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}; they must be equal")
+            raise IllegalSchedule(
+                f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}; they must be equal"
+            )
         if self._kind(digit) == SCANNED:
-            raise Illegal(f"{rule}: {found.axis} is scanned, and a scan has only one order")
+            raise IllegalSchedule(f"{rule}: {found.axis} is scanned, and a scan has only one order")
         if any(used == mesh_axis for _, used in self.shifts):
-            raise Illegal(f"{rule}: mesh axis {mesh_axis} has a shifted loop already")
-        travelling = [each for each in self.program.operands if found.axis in each.axes and owner.axis not in each.axes]
+            raise IllegalSchedule(f"{rule}: mesh axis {mesh_axis} has a shifted loop already")
+        travelling = [
+            operand
+            for operand in self.program.operands
+            if found.axis in operand.axes and owner.axis not in operand.axes
+        ]
         if not travelling:
-            raise Illegal(
+            raise IllegalSchedule(
                 f"{rule}: no operand is indexed by {found.axis} and not by {owner.axis}; nothing would travel"
             )
         bound = sorted((*self.shifts, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1]))
         return self._with_loops(shifts=tuple(bound))
 
     def shard(self, operand: str, axis: str, mesh_axis: str) -> Self:
-        """Keep an operand sharded along `axis` over a mesh axis at home, before the loops (inputs) or after (outputs).
+        """Keep an operand sharded along `axis` over a mesh axis at home: before the loops (inputs) or after them (outputs).
 
-        Illegal: the operand is not indexed by the axis, the axis is whole in every tile, or (when the schedule is lowered)
-        the mesh axis does not divide it.
+        Raises:
+            IllegalSchedule: the operand is not indexed by the axis, every tile needs all of the axis, or (when the schedule
+                is lowered) the mesh axis does not divide it.
         """
-        found, rule = self.program.operand(operand), call_text("shard", operand, axis, mesh_axis)
-        if not is_among(axis, found.axes):
-            raise Illegal(f"{rule}: {operand} is not indexed by {as_name(axis)}")
+        found, rule = self.program.operand(operand), f"shard({operand}, {axis}, {mesh_axis})"
+        if axis not in found.axes:
+            raise IllegalSchedule(f"{rule}: {operand} is not indexed by {axis}")
         if self.program.axis(axis).kind == WHOLE:
-            raise Illegal(f"{rule}: {axis} is no loop; every tile needs all of it")
+            raise IllegalSchedule(f"{rule}: {axis} is whole in every tile, so it cannot be sharded")
         return self._with_home(operand, mesh_axis, axis)
 
     def replicate(self, operand: str, mesh_axis: str) -> Self:
@@ -189,60 +223,67 @@ class LoopNest:
         return self._with_home(operand, mesh_axis, None)
 
     def patch(self, kernel: str) -> Self:
-        """Compute the tile by another of `Program.kernels`: "library" or "reference". Illegal: the program has no such."""
-        if not is_among(kernel, self.program.kernels):
-            known, rule = ", ".join(self.program.kernels), call_text("patch", kernel)
-            raise Illegal(f"{rule}: {self.program.name} has no kernel {shown(kernel)}; it has {known}")
+        """Compute the tile by another of `Program.kernels`, "library" or "reference".
+
+        Raises:
+            IllegalSchedule: the program has no such kernel.
+        """
+        if kernel not in self.program.kernels:
+            known = " or ".join(self.program.kernels)
+            raise IllegalSchedule(f"patch({kernel}): {self.program.name} has no kernel {kernel!r}: expected {known}")
         return replace(self, kernel=kernel)
 
     def chunk(self, digit: str) -> Self:
         """Take all steps for one block of a digit after the other, so that a rank holds less at a time.
 
-        An input that the digit does not index is brought again for every block. Illegal: the digit is parallelized, shifted,
-        of size 1 or the innermost of its axis, an output is not indexed by its axis, or another digit is chunked already;
-        lowering refuses a digit that an operand's home divides, and a program with a scan.
+        An input that the digit does not index is brought again for every block.
+
+        Raises:
+            IllegalSchedule: the digit is parallelized, shifted, of size 1 or the innermost of its axis; an output is not
+                indexed by its axis; or another digit is chunked already. Lowering refuses a digit that an operand's home
+                divides, and a program with a scan.
         """
         found, rule = self.digit(digit), f"chunk({digit})"
         self._refuse_bound(digit, "chunk another digit")
         if self.chunked is not None:
-            raise Illegal(f"{rule}: {self.chunked} is chunked already, and a schedule has chunks of one digit")
+            raise IllegalSchedule(f"{rule}: {self.chunked} is chunked already, and a schedule has chunks of one digit")
         if found == self.digits_of(found.axis)[-1]:
-            raise Illegal(f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit")
-        if found.size == 1:
-            is_one = self.program.axis(found.axis).size == 1
-            advice = f"{found.axis} has size 1, so chunk another axis" if is_one else f"tile {found.axis} by 2 or more"
-            raise Illegal(f"{rule}: {digit} has size 1, which makes no chunks; {advice}")
-        if other := next((each.name for each in self.program.outputs if found.axis not in each.axes), None):
-            raise Illegal(f"{rule}: {other} is not indexed by {found.axis}, so chunks would have to be combined")
+            raise IllegalSchedule(
+                f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit"
+            )
+        if other := next((operand.name for operand in self.program.outputs if found.axis not in operand.axes), None):
+            raise IllegalSchedule(
+                f"{rule}: {other} is not indexed by {found.axis}, so chunks would have to be combined"
+            )
         return replace(self, chunked=digit, order=tuple(name for name in self.order if name != digit))
 
-    # What has been applied
+    # Queries
 
     def digit(self, name: str) -> Digit:
-        """The digit of this name. Illegal: there is none."""
-        for digit in self.digits if isinstance(name, str) else ():
+        """The digit of this name. Raises IllegalSchedule if there is none."""
+        for digit in self.digits:
             if digit.name == name:
                 return digit
-        names = ", ".join(each.name for each in self.digits)
-        raise Illegal(f"{self.program.name} has no digit {shown(name)}; it has {names}")
+        names = ", ".join(digit.name for digit in self.digits)
+        raise IllegalSchedule(f"{self.program.name} has no digit {name!r}: expected {names}")
 
     def digits_of(self, axis: str) -> list[Digit]:
         """The digits of an axis, outermost first."""
-        return [digit for digit in self.digits if digit.axis == axis] if isinstance(axis, str) else []
+        return [digit for digit in self.digits if digit.axis == axis]
 
     def digit_on(self, mesh_axis: str) -> Digit | None:
         """The digit that is parallelized on a mesh axis."""
         return next((self.digit(name) for name, used in self.parallel if used == mesh_axis), None)
 
     def home(self, operand: str) -> dict[str, str]:
-        """{mesh axis: axis} along which an operand is sharded at home; mesh axes over which it is whole are missing."""
+        """{mesh axis: axis} along which an operand is sharded at home. Mesh axes over which it is whole are missing."""
         own = self.program.operand(operand).home
         found: dict[str, str | None] = dict.fromkeys(self.mesh.names, own)
         found |= {mesh_axis: axis for name, mesh_axis, axis in self.homes if name == operand}
         return {mesh_axis: axis for mesh_axis, axis in found.items() if axis is not None}
 
     def home_mesh_axes(self, operand: str, axis: str) -> list[str]:
-        """The mesh axes that cut `axis` at an operand's home, outermost first.
+        """The mesh axes that cut `axis` at the home of an operand, outermost first.
 
         They include those along which `shard` or `replicate` has moved the home elsewhere: the blocks of the others, if
         there are any, stay as they were, so that a rank may hold blocks that are not neighbours.
@@ -256,9 +297,9 @@ class LoopNest:
         return [name for name in self.mesh.names if axis in (home.get(name), own)]
 
     def primitives(self) -> list[tuple[Any, ...]]:
-        """The normal form as a sequence of primitives, which applied to a new schedule give an equal one."""
+        """The normal form as a sequence of primitives, which give an equal schedule when applied to a new one."""
         found: list[tuple[Any, ...]] = []
-        mark = "#" * (1 + max(each.name.count("#") for each in self.digits))  # no digit is called axis + mark + number
+        mark = "#" * (1 + max(digit.name.count("#") for digit in self.digits))  # no digit has a name with this mark
         for axis in dict.fromkeys(digit.axis for digit in self.digits):
             *outer, last = self.digits_of(axis)
             rest = axis
@@ -275,20 +316,25 @@ class LoopNest:
 
     @property
     def chunks(self) -> int:
-        """How often a rank takes all steps: once for each chunk."""
+        """The number of chunks; a rank takes all steps once for each."""
         return self.digit(self.chunked).size if self.chunked else 1
 
     def apply(self, primitives: Iterable[Iterable[Any]]) -> Self:
-        """Apply primitives as `primitives` lists them. Illegal: as the primitive; ValueError: the name or its arguments."""
+        """Apply primitives in the form in which `primitives` lists them.
+
+        Raises:
+            IllegalSchedule: as the primitive does.
+            ValueError: there is no such primitive.
+        """
         schedule = self
-        for name, *arguments in (each or ("",) for each in check_rows("primitives", primitives)):
-            if not is_among(name, PRIMITIVES):
-                raise ValueError(f"{shown(name)} is none of the primitives {', '.join(PRIMITIVES)}")
-            schedule = check_call(name, getattr(schedule, name), arguments)(*arguments)
+        for name, *arguments in primitives:
+            if name not in PRIMITIVES:
+                raise ValueError(f"unknown primitive {name!r}: expected {', '.join(PRIMITIVES)}")
+            schedule = getattr(schedule, name)(*arguments)
         return schedule
 
     def __str__(self) -> str:
-        """Which loop each mesh axis computes, and which is shifted; `primitives` has everything."""
+        """The loop that each mesh axis computes, and the loops that are shifted; `primitives` lists everything."""
         shifted = {mesh_axis: self.digit(name).axis for name, mesh_axis in self.shifts}
         parts = [
             f"{self.digit(name).axis} on {mesh_axis}"
@@ -303,24 +349,22 @@ class LoopNest:
     def _kind(self, digit: str) -> str:
         return self.program.axis(self.digit(digit).axis).kind
 
-    def _check_names(self, rule: str, names: list[Any], replaced: list[Digit]) -> None:
-        """Illegal unless these can be the names of the digits that replace others, which are of one axis."""
-        taken = {each.name for each in self.digits if each not in replaced}
-        taken |= {each.name for each in self.program.axes if each.name != replaced[0].axis}
+    def _check_names(self, rule: str, names: list[str], replaced: list[Digit]) -> None:
+        """Raise IllegalSchedule unless these names can be given to the digits that replace others of one axis."""
+        taken = {digit.name for digit in self.digits if digit not in replaced}
+        taken |= {axis.name for axis in self.program.axes if axis.name != replaced[0].axis}
         for name in names:
-            if not isinstance(name, str) or not name or not name.isprintable():
-                raise Illegal(f"{rule}: {shown(name)} is no name of a digit: it must be a printable text")
             if name in taken:
-                raise Illegal(f"{rule}: the name {name} is taken")
+                raise IllegalSchedule(f"{rule}: the name {name} is taken")
             taken.add(name)
 
     def _refuse_bound(self, digit: str, advice: str) -> None:
         if digit == self.chunked:
-            raise Illegal(f"{digit} is chunked already; {advice}")
+            raise IllegalSchedule(f"{digit} is chunked already; {advice}")
         for name, mesh_axis in (*self.parallel, *self.shifts):
             if name == digit:
                 how = "parallelized" if (name, mesh_axis) in self.parallel else "shifted"
-                raise Illegal(f"{digit} is {how} on {mesh_axis} already; {advice}")
+                raise IllegalSchedule(f"{digit} is {how} on {mesh_axis} already; {advice}")
 
     def _with_home(self, operand: str, mesh_axis: str, axis: str | None) -> Self:
         self.program.operand(operand), self.mesh.size(mesh_axis)
@@ -335,9 +379,9 @@ class LoopNest:
         return tuple(digit.name for digit in self.digits if digit.name in shifted)
 
     def _with_loops(self, **changes: Any) -> Self:
-        """The schedule with other digits, or another use of them, and the default order of its loops."""
+        """The schedule with other digits, or other uses of them, and the default order of its loops."""
         if self.order != self.default_order():
-            raise Illegal(
+            raise IllegalSchedule(
                 f"reorder({', '.join(self.order)}) must come after all tile, join, parallelize and shift, "
                 f"which decide what is a loop"
             )

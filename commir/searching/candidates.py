@@ -1,7 +1,7 @@
 """The candidates of a search: every way to split the levels of a mesh, with a placement for each part.
 
-The space is finite and small: two neighbouring parts of one level with the same placement would be one part, so only the
-latter is listed. Candidates are listed in a fixed order, and nothing depends on hashes or times.
+The space is finite and small. Two neighbouring parts of one level with the same placement would be one part, so only that is
+listed. Candidates come in a fixed order; nothing depends on hashes or times.
 """
 
 import math
@@ -14,15 +14,18 @@ from commir.ir.program import SCANNED, WHOLE, Program
 from commir.lowering.lower import Schedule
 from commir.scheduling.placements import Placement, in_chunks, place, streamed_axis
 
-MOST_PARTS = 3  # of a mesh with one level, for a program with at most three loops; otherwise one more
-MOST_CHUNKS = 64  # more save little memory, and send many small messages
+MOST_PARTS = 3  # of a mesh; see `candidates`
+MOST_CHUNKS = 64  # more chunks save little memory and send many small messages
 
 
 @dataclass(frozen=True)
 class Part:
-    """A mesh axis of a candidate. axis: the axis of the given mesh of which it is a part. level: whose links it uses.
+    """A mesh axis of a candidate.
 
-    shifted: the loop that is shifted against it, if its placement is streamed.
+    Attributes:
+        axis: the axis of the given mesh of which it is a part.
+        level: the level whose links it uses.
+        shifted: the loop that is shifted against it, if its placement is streamed.
     """
 
     name: str
@@ -35,14 +38,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Parts of the mesh from the outermost to the innermost. chunked: the axis that has chunks, or "". chunks: how many."""
+    """Parts of the mesh from the outermost to the innermost, and chunks.
+
+    Attributes:
+        chunked: the axis that is divided into chunks, or "".
+        chunks: their number.
+    """
 
     parts: tuple[Part, ...]
     chunked: str = ""
     chunks: int = 1
 
     def schedule(self, program: Program, mesh: Mesh) -> Schedule:
-        """The schedule. Illegal: it does not fit the program after all."""
+        """The schedule. Raises IllegalSchedule if it does not fit the program after all."""
         for axis in mesh.names:
             mine = {part.name: part.size for part in self.parts if part.axis == axis}
             if list(mine) != [axis]:
@@ -81,8 +89,8 @@ class Candidate:
 def candidates(program: Program, mesh: Mesh) -> Iterator[Candidate]:
     """All candidates whose sizes divide, in a fixed order.
 
-    The mesh has at most MOST_PARTS parts, and one more if it has several levels or the program more loops than that, or as
-    many as it has levels if that is more. Axes of one rank do not count, and have only one placement.
+    The mesh has at most MOST_PARTS parts, and one more if it has several levels or the program more loops than that; or as
+    many as it has levels, if that is more. Axes of one rank do not count, and have only one placement.
     """
     options = _options(program, mesh)
     levels = sum(axis.size > 1 for axis in mesh.axes)

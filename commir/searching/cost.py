@@ -1,8 +1,8 @@
 """The cost of a candidate in closed form, by the rules of lowering, without lowering it.
 
 Bytes are exactly those of the plan. Time is a lower bound: one collective after the other, and in the loops the longer of
-computing and sending; also for the plans in chunks, unless a measured fabric sends several small messages in less time than
-a large one. Memory is a lower bound: blocks that the tile needs, and accumulators.
+computing and sending. It also bounds plans in chunks, unless a measured fabric sends several small messages in less time
+than a large one. Memory is a lower bound: the blocks that a tile needs, and accumulators.
 """
 
 import math
@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from commir.ir.mesh import Mesh
 from commir.ir.program import Operand, Program, Scan
 from commir.lowering.accounting import AHEAD
-from commir.lowering.scans import is_sliced
+from commir.lowering.scan_messages import is_sliced
 from commir.lowering.timeline import check_tile, collective_seconds, link_seconds
 
 from .candidates import Candidate, Part
@@ -21,9 +21,13 @@ from .candidates import Candidate, Part
 
 @dataclass
 class Cost:
-    """Bytes that a rank sends, seconds (at least), and the number of messages.
+    """The cost of a candidate on one rank.
 
-    held: bytes of inputs that it holds for its tiles beside those at home, and of accumulators, at least: {operand: bytes}.
+    Attributes:
+        sent: bytes.
+        seconds: at least.
+        messages: their number.
+        held: {operand: bytes} of inputs that it holds for its tiles beside those at home, and of accumulators, at least.
     """
 
     sent: int = 0
@@ -33,9 +37,10 @@ class Cost:
 
 
 class CostModel:
-    """Costs of the candidates of one program. For the times and `overlap` see `search`.
+    """Costs of the candidates of one program; `search` describes the times and `overlap`.
 
-    kept: the bytes of a rank's inputs and outputs at home, which every plan holds at its end.
+    Attributes:
+        kept: the bytes of a rank's inputs and outputs at home, which every plan holds at its end.
     """
 
     def __init__(
@@ -49,14 +54,18 @@ class CostModel:
         self._elements = {
             operand.name: math.prod(program.shape(operand)) for operand in (*program.operands, *program.internal)
         }
-        self._nbytes = {each.name: self._elements[each.name] * program.itemsize(each) for each in program.inputs}
+        self._nbytes = {
+            operand.name: self._elements[operand.name] * program.itemsize(operand) for operand in program.inputs
+        }
         self._axes = {operand.name: operand.axes for operand in program.operands}
         self._points, self._ranks = program.points, mesh.ranks
-        # Remembered, because the time of a message on a measured link takes long to find.
+        # Cached, because the time of a message on a measured link is slow to compute.
         self.link = lru_cache(maxsize=None)(partial(link_seconds, mesh))
-        home = {each.name: program.nbytes(each) // (mesh.ranks if each.home else 1) for each in program.operands}
-        self._inputs = sum(home[each.name] for each in program.inputs if not each.source)
-        self.kept = self._inputs + sum(home[each.name] for each in program.outputs)
+        home = {
+            operand.name: program.nbytes(operand) // (mesh.ranks if operand.home else 1) for operand in program.operands
+        }
+        self._inputs = sum(home[operand.name] for operand in program.inputs if not operand.source)
+        self.kept = self._inputs + sum(home[operand.name] for operand in program.outputs)
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
@@ -81,16 +90,16 @@ class CostModel:
         return tally.total(tiles * self.tile_seconds(candidate))
 
     def memory(self, cost: Cost) -> int:
-        """The least that a candidate of this cost holds: inputs at home, and what its tiles need."""
+        """The fewest bytes that a candidate of this cost holds: inputs at home, and what its tiles need."""
         return self._inputs + sum(cost.held.values())
 
     def memory_in_chunks(self, cost: Cost, axis: str, chunks: int) -> float:
-        """The least that it holds with chunks of an axis: operands at home, and what a chunk's tiles need."""
+        """The fewest bytes that it holds with chunks of an axis: operands at home, and what a chunk's tiles need."""
         needed = (held / (chunks if axis in self._axes[name] else 1) for name, held in cost.held.items())
         return self.kept + sum(needed)
 
     def seconds_in_chunks(self, candidate: Candidate) -> float:
-        """At least the time of a candidate that has chunks: of one chunk by itself, for each of them."""
+        """A lower bound of the time of a candidate with chunks: that of one chunk by itself, times their number."""
         key = candidate.chunked, candidate.chunks
         if key not in self._of_chunk:
             chunk = self.program.resized(**{key[0]: self.program.axis(key[0]).size // key[1]})
@@ -101,7 +110,7 @@ class CostModel:
         parts, needs = tally.parts, [needed_axis(part, operand) for part in tally.parts]
         home, nbytes = operand.home, self._nbytes[operand.name]
         block = nbytes // (self._ranks if home else 1)
-        if operand.source:  # it is where its source is, scattered, without the dimensions that it lacks
+        if operand.source:  # scattered like its source, without the dimensions that it lacks
             block = nbytes // scattered[operand.source[0]]
         else:
             for part, need in zip(parts, needs, strict=True):
@@ -148,7 +157,7 @@ class CostModel:
                 elements *= part.size
 
     def _add_scan(self, tally: "_Tally", scan: Scan) -> None:
-        """Summaries of blocks, and the states that enter them, by the rules of `lowering.scans`."""
+        """Summaries of blocks, and the states that enter them, by the rules of `lowering.scan_messages`."""
         shared = [part for part in tally.parts if part.placement.axis == scan.axis]
         placed = [part for part in tally.parts if part.placement.axis not in (scan.axis, "heads")]
         others = math.prod(part.size for part in tally.parts) // math.prod(part.size for part in shared)
@@ -171,15 +180,15 @@ class CostModel:
                 gathered *= part.size
 
     def _all_reduce(self, tally: "_Tally", part: Part, operand: Operand, elements: int, itemsize: int) -> None:
-        """By rows: elements of the axes that all outputs of the result share."""
+        """An all-reduce by rows, the elements of the axes that all outputs of the result share."""
         shared = self.program.row_axes(self.program.result_of(operand.name))
         row = math.prod(self.program.axis(name).size for name in operand.axes if name not in shared)
         tally.collective(part, "reduce", -(-elements // row // part.size) * row * itemsize, 2 * (part.size - 1))
 
     def _travel(self, tally: "_Tally", operand: Operand, block: int, together: str) -> int:
-        """Messages of blocks that travel around rings, one ring inside the other; returns how many blocks a rank sees.
+        """Add messages of blocks that travel around nested rings; return the number of blocks that a rank sees.
 
-        together: what travels in the same messages if it travels around the same rings.
+        together: names the blocks that travel in the same messages if they travel around the same rings.
         """
         if not tally.streamed:
             return 1
@@ -197,8 +206,11 @@ class CostModel:
 class _Tally:
     """Messages of a candidate, summed as its plan sends them: those of one kind along one axis are sent together.
 
-    link: `link_seconds` of the mesh. streamed: the parts around whose rings blocks travel. collectives, rings: {(part, what
-    is sent together): [bytes of a message, messages]}, of messages while nothing else happens, and while tiles are computed.
+    Attributes:
+        link: `link_seconds` of the mesh.
+        streamed: the parts around whose rings blocks travel.
+        collectives, rings: {(part, kind): [bytes of a message, messages]} of messages while nothing else happens, and of
+            those while tiles are computed.
     """
 
     parts: tuple[Part, ...]
@@ -209,12 +221,12 @@ class _Tally:
     streamed: tuple[Part, ...] = ()
 
     def collective(self, part: Part, kind: str, nbytes: int, count: int) -> None:
-        """Add `count` messages, one after the other, which those of the same kind are parts of."""
+        """Add bytes to the `count` messages of a kind that follow one another."""
         self.cost.sent += nbytes * count
         self.collectives.setdefault((part.name, kind), [0, count])[0] += nbytes
 
     def ring(self, part: Part, kind: str, nbytes: int, count: int) -> None:
-        """Add `count` messages that travel while tiles are computed, which those of the same kind are parts of."""
+        """Add bytes to the `count` messages of a kind that travel while tiles are computed."""
         self.cost.sent += nbytes * count
         self.rings.setdefault((part.name, kind), [0, count])[0] += nbytes
 
@@ -222,10 +234,10 @@ class _Tally:
         """The cost, with the time of all messages and of computing."""
         by_name = {part.name: part for part in self.parts}
         for (name, kind), (nbytes, count) in self.collectives.items():
-            at_once = AHEAD if kind == "reduce" else count  # of others, fewer where they are copied
+            at_once = AHEAD if kind == "reduce" else count  # fewer where blocks are copied
             self.cost.seconds += collective_seconds(*self._busy(by_name[name], nbytes), count, at_once)
             self.cost.messages += count
-        links: dict[str, float] = {}  # by level: seconds that its link is busy
+        links: dict[str, float] = {}  # {level: seconds for which its link is busy}
         for (name, _), (nbytes, count) in self.rings.items():
             latency, busy = self._busy(by_name[name], nbytes)
             links[by_name[name].level] = links.get(by_name[name].level, 0.0) + count * busy
@@ -240,12 +252,12 @@ class _Tally:
 
 
 def _turns(candidate: Candidate) -> int:
-    """How many tiles a rank computes, one after the other."""
+    """The number of tiles that a rank computes, one after the other."""
     return math.prod(part.size for part in candidate.parts if part.shifted)
 
 
 def needed_axis(part: Part, operand: Operand) -> str | None:
-    """The axis of whose digit each rank along a part needs one block of an operand, or None if it needs all."""
+    """The axis whose blocks an operand is divided into along a part, or None if each rank needs all of it."""
     if part.placement.axis in operand.axes:
         return part.placement.axis
     return part.shifted if part.shifted in operand.axes else None

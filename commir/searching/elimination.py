@@ -16,7 +16,7 @@ Factor = tuple[tuple[int, ...], np.ndarray]
 
 
 def minimize(own: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]) -> tuple[list[int], float]:
-    """(an option for each node, the least sum) of node costs own[i][a] and pair costs pairs[i, j][a, b].
+    """Minimize the sum of node costs own[i][a] and pair costs pairs[i, j][a, b]: (an option for each node, the sum).
 
     The node that is eliminated next is the one with the smallest table of its own and its neighbours' options. Any order
     gives the least sum; this one keeps tables small.
@@ -24,13 +24,13 @@ def minimize(own: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarr
     factors = _Factors(own, pairs)
     total, decided = 0.0, list[tuple[int, tuple[int, ...], np.ndarray]]()
     while (node := factors.next_node()) is not None:
-        touching = factors.take(node)
+        touching = factors.remove_touching(node)
         scope = tuple(sorted({other for nodes, _ in touching for other in nodes} - {node}))
         table = reduce(np.add, (_aligned(costs, nodes, (*scope, node)) for nodes, costs in touching))
         table = np.broadcast_to(table, [len(own[other]) for other in (*scope, node)])
         decided.append((node, scope, table.argmin(-1)))
         if scope:
-            factors.put(scope, table.min(-1))
+            factors.add(scope, table.min(-1))
         else:
             total += float(table.min(-1))
     picks: dict[int, int] = {}
@@ -40,7 +40,7 @@ def minimize(own: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarr
 
 
 class _Factors:
-    """Costs of single nodes, of pairs, and of the neighbours of eliminated nodes, by each node that they touch."""
+    """Costs of single nodes, of pairs, and of the neighbours of eliminated nodes, listed under each node that they touch."""
 
     def __init__(self, own: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]) -> None:
         self._own, self._count = own, 0
@@ -54,7 +54,7 @@ class _Factors:
         heapify(self._heap)
 
     def next_node(self) -> int | None:
-        """Remove the node with the smallest table, the first of several; None: there is no node left."""
+        """Remove and return the node with the smallest table, the first of several. Return None if there is no node left."""
         while self._heap:
             size, node = heappop(self._heap)
             if self._sizes.get(node) == size:  # otherwise it was removed, or its table has changed since
@@ -62,16 +62,16 @@ class _Factors:
                 return node
         return None
 
-    def take(self, node: int) -> list[Factor]:
-        """Remove the factors that touch a node."""
+    def remove_touching(self, node: int) -> list[Factor]:
+        """Remove and return the factors that touch a node."""
         taken = dict(self._touching[node])
         for number, (nodes, _) in taken.items():
             for other in nodes:
                 del self._touching[other][number]
         return list(taken.values())
 
-    def put(self, nodes: tuple[int, ...], costs: np.ndarray) -> None:
-        """Add a factor of nodes whose tables have changed."""
+    def add(self, nodes: tuple[int, ...], costs: np.ndarray) -> None:
+        """Add a factor of nodes, whose tables change."""
         self._add(nodes, costs)
         for node in nodes:
             self._sizes[node] = self._table_size(node)

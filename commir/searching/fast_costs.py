@@ -1,8 +1,8 @@
-"""The seconds of `CostModel.cost`, in a fraction of the time: what a part of the mesh costs depends on few other things.
+"""The seconds of `CostModel.cost` in a fraction of the time, because the cost of a part depends on few other things.
 
 At home each rank keeps an equal share of every operand. A collective along a part sends of an operand its share times the
-sizes of those parts before it along which the operand is needed whole. Operands with the same loops agree on the latter, so
-one factor for each set of loops is all that a part's cost depends on beside the part itself. Costs of parts are remembered.
+sizes of those parts before it along which the operand is needed whole. That product is the same for operands with the same
+loops. So the cost of a part depends only on the part and on one factor for each set of loops, and is remembered for these.
 """
 
 import math
@@ -15,8 +15,8 @@ from commir.lowering.timeline import collective_seconds
 from .candidates import Candidate, Part
 from .cost import CostModel, needed_axis
 
-Known = tuple[str, int, str, str | None]  # of a part: level, size, loop axis, shifted loop
-Factors = tuple[int, ...]  # for each set of loops: by how much larger than a share a block has become
+Known = tuple[str, int, str, str | None]  # (level, size, loop axis, shifted loop) of a part
+Factors = tuple[int, ...]  # for each set of loops, the size of a block divided by that of a share
 
 
 class FastCosts:
@@ -24,9 +24,9 @@ class FastCosts:
 
     def __init__(self, model: CostModel) -> None:
         self.model, self.program = model, model.program
-        self._inputs = {each.name for each in self.program.inputs}
+        self._inputs = {operand.name for operand in self.program.inputs}
         self._sets = list(dict.fromkeys(map(self._loops_of, self.program.operands)))
-        self._set = {each.name: self._sets.index(self._loops_of(each)) for each in self.program.operands}
+        self._set = {operand.name: self._sets.index(self._loops_of(operand)) for operand in self.program.operands}
         self._share = {x.name: math.prod(self.program.shape(x)) // model.mesh.ranks for x in self.program.operands}
         self._itemsize = {x.name: self.program.itemsize(x, x.name not in self._inputs) for x in self.program.operands}
         self._parts: dict[tuple[Known, Factors], tuple[float, Factors]] = {}
@@ -34,11 +34,11 @@ class FastCosts:
 
     @property
     def applies(self) -> bool:
-        """Whether the ranks share all operands at home and pass no states."""
+        """Return True if the ranks share all operands at home and pass no states."""
         return self.program.scan is None and all(operand.home for operand in self.program.operands)
 
     def seconds(self, candidate: Candidate) -> float:
-        """As `CostModel.cost(candidate).seconds`, except for rounding."""
+        """`CostModel.cost(candidate).seconds`, except for rounding."""
         total, factors, streamed, tiles = 0.0, (1,) * len(self._sets), list[Part](), 1
         ring: tuple[Known, ...] = ()
         for part in candidate.parts:
@@ -83,8 +83,10 @@ class FastCosts:
 
     def _of_rings(self, streamed: Sequence[Part], factors: Factors) -> tuple[float, float]:
         """(seconds in which messages around rings begin, seconds of the level whose link they keep busy longest)."""
-        sent: dict[tuple[str, str, str], tuple[Part, int, int]] = {}  # (part, bytes, messages) of what travels together
-        for operand in (each for each in self.program.operands if each.in_tile):
+        sent: dict[
+            tuple[str, str, str], tuple[Part, int, int]
+        ] = {}  # (part, bytes, messages) of blocks that travel together
+        for operand in (operand for operand in self.program.operands if operand.in_tile):
             is_input = operand.name in self._inputs
             together = "" if is_input else self.program.result_of(operand.name).outputs[0]
             rings = [x for x in streamed if x.shifted in operand.axes and x.placement.axis not in operand.axes]

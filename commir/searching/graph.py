@@ -1,37 +1,45 @@
-"""The best layouts of all operators of a model together (paper, section 7.4, Algorithm 1), and the plans that follow.
+"""The best layouts of all operators of a model together (paper, section 7.4, Algorithm 1), and their plans.
 
-Each operator has options: a placement of the mesh's axes, and the layout in which it leaves its output. An option costs what
-it sends itself; an edge costs what turns the producer's layout into the consumer's. The least sum is found exactly, without
-enumeration. Only messages count: every rank always has an equal share of the loops, but for a causal mask.
+Each operator has options: a placement of the mesh's axes, and the layout in which it leaves its output. An option costs the
+messages that it sends itself; an edge costs those that turn the producer's layout into the consumer's. The least sum is
+found exactly, without enumeration. Only messages count, because every rank always has an equal share of the loops, except
+under a causal mask.
 
 Each edge is priced by itself. Where several inputs of an operator travel together, or arrive in layouts that cut its axes
 differently, the operator's plan takes a little less, or more.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
 import numpy as np
 
-from commir.ir.checks import check_memory
 from commir.ir.mesh import Mesh
+from commir.ir.program import Operand, Program
 from commir.lowering.plan import Plan
 from commir.lowering.timeline import EQUAL_SPEED
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 
 from .elimination import minimize
-from .graph_checks import check_graph
 from .operator_options import GraphNode, Option, Relayouts, options_of
 
-MOST_TRIES = 1000  # to find a combination that can be lowered
+MOST_TRIES = 1000  # combinations that are lowered until one fits
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The chosen option of each operator. seconds: of all messages, resharding included. resharding: {edge: seconds}."""
+    """The chosen option of each operator.
+
+    Attributes:
+        operators: the graph.
+        mesh: the ranks.
+        chosen: {operator: its option}.
+        seconds: of all messages, resharding included.
+        resharding: {edge: seconds}.
+    """
 
     operators: tuple[GraphNode, ...]
     mesh: Mesh
@@ -52,23 +60,26 @@ class GraphPlan:
         return "\n".join([*lines, f"in all {self._amount(self.seconds)} of messages"])
 
     def _amount(self, seconds: float) -> str:
-        """A time or, without speeds, what a rank sends in it: all links then count as EQUAL_SPEED, one after the other."""
+        """A time. Without speeds, the bytes that a rank sends in it: all links then count as EQUAL_SPEED, one after the
+        other.
+        """
         return f"{seconds:.3g} s" if self.mesh.speeds else f"{round(seconds * EQUAL_SPEED[1]):,} bytes"
 
     def plans(self) -> dict[str, Plan]:
         """{operator: its plan}, which takes each input in the layout in which its producer leaves it.
 
-        Illegal: an operator's inputs arrive in layouts of which lowering cannot cut all at once.
+        Raises:
+            IllegalSchedule: an operator's inputs arrive in layouts that lowering cannot cut all at once.
         """
-        return {each.name: self._plan_of(each) for each in self.operators}
+        return {operator.name: self._plan_of(operator) for operator in self.operators}
 
     def first_illegal(self) -> GraphNode | None:
-        """The first operator whose inputs arrive in layouts of which lowering cannot cut all at once, if there is one."""
-        for each in self.operators:
+        """The first operator whose inputs arrive in layouts that lowering cannot cut all at once, or None."""
+        for operator in self.operators:
             try:
-                self._plan_of(each)
-            except Illegal:
-                return each
+                self._plan_of(operator)
+            except IllegalSchedule:
+                return operator
         return None
 
     def _plan_of(self, operator: GraphNode) -> Plan:
@@ -83,18 +94,22 @@ def search_graph(
     operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None,
     allowed: Mapping[str, Sequence[tuple[str, ...]]] | None = None,
 ) -> GraphPlan:  # fmt: skip
-    """The options of all operators with the least time of messages.
+    """Find the options of all operators that together take the least time of messages.
 
-    memory: the most bytes of parameters that a rank may hold of any one operator. allowed: {operator: the loops of the mesh
-    axes that it may take}, to compare with a fixed layout. ValueError: an operator has no option, two have one name, an
-    input does not fit what its producer makes, `allowed` names no operator or no loops, an argument is of another type, or
-    no layouts fit together (or none of the MOST_TRIES fastest that each input allows by itself).
+    Args:
+        operators: the graph.
+        mesh: the ranks, with the speeds of its levels.
+        memory: the most bytes of parameters that a rank may hold of any one operator.
+        allowed: {operator: the loops of the mesh axes that it may take}, to compare with a fixed layout.
+
+    Raises:
+        ValueError: an operator has no option, two have one name, an input does not fit what its producer makes, or no
+            layouts fit together (or none of the MOST_TRIES fastest that each input allows by itself).
     """
     allowed = {} if allowed is None else allowed
-    check_graph(operators, mesh, allowed)
-    check_memory(memory)
+    check_edges(operators)
     options = _all_options(operators, mesh, memory, allowed)
-    relayouts, by_name = Relayouts(mesh), {each.name: each for each in operators}
+    relayouts, by_name = Relayouts(mesh), {operator.name: operator for operator in operators}
     edges: dict[tuple[str, str], np.ndarray] = {}
     for consumer in operators:
         for operand, (producer, _) in consumer.inputs.items():
@@ -113,7 +128,7 @@ def _cheapest(
     Inputs of one operator may arrive in layouts that cut its axes differently. All other combinations are then divided into
     parts, and the part with the least sum is tried next, at most MOST_TRIES times.
     """
-    names, order = [each.name for each in operators], count()
+    names, order = [operator.name for operator in operators], count()
     numbered = {(names.index(a), names.index(b)): costs for (a, b), costs in edges.items()}
     parts: list[tuple[float, int, list[int], list[np.ndarray]]] = []
 
@@ -145,22 +160,75 @@ def _cheapest(
 def _combination(
     failing: GraphNode, names: Sequence[str], options: Mapping[str, list[Option]], chosen: Mapping[str, Option]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """What fails together, as (number of an operator, which of its options): one option, and layouts of its inputs."""
+    """(number of an operator, True for its options) of the combination that failed: one option, and layouts of its
+    inputs.
+    """
     for name in dict.fromkeys(producer for producer, _ in failing.inputs.values()):
-        yield names.index(name), np.array([each.out == chosen[name].out for each in options[name]])
-    yield names.index(failing.name), np.array([each == chosen[failing.name] for each in options[failing.name]])
+        yield names.index(name), np.array([option.out == chosen[name].out for option in options[name]])
+    yield names.index(failing.name), np.array([option == chosen[failing.name] for option in options[failing.name]])
 
 
 def _all_options(
     operators: Sequence[GraphNode], mesh: Mesh, memory: int | None, allowed: Mapping[str, Sequence[tuple[str, ...]]]
 ) -> dict[str, list[Option]]:
-    """{operator: its options}; operators with the same program and parameters have the same."""
+    """{operator: its options}; operators with the same program and parameters share them."""
     known: dict[object, list[Option]] = {}
     found = {}
-    for each in operators:
-        placements = allowed.get(each.name)
-        key = each.program, frozenset(each.inputs), None if placements is None else tuple(placements)
+    for operator in operators:
+        placements = allowed.get(operator.name)
+        key = operator.program, frozenset(operator.inputs), None if placements is None else tuple(placements)
         if key not in known:
-            known[key] = options_of(each, mesh, memory, placements)
-        found[each.name] = known[key]
+            known[key] = options_of(operator, mesh, memory, placements)
+        found[operator.name] = known[key]
     return found
+
+
+def check_edges(operators: Sequence[GraphNode]) -> None:
+    """Raise ValueError if two operators have one name, or an input does not fit what its producer makes."""
+    by_name: dict[str, GraphNode] = {}
+    for operator in operators:
+        if operator.name in by_name:
+            raise ValueError(f"two operators are called {operator.name}")
+        by_name[operator.name] = operator
+    for consumer in operators:
+        for operand, (producer, renamed) in consumer.inputs.items():
+            if producer not in by_name or producer == consumer.name:
+                raise ValueError(
+                    f"{consumer.name} takes {operand} from {producer}: expected another operator of the graph"
+                )
+            taken = consumer.program.operand(operand)
+            if wrong := _misfit(by_name[producer].program, consumer.program, taken, renamed):
+                raise ValueError(f"{consumer.name} takes {operand} from {producer}: {wrong}")
+
+
+def _misfit(producer: Program, consumer: Program, taken: Operand, renamed: Mapping[str, str]) -> str:
+    """Return the rule that an edge breaks, or "". renamed: {axis of what the producer makes: axis of the operand}."""
+    made = producer.outputs[0]
+    for before, after in renamed.items():
+        if before not in made.axes or after not in taken.axes:
+            axes = f"{made.name} has {', '.join(made.axes)}, and {taken.name} {', '.join(taken.axes)}"
+            return f"{before} as {after}, but {axes}"
+        orders = producer.axis(before).order, consumer.axis(after).order
+        if orders[0] != orders[1]:
+            return f"{before} is in {orders[0]} order, {after} in {orders[1]} order"
+    if made.home is not None and made.home not in renamed and taken.home is not None:
+        return f"the edge must say which axis of {taken.name} is {made.home}, along which {made.name} is kept"
+    if renamed.get(made.home or "") != taken.home:
+        return f"{made.name} is kept along {made.home}, and {taken.name} along another axis, {taken.home}"
+    sizes = _blocks(made, producer.shape(made), renamed), _blocks(taken, consumer.shape(taken), renamed.values())
+    if [(renamed.get(axis, axis), size) for axis, size in sizes[0].items()] != list(sizes[1].items()):
+        return f"its axes are {sizes[0]} of {made.name}, and {sizes[1]} of {taken.name}"
+    if producer.dtype != consumer.dtype:
+        return f"it is {producer.dtype}, and {consumer.name} needs {consumer.dtype}"
+    return ""
+
+
+def _blocks(operand: Operand, shape: Sequence[int], named: Collection[str]) -> dict[str, int]:
+    """{axis: its size times those of the axes behind it that the edge does not name}, in the order of the dimensions."""
+    sizes: dict[str, int] = {}
+    for axis, size in zip(operand.axes, shape, strict=True):
+        if axis in named or not sizes:
+            sizes[axis] = size
+        else:
+            sizes[list(sizes)[-1]] *= size
+    return sizes

@@ -1,4 +1,4 @@
-"""`best_grid`: the grid of attention2d that a search over plans finds best for a forward and a backward pass."""
+"""`best_grid`: the grid of attention2d that is best for a forward and a backward pass."""
 
 import math
 from collections.abc import Iterator
@@ -9,22 +9,21 @@ from typing import Any, NamedTuple
 from commir.execution.attention_grids import GRID_AXES, grid_of
 from commir.execution.gradient import backward_plan
 from commir.execution.verifier import verify
-from commir.ir.checks import check_flags, check_type
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan
 from commir.programs.attention_programs import is_self_attention
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import place, placements_of
 
 from .candidates import Candidate, candidates
 from .search import check_homes_divide, longer, rounded
 
 Grid = tuple[int, int, int, bool]
-VERIFIED = 64  # ranks up to which a plan is verified as it is, which takes some seconds
-MOST_ALONG_AXIS = 3  # ranks along a mesh axis of the same placement, which is verified instead of a larger one
-# Why a grid comes before another that is as fast, in the order in which they are compared.
+VERIFIED = 64  # ranks of the largest plan that is verified itself, which takes some seconds
+MOST_ALONG_AXIS = 3  # ranks along each mesh axis of the smaller plan that is verified instead of a larger one
+# The reasons for which a grid comes before another that is as fast, in the order in which they are compared.
 TIES = (
     "divides the mesh into fewer axes",
     "sends fewer messages",
@@ -34,7 +33,7 @@ TIES = (
 
 
 class _Choice(NamedTuple):
-    """A grid. order: its time, and then what TIES says."""
+    """A grid; `order` is its time, and then the values that TIES describes."""
 
     order: tuple[Any, ...]
     schedule: Schedule
@@ -42,25 +41,26 @@ class _Choice(NamedTuple):
 
 
 def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan, Grid]:
-    """(plan, (rows, cols, ulysses, overlap)) of the best plan that attention2d can run, verified.
+    """Find the best plan that attention2d can run, verified: (plan, (rows, cols, ulysses, overlap)).
 
-    training: by the time of a forward and a backward pass, otherwise of a forward pass; without the messages that bring lse
-    home (`leaving_lse`), which most callers do not ask for. Of equally fast grids, by number of mesh axes, messages, memory,
-    and text. All ranks that call it with the same arguments get the same plan. On more than VERIFIED ranks, whose
-    verification would take long, the same placement is verified on fewer.
+    Grids are compared by predicted time, without the messages that bring lse home (`leaving_lse`), which most callers do not
+    ask for; equally fast ones by number of mesh axes, messages, memory, and text. Each axis of the mesh divides one loop,
+    and each loop is divided by at most one axis, so a ring over the ranks of two axes is not among the grids. All ranks that
+    call it with the same arguments get the same plan.
 
-    Each axis of the mesh divides one loop, and each loop is divided by one axis at most: a ring over the ranks of two axes
-    is not among the grids.
+    On more than VERIFIED ranks, whose verification would take long, the same placement is verified on fewer.
 
-    ValueError: the program is not `programs.attention`, forward; `training` is no bool; the ranks do not divide the
-    sequence; or no grid divides the other sizes, or has an axis for each of the mesh.
+    Args:
+        program: `programs.attention`, forward.
+        mesh: the ranks, with the speeds of its levels.
+        training: compare the time of a forward and a backward pass, otherwise of a forward pass.
+
+    Raises:
+        ValueError: the program is another one, the ranks do not divide the sequence, or no grid divides the other sizes.
     """
-    check_type("best_grid", program, Program)
-    check_type("best_grid", mesh, Mesh)
-    check_flags(training=training)
+    check_homes_divide(program, mesh)
     if not is_self_attention(program):
         raise ValueError(f"no grid of attention2d computes {program.name}: only `programs.attention`, forward")
-    check_homes_divide(program, mesh)
     found = sorted(_choices(program, mesh, training), key=lambda each: each.order)
     if not found:
         raise ValueError(
@@ -69,15 +69,15 @@ def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan
         )
     plan = found[0].schedule.lower()
     smaller = plan if mesh.ranks <= VERIFIED else _on_fewer_ranks(found[0].schedule)
-    for each in _passes(smaller, training):
-        verify(each)
+    for pass_plan in _passes(smaller, training):
+        verify(pass_plan)
     return replace(plan, reason=_reason(found, training)), found[0].grid
 
 
 def leaving_lse(plan: Plan) -> Plan:
     """The plan of a placement that leaves lse where it is computed, with the heads of each rank; its reason is the same.
 
-    So does attention2d unless its caller asks for lse. The backward pass takes it from there.
+    attention2d does so unless its caller asks for lse. The backward pass takes it from there.
     """
     divided = [name for name, placement in placements_of(plan.schedule).items() if placement.axis == "heads"]
     if not divided:
@@ -90,22 +90,25 @@ def leaving_lse(plan: Plan) -> Plan:
 
 def _choices(program: Program, mesh: Mesh, training: bool) -> Iterator[_Choice]:
     """All grids of attention2d, in the order of their candidates."""
-    one_sequence = program.resized(batch=1)  # grids divide no batch, which therefore adds no candidates
+    one_sequence = program.resized(batch=1)  # fewer candidates: no grid divides the batch
     for candidate in candidates(one_sequence, mesh):
         if not _may_be_grid(candidate):
             continue
-        with suppress(Illegal):
+        with suppress(IllegalSchedule):
             schedule = candidate.schedule(program, mesh)
             if (grid := grid_of(schedule)) is None:
                 continue
             passes = _passes(leaving_lse(schedule.lower()), training)
-            time, messages = rounded(sum(each.seconds for each in passes)), sum(each.messages for each in passes)
-            held = max(each.memory for each in passes)
+            time, messages = (
+                rounded(sum(pass_plan.seconds for pass_plan in passes)),
+                sum(pass_plan.messages for pass_plan in passes),
+            )
+            held = max(pass_plan.memory for pass_plan in passes)
             yield _Choice((time, len(schedule.mesh.axes), messages, held, str(schedule)), schedule, grid)
 
 
 def _may_be_grid(candidate: Candidate) -> bool:
-    """Whether the parts come in the order of GRID_AXES, at most one of each; only then need it be lowered."""
+    """Return True if the parts come in the order of GRID_AXES, at most one of each. Only then need they be lowered."""
     axes = [part.placement.axis for part in candidate.parts if part.size > 1]
     return axes == [axis for axis in GRID_AXES if axis in axes]
 
@@ -118,14 +121,14 @@ def _on_fewer_ranks(schedule: Schedule) -> Plan:
     """The plan of the same placement on at most MOST_ALONG_AXIS ranks along each mesh axis."""
     program, placements = schedule.program, placements_of(schedule)
     mesh = Mesh(None, **{axis.name: min(axis.size, MOST_ALONG_AXIS) for axis in schedule.mesh.axes})
-    divided = math.prod(mesh.size(name) for name, each in placements.items() if each.axis == "heads")
+    divided = math.prod(mesh.size(name) for name, placement in placements.items() if placement.axis == "heads")
     heads = 2 * divided * program.operand("k").divisor("heads")
     smaller = program.resized(heads=heads, q=2 * mesh.ranks, kv=2 * mesh.ranks)
     return place(Schedule(smaller, mesh), **{name: placements.get(name, "q") for name in mesh.names}).lower()
 
 
 def _reason(found: list[_Choice], training: bool) -> str:
-    """Why the first grid was chosen."""
+    """The words that say why the first grid was chosen."""
     best, *others = found
     passes = "forward and backward" if training else "forward"
     if not others:

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from commir.ir.checks import check_memory, check_sizes
 from commir.ir.mesh import Mesh
 from commir.ir.program import REDUCED, Axis, Operand, Program, Result
 from commir.programs.attention_programs import attention
 from commir.programs.scan_programs import selective_scan
 
-from .graph import GraphPlan, search_graph
-from .graph_checks import check_graph
+from .graph import GraphPlan, check_edges, search_graph
 from .operator_options import GraphNode
 
 # The loop that each role of a mesh axis gives to an operator, by the kind that its name begins with.
@@ -27,12 +25,13 @@ def transformer_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 4096, heads: int = 32, kv_heads: int = 8, ffn: int = 14336,
     dtype: str = "bfloat16", causal: bool = True,
 ) -> list[GraphNode]:  # fmt: skip
-    """A layer of a Llama, without its norms: attention and a gated MLP with their projections, and residuals.
+    """The graph of a Llama layer without its norms: attention, a gated MLP, their projections, and residuals.
 
-    Its input comes from a layer like it, in the layout in which that one leaves its output. ValueError: a size is no whole
-    number of at least 1, the heads do not divide the hidden size, or as in `attention`.
+    Its input comes from a layer like it, in the layout in which that one leaves its output.
+
+    Raises:
+        ValueError: a size is below 1, the heads do not divide the hidden size, or as in `attention`.
     """
-    check_sizes(batch=batch, seq=seq, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
     sizes, width = (batch, seq, hidden), _width(hidden, heads)
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
     layer += _attention_block("residual_in", *sizes, heads, kv_heads, width, dtype, causal)
@@ -48,12 +47,14 @@ def zamba_layer(
     batch: int = 1, seq: int = 4096, hidden: int = 2560, heads: int = 80, dim: int = 64, state: int = 64,
     attention_heads: int = 32, dtype: str = "bfloat16", causal: bool = True,
 ) -> list[GraphNode]:  # fmt: skip
-    """A hybrid layer of Zamba2: the shared attention block, whose result a Mamba-2 mixer's input includes, and residuals.
+    """The graph of a hybrid layer of Zamba2: the shared attention block, whose result enters a Mamba-2 mixer, and residuals.
 
-    Without its norms, its convolution (whose messages are three tokens), and the activation of step sizes. Its input comes
-    from a layer like it. ValueError as in `transformer_layer`.
+    It lacks the norms, the convolution (whose messages are three tokens), and the activation of step sizes. Its input comes
+    from a layer like it.
+
+    Raises:
+        ValueError: as in `transformer_layer`.
     """
-    check_sizes(batch=batch, seq=seq, hidden=hidden, heads=heads, dim=dim, state=state, attention_heads=attention_heads)
     sizes, inner = (batch, seq, hidden), heads * dim
     layer = [_elementwise("residual_in", sizes, dtype, "x0", {"x0": "residual_out"})]
     width = _width(hidden, attention_heads)
@@ -74,24 +75,28 @@ def zamba_layer(
 
 
 def _width(hidden: int, heads: int) -> int:
-    """The elements of a head. ValueError: the heads do not divide the hidden size."""
-    if hidden % heads:
-        raise ValueError(f"{hidden} hidden elements do not divide over {heads} heads: {hidden % heads} are left")
+    """The elements of a head. Raises ValueError if the heads do not divide the hidden size."""
+    if heads < 1 or hidden % heads:
+        raise ValueError(f"{hidden} hidden elements do not divide over {heads} heads")
     return hidden // heads
 
 
 def best_3d_parallel(operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None) -> GraphPlan:
-    """The best layout in which each mesh axis has one role for all operators: data, context or tensor parallelism.
+    """Find the best layout in which each mesh axis has one role for all operators: data, context or tensor parallelism.
 
-    Which loop a role divides follows from the beginning of an operator's name (ROLES), as the layers of this module have
-    them. ValueError: no layout divides the sizes and fits into `memory` bytes of parameters of one operator, or as in
-    `search_graph`.
+    The loop that a role divides follows from the beginning of an operator's name (ROLES), as the layers of this module have
+    them.
+
+    Args:
+        operators, mesh, memory: as in `search_graph`.
+
+    Raises:
+        ValueError: no layout divides the sizes within `memory`, or as in `search_graph`.
     """
-    check_graph(operators, mesh, {})
-    check_memory(memory)
+    check_edges(operators)
     found: list[GraphPlan] = []
     for roles in product(ROLES, repeat=len(mesh.axes)):
-        allowed = {each.name: [tuple(_loop(role, each.name) for role in roles)] for each in operators}
+        allowed = {operator.name: [tuple(_loop(role, operator.name) for role in roles)] for operator in operators}
         try:
             found.append(search_graph(operators, mesh, memory, allowed))
         except ValueError:
@@ -145,10 +150,10 @@ def _elementwise(
     """y (batch, rows, cols) from x0 and x1 of the same shape. sources: {x0 or x1: the operator that makes it}."""
     axes = tuple(Axis(*each) for each in zip(("batch", "rows", "cols"), sizes, strict=True))
     same = {axis.name: axis.name for axis in axes}
-    names = [each for each in ("x0", "x1") if each in formula]
+    names = [name for name in ("x0", "x1") if name in formula]
     for each in names:
         formula = formula.replace(each, f"{each}[batch, rows, cols]")
-    inputs = tuple(Operand(each, tuple(same), "rows") for each in names)
+    inputs = tuple(Operand(name, tuple(same), "rows") for name in names)
     output = Operand("y", tuple(same), "rows")
     program = Program("elementwise", axes, inputs, (output,), (Result("sum", ("y",)),), formula, (), dtype)
     return GraphNode(name, program, {each: (source, same) for each, source in sources.items()})

@@ -1,4 +1,4 @@
-"""Operators of a graph: their options (placements and layouts), what each costs, and what it costs to change a layout.
+"""The options of an operator in a graph (placements and layouts), what each costs, and the cost of changing a layout.
 
 A layout names, for each mesh axis, the axis of a tensor that its ranks divide, or None where each holds all of it. The axis
 along which the program keeps a tensor is always cut by the whole mesh, so that a mesh axis divides it in the same way in
@@ -13,15 +13,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from commir.ir.checks import as_name, check_fields, check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import SPATIAL, WHOLE, Axis, Operand, Program, Result
 from commir.lowering.accounting import account
-from commir.lowering.layouts import Digits, conversions
 from commir.lowering.lower import Schedule
+from commir.lowering.operand_layouts import Digits, conversions
 from commir.lowering.plan import Plan
 from commir.lowering.timeline import seconds
-from commir.scheduling.loop_nest import Illegal, LoopNest
+from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
 from commir.scheduling.placements import place
 
 Sharding = tuple[str | None, ...]  # a layout
@@ -31,26 +30,23 @@ Nest = TypeVar("Nest", bound=LoopNest)
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node of a graph. inputs: {operand: (producer, {axis of the producer's output: axis of this operand})}.
+    """An operator of a graph.
 
-    Operands that are not among `inputs` are parameters, kept where the operator needs them. An operator that comes later in
-    the graph may be a producer: its output then enters from the layer before, which has the same layouts. ValueError: a
-    field has another type, or the name is empty or not printable.
+    Attributes:
+        name: different from those of the other operators.
+        program: the operator.
+        inputs: {operand: (producer, {axis of the producer's output: axis of this operand})}. The other operands are
+            parameters, kept where the operator needs them. A producer may come later in the graph: its output then enters
+            from the layer before, which has the same layouts.
     """
 
     name: str
     program: Program
     inputs: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_type("GraphNode", self.program, Program)
-        check_fields(self, f"graph node {as_name(self.name)}")
-        if not self.name or not self.name.isprintable():
-            raise ValueError(f"graph node {shown(self.name)}: its name must be a printable text")
-
     def parameters(self) -> list[Operand]:
         """The operands that no other operator makes."""
-        return [each for each in self.program.inputs if each.name not in self.inputs and not each.source]
+        return [operand for operand in self.program.inputs if operand.name not in self.inputs and not operand.source]
 
     def arriving(self, operand: str, out: Sharding) -> Sharding:
         """The layout of an input that its producer leaves in the layout `out`, in the names of this operator's axes."""
@@ -60,10 +56,13 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to compute an operator. axes: the loop of each mesh axis. out: the output's layout.
+    """A way to compute an operator.
 
-    seconds: of the messages that it sends itself, with its inputs where it needs them. memory: bytes of its parameters on a
-    rank.
+    Attributes:
+        axes: the loop of each mesh axis.
+        out: the layout of the output.
+        seconds: of the messages that it sends itself, with its inputs where it needs them.
+        memory: bytes of its parameters on a rank.
     """
 
     axes: tuple[str, ...]
@@ -76,9 +75,11 @@ class Option:
         return tuple(axis if axis in operand.axes else None for axis in self.axes)
 
     def plan(self, operator: GraphNode, mesh: Mesh, arriving: Mapping[str, Sharding]) -> Plan:
-        """The plan. arriving: the layouts of the inputs that other operators make. Illegal: the layouts do not fit."""
+        """The plan, where other operators leave inputs in the layouts `arriving`. Raises IllegalSchedule if they do not
+        fit.
+        """
         program = _with_parameters_anywhere(operator)
-        homes = {each.name: self.needs(each) for each in program.operands if not each.source}
+        homes = {operand.name: self.needs(operand) for operand in program.operands if not operand.source}
         for name in program.results[0].outputs:
             axes = program.operand(name).axes
             homes[name] = tuple(axis if axis in axes else None for axis in self.out)
@@ -88,24 +89,24 @@ class Option:
 def options_of(
     operator: GraphNode, mesh: Mesh, memory: int | None, allowed: Sequence[tuple[str, ...]] | None
 ) -> list[Option]:
-    """Every placement of the mesh axes on the operator's loops, and every layout that it can leave its output in.
+    """Every placement of the mesh axes on the operator's loops, with every layout in which it can leave its output.
 
-    memory: the most bytes of parameters that a rank may hold. allowed: the placements to consider, if not all. ValueError:
-    none fits.
+    memory: the most bytes of parameters that a rank may hold. allowed: the placements to consider, if not all. Raises
+    ValueError if none fits.
     """
     program = operator.program
     all_loops = [axis for axis in program.axes if axis.kind != WHOLE]
     loops = [axis.name for axis in all_loops if axis.size > 1] or [axis.name for axis in all_loops[:1]]
     placements = [each for each in allowed or product(loops, repeat=len(mesh.axes)) if _divides(program, mesh, each)]
-    held = [sum(_block(program, each, mesh, axes) for each in operator.parameters()) for axes in placements]
-    found, refused = list[Option](), list[Illegal]()
+    held = [sum(_block(program, operand, mesh, axes) for operand in operator.parameters()) for axes in placements]
+    found, refused = list[Option](), list[IllegalSchedule]()
     for axes, nbytes in zip(placements, held, strict=True):
         if memory is None or nbytes <= memory:
             for out in product(*_targets(program, mesh, axes)):
                 option = Option(tuple(axes), out, 0.0, nbytes)
                 try:
                     found.append(replace(option, seconds=option.plan(operator, mesh, {}).seconds))
-                except Illegal as error:
+                except IllegalSchedule as error:
                     refused.append(error)
     if found:
         return found
@@ -127,8 +128,8 @@ def _targets(program: Program, mesh: Mesh, axes: Sequence[str]) -> list[list[str
 
 def _with_parameters_anywhere(operator: GraphNode) -> Program:
     """The program without homes of parameters, whose axes need not divide over the whole mesh."""
-    names = {each.name for each in operator.parameters()}
-    inputs = (replace(each, home=None) if each.name in names else each for each in operator.program.inputs)
+    names = {operand.name for operand in operator.parameters()}
+    inputs = (replace(operand, home=None) if operand.name in names else operand for operand in operator.program.inputs)
     return replace(operator.program, inputs=tuple(inputs))
 
 
@@ -146,7 +147,7 @@ def _kept(nest: Nest, homes: Mapping[str, Sharding]) -> Nest:
 
 
 def _divides(program: Program, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether the ranks along each mesh axis divide its axis."""
+    """Return True if the ranks along each mesh axis divide its axis."""
     ranks = {name: math.prod(m.size for m, axis in zip(mesh.axes, axes, strict=True) if axis == name) for name in axes}
     return all(program.most_blocks(name) % number == 0 for name, number in ranks.items())
 
@@ -167,7 +168,7 @@ class Relayouts:
     def edge(
         self, producer: GraphNode, have: Sequence[Option], consumer: GraphNode, want: Sequence[Option], operand: str
     ) -> np.ndarray:
-        """The time between every option of the producer and every one of the consumer; infinite where it is not possible."""
+        """The time between every option of the producer and every one of the consumer; infinite if it is not possible."""
         taken = consumer.program.operand(operand)
         left, right = _numbered([option.out for option in have]), _numbered([option.needs(taken) for option in want])
         table = np.array([
@@ -200,12 +201,12 @@ class Relayouts:
         try:
             digits = Digits(_kept(LoopNest(copy, self._mesh), {"x": have, "y": want}))
             steps = [step for step, _ in conversions(digits, x, digits.home(x), digits.home(y))]
-        except Illegal:
+        except IllegalSchedule:
             return math.inf
         return seconds(self._mesh, steps, account(digits, steps).by_step)
 
 
 def _numbered(layouts: Sequence[Sharding]) -> tuple[list[Sharding], list[int]]:
-    """The different layouts, and the number of each one's among them."""
+    """(the different layouts, the number of each one among them)."""
     different = list(dict.fromkeys(layouts))
     return different, [different.index(each) for each in layouts]

@@ -1,4 +1,6 @@
-"""`search`: the best plans of a program on a mesh (paper, section 6): exhaustive and deterministic; nothing is run."""
+"""`search`: the best plans of a program on a mesh (paper, section 6). It is exhaustive and deterministic, and runs
+nothing.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -9,21 +11,20 @@ from itertools import groupby, takewhile, tee
 from typing import Any
 
 from commir.execution.verifier import verify
-from commir.ir.checks import check_memory, check_type, shown
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
-from commir.lowering.layouts import check_homes
+from commir.lowering.operand_layouts import check_homes
 from commir.lowering.plan import Plan
 from commir.scheduling.known_schedules import known_as
-from commir.scheduling.loop_nest import Illegal, LoopNest
+from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
 
 from .candidates import MOST_CHUNKS, Candidate, candidates
 from .cost import Cost, CostModel
 from .fast_costs import FastCosts
 
-TOP = 8  # how many plans are returned
+TOP = 8  # plans that are returned
 NEGLIGIBLE = 2e-8  # relative difference of times that may be equal when they are rounded
-# Why a plan comes before another that is as fast: by bytes, mesh axes, known schedules, messages, memory and text.
+# The reasons for which a plan comes before another that is as fast, in the order in which they are compared.
 TIES = (
     "sends fewer bytes",
     "divides the mesh into fewer axes",
@@ -38,39 +39,41 @@ def search(
     program: Program, mesh: Mesh, fabric: Any = None, memory: int | None = None, top: int = TOP,
     point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0, verified: int = 0,
 ) -> list[Plan]:  # fmt: skip
-    """The `top` fastest plans, the best first: by predicted time.
+    """Find the `top` fastest plans by predicted time, the best first.
 
-    Of equally fast ones, by bytes sent, number of mesh axes, known schedules before others, messages, memory, and text.
+    Every candidate is considered (`candidates`), and every plan begins and ends with the operands at home, so that a layout
+    of its own is never free. Equally fast plans are sorted by bytes sent, number of mesh axes, known schedules before
+    others, messages, memory, and text. The same arguments give the same plans on every rank and in every process.
 
-    Every candidate is considered (`candidates`), and every plan begins and ends with the operands at home, so that a
-    layout that suits it is never free. The same arguments give the same plans on every rank and in every process.
-
-    fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
-    memory: the most bytes that a rank may hold (`Plan.memory`); candidates that hold more are also tried in chunks
-    (`LoopNest.chunk`). It limits these plans only: `differentiable` also runs the plan of the backward pass, which may hold
-    more than twice as much. point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point
-    of all its axes, also of those that are no loops, such as head_dim; half as many under a causal mask (`Program.points`).
-    See `measure_tile`; 0: only messages are counted. overlap: how much of the shorter of a tile and the messages that travel
-    meanwhile the longer one hides: 1 all of it, 0 nothing, less than 0 if both disturb each other (see `measure_overlap`).
     All ranks are predicted to compute equally long. Under a causal mask in contiguous order they do not: the last of P ranks
-    that share the queries computes 2 - 1/P times the mean. In zigzag order, the default, they do. verified: how many of
-    the best plans `verify` checks before they are returned, which takes longer than the search.
+    that share the queries computes 2 - 1/P times the mean. In zigzag order, the default, they do.
 
-    ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's sizes,
-    none holds so little memory, top is below 1, verified is below 0, a time is negative, overlap is above 1, an argument is
-    of another type, or the fabric is neither a Fabric nor (seconds, bytes per second). Refuted: a verified plan is wrong.
+    Args:
+        program: the program.
+        mesh: the ranks, with the speeds of its levels.
+        fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
+        memory: the most bytes that a rank may hold (`Plan.memory`). Candidates that hold more are also tried in chunks
+            (`LoopNest.chunk`). The limit covers these plans only: `differentiable` also runs the plan of the backward pass,
+            which may hold more than twice as much.
+        top: the number of plans.
+        point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point of all its axes, also
+            of those that are no loops, such as head_dim; half as many under a causal mask (`Program.points`). `measure_tile`
+            measures both; 0: only messages are counted.
+        overlap: how much of the shorter of a tile and the messages that travel meanwhile the longer one hides: 1 all of it,
+            0 nothing, below 0 if both disturb each other. `measure_overlap` measures it.
+        verified: how many of the best plans `verify` checks before they are returned, which takes longer than the search.
+
+    Raises:
+        ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's
+            sizes, none holds so little memory, top is below 1, a time is negative, or overlap is above 1.
+        VerificationError: a verified plan is wrong.
     """
-    if type(top) is not int or top < 1:
-        raise ValueError(f"search: top={shown(top)}; it must be a whole number of at least 1")
-    if type(verified) is not int or verified < 0:
-        raise ValueError(f"search: verified={shown(verified)}; it must be a whole number of plans")
-    check_memory(memory)
-    check_type("search", program, Program)
-    check_type("search", mesh, Mesh)
+    if top < 1:
+        raise ValueError(f"top={top}: expected at least 1")
+    check_homes_divide(program, mesh)
     if fabric is not None:
         mesh = mesh.with_speeds({axis.level: fabric for axis in mesh.axes}).with_speeds(mesh.speeds)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
-    check_homes_divide(program, mesh)
     if memory is not None and memory < model.kept:
         raise ValueError(
             f"memory={memory}: every plan of {program.name} on {mesh!r} holds at least {model.kept} bytes, its inputs and "
@@ -80,7 +83,7 @@ def search(
     found = _exact(model, sorted_costs, memory, top + 1)  # one more, with which the best is compared
     if not found:
         raise ValueError(_refusal(model, again, memory))
-    del again  # it holds what `_exact` has looked at
+    del again  # it keeps the candidates that `_exact` has consumed
     for plan in found[: min(top, verified)]:
         verify(plan)
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]
@@ -90,14 +93,14 @@ def all_plans(
     program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0,
     with_chunks: bool = False,
 ) -> list[Plan]:  # fmt: skip
-    """The plans of all candidates, in their fixed order; with_chunks: and in chunks. Other arguments as in `search`."""
-    check_type("all_plans", program, Program)
-    check_type("all_plans", mesh, Mesh)
-    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    """The plans of all candidates in their fixed order, with `with_chunks` also in chunks. Other arguments as in
+    `search`.
+    """
     check_homes_divide(program, mesh)
+    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     chosen = list(candidates(program, mesh))
     if with_chunks:
-        chosen += [part for each in chosen for part in each.in_chunks(program)]
+        chosen += [part for candidate in chosen for part in candidate.in_chunks(program)]
     return _lowered(model, chosen)
 
 
@@ -108,10 +111,8 @@ def pareto(
 
     Plans in chunks are among them. Each holds less memory than all faster ones. Arguments and errors as in `search`.
     """
-    check_type("pareto", program, Program)
-    check_type("pareto", mesh, Mesh)
-    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     check_homes_divide(program, mesh)
+    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
     plans: list[Plan] = []
     for seconds, memory, candidate in sorted(_bounds(model), key=lambda each: each[:2]):
         if not any(seconds > plan.seconds * (1 + NEGLIGIBLE) and memory >= plan.memory for plan in plans):
@@ -137,10 +138,12 @@ def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
 def ranked(model: CostModel) -> Iterator[tuple[Cost, Candidate]]:
     """All candidates with their costs, by seconds, bytes and messages, and then in their fixed order.
 
-    The whole cost of a candidate is found only when it may be the next, which `FastCosts` tell.
+    The whole cost of a candidate is computed only when the candidate may be the next, as `FastCosts` tell.
     """
     chosen, fast = list(candidates(model.program, model.mesh)), FastCosts(model)
-    least = [fast.seconds(each) * (1 - NEGLIGIBLE) for each in chosen] if fast.applies else [0.0] * len(chosen)
+    least = (
+        [fast.seconds(candidate) * (1 - NEGLIGIBLE) for candidate in chosen] if fast.applies else [0.0] * len(chosen)
+    )
     ready: list[tuple[float, int, int, int, Cost]] = []
     for bound, number in sorted(zip(least, range(len(chosen)), strict=True)):
         while ready and ready[0][0] < bound:
@@ -155,7 +158,7 @@ def ranked(model: CostModel) -> Iterator[tuple[Cost, Candidate]]:
 def _exact(
     model: CostModel, sorted_costs: Iterable[tuple[Cost, Candidate]], memory: int | None, top: int
 ) -> list[Plan]:
-    """The best plans by exact time, of candidates that are sorted by a lower bound of it."""
+    """The best plans by exact time, from candidates that are sorted by a lower bound of it."""
     found: list[tuple[tuple[Any, ...], Plan]] = []
     for cost, candidate in sorted_costs:
         slowest = found[top - 1][1].seconds * (1 + NEGLIGIBLE) if len(found) >= top else math.inf
@@ -170,7 +173,7 @@ def _exact(
 def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None, slowest: float) -> list[Plan]:
     """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits.
 
-    Chunks of an axis that take longer than `slowest` are left out: with more of them, they take longer still.
+    Chunks of an axis that take longer than `slowest` are left out: more of them take longer still.
     """
     if memory is None:
         return _lowered(model, [candidate])
@@ -182,7 +185,7 @@ def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | N
     for axis, chunked in groupby(candidate.in_chunks(model.program), lambda each: each.chunked):
         tried = [each for each in chunked if model.memory_in_chunks(cost, axis, each.chunks) <= memory]
         tried = list(takewhile(lambda each: model.seconds_in_chunks(each) <= slowest, tried))
-        # The most chunks hold least: if they do not fit, fewer do not either, and need not be lowered.
+        # The most chunks hold the least memory: if they do not fit, fewer chunks need not be lowered.
         most = next((plan for each in reversed(tried) for plan in _lowered(model, [each])), None)
         if most is not None and most.memory <= memory:
             fitting = (plan for each in tried for plan in _lowered(model, [each]) if plan.memory <= memory)
@@ -194,14 +197,14 @@ def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
     """The plans of candidates, without those that do not divide after all."""
     plans = []
     for candidate in chosen:
-        with suppress(Illegal):
+        with suppress(IllegalSchedule):
             plan = candidate.schedule(model.program, model.mesh).lower()
             plans.append(replace(plan, tile_seconds=model.tile_seconds(candidate), overlap=model.overlap))
     return plans
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
-    """What plans are sorted by; TIES says what each element after the first means."""
+    """The key by which plans are sorted; TIES describes each element after the first."""
     parts, is_unknown = len(plan.mesh.axes), not known_as(plan.schedule)
     return rounded(plan.seconds), plan.bytes_per_rank, parts, is_unknown, plan.messages, plan.memory, str(plan.schedule)
 
@@ -212,9 +215,9 @@ def rounded(seconds: float) -> float:
 
 
 def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: int | None) -> str:
-    """Why there is no plan, from the costs of all candidates.
+    """The words that say why there is no plan, from the costs of all candidates.
 
-    The plan that holds least is found by bounds of memory, so that few are lowered.
+    Bounds of memory find the plan that holds least, so that few are lowered.
     """
     program, mesh = model.program, model.mesh
     bounds: list[tuple[float, int, list[Candidate]]] = []
@@ -239,10 +242,10 @@ def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: 
 
 
 def check_homes_divide(program: Program, mesh: Mesh) -> None:
-    """ValueError: the ranks of the mesh do not divide an operand at home, so that no plan can begin or end."""
+    """Raise ValueError if the ranks of the mesh do not divide an operand at home, so that no plan can begin or end."""
     try:
         check_homes(LoopNest(program, mesh))
-    except Illegal as error:
+    except IllegalSchedule as error:
         raise ValueError(f"no plan of {program.name} on {mesh!r}: {error}") from None
 
 
@@ -267,7 +270,7 @@ def _reason(found: list[Plan], number: int) -> str:
 
 
 def longer(seconds: float, best: float) -> str:
-    """How much longer a time is than the best one, which may be nothing at all. From twice on, how many times as long."""
+    """Say how much longer a time is than the best one, which may be 0; from twice on, how many times as long."""
     if rounded(seconds) == rounded(best):
         return "as long as"
     if not best:

@@ -1,4 +1,4 @@
-"""How long a tile takes on this machine, and how much of it hides messages: for predictions of plans that overlap."""
+"""The time of a tile on this machine, and how much of it hides messages: for predictions of plans that overlap."""
 
 import math
 import statistics
@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commir.execution.devices import device_type
-from commir.ir.checks import check_type, shown
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
 from sparsefusion.collectives.agreement import together
@@ -26,19 +24,21 @@ LARGEST = 1 << 24  # bytes of a block
 def measure_tile(
     program: Program, ranks: int, group: ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> tuple[float, float]:
-    """(point_seconds, call_seconds), as `search` takes them, from two tiles: as plans on `ranks` ranks have, and a smaller.
+    """Measure (point_seconds, call_seconds), as `search` takes them, with a tile as plans on `ranks` ranks have it and a
+    smaller one.
 
-    group: its ranks measure at the same time, as they will compute, and all return the times of the slowest. The tiles have
-    random inputs in the program's dtype, on `device`. If no tile is smaller, point_seconds is 0.
-    ValueError on every rank: ranks is below 1, or the ranks of `group` have different arguments, which they compare.
+    If no tile is smaller, point_seconds is 0.
+
+    Args:
+        program: the program; the tiles have random inputs in its dtype.
+        ranks: the number of ranks of the plans.
+        group: its ranks measure at the same time, as they will compute, and all return the times of the slowest.
+        device: of the inputs.
+
+    Raises:
+        ValueError: on every rank, if the ranks of `group` have different arguments, which they compare.
     """
-
-    def check() -> None:
-        """ValueError: ranks is below 1."""
-        if type(ranks) is not int or ranks < 1:
-            raise ValueError(f"a tile of a plan on {shown(ranks)} ranks: a whole number of at least 1 is needed")
-
-    _compare("measure_tile", program, group, device, check, ranks=ranks)
+    _compare(program, group, device, ranks=ranks)
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
     times = torch.tensor([_seconds(tile, device), _seconds(smaller, device)], dtype=torch.float64, device=device)
@@ -50,25 +50,30 @@ def measure_tile(
 
 
 def measure_overlap(program: Program, group: ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
-    """The `overlap` of tiles and messages on the ranks of `group`, as `search` takes it; the same on all of them.
+    """Measure the `overlap` of tiles and messages on the ranks of `group`, as `search` takes it; the same on all of them.
 
     A ring of all ranks computes as many small tiles as it has ranks, and passes a block on during each. The ring, and tiles
-    and messages alone, take turns; of each the slowest rank's median time counts. Where ranks share processors, they wait
-    for one another in every turn, so that the result may be negative; it is at least LEAST_OVERLAP. It is 1.0 for one rank
-    (group: None), and where tiles or messages take so little time that nothing can be told.
+    and messages alone, take turns; the slowest rank's median time of each counts. Ranks that share processors wait for one
+    another in every turn, so the result may be negative; it is at least LEAST_OVERLAP. It is 1.0 for one rank, and where
+    tiles or messages take so little time that nothing can be told.
 
     A block has the mean size of an input's block at home or, if that arrives before a tile is computed, as many more bytes
     as make up for it (at most LARGEST). Sends 3 (REPETITIONS + 1) times as many blocks as the group has ranks.
-    ValueError on every rank: the ranks have different programs or devices, or one has no program.
+
+    Args:
+        program, group, device: as in `measure_tile`.
+
+    Raises:
+        ValueError: on every rank, if the ranks have different programs or devices.
     """
-    _compare("measure_overlap", program, group, device)
+    _compare(program, group, device)
     if group is None or group.size() == 1:
         return 1.0
     ranks, rank = group.size(), group.rank()
     tile = _prepared(tile_program(program, ranks**2), device)
 
     def ring(nbytes: int, tiles: int) -> Callable[[], object]:
-        """What takes the turns of a ring, with blocks of some bytes (0: none) and some tiles in each."""
+        """A function that takes the turns of a ring, with blocks of some bytes (0: none) and some tiles in each."""
         leaving, arriving = torch.zeros(2, nbytes, dtype=torch.uint8, device=device)
 
         def turns() -> None:
@@ -86,7 +91,7 @@ def measure_overlap(program: Program, group: ProcessGroup | None = None, device:
         """(REPETITIONS, calls)"""
         return repetitions([timed(each, device) for each in calls], group, device, REPETITIONS)
 
-    nbytes = min(LARGEST, sum(program.nbytes(each) for each in program.inputs) // len(program.inputs) // ranks)
+    nbytes = min(LARGEST, sum(program.nbytes(operand) for operand in program.inputs) // len(program.inputs) // ranks)
     computing, latency, message = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0)).median(0).values.tolist()
     nbytes = min(LARGEST, int(nbytes * max(1.0, computing / max(message - latency, 1e-3 * message))))
     found = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0), ring(nbytes, 1))
@@ -97,23 +102,14 @@ def measure_overlap(program: Program, group: ProcessGroup | None = None, device:
     return min(1.0, max(LEAST_OVERLAP, 1 - (both - latency - longer) / shorter))
 
 
-def _compare(
-    function: str, program: Program, group: ProcessGroup | None, device: torch.device | str,
-    check: Callable[[], None] = lambda: None, **others: object,
-) -> None:  # fmt: skip
-    """ValueError on every rank of `group` unless all call with the same arguments.
-
-    function: what the error calls the caller. check: raises a ValueError about this rank's arguments. others: those beside
-    the program and the device.
-    """
+def _compare(program: Program, group: ProcessGroup | None, device: torch.device | str, **others: object) -> None:
+    """Raise ValueError on every rank of `group` unless all call with the same arguments."""
 
     def arguments() -> dict[str, object]:
-        """Check this rank's arguments; what must be equal on all ranks."""
-        check_type(function, program, Program)
-        check()
+        """The arguments that must be equal on all ranks."""
         axes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
         summary = f"{program.name} in {program.dtype}: {axes}"  # an error shows it before the whole program
-        return {**others, "device": device_type(device), "program": summary, "the whole program": program}
+        return {**others, "device": torch.device(device).type, "program": summary, "the whole program": program}
 
     together(arguments, [group], lambda found: found)
 
@@ -121,7 +117,7 @@ def _compare(
 def tile_program(program: Program, blocks: int) -> Program:
     """The program on one of about `blocks` blocks: of its two loops with the most elements, as far as they divide."""
     loops = [axis for axis in program.axes if axis.kind != WHOLE]
-    units = {axis.name: math.lcm(*(each.divisor(axis.name) for each in program.operands)) for axis in loops}
+    units = {axis.name: math.lcm(*(operand.divisor(axis.name) for operand in program.operands)) for axis in loops}
     loops.sort(key=lambda axis: -(axis.size // units[axis.name]))
     counts = {axis.name: axis.size // units[axis.name] // math.isqrt(blocks) for axis in loops[:2]}
     return program.resized(**{name: units[name] * max(1, count) for name, count in counts.items()})
@@ -144,7 +140,9 @@ def _seconds(tile: Program, device: torch.device | str) -> float:
 
 def _prepared(tile: Program, device: torch.device | str = "cpu") -> Callable[[], object]:
     """A tile with random inputs, to be computed and, if one function does both, combined into earlier results."""
-    inputs = random_inputs(tile, {each.name: tile.shape(each) for each in tile.inputs if each.in_tile}, device)
+    inputs = random_inputs(
+        tile, {operand.name: tile.shape(operand) for operand in tile.inputs if operand.in_tile}, device
+    )
     indices = {axis.name: torch.arange(axis.size, device=device) for axis in tile.axes if axis.kind != WHOLE}
     compute, into = tile_of(tile), tile_into(tile)
     if into is None:

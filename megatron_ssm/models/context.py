@@ -7,13 +7,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D, choose
-from attention2d.layout.checks import check_heads
+from attention2d.layout.attention_arguments import check_heads
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.family import named_grids
 from commir import Mesh, Plan, Schedule, best_grid, search, verify
-from commir.lowering.scans import takes_slices
+from commir.lowering.scan_messages import takes_slices
 from commir.programs import attention, gated_delta, selective_scan
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import place, placements_of
 from commir.searching.grids import VERIFIED, leaving_lse
 from megatron_ssm.context.blocks import ContextRanks
@@ -110,7 +110,7 @@ def plan_to_verify(plan: Plan) -> Plan:
             smaller = program.resized(seq=2 * ranks, heads=groups * unit)
             try:
                 fewer = place(Schedule(smaller, Mesh(rank=ranks)), **placements).lower()
-            except Illegal:
+            except IllegalSchedule:
                 continue
             if takes_slices(fewer.digits) == takes_slices(plan.digits):
                 return fewer

@@ -22,7 +22,7 @@ def programs():
 
 
 def printed(code, folder):
-    """What each of four ranks prints."""
+    """The output of each of four ranks."""
     script = folder / "script.py"
     script.write_text(code)
     assert run_agent(lambda: runpy.run_path(script), 4, folder), (folder / "err-0").read_text()
@@ -49,8 +49,7 @@ def test_the_names_in_its_text_exist():
     assert {"search", "known", "GraphRunner"} <= used <= set(commir.__all__)
     imports = [span for span in spans if span.startswith("from ")]
     assert len(imports) == 3
-    for each in imports:
-        subprocess.run([sys.executable, "-c", each], check=True)
+    subprocess.run([sys.executable, "-c", "\n".join(imports)], check=True)
 
 
 def test_the_programs_of_the_guide_are_short():

@@ -87,7 +87,7 @@ def test_the_reference_lists_all_public_names_and_errors():
     assert {"search_graph", "GraphNode", "GraphRunner"} <= set(commir.__all__)
     headings = re.findall(r"heading: commir\.(\w+)$", page, re.MULTILINE)
     assert sorted(set(commir.__all__) - {"programs"}) == sorted(headings)
-    errors = {"LoopNestError", "Illegal", "Refuted", "Stuck", "StepFailed"}
+    errors = {"LoopNestError", "IllegalSchedule", "VerificationError", "Stuck", "StepFailed"}
     assert errors | {"backward_plan"} <= set(re.findall(r"^::: commir\.\S+\.(\w+)$", page, re.MULTILINE))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention2d.compute.tile import attend, attend_backward, attend_backward_ref, attend_ref, merge, output_substitute
@@ -81,6 +81,7 @@ def test_gradients_of_a_causal_tile():
         assert max(map(error, found, expected)) <= 1e-14 * 10
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_merged_tiles_are_exact(seed, sizes):
     """For any division of the keys. Merging the result over no keys changes nothing."""

@@ -62,7 +62,7 @@ def test_a_fabric_with_high_latency_prefers_few_steps(operation):
         assert short[0].steps == min(each.steps for each in short)
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [4])
 def test_every_rank_chooses_the_same_and_says_why(world_size, ranks):
     def run(rank):
         heads = dict(heads=4, kv_heads=1, head_dim=16, seq=64)
@@ -102,7 +102,7 @@ def test_the_cheapest_that_fits_into_memory(training):
 def test_sizes_below_one_are_refused(name):
     shape = dict(heads=4, kv_heads=2, head_dim=8, seq=16, batch=1, itemsize=2) | {name: 0}
     for compute in (choose, Ring().volume, Ring().memory, Tree().volume):
-        with pytest.raises(ValueError, match=f"^{name}=0 must be at least 1"):
+        with pytest.raises(ValueError, match=f"^{name}=0: expected at least 1"):
             compute(**shape)
 
 

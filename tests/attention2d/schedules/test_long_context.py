@@ -25,7 +25,7 @@ def losses(ranks, *flags):
 
 
 def losses_of_transformers():
-    """Those of the same model and text in plain steps of AdamW."""
+    """The losses of the same model and text in plain steps of AdamW."""
     model = runpy.run_path(ROOT / SCRIPT)["small_llama"]()
     ids = torch.tensor([list((ROOT / TEXT).read_bytes()[: TOKENS + 1])])
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []

@@ -119,7 +119,7 @@ def run_cases(rank, cases):
     return found
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [4])
 def test_gpt_model(world_size, ranks, expected):
     """Megatron itself shards the tokens."""
     logits, loss, gradients = expected
@@ -154,13 +154,11 @@ REFUSED = {
     "fp8_dot_product_attention=True": partial(make_core_attention, fp8_dot_product_attention=True),
     "attention_type=cross": partial(make_core_attention, kind="cross"),
     "k_channels=4": partial(make_core_attention, arguments=dict(k_channels=4)),
-    "cp_comm_type='ring' is none of p2p, all_gather, a2a, a2a\\+p2p, 2d": partial(
+    "unknown cp_comm_type 'ring': expected p2p, all_gather, a2a, a2a\\+p2p, 2d": partial(
         make_core_attention, arguments=dict(cp_comm_type="ring")
     ),
     "rows: only for cp_comm_type='2d', not for 'p2p'": partial(make_core_attention, arguments=dict(rows=2)),
-    "rows=0 must be an integer of at least 1": partial(
-        make_core_attention, arguments=dict(cp_comm_type="2d", rows=0, cols=1)
-    ),
+    "rows=0: expected at least 1": partial(make_core_attention, arguments=dict(cp_comm_type="2d", rows=0, cols=1)),
     "'2d' with ulysses or overlap needs rows or cols": partial(
         make_core_attention, arguments=dict(cp_comm_type="2d", overlap=True)
     ),

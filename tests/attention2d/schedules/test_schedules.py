@@ -84,8 +84,7 @@ def check(errors):
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_all_schedules_on_few_ranks(world_size, ranks):
-    count = 1 if world_size == 4 else 2
-    check(ranks(largest_errors, world_size, make_work(world_size, all_arguments(world_size), count)))
+    check(ranks(largest_errors, world_size, make_work(world_size, all_arguments(world_size), 1)))
 
 
 OPTIONS = (
@@ -171,7 +170,7 @@ def test_disjoint_groups_at_once(world_size, count, ranks):
     check(ranks(run, world_size))
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [4])
 def test_views_of_one_projection(world_size, ranks):
     """q, k and v are views of one tensor; and only some of them require gradients."""
     problem = Problem.of(12 * world_size, 4, 2, True)
@@ -196,7 +195,7 @@ def test_views_of_one_projection(world_size, ranks):
     check(ranks(run, world_size))
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [4])
 def test_scale_and_sizes(world_size, ranks):
     problems = [
         Problem.of(6 * world_size + 1, 2, 2, True, batch=1, head_dim=80, scale=0.01),
@@ -206,7 +205,7 @@ def test_scale_and_sizes(world_size, ranks):
     check(ranks(largest_errors, world_size, [(dict(rows=world_size, cols=1), problem) for problem in problems]))
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [2])
 def test_several_calls_before_backward(world_size, ranks):
     """One loss of several calls with sequences of different lengths; backward runs in reverse order."""
     problems = [Problem.of(seq * world_size, 4, 2, True, seed=seq) for seq in (4, 6, 4)]
@@ -250,7 +249,7 @@ EQUIVALENT = {  # by number of ranks: schedules with the same result
 }
 
 
-@pytest.mark.parametrize("world_size", (2, 3, 4))
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_equivalent_schedules(world_size, ranks):
     problem = Problem.of(11 * world_size, 6, 3, True)
 
@@ -262,7 +261,7 @@ def test_equivalent_schedules(world_size, ranks):
             assert all((a - b).nan_to_num().abs().max() <= 1e-13 for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [4])
 def test_values_in_padding_do_not_matter(world_size, ranks):
     """Padding may even be NaN."""
     problem = Problem.of(8 * world_size - 3, 4, 2, False)
@@ -307,7 +306,7 @@ def test_recomputation_and_repeated_backward(world_size, rows, cols, reentrant, 
     check(ranks(run, world_size))
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [2])
 def test_autocast(world_size, ranks):
     """float32 inputs, which rotary embeddings return, are cast as torch's own attention casts them."""
     problem = Problem.of(8 * world_size, 4, 2, True, dtype=torch.float32)
@@ -323,7 +322,7 @@ def test_autocast(world_size, ranks):
         assert dtype == torch.bfloat16 and largest <= 0.05
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [2])
 def test_the_output_can_be_viewed_and_added_to(world_size, ranks):
     """It is contiguous for any batch size, and without gradients it can be changed in place."""
 

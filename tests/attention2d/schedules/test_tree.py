@@ -38,7 +38,7 @@ def test_sharded_keys(world_size, order, ranks):
             assert torch.equal(out, everyone[0][index][0]) and sent == volume * inputs[0].shape[1]
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", [4])
 def test_any_number_of_keys_on_each_rank(world_size, ranks):
     """As when a cache grows on one rank, and the others have fewer keys or none. bfloat16 results are rounded once."""
     q, k, v = problem(1, 30)
@@ -57,7 +57,7 @@ def test_any_number_of_keys_on_each_rank(world_size, ranks):
         assert low.dtype == torch.bfloat16 and (low - rounded).abs().max() <= 2**-8 * rounded.abs().max()
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("world_size", [2])
 def test_keys_that_are_stored_transposed(world_size, ranks):
     q, k, v = problem(1, 12)
 

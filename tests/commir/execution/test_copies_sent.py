@@ -45,7 +45,7 @@ class Recorded(Count):
 
 
 def most_uncounted(plan, inputs, group):
-    """What a rank has when it begins a message, with steps as in `run`.
+    """The tensors of a rank when it begins a message, with steps as in `run`.
 
     (the most bytes that it holds and has not counted, its counted peak, the most tensors of messages that are still held)
     """
@@ -98,7 +98,7 @@ def test_whatever_is_held_is_counted(ranks, world, make, sizes, placements):
             assert all(is_counted and is_predicted for is_counted, is_predicted, _ in found), found
 
 
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("world", [4])
 def test_messages_are_freed_when_they_have_arrived(ranks, world):
     """Of a reduce-scatter, AHEAD tensors that are sent and AHEAD that are received are held at a time."""
     program = programs.matmul_reduce_scatter(2 * world, 8, 2 * world, "bfloat16")

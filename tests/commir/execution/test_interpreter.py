@@ -69,23 +69,8 @@ def test_wrong_inputs_are_named():
     with pytest.raises(ValueError, match="attention takes q, k, v, not q"):
         interpret(plan, {"q": case.inputs["q"]})
     short = {name: x[:, :-1] for name, x in random_inputs(case.program).items()}
-    with pytest.raises(ValueError, match=r"q has shape \(2, 7, 4, 4\); the whole q has shape \(2, 8, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"q has shape \(2, 7, 4, 4\): expected \(2, 8, 4, 4\)"):
         interpret(plan, short)
-
-
-@pytest.mark.parametrize(
-    "on_meta, message",
-    [
-        (("k",), "k is on meta, whose tensors have no data to compute with"),
-        (("q",), "q is on meta, whose tensors have no data to compute with"),
-        (("q", "k", "v"), "q is on meta, whose tensors have no data to compute with"),
-    ],
-)
-def test_devices_of_inputs(on_meta, message):
-    case = cases(2)[0]
-    for plan in plans(case.program, mesh_of(2)):
-        with pytest.raises(ValueError, match=message):
-            interpret(plan, case.inputs | {name: case.inputs[name].to("meta") for name in on_meta})
 
 
 def test_inputs_that_require_gradients():

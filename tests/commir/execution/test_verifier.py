@@ -1,4 +1,4 @@
-"""What the verifier accepts and rejects. Oracle: interpretation on independent inputs of twice the size."""
+"""Plans that the verifier accepts and rejects. Oracle: interpretation on independent inputs of twice the size."""
 
 import random
 from dataclasses import replace
@@ -8,8 +8,18 @@ import pytest
 import commir
 from benchmarks.support.plans import corrupted, effect
 from commir import In, Mesh, Out, Schedule, grid, programs, verify
-from commir.execution.verifier import Refuted, smallest
-from commir.lowering.steps import AllReduce, Arrive, Combine, Compute, Place, ReduceScatter, Round, Send, SendPartial
+from commir.execution.verifier import VerificationError, smallest
+from commir.lowering.plan_steps import (
+    AllReduce,
+    Arrive,
+    Combine,
+    Compute,
+    Place,
+    ReduceScatter,
+    Round,
+    Send,
+    SendPartial,
+)
 from commir.scheduling.placements import Placement, place
 from commir.searching.search import all_plans
 from loop_programs import HEADS, UP_TO_TWELVE, attention_cases, cases, mesh_of, plans, with_steps
@@ -158,8 +168,8 @@ def changed_step(plan, step, *others):
 
 
 def refutation(plan):
-    """What `verify` says about a wrong plan."""
-    with pytest.raises(Refuted) as caught:
+    """The message of `verify` for a wrong plan."""
+    with pytest.raises(VerificationError) as caught:
         verify(plan)
     return str(caught.value)
 
@@ -203,7 +213,9 @@ def test_a_result_is_rounded_after_its_partial_results_are_combined(number):
         if isinstance(step, SendPartial | Combine | ReduceScatter | AllReduce):
             steps = [each for each in plan.steps if each != Round(step.result)]
             steps.insert(steps.index(step), Round(step.result))
-            with pytest.raises(Refuted, match="must be rounded exactly once, after the last step that combines"):
+            with pytest.raises(
+                VerificationError, match="must be rounded exactly once, after the last step that combines"
+            ):
                 verify(with_steps(plan, steps))
 
 
@@ -211,7 +223,7 @@ def test_a_result_is_rounded_after_its_partial_results_are_combined(number):
 def test_a_result_is_rounded_once(rounds):
     plan = rounded_plans()[0]
     steps = [each for step in plan.steps for each in (rounds if isinstance(step, Round) else (step,))]
-    with pytest.raises(Refuted, match="c must be rounded exactly once"):
+    with pytest.raises(VerificationError, match="c must be rounded exactly once"):
         verify(with_steps(plan, steps))
 
 
@@ -219,7 +231,7 @@ def test_a_result_is_rounded_once(rounds):
 def test_steps_name_results_that_exist(result):
     plan = rounded_plans()[0]
     steps = [replace(step, result=result) if isinstance(step, ReduceScatter) else step for step in plan.steps]
-    with pytest.raises(Refuted, match="names a result that matmul_reduce_scatter does not have"):
+    with pytest.raises(VerificationError, match="names a result that matmul_reduce_scatter does not have"):
         verify(with_steps(plan, steps))
 
 
@@ -244,5 +256,5 @@ def test_steps_with_values_of_another_kind_are_refuted(place_of_a):
         replace(step, moves=((step.moves[0][0], place_of_a),)) if isinstance(step, ReduceScatter) else step
         for step in plan.steps
     ]
-    with pytest.raises(Refuted, match="the steps do not fit together"):
+    with pytest.raises(VerificationError, match="the steps do not fit together"):
         verify(with_steps(plan, steps))

@@ -144,7 +144,7 @@ def test_what_an_expression_cannot_be():
     results = Result("sum", ("s",)), Result("max", ("t",))
     with pytest.raises(ValueError, match="two: the tile .* is an expression, which computes one output, not s, t"):
         Program("two", (Axis("i", 8), Axis("j", 8, "r")), (a,), outputs, results, "a[i, j]")
-    with pytest.raises(ValueError, match="s: 'product' is none of the reductions sum, max, softmax"):
+    with pytest.raises(ValueError, match="s: unknown reduction 'product': expected sum, max, softmax"):
         Result("product", ("s",))
     assert tuple(MONOIDS) == MONOID_NAMES
     assert {name for name, _ in _TILES} == set(TILES)
@@ -164,18 +164,17 @@ def row_sum(tile="a[i, j]", kinds="sr", monoid="sum", **operands):
         (dict(tile="a[j, i]"), r"a\[j, i\] must be indexed as declared: i, j"),
         (dict(tile="a[i]"), r"a\[i\] must be indexed as declared: i, j"),
         (dict(tile="a[i, i]"), r"a\[i, i\] names an axis twice"),
-        (dict(tile="a[i, k]"), "there is no axis k; the axes are i, j"),
-        (dict(tile="a[i, j + 1]"), r"j \+ 1 is no axis"),
-        (dict(tile="a[i,j]*"), r"the tile 'a\[i,j\]\*' is none of attention, .*: no expression: invalid syntax"),
+        (dict(tile="a[i, k]"), "unknown axis k: expected i, j"),
+        (dict(tile="a[i, j + 1]"), r"j \+ 1 is not an axis: expected i, j"),
+        (dict(tile="a[i,j]*"), r"the tile 'a\[i,j\]\*' is neither attention, .*: no expression: invalid syntax"),
         (
             dict(tile="foo"),
-            "the tile 'foo' is none of attention, .*: foo is neither an operand with its axes, a number",
+            "the tile 'foo' is neither attention, .*: foo is neither an operand with its axes, a number",
         ),
         (dict(tile="("), "no expression: "),
         (dict(tile=""), "no expression: "),
         (dict(tile="a[i,j]*zz[i]"), "zz is not declared as an input"),
         (dict(tile="a[i, j] * c[i]"), "c is an output, and cannot be read"),
-        (dict(tile="-" * 20_000 + "a[i, j]"), "too deeply"),
         (dict(monoid="softmax"), "softmax combines two outputs, a mean and the log of its weights' sum, not c"),
         (dict(kinds="ss"), "row_sum: data race: j is spatial, but c is not indexed by it"),
         (dict(kinds="rr"), r'row_sum: i is reduced, but indexes c; make it spatial \("s"\)'),

@@ -1,6 +1,5 @@
 """Operators that are read from Python functions. Oracle: torch, in float64."""
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -82,7 +81,7 @@ def test_every_plan_computes_the_operator(operator, sizes):
 
 def test_sizes_of_a_call():
     assert [axis.size for axis in scores(rows=100, inner=3).axes] == [100, 8, 3]
-    with pytest.raises(ValueError, match="scores has no axis 'depth'; it has rows, cols, inner"):
+    with pytest.raises(ValueError, match="scores has no axis 'depth': expected rows, cols, inner"):
         scores(depth=3)
 
 
@@ -128,16 +127,6 @@ def kept_elsewhere(rows=4, cols=4):
         c[rows] += a[rows]
 
 
-def home_in_quotes(rows=4):
-    a = In[rows].home("rows")
-    return a
-
-
-def home_of_number(rows=4):
-    a = In[rows].home(3)
-    return a
-
-
 def called_dtype(rows=4, dtype=4): ...
 def called_self(self=4): ...
 def size_of_true(rows=True): ...
@@ -160,15 +149,6 @@ def sum_by_assignment(rows=4, cols=4):
 def declared_by_attribute(rows=4):
     a = commir.In[rows]
     return a
-
-
-def large_numbers(rows=4):
-    a = In[rows]
-    c = Out[rows]
-    for rows in grid("s"):
-        c[rows] = a[rows] + (
-            10 * 1e38 * a[rows]
-        )  # fmt: skip
 
 
 def undeclared(rows=4):
@@ -244,11 +224,6 @@ def keyword_of_grid(rows=4):
         pass
 
 
-def keyword_of_home(rows=4):
-    a = In[rows].home(rows, copies=2)
-    return a
-
-
 def more_keywords(rows=4, **options): ...
 def more_positions(rows=4, *sizes): ...
 def keyword_only(rows=4, *, cols=4): ...
@@ -276,13 +251,12 @@ def scalar_output(rows=4):
         (not_associative, 4, "c.rows. -= .*: this is not supported; the supported reductions are [+]= and max"),
         (product_of_all, 4, "c.rows. [*]= .*: this is not supported; the supported reductions are [+]= and max"),
         (least_of_all, 4, "min is not supported as a reduction; the supported reductions are [+]= and max"),
-        (shifted_index, 4, "cols [+] 1 is no axis"),
+        (shifted_index, 4, "cols [+] 1 is not an axis"),
         (unknown_function, 4, "the functions of one argument are exp"),
-        (kept_elsewhere, 1, "a is kept along cols, which is none of its axes rows"),
-        (home_in_quotes, 1, "the home of a is 'rows': write .home[(]rows[)], without quotes"),
+        (kept_elsewhere, 1, "the home of a is In.rows..home[(]cols[)]: expected .home[(]None[)], or an axis of rows"),
         (called_dtype, 0, "no axis can be called dtype"),
         (called_self, 0, "no axis can be called self"),
-        (size_of_true, 0, "the size of axis rows must be a whole number of at least 1"),
+        (size_of_true, 0, "axis rows has size True: expected a whole number of at least 1"),
         (
             decaying_sum,
             4,
@@ -294,12 +268,6 @@ def scalar_output(rows=4):
             "may depend on the order of the reduced axis; the supported reductions are [+]= and max",
         ),
         (declared_by_attribute, 1, "name = In.axes. or name = Out.axes., with the bare names In and Out"),
-        (home_of_number, 1, "the home of a is 3: it is an axis or None"),
-        (
-            large_numbers,
-            5,
-            "10 [*] 1e[+]38: its numbers multiply to 1e[+]39, and a number of 2.127 or more is too large",
-        ),
         (undeclared, 3, "a is not declared as an input"),
         (reads_the_output, 4, "c is an output, and cannot be read"),
         (no_size, 0, "every parameter is an axis and needs its size"),
@@ -309,11 +277,10 @@ def scalar_output(rows=4):
         (keyword_of_a_function, 4, "torch.exp[(]a.rows., out=a.rows.[)]: .*; they take no keywords"),
         (keyword_of_max, 4, "a reduction by max is written c.rows. = max[(]the same, expression[)]"),
         (keyword_of_grid, 1, "the loop must be over grid"),
-        (keyword_of_home, 1, "the home of a is given as .home[(]axis[)] or .home[(]None[)]"),
-        (more_keywords, 0, "options is no axis: parameters are written rows=1024"),
-        (more_positions, 0, "sizes is no axis"),
-        (keyword_only, 0, "cols is no axis"),
-        (positional_only, 0, "rows is no axis"),
+        (more_keywords, 0, "options is not an axis: expected parameters such as rows=1024"),
+        (more_positions, 0, "sizes is not an axis"),
+        (keyword_only, 0, "cols is not an axis"),
+        (positional_only, 0, "rows is not an axis"),
         (no_loop, 0, "must be followed by one loop over grid[(]...[)], the last statement"),
         (no_inputs, 2, "an operator needs at least one input"),
         (scalar_output, 1, "c has no axis along which it could be kept; declare it with .home[(]None[)]"),
@@ -338,27 +305,6 @@ def test_a_function_without_source_is_an_error():
     exec("def unseen(rows=4): ...", names := {})
     with pytest.raises(LoopNestError, match="<string>:1: unseen: .* reads the source of a function, and this has none"):
         commir.operator(names["unseen"])
-
-
-def test_an_expression_that_is_nested_too_deeply(tmp_path, monkeypatch):
-    text = f"""
-import commir
-from commir import In, Out, grid
-
-
-@commir.operator
-def many(rows=4):
-    x = In[rows]
-    y = Out[rows]
-    for rows in grid("s"):
-        y[rows] = {" + ".join(["x[rows]"] * 900)}
-"""
-    (tmp_path / "many_terms.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        LoopNestError, match=r"many_terms.py:10: many: the parts of its expression are nested too deeply$"
-    ):
-        importlib.import_module("many_terms")
 
 
 def test_a_function_inside_another_may_have_lines_with_less_indentation():

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from commir import Mesh, Plan, Schedule, execute, interpret, programs, search, verify
 from commir.execution import loop_steps
 from commir.execution.state import Count
-from commir.execution.verifier import Refuted
+from commir.execution.verifier import VerificationError
 from commir.programs.scan_programs import pass_states
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
@@ -157,7 +157,7 @@ def test_long_sequences_pass_states_and_short_ones_exchange_heads(make):
 def test_a_scan_is_not_shifted():
     program = programs.selective_scan(1, 16, 4)
     schedule = Schedule(program, Mesh(x=2)).tile("seq", 2).tile("heads", 2).parallelize("heads.o", "x")
-    with pytest.raises(Illegal, match="seq is scanned, and a scan has only one order"):
+    with pytest.raises(IllegalSchedule, match="seq is scanned, and a scan has only one order"):
         schedule.shift("seq.o", "x")
 
 
@@ -167,7 +167,9 @@ def test_zigzag_order_is_that_of_an_operand_at_home(gpus):
     schedule = Schedule(programs.selective_scan(1, 12 * gpus, 4), Mesh(g=gpus))
     for name in ("x", "dt", "B", "C", "y"):
         schedule = schedule.replicate(name, "g")
-    with pytest.raises(Illegal, match="seq is in zigzag order, so an operand must be kept along it at home, on g"):
+    with pytest.raises(
+        IllegalSchedule, match="seq is in zigzag order, so an operand must be kept along it at home, on g"
+    ):
         schedule.tile("seq", gpus).parallelize("seq.o", "g").lower()
 
 
@@ -190,7 +192,7 @@ def test_errors_of_single_states_are_found_on_many_ranks(monkeypatch, wrong, gpu
     verify(plan)
     for head in range(heads if heads < gpus else 1):  # in slices, a rank passes the states of one head
         monkeypatch.setattr(loop_steps, "pass_block_states", partial(pass_wrong_states, head=head))
-        with pytest.raises(Refuted, match="y"):
+        with pytest.raises(VerificationError, match="y"):
             verify(plan)
 
 
@@ -202,5 +204,5 @@ def test_a_transposed_matrix_is_found(monkeypatch, gpus, heads):
     monkeypatch.setattr(
         loop_steps, "pass_block_states", lambda program, states, maps: pass_states(program, states, maps.mT)
     )
-    with pytest.raises(Refuted, match="y"):
+    with pytest.raises(VerificationError, match="y"):
         verify(plan)

@@ -22,7 +22,7 @@ from commir import (
 from commir.execution.gradient import backward_plan
 from commir.programs.attention_programs import SAVED
 from commir.scheduling.known_schedules import ATTENTION, known_as
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import in_chunks
 from commir.searching.grids import leaving_lse
 
@@ -69,7 +69,7 @@ def test_what_the_library_makes_by_name_has_the_name(which, name):
     program, parts = PROGRAMS[which], known_schedules(PROGRAMS[which])[name]
     for mesh in MESHES[len(parts)]:
         if refused := refusal(program, parts):
-            with pytest.raises(Illegal, match=refused):
+            with pytest.raises(IllegalSchedule, match=refused):
                 known(Schedule(program, mesh), name)
             continue
         schedule = known(Schedule(program, mesh), name)

@@ -3,7 +3,6 @@
 import contextlib
 import random
 
-import numpy as np
 import pytest
 import torch
 from chosen import by_default
@@ -12,7 +11,7 @@ from commir import Mesh, Plan, Schedule, interpret, programs, verify
 from commir.execution.state import Count
 from commir.execution.verifier import unscheduled
 from commir.scheduling.known_schedules import known_as
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import Placement, in_chunks, is_placed, place
 from loop_programs import assert_close, random_inputs
 
@@ -45,18 +44,8 @@ def test_tiles_and_joins():
     "transform, message",
     [
         (lambda s: s.tile("rows", 5), r"tile\(rows, 5\): 5 does not divide rows, which has size 12"),
-        (lambda s: s.tile("rows", True), r"^tile\(rows, True\): factor=True: it must be a whole number of at least 1"),
-        (lambda s: s.tile("rows", "2"), "factor='2': it must be a whole number of at least 1"),
-        (lambda s: s.tile("rows", 2.0), r"factor=2\.0: it must be a whole number of at least 1"),
-        (lambda s: s.tile("rows", 0), r"^tile\(rows, 0\): factor=0: it must be a whole number of at least 1$"),
-        (
-            lambda s: s.tile("rows", np.int64(2)),
-            r"factor=np\.int64\(2\) \(not Python's int\): it must be a whole number of at least 1$",
-        ),
-        (lambda s: s.shard("a", "de\npth", "x"), r"^shard\(a, 'de\\npth', x\): a is not indexed by 'de\\npth'$"),
+        (lambda s: s.tile("rows", 0), r"^tile\(rows, 0\): 0 does not divide rows, which has size 12$"),
         (lambda s: s.tile("rows", 2, "cols", "b"), r"tile\(rows, 2\): the name cols is taken"),
-        (lambda s: s.tile("rows", 2, ""), r"tile\(rows, 2\): '' is no name of a digit: it must be a printable text"),
-        (lambda s: s.tile("rows", 2, "a\nb"), r"tile\(rows, 2\): 'a\\nb' is no name of a digit"),
         (lambda s: s.tile("rows", 2).tile("rows.i", 2).join("rows.o", "rows.i.o", "cols"), "the name cols is taken"),
         (
             lambda s: s.tile("rows", 2, "v", "r").tile("r", 2, "s", "rows").join("v", "s", "rows"),
@@ -64,7 +53,7 @@ def test_tiles_and_joins():
         ),
         (lambda s: s.tile("rows", 2, "rows", "r").tile("r", 3, "rows", "s"), r"^tile\(r, 3\): the name rows is taken$"),
         (lambda s: s.tile("rows", 2, "v", "r").tile("r", 2, "s", "rows").join("v", "s"), "the name rows is taken"),
-        (lambda s: s.tile("depth", 2), r"weighted_sum has no digit 'depth'; it has rows, cols"),
+        (lambda s: s.tile("depth", 2), r"weighted_sum has no digit 'depth': expected rows, cols"),
         (
             lambda s: s.tile("rows", 2).tile("cols", 2).join("rows.o", "cols.o"),
             r"join\(rows\.o, cols\.o\): rows\.o is a digit of rows and cols\.o of cols; a digit counts blocks of one axis\.",
@@ -103,7 +92,7 @@ def test_tiles_and_joins():
         ),
         (
             lambda s: s.tile("rows", 2).parallelize("rows.o", "x").reorder("rows.o"),
-            r"rows\.o is parallelized, so it is no loop",
+            r"rows\.o is parallelized, so it cannot be a loop",
         ),
         (lambda s: s.reorder("rows", "rows"), r"rows is named twice"),
         (
@@ -112,9 +101,12 @@ def test_tiles_and_joins():
         ),
         (lambda s: s.tile("cols", 2, "c1", "c2").tile("rows", 2, "cols", "b"), r"the name cols is taken"),
         (lambda s: s.shard("a", "depth", "x"), r"a is not indexed by depth"),
-        (lambda s: s.shard("a", "cols", "z"), r"the mesh has no axis 'z'; it has x, y"),
-        (lambda s: s.patch("magic"), r"patch\(magic\): weighted_sum has no kernel 'magic'; it has library"),
-        (lambda s: s.patch("reference"), r"patch\(reference\): weighted_sum has no kernel 'reference'; it has library"),
+        (lambda s: s.shard("a", "cols", "z"), r"the mesh has no axis 'z': expected x, y"),
+        (lambda s: s.patch("magic"), r"patch\(magic\): weighted_sum has no kernel 'magic': expected library"),
+        (
+            lambda s: s.patch("reference"),
+            r"patch\(reference\): weighted_sum has no kernel 'reference': expected library",
+        ),
         (lambda s: s.tile("rows", 2).parallelize("rows.o", "x").lower(), r"no digit is parallelized on mesh axis y"),
     ],
 )
@@ -124,10 +116,12 @@ def test_rules(transform, message):
 
 
 def test_rules_of_attention():
-    with pytest.raises(Illegal, match=r"shard\(q, dim, x\): dim is no loop; every tile needs all of it"):
+    with pytest.raises(
+        IllegalSchedule, match=r"shard\(q, dim, x\): dim is whole in every tile, so it cannot be sharded"
+    ):
         attention().shard("q", "dim", "x")
     loop_over_heads = attention().tile("q", 2).parallelize("q.o", "x").reorder("heads")
-    with pytest.raises(Illegal, match=r"k has 2 heads, which do not divide over 4 blocks of heads"):
+    with pytest.raises(IllegalSchedule, match=r"k has 2 heads, which do not divide over 4 blocks of heads"):
         loop_over_heads.lower()
 
 
@@ -155,7 +149,7 @@ def test_rules_of_attention():
 )
 def test_rules_of_scans(transform, message):
     program = programs.selective_scan(2, 24, 4, 2, 3, "float64", "contiguous")
-    with pytest.raises(Illegal, match=message):
+    with pytest.raises(IllegalSchedule, match=message):
         transform(Schedule(program, Mesh(x=2))).lower()
 
 
@@ -168,10 +162,14 @@ def test_kernels():
     assert_close(interpret(plain.lower(), inputs), interpret(library.lower(), inputs))
     assert plain.lower().hash != library.lower().hash
     assert sums().patch("library") == sums()
-    with pytest.raises(Illegal, match=r"patch\(magic\): attention has no kernel 'magic'; it has library, reference"):
+    with pytest.raises(
+        IllegalSchedule, match=r"patch\(magic\): attention has no kernel 'magic': expected library or reference"
+    ):
         library.patch("magic")
     scan = programs.selective_scan(2, 24, 4)
-    with pytest.raises(Illegal, match=r"patch\(reference\): selective_scan has no kernel 'reference'; it has library"):
+    with pytest.raises(
+        IllegalSchedule, match=r"patch\(reference\): selective_scan has no kernel 'reference': expected library"
+    ):
         Schedule(scan, MESH).patch("reference")
 
 
@@ -189,7 +187,7 @@ def by_hand(schedule, generator):
             mesh_axis = generator.choice(schedule.mesh.names)
             try:
                 schedule = schedule.shift(f"{digit.name}.o", mesh_axis)
-            except Illegal:
+            except IllegalSchedule:
                 continue
     loops = [digit.name for digit in schedule.digits if digit.name not in dict(schedule.parallel) and digit.size > 1]
     shifted = [name for name, _ in schedule.shifts]
@@ -203,7 +201,7 @@ def by_hand(schedule, generator):
 @pytest.mark.parametrize("seed", by_default(range(4), range(8)))
 @pytest.mark.parametrize("mesh", [Mesh(x=2), Mesh(x=3, y=2), Mesh(x=1, y=2)], ids=str)
 def test_schedules_by_hand_are_exact(mesh, seed):
-    """What lowers is exact, is verified at small sizes, and sends and holds what is predicted."""
+    """Schedules that can be lowered are exact, pass `verify`, and send and hold the predicted bytes."""
     generator = random.Random(seed)
     for program in (
         programs.attention(2, 6, 6, 24, 4, dtype="float64"),
@@ -217,7 +215,7 @@ def test_schedules_by_hand_are_exact(mesh, seed):
                 break
             try:
                 plan = by_hand(Schedule(program, mesh), generator).lower()
-            except Illegal:
+            except IllegalSchedule:
                 continue
             lowered += 1
             counts: list[Count] = []
@@ -234,7 +232,7 @@ def renamed(schedule, generator):
     for _ in range(6):
         first, second = generator.choice(schedule.digits), generator.choice(schedule.digits)
         outer, inner = (generator.choice(["rows", "cols", "a", "b", "rows#1", None]) for _ in range(2))
-        with contextlib.suppress(Illegal):
+        with contextlib.suppress(IllegalSchedule):
             if generator.random() < 0.3:
                 schedule = schedule.join(first.name, second.name, outer)
             else:
@@ -251,7 +249,7 @@ def test_digits_of_one_schedule_have_different_names(seed):
         names = [digit.name for digit in schedule.digits]
         assert len(set(names)) == len(names)
         assert Schedule(schedule.program, mesh).apply(schedule.primitives()) == schedule
-        with contextlib.suppress(Illegal):
+        with contextlib.suppress(IllegalSchedule):
             halves = [digit.name for digit in schedule.digits if digit.size == 2]
             plan = schedule.parallelize(generator.choice(halves or names), "x").lower()
             assert Plan.from_json(plan.to_json()).hash == plan.hash
@@ -270,7 +268,7 @@ def test_an_operand_that_every_rank_has_whole_need_not_divide():
     schedule = (
         Schedule(programs.weighted_sum(8, 6, dtype="float64"), Mesh(x=4)).tile("rows", 4).parallelize("rows.o", "x")
     )
-    with pytest.raises(Illegal, match=r"b: axis cols of 6 does not divide over 4 ranks: 6 % 4 = 2"):
+    with pytest.raises(IllegalSchedule, match=r"b: axis cols of 6 does not divide over 4 ranks: 6 % 4 = 2"):
         schedule.lower()
     plan, inputs = schedule.replicate("b", "x").lower(), random_inputs(schedule.program)
     verify(plan)
@@ -280,7 +278,7 @@ def test_an_operand_that_every_rank_has_whole_need_not_divide():
 def test_sources_of_an_operand_are_kept_in_the_same_way():
     program = programs.attention(1, 4, 2, 24, 4, backward=True)
     schedule = place(Schedule(program, Mesh(x=2)), x="kv").replicate("out", "x")
-    with pytest.raises(Illegal, match="delta is derived from dout and out, which are kept differently"):
+    with pytest.raises(IllegalSchedule, match="delta is derived from dout and out, which are kept differently"):
         schedule.lower()
     verify(schedule.replicate("dout", "x").lower())
 
@@ -302,13 +300,13 @@ def test_what_is_placed():
 @pytest.mark.parametrize(
     "placements, message",
     [
-        (dict(x="q", node="kv"), "place: the mesh has no axis 'node'; it has x"),
-        (dict(x="query"), "place: attention has no loop 'query'; it has batch, heads, q, kv"),
+        (dict(x="q", node="kv"), "place: the mesh has no axis 'node': expected x"),
+        (dict(x="query"), "place: attention has no loop 'query': expected batch, heads, q, kv"),
         (dict(x=Placement("dim")), "place: attention has no loop 'dim'"),
-        (dict(y="q"), "place: the mesh has no axis 'y'; it has x"),
+        (dict(y="q"), "place: the mesh has no axis 'y': expected x"),
         ({}, "mesh axis x has no placement"),
     ],
 )
 def test_placements_of_what_does_not_exist(placements, message):
-    with pytest.raises(Illegal, match=message):
+    with pytest.raises(IllegalSchedule, match=message):
         place(attention(), **placements)

@@ -1,4 +1,4 @@
-"""What makes a search fast changes nothing. Oracles: whole costs of all candidates; all plans, lowered."""
+"""The shortcuts of a search change no result. Oracles: whole costs of all candidates; all plans, lowered."""
 
 from contextlib import suppress
 
@@ -6,8 +6,8 @@ import pytest
 
 from commir import Axis, Mesh, Operand, Program, programs, search
 from commir.ir.program import Result
-from commir.lowering.layouts import digits_of, digits_of_chunk
-from commir.scheduling.loop_nest import Illegal
+from commir.lowering.operand_layouts import digits_of, digits_of_chunk
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.searching.candidates import Candidate, candidates
 from commir.searching.cost import CostModel
 from commir.searching.fast_costs import FastCosts
@@ -62,7 +62,7 @@ def chunks_of(candidate, program, mesh):
     found = {}
     for axis in program.axes:
         for chunks in (n for n in range(2, 65) if axis.size % n == 0):
-            with suppress(Illegal):
+            with suppress(IllegalSchedule):
                 plan = Candidate(candidate.parts, axis.name, chunks).schedule(program, mesh).lower()
                 found.setdefault(axis.name, []).append(plan)
     return found

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commir import Mesh, Schedule, programs
-from commir.lowering.layouts import Digits, conversions
+from commir.lowering.operand_layouts import Digits, conversions
 from commir.scheduling.placements import place
 from commir.searching.elimination import minimize
 from commir.searching.graph import GraphPlan, _cheapest, search_graph
@@ -198,7 +198,7 @@ def test_layers_are_at_least_as_fast_as_3d_parallelism(layer, mesh, memory):
     assert {plan.reason for plan in found.plans().values()} == {BY_GRAPH}
 
 
-@pytest.mark.parametrize("layer", [transformer_layer, zamba_layer])
+@pytest.mark.parametrize("layer", [transformer_layer, pytest.param(zamba_layer, marks=pytest.mark.full)])
 def test_without_speeds_a_graph_is_explained_in_bytes(layer):
     """They are those of its plans. If one level has a speed, there are seconds instead, as for a plan."""
     mesh = Mesh(node=2, gpu=2)
@@ -252,16 +252,12 @@ def test_errors():
     odd = GraphNode("odd", programs.all_gather_matmul(6, 8, 8), {"a": ("first", {"rows": "rows", "cols": "inner"})})
     with pytest.raises(ValueError, match=r"odd: no plan on Mesh\(x=2, y=2\): a: axis rows of 6 does not divide over 4"):
         search_graph([first, odd], Mesh(x=2, y=2), allowed={"odd": [("rows", "cols")]})
-    with pytest.raises(ValueError, match="alone takes a from nobody, which is no operator"):
+    with pytest.raises(ValueError, match="alone takes a from nobody: expected another operator"):
         search_graph([GraphNode("alone", program, {"a": ("nobody", {})})], mesh)
-    with pytest.raises(ValueError, match="alone takes a from itself"):
+    with pytest.raises(ValueError, match="alone takes a from alone: expected another operator"):
         search_graph([GraphNode("alone", program, {"a": ("alone", {})})], mesh)
     with pytest.raises(ValueError, match="two operators are called alone"):
         search_graph([GraphNode("alone", program)] * 2, mesh)
-    with pytest.raises(ValueError, match="allowed names b, which is no operator"):
-        search_graph([GraphNode("alone", program)], mesh, allowed={"b": [("rows",)]})
-    with pytest.raises(ValueError, match=r"allowed\['alone'\] is \[\]; it needs a loop for each axis of Mesh"):
-        search_graph([GraphNode("alone", program)], mesh, allowed={"alone": []})
 
 
 def edge(renamed, consumer, operand="a"):
@@ -280,7 +276,7 @@ def test_edges_that_do_not_fit():
     matmul, scatter = programs.all_gather_matmul, programs.matmul_reduce_scatter
     assert edge({"depth": "rows"}, matmul(8, 8, 8)) == "depth as rows, but c has rows, cols, and a rows, inner"
     straight = {"rows": "rows", "cols": "inner"}
-    assert edge(straight, matmul(8, 8, 8)) == "c is kept along cols, a along rows; they must be the same axis"
+    assert edge(straight, matmul(8, 8, 8)) == "c is kept along cols, and a along another axis, rows"
     assert "its axes are {'rows': 8, 'cols': 8} of c, and {'rows': 8, 'inner': 16} of a" in edge(
         straight, scatter(8, 8, 16)
     )

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -14,9 +13,9 @@ import pytest
 from chosen import by_default
 
 from commir import Axis, Mesh, Operand, Program, Result, Schedule, pareto, programs, search, verify
-from commir.execution.verifier import Refuted
+from commir.execution.verifier import VerificationError
 from commir.scheduling.known_schedules import known, known_as, known_schedules
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import Placement, in_chunks, place, placements_of
 from commir.searching import search as searching
 from commir.searching.candidates import candidates
@@ -39,19 +38,22 @@ def all_programs(ranks, dtype):
     ]
 
 
-@pytest.mark.parametrize("dtype", by_default(["bfloat16"], ["float32", "bfloat16"]))
+@pytest.mark.parametrize(
+    "dtype, step",
+    [("bfloat16", 3), *(pytest.param(each, 1, marks=pytest.mark.full) for each in ("float32", "bfloat16"))],
+)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_closed_forms_are_those_of_the_plans(mesh, dtype):
+def test_closed_forms_are_those_of_the_plans(mesh, dtype, step):
     """Bytes and messages exactly; time and memory are lower bounds, also of plans in chunks."""
     for program in all_programs(mesh.ranks, dtype):
         model = CostModel(program, mesh)
-        for number, candidate in enumerate(candidates(program, mesh)):
+        for number, candidate in enumerate(islice(candidates(program, mesh), 0, None, step)):
             cost, plan = model.cost(candidate), candidate.schedule(program, mesh).lower()
             assert (cost.sent, cost.messages) == (plan.bytes_per_rank, plan.messages), (program.name, str(candidate))
             assert max(model.kept, model.memory(cost)) <= plan.memory, (program.name, str(candidate))
             assert cost.seconds <= plan.seconds * (1 + 1e-9), (program.name, str(candidate))
             for each in list(candidate.in_chunks(program))[number % 7 :: 7]:
-                with suppress(Illegal):
+                with suppress(IllegalSchedule):
                     plan = each.schedule(program, mesh).lower()
                     assert model.memory_in_chunks(cost, each.chunked, each.chunks) <= plan.memory, str(each)
                     assert cost.seconds <= model.seconds_in_chunks(each) * (1 + 1e-9), str(each)
@@ -131,7 +133,7 @@ def test_known_schedules_are_candidates(program, name):
     parts = known_schedules(program)[name]
     mesh = PARTS[len(parts)]
     if program.name == "decode_attention" and ("q" in [each.axis for each in parts] or "overlapped" in name):
-        with pytest.raises(Illegal):  # there is one query
+        with pytest.raises(IllegalSchedule):  # there is one query
             known(Schedule(program, mesh), name)
         return
     made = known(Schedule(program, mesh), name)
@@ -152,21 +154,19 @@ def test_the_mesh_axes_of_a_known_schedule():
     assert known_as(place(parts, node=Placement("q", True), gpu=Placement("q", True), core="heads")) == "USP"
     assert known_as(place(parts, node=Placement("q", True), gpu="heads", core=Placement("q", True))) == ""
     assert known_as(place(parts, node="kv", gpu="heads", core="q")) == ""
-    with pytest.raises(ValueError, match="is_streamed='kv': it must be True or False"):
-        Placement("q", "kv")
 
 
 def test_schedules_that_are_not_known():
     program, mesh = programs.attention(1, 8, 8, 64, 8), Mesh(gpu=4)
-    with pytest.raises(Illegal, match="known: attention has no known schedule 'tree'; it has ring; double ring; "):
+    with pytest.raises(IllegalSchedule, match="attention has no known schedule 'tree': expected ring, double ring, "):
         known(Schedule(program, mesh), "tree")
-    with pytest.raises(Illegal, match="known: weighted_sum has no known schedule 'ring'; it has none"):
+    with pytest.raises(IllegalSchedule, match="weighted_sum has no known schedule 'ring': expected none"):
         known(Schedule(programs.weighted_sum(8, 8), mesh), "ring")
-    with pytest.raises(Illegal, match=r"known: USP has 2 parts \(q, streamed; heads\), and gpu is 1 mesh axis$"):
+    with pytest.raises(IllegalSchedule, match=r"USP needs 2 mesh axes \(q, streamed; heads\), not 1 \(gpu\)$"):
         known(Schedule(program, mesh), "USP")
-    with pytest.raises(Illegal, match=r"known: ring has 1 part \(q, streamed\), and a, b are 2 mesh axes$"):
+    with pytest.raises(IllegalSchedule, match=r"ring needs 1 mesh axes \(q, streamed\), not 2 \(a, b\)$"):
         known(Schedule(program, Mesh(a=2, b=2)), "ring")
-    with pytest.raises(Illegal, match="known: the mesh has no axis 'node'; it has gpu"):
+    with pytest.raises(IllegalSchedule, match="place: the mesh has no axis 'node': expected gpu"):
         known(Schedule(program, mesh), "ring", "node")
 
 
@@ -366,7 +366,7 @@ def test_other_speeds():
     """They replace those that are known, of levels that the mesh has."""
     mesh = Mesh({"node": (1e-4, 1e8), "gpu": (1e-6, 1e10)}, node=2, gpu=4).split("gpu", a=2, b=2)
     assert mesh.with_speeds({"gpu": (1.0, 1.0)}).speeds == {"node": (1e-4, 1e8), "gpu": (1.0, 1.0)}
-    with pytest.raises(ValueError, match="speed for level 'a', but the mesh has gpu, node"):
+    with pytest.raises(ValueError, match="speed of unknown mesh axis 'a': expected node, gpu"):
         mesh.with_speeds({"a": (1.0, 1.0)})
 
 
@@ -383,17 +383,9 @@ def test_names_of_mesh_axes_do_not_matter(name):
 def test_wrong_arguments():
     program, mesh = programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4)
     for options, message in (
-        (dict(top=0), "search: top=0; it must be a whole number of at least 1"),
-        (dict(verified=-1), "search: verified=-1; it must be a whole number of plans"),
-        (dict(verified=True), "search: verified=True; it must be a whole number of plans"),
-        (dict(overlap=1.5), "overlap=1.5 must be -1e[+]09 or more, and at most 1"),
-        (dict(point_seconds=-1.0), r"point_seconds=-1.0 and call_seconds=0.0 must be 0 or more"),
-        (dict(call_seconds=float("nan")), "call_seconds=nan must be 0 or more"),
-        (dict(fabric=3), "speed of mesh axis gpu is 3; it must be"),
-        (
-            dict(fabric=(float("inf"), 1e9)),
-            r"speed of mesh axis gpu is \(inf, 1000000000.0\); it must be \(0 to 1e\+09 sec",
-        ),
+        (dict(top=0), "top=0: expected at least 1"),
+        (dict(overlap=1.5), "overlap=1.5: expected times of at least 0 and an overlap of at most 1"),
+        (dict(fabric=3), "speed of mesh axis gpu is 3: expected"),
     ):
         with pytest.raises(ValueError, match=message):
             search(program, mesh, **options)
@@ -402,22 +394,18 @@ def test_wrong_arguments():
 SCRIPT = """
 from commir import Mesh, programs, search
 plans = search(programs.attention(1, 8, 2, 128, 16), Mesh(node=2, gpu=4, speeds={"node": (1e-4, 1e8)}))
-print(*(plan.hash for plan in plans))
+hashes = " ".join(plan.hash for plan in plans)
 """
 
 
-@pytest.mark.parametrize("seeds", [2, pytest.param(10, marks=pytest.mark.full)])
-def test_hashes_do_not_depend_on_the_process(seeds):
-    """Seeds of Python's hashes, two processes at a time."""
-
-    def hashes(seed):
-        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
-        return subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-
-    with ThreadPoolExecutor(2) as pool:
-        assert len(set(pool.map(hashes, range(seeds)))) == 1
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 10))])
+def test_hashes_do_not_depend_on_the_process(seed):
+    """A process with another seed of Python's hashes finds the same plans as this one."""
+    exec(SCRIPT, here := {})
+    environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+    command = [sys.executable, "-c", SCRIPT + "print(hashes)"]
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert there.strip() == here["hashes"]
 
 
 @pytest.mark.parametrize("sizes", [(64,), (512,), (16, 32)])
@@ -446,7 +434,7 @@ def test_a_fabric_must_have_messages_between_pairs():
     curve = Curve.fit("all_reduce", 4, [(2**n, 1e-5 + 2**n * 1e-9) for n in range(8, 20)])
     with pytest.raises(ValueError, match="the fabric of mesh axis gpu has neither p2p nor all_gather"):
         search(programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4), fabric=Fabric((curve,)))
-    with pytest.raises(ValueError, match="speed of mesh axis gpu is .* must be .* or a Fabric"):
+    with pytest.raises(ValueError, match="speed of mesh axis gpu is .* expected .* or a Fabric"):
         search(programs.attention(1, 4, 4, 64, 8), Mesh(gpu=4), fabric=curve)
 
 
@@ -461,8 +449,8 @@ def test_the_best_plans_are_verified_if_asked(monkeypatch, mesh):
     assert search(program, mesh, top=3, verified=9) == found
 
     def reject(plan):
-        raise Refuted(f"{plan.schedule}: wrong")
+        raise VerificationError(f"{plan.schedule}: wrong")
 
     monkeypatch.setattr(searching, "verify", reject)
-    with pytest.raises(Refuted, match="attention on"):
+    with pytest.raises(VerificationError, match="attention on"):
         search(program, mesh, verified=1)

@@ -12,7 +12,7 @@ from attention2d import Ring
 from cases import SCHEDULES, groups_of, oracle
 from commir import Mesh, Schedule, verify
 from commir.programs import gated_delta, selective_scan
-from commir.scheduling.loop_nest import Illegal
+from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import place
 from megatron_ssm import families
 from megatron_ssm.models.context import check_schedule, plan_to_verify, scan_plan
@@ -201,7 +201,7 @@ def test_a_large_plan_is_verified_with_the_same_messages(count, make, sizes):
     for axis in ("seq", "heads"):
         try:
             plan = place(Schedule(program, Mesh(rank=count)), rank=axis).lower()
-        except Illegal:
+        except IllegalSchedule:
             continue
         verified = plan_to_verify(plan)
         assert verified is plan if count <= 64 else verified.mesh.ranks in range(3, 17)

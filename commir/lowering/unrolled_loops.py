@@ -1,9 +1,9 @@
-"""The loops of a rank, unrolled: which blocks travel when, and when each block is used for the last time.
+"""The loops of a rank, unrolled: when each block travels, and when it is used for the last time.
 
-At loop counters t, a rank with coordinates x uses block (t + x) mod T of each shifted digit. It gets an input's block from
-the next rank along the mesh axis, which used it one turn earlier. Every block travels once: it is kept where an outer loop,
-by which it is not indexed, uses it again. Partial results travel to the rank before, and each rank adds its own part, or
-directly to their owner, as the monoid says.
+At loop counters t, a rank with coordinates x uses block (t + x) mod T of each shifted digit. It gets a block of an input
+from the next rank along the mesh axis, which used it one turn earlier. Every block travels once: it is kept where an outer
+loop that does not index it uses it again. Partial results travel to the rank before, which adds its own part, or directly to
+their owner, as the monoid says.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from itertools import product
 from commir.ir.monoids import MONOIDS
 from commir.ir.program import Operand
 
-from .layouts import Digits, Piece
-from .steps import Arrive, Combine, Compute, Free, Key, Send, SendPartial, Step
+from .operand_layouts import Digits, Piece
+from .plan_steps import Arrive, Combine, Compute, Free, Key, Send, SendPartial, Step
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of a rank. mesh_axis: the axis against which it is shifted; None: a plain loop, in which nothing travels."""
+    """A loop of a rank. mesh_axis: the axis against which it is shifted (None: a plain loop, in which nothing travels)."""
 
     piece: Piece
     size: int
@@ -27,7 +27,7 @@ class Loop:
 
 
 def loops_of(digits: Digits) -> tuple[Loop, ...]:
-    """The loops of a rank, outermost first, without those of one turn."""
+    """The loops of a rank that have several turns, outermost first."""
     shifts = dict(digits.nest.shifts)
     named = [digits.nest.digit(name) for name in digits.nest.order]
     return tuple(
@@ -36,7 +36,7 @@ def loops_of(digits: Digits) -> tuple[Loop, ...]:
 
 
 def travelling(digits: Digits, loops: Sequence[Loop], operand: Operand) -> tuple[int, ...]:
-    """The numbers of the loops along which blocks of an operand travel: those whose digit its mesh axis holds."""
+    """The numbers of the loops along which blocks of an operand travel: the mesh axis holds the loop's digit of it."""
     needed = digits.needed(operand)
     return tuple(j for j, loop in enumerate(loops) if loop.mesh_axis and needed.get(loop.mesh_axis) == loop.piece)
 
@@ -64,13 +64,13 @@ def unrolled(digits: Digits, loops: Sequence[Loop]) -> Iterator[Step]:
         for stream in streams:
             yield from stream.fetch(number)
         yield Compute(turn)
-        for each in partials:
-            yield from each.advance(number)
+        for partial in partials:
+            yield from partial.advance(number)
         for stream in streams:
             yield from stream.release(number)
-    for each in partials:
-        while not each.is_done:
-            yield from each.advance(len(turns))
+    for partial in partials:
+        while not partial.is_done:
+            yield from partial.advance(len(turns))
 
 
 def _turns(loops: Sequence[Loop], streamed: set[int], travelled: set[int]) -> list[Key]:
@@ -87,7 +87,7 @@ def _turns(loops: Sequence[Loop], streamed: set[int], travelled: set[int]) -> li
 
 
 class _Blocks:
-    """Blocks of an operand that travel along some loops. keys: the block that each turn uses."""
+    """Blocks of an operand that travel along some loops; `keys` has the block of each turn."""
 
     def __init__(self, along: tuple[int, ...], loops: Sequence[Loop], turns: Sequence[Key]) -> None:
         self.axes = [str(loops[j].mesh_axis) for j in along]
@@ -118,7 +118,7 @@ class _Stream(_Blocks):
                 yield Send(self.operands, self.axes[level], key, after)
 
     def release(self, number: int) -> Iterator[Step]:
-        """Free the block of this turn, if it is neither used nor sent any more."""
+        """Free the block of this turn if it is neither used nor sent any more."""
         yield from self._free(self.keys[number], number)
 
     def _free(self, key: Key, number: int) -> Iterator[Step]:
@@ -127,7 +127,7 @@ class _Stream(_Blocks):
             yield Free(self.operands, key)
 
     def _successors(self, key: Key) -> list[tuple[int, Key]]:
-        """(level, key) of the blocks that are received from the rank that holds this one: an inner ring starts from each."""
+        """(level, key) of the blocks that are received from the rank that holds this one; an inner ring starts from each."""
         found = []
         for level in reversed(range(len(key))):
             if key[level] + 1 < self.sizes[level]:
@@ -140,8 +140,8 @@ class _Stream(_Blocks):
 class _Partials(_Blocks):
     """Partial results that travel.
 
-    Level by level from the innermost loop: the partial results at a level's counters 1, 2, ... are combined into that at 0.
-    In a ring, 1 is sent on to be combined with 2, and so on until it comes to its owner, at 0.
+    They combine level by level, from the innermost loop: the partial results at a level's counters 1, 2, ... are combined
+    into that at 0. In a ring, 1 is sent on to be combined with 2, and so on until it comes to its owner, at 0.
     """
 
     def __init__(
@@ -155,11 +155,11 @@ class _Partials(_Blocks):
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts are computed, and all but one were sent."""
+        """Return True if all parts are computed, and all but one were sent."""
         return not any(self._sources.values()) and len(self._sent) + 1 == len(self._sources)
 
     def advance(self, number: int) -> Iterator[Step]:
-        """After turn `number`: combine what was sent in earlier turns, and send what is complete."""
+        """After turn `number`, combine what earlier turns sent, and send what is complete."""
         if number < len(self.keys) and self.last[self.keys[number]] == number:
             self._computed.add(self.keys[number])
         for key in sorted(self._computed):
@@ -186,7 +186,7 @@ class _Partials(_Blocks):
         return found
 
     def _target(self, key: Key) -> tuple[int, Key, int]:
-        """(level, key, distance) of where a complete partial result is sent."""
+        """Return (level, key, distance) of the place to which a complete partial result is sent."""
         level = max(j for j, counter in enumerate(key) if counter)
         if self._is_direct:
             return level, _with(key, level, 0), key[level]
@@ -198,6 +198,6 @@ def _with(key: Key, level: int, counter: int) -> Key:
 
 
 def _predecessor(key: Key) -> Key:
-    """The block from whose holder this one is received: one less at the innermost counter that is not zero."""
+    """The block whose holder sends this one: one less at the innermost counter that is not zero."""
     level = max(j for j, counter in enumerate(key) if counter)
     return _with(key, level, key[level] - 1)

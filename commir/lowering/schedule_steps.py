@@ -7,7 +7,7 @@
 | a digit on the axis | another digit | all-to-all |
 | whole | a digit on the axis | none: a slice |
 | partial results | whole | all-reduce |
-| summaries of blocks | entering states | all-gather of summaries, or an all-to-all to heads and one back (`scans`) |
+| summaries of blocks | entering states | all-gather of summaries, or an all-to-all to heads and one back (`scan_messages`) |
 | partial results | a digit on the axis | reduce-scatter; if the loop over it is shifted, they travel during the loop |
 """
 
@@ -16,18 +16,21 @@ from dataclasses import replace
 from itertools import takewhile
 
 from commir.ir.program import Result
-from commir.scheduling.loop_nest import Illegal, LoopNest
+from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
 
-from .layouts import Digits, Layout, conversions, digits_of, digits_of_chunk
-from .loops import loops_of, travelling, unrolled
-from .scans import scan_steps
-from .steps import AllReduce, AllToAll, Derive, Free, Gather, ReduceScatter, Round, Slice, Step, Swap
+from .operand_layouts import Digits, Layout, conversions, digits_of, digits_of_chunk
+from .plan_steps import AllReduce, AllToAll, Derive, Free, Gather, ReduceScatter, Round, Slice, Step, Swap
+from .scan_messages import scan_steps
+from .unrolled_loops import loops_of, travelling, unrolled
 
 
 def steps_of_schedule(nest: LoopNest) -> Iterator[Step]:
-    """The steps of a schedule, or of one of its chunks. Illegal: a mesh axis has no digit, or cuts of an axis do not fit."""
+    """The steps of a schedule, or of one of its chunks.
+
+    Raises IllegalSchedule if a mesh axis has no digit, or the cuts of an axis do not fit.
+    """
     _check_parallel(nest)
-    digits_of(nest)  # Illegal also if cuts do not fit that chunks leave out
+    digits_of(nest)  # also raises IllegalSchedule for cuts that a chunk does not have
     yield from steps_of(digits_of_chunk(nest))
 
 
@@ -58,7 +61,9 @@ def _fetch_inputs(digits: Digits) -> Iterator[Step]:
     for operand in program.inputs:
         have = scattered[operand.source[0]] if operand.source else digits.home(operand)
         if other := next((name for name in operand.source if scattered[name] != have), None):
-            raise Illegal(f"{operand.name} is derived from {operand.source[0]} and {other}, which are kept differently")
+            raise IllegalSchedule(
+                f"{operand.name} is derived from {operand.source[0]} and {other}, which are kept differently"
+            )
         chain = list(conversions(digits, operand, have, digits.needed(operand)))
         moves = list(takewhile(lambda each: not isinstance(each[0], Gather), chain))
         scattered[operand.name] = moves[-1][1] if moves else have
@@ -72,7 +77,7 @@ def _fetch_inputs(digits: Digits) -> Iterator[Step]:
 def _reductions(digits: Digits, number: int, result: Result) -> tuple[list[Step], Layout]:
     """The steps that combine the partial results of a result after the loops, and the layout of its outputs then.
 
-    Links of the innermost mesh axis, which are the fastest, reduce first, while the partial results are largest.
+    The innermost mesh axis, whose links are the fastest, reduces first, while the partial results are largest.
     """
     nest, program = digits.nest, digits.nest.program
     outputs = [program.operand(name) for name in result.outputs]
@@ -92,7 +97,7 @@ def _reductions(digits: Digits, number: int, result: Result) -> tuple[list[Step]
 
 
 def merged(chains: Iterable[list[Step]]) -> Iterator[Step]:
-    """The steps of several operands, where steps of the same kind along the same mesh axis are one step for all of them."""
+    """Join the steps of several operands: those of the same kind along the same mesh axis become one step."""
     chains = [list(chain) for chain in chains]
     while any(chains):
         first = next(chain[0] for chain in chains if chain)
@@ -113,6 +118,6 @@ def _is_same_message(one: Step, other: Step) -> bool:
 def _check_parallel(nest: LoopNest) -> None:
     for mesh_axis in nest.mesh.axes:
         if mesh_axis.size > 1 and nest.digit_on(mesh_axis.name) is None:
-            raise Illegal(
+            raise IllegalSchedule(
                 f"no digit is parallelized on mesh axis {mesh_axis.name}, so its ranks would repeat the same work"
             )

@@ -1,7 +1,7 @@
-"""What a loop nest around an expression may be: the kinds of its axes, and what the expression is made of.
+"""The language of the expressions in loop nests: which kinds of axes and which operations they may have.
 
-`Program` checks these rules for every program, and `commir.programs.operators` for the function that it reads, whose line it
-then names.
+`Program` checks these rules for every program. `commir.programs.operators` checks them for the function that it reads, to
+name the line of an error.
 """
 
 import ast
@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "sin", "cos")
-LARGEST = 2**127  # numbers in an expression are smaller, so that they are float32 numbers
 Operands = Mapping[str, Sequence[str]]  # {operand: its axes, in the order of its dimensions}
 
 
-class RuleBroken(ValueError):
-    """A part of a loop nest breaks a rule, which the message says. node: where, in the syntax tree."""
+class ExpressionError(ValueError):
+    """A part of a loop nest breaks a rule of the language. The message says which; `node` is the part's syntax tree."""
 
     def __init__(self, node: ast.AST, rule: str) -> None:
         super().__init__(rule)
@@ -22,7 +21,10 @@ class RuleBroken(ValueError):
 
 
 def axis_error(axis: str, kind: str, outputs: Operands) -> str:
-    """The rule that the kind of an axis breaks, or nothing: outputs have all spatial axes, and lack each reduced one."""
+    """Return the rule that the kind of an axis breaks, or "".
+
+    A spatial axis indexes every output; a reduced one is missing in at least one.
+    """
     without = [name for name, axes in outputs.items() if axis not in axes]
     if kind == "s" and without:
         return (
@@ -35,20 +37,17 @@ def axis_error(axis: str, kind: str, outputs: Operands) -> str:
 
 
 def read_text(text: str, inputs: Operands, outputs: Collection[str], axes: Collection[str]) -> ast.expr:
-    """The syntax tree of an expression. ValueError: it is none, or breaks a rule of `read_expression`."""
+    """Parse an expression and check it by `read_expression`. Raises ValueError."""
     try:
         return read_expression(ast.parse(text, mode="eval").body, inputs, outputs, axes)
     except SyntaxError as error:
         raise ValueError(f"no expression: {error.msg}") from None
-    except (RecursionError, MemoryError):
-        raise ValueError("its parts are nested too deeply") from None
 
 
 def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], axes: Collection[str]) -> ast.expr:
-    """An expression with the bare names of functions.
+    """Return an expression in which functions have their bare names.
 
-    RuleBroken: it is made of something else than inputs with their declared axes, numbers, + - * / and FUNCTIONS, or a
-    number, or the product of those in a product, is LARGEST or more.
+    Raises ExpressionError unless it consists of inputs with their declared axes, numbers, + - * / and FUNCTIONS.
     """
 
     def read(part: ast.expr) -> ast.expr:
@@ -57,9 +56,7 @@ def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], 
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
         _check_input(node, node.value.id, inputs, outputs, axes)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
-        parts = ast.BinOp(read(node.left), node.op, read(node.right))
-        _check_number(node)
-        return parts
+        return ast.BinOp(read(node.left), node.op, read(node.right))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return ast.UnaryOp(node.op, read(node.operand))
     elif isinstance(node, ast.Call):
@@ -73,13 +70,13 @@ def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], 
             node,
             f"{ast.unparse(node)} is neither an operand with its axes, a number, + - * /, nor a function of these",
         )
-    elif abs(node.value) >= LARGEST:
-        _fail(node, "a number of 2^127 or more is too large")
     return node
 
 
 def factors_of(node: ast.expr) -> list[ast.expr]:
-    """The factors of a product, in their order; -x is -1 times x. What is no product is its own factor."""
+    """The factors of a product in their order, where -x is -1 times x. An expression that is no product is its own
+    factor.
+    """
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return factors_of(node.left) + factors_of(node.right)
     if isinstance(node, ast.UnaryOp):
@@ -88,7 +85,7 @@ def factors_of(node: ast.expr) -> list[ast.expr]:
 
 
 def split_number(factors: Iterable[ast.expr]) -> tuple[float, list[ast.expr]]:
-    """The product of those factors that are numbers, and the others."""
+    """Return (the product of the factors that are numbers, the other factors)."""
     number, others = 1.0, []
     for factor in factors:
         if isinstance(factor, ast.Constant):
@@ -99,13 +96,13 @@ def split_number(factors: Iterable[ast.expr]) -> tuple[float, list[ast.expr]]:
 
 
 def indices_of(node: ast.Subscript, axes: Iterable[str]) -> tuple[str, ...]:
-    """The axes in the brackets of an operand. RuleBroken: something else is there, or an axis twice."""
+    """The axes in the brackets of an operand. Raises ExpressionError for anything else and for an axis named twice."""
     indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     for index in indices:
         if not isinstance(index, ast.Name):
-            _fail(index, f"{ast.unparse(index)} is no axis: an index must be the name of one")
+            _fail(index, f"{ast.unparse(index)} is not an axis: expected {', '.join(axes)}")
         if index.id not in axes:
-            _fail(index, f"there is no axis {index.id}; the axes are {', '.join(axes)}")
+            _fail(index, f"unknown axis {index.id}: expected {', '.join(axes)}")
     names = tuple(index.id for index in indices if isinstance(index, ast.Name))
     if len(set(names)) < len(names):
         _fail(node, f"{ast.unparse(node)} names an axis twice")
@@ -123,13 +120,5 @@ def _check_input(
         _fail(node, f"{ast.unparse(node)} must be indexed as declared: {', '.join(inputs[name])}")
 
 
-def _check_number(node: ast.expr) -> None:
-    """The numbers of a product are multiplied before its operands are, so their product must be a float32 number, too."""
-    number, _ = split_number(factors_of(node))
-    if abs(number) >= LARGEST:
-        text = ast.unparse(node)
-        _fail(node, f"{text:.80}: its numbers multiply to {number:g}, and a number of 2^127 or more is too large")
-
-
 def _fail(node: ast.AST, rule: str) -> NoReturn:
-    raise RuleBroken(node, rule)
+    raise ExpressionError(node, rule)

@@ -1,4 +1,6 @@
-"""Checks of a schedule's arguments. Each raises a ValueError of one sentence with the numbers that do not fit."""
+"""The rules for the arguments of a schedule. Each check raises a ValueError of one sentence with the numbers that do not
+fit.
+"""
 
 import math
 
@@ -6,16 +8,13 @@ import torch
 
 
 def check_grid(ranks: int, rows: int, cols: int, ulysses: int, order: str, transpose: bool) -> None:
-    """ValueError unless the sizes of the grid multiply to `ranks` and the grid supports this token order."""
+    """The sizes of the grid must multiply to `ranks`, and the grid must support this token order."""
     for name, size in dict(ulysses=ulysses, rows=rows, cols=cols).items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be an integer of at least 1")
-    product = ulysses * rows * cols
-    if product != ranks:
-        raise ValueError(
-            f"ulysses={ulysses}, rows={rows}, cols={cols} make {product} ranks ({ulysses} * {rows} * {cols} = {product}); "
-            f"the group has {ranks}"
-        )
+        if size < 1:
+            raise ValueError(f"{name}={size}: expected at least 1")
+    if (product := ulysses * rows * cols) != ranks:
+        sizes = f"ulysses={ulysses}, rows={rows}, cols={cols}"
+        raise ValueError(f"{sizes} is {ulysses} * {rows} * {cols} = {product} ranks; the group has {ranks}")
     if order == "cyclic" and ulysses > 1:
         raise ValueError(f"cyclic order needs ulysses=1, not {ulysses}: a cell's tokens would not be in cyclic order")
     if transpose and order != "cyclic":
@@ -23,7 +22,7 @@ def check_grid(ranks: int, rows: int, cols: int, ulysses: int, order: str, trans
 
 
 def check_heads(heads: int, kv_heads: int, ulysses: int = 1) -> None:
-    """ValueError unless both counts are at least 1, kv_heads divides heads, and `ulysses` divides both."""
+    """Both counts must be at least 1, kv_heads must divide heads, and `ulysses` must divide both."""
     check_sizes(heads=heads, kv_heads=kv_heads)
     if heads % kv_heads:
         remainder = f"{heads} % {kv_heads} = {heads % kv_heads}"
@@ -35,45 +34,41 @@ def check_heads(heads: int, kv_heads: int, ulysses: int = 1) -> None:
 
 
 def check_sizes(**sizes: int) -> None:
-    """ValueError unless every size is at least 1."""
+    """Every size must be at least 1."""
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
+            raise ValueError(f"{name}={size}: expected at least 1")
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, same_length: bool = True) -> None:
-    """ValueError unless q, k and v are non-empty tensors (batch, seq, heads, head_dim) whose shapes and dtypes match.
+    """q, k and v must be non-empty tensors (batch, seq, heads, head_dim) whose shapes and dtypes match.
 
     same_length: q and k must have the same number of local tokens. If False, they may differ, and k and v may be empty.
     """
     for name, t in dict(q=q, k=k, v=v).items():
-        if not isinstance(t, torch.Tensor):
-            raise ValueError(f"{name} must be a tensor, not {type(t).__name__}")
         if t.dim() != 4:
-            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), and has shape {tuple(t.shape)}")
+            raise ValueError(f"{name} has shape {tuple(t.shape)}: expected (batch, seq, heads, head_dim)")
         if not t.dtype.is_floating_point:
-            raise ValueError(f"{name} must be floating point, and is {t.dtype}")
+            raise ValueError(f"{name} has dtype {t.dtype}: expected a floating-point dtype")
         if (t.dtype, t.device) != (q.dtype, q.device):
-            raise ValueError(f"q is {q.dtype} on {q.device}, and {name} {t.dtype} on {t.device}: they must be equal")
+            raise ValueError(f"{name} is {t.dtype} on {t.device}: expected {q.dtype} on {q.device}, as q is")
     if k.shape != v.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: they must be equal")
+        raise ValueError(f"v has shape {tuple(v.shape)}: expected {tuple(k.shape)}, as k has")
     for dim, name in ((0, "sequences"), (1, "local tokens"), (3, "elements per head")):
         if q.shape[dim] != k.shape[dim] and (dim != 1 or same_length):
-            raise ValueError(f"q has {q.shape[dim]} {name}, and k {k.shape[dim]}: they must be equal")
+            raise ValueError(f"k has {k.shape[dim]} {name}: expected {q.shape[dim]}, as q has")
     if not q.numel() or (same_length and not k.numel()):
         raise ValueError(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: no size may be 0")
 
 
-def check_mask_and_scale(causal: bool, scale: float | None) -> None:
-    """ValueError unless `causal` is a bool and `scale` is None or a positive finite number."""
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal={causal!r} must be True or False")
+def check_scale(scale: float | None) -> None:
+    """`scale` must be None or a positive finite number."""
     if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} must be positive and finite")
+        raise ValueError(f"scale={scale}: expected a positive, finite number")
 
 
 def refuse_features(**features: object) -> None:
-    """ValueError that names the first feature in use. A feature whose value is None, False or 0 is not in use."""
+    """Raise ValueError naming the first feature in use. A feature that is None, False or 0 is not in use."""
     for name, value in features.items():
         if value is None or (isinstance(value, (bool, int, float)) and not value):
             continue

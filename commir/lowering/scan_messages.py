@@ -1,9 +1,9 @@
 """The messages of a scanned axis: states pass from block to block of a sequence that ranks share.
 
 Each rank summarizes its blocks. In the gather form all ranks get all summaries, and each computes all states. In the slice
-form an all-to-all gives each rank the summaries of all blocks for its share of the heads; another one returns the states.
-Neither form's bytes depend on the length of the sequence. The slice form sends less on more than two ranks and, where blocks
-map states by matrices, on two; it needs heads that divide over the ranks.
+form an all-to-all gives each rank the summaries of all blocks for its share of the heads, and another one returns the
+states. The bytes of neither form depend on the length of the sequence. The slice form sends less on more than two ranks and,
+where matrices map states, on two; the heads must divide over the ranks.
 """
 
 import math
@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from commir.ir.program import Scan
 from commir.scheduling.loop_nest import LoopNest
 
-from .layouts import Digits, scanning_mesh_axes
-from .steps import AllToAll, Free, Gather, PassStates, Place, Slice, Step, Summarize
+from .operand_layouts import Digits, scanning_mesh_axes
+from .plan_steps import AllToAll, Free, Gather, PassStates, Place, Slice, Step, Summarize
 
 
 def is_sliced(scan: Scan, ranks: int, heads: int) -> bool:
-    """Whether the slice form is taken. ranks: that share the sequence. heads: of each of them.
+    """Return True if states pass in the slice form among `ranks` ranks with `heads` heads each.
 
-    On two ranks, the gather form sends `decay` twice as often, and needs one message less: it is taken for numbers.
+    On two ranks the gather form sends `decay` twice as often and needs one message less; it is used if `decay` is a number.
     """
     return ranks > (2 if scan.rates else 1) and heads % ranks == 0
 
 
 def takes_slices(digits: Digits) -> bool:
-    """Whether a plan takes the slice form."""
+    """Return True if a plan passes states in the slice form."""
     nest = digits.nest
     scan, ranks = nest.program.scan, math.prod(map(nest.mesh.size, scanning_mesh_axes(nest)))
     return scan is not None and is_sliced(scan, ranks, _local_heads(nest, digits))
@@ -64,11 +64,11 @@ def scan_steps(digits: Digits) -> Iterator[Step]:
 
 
 def _heads(digits: Digits, name: str) -> Place:
-    """The heads of an operand, of which all that a rank has are cut into equal shares."""
+    """The place of the heads of an operand, of which all that a rank has are cut into equal shares."""
     return Place(digits.nest.program.operand(name).axes.index("heads"), 1)
 
 
 def _local_heads(nest: LoopNest, digits: Digits) -> int:
-    """How many heads a rank computes."""
+    """The number of heads that a rank computes."""
     placed = [nest.mesh.size(m) for name, m in nest.parallel if nest.digit(name).axis == "heads"]
     return nest.program.axis("heads").size // math.prod(placed)

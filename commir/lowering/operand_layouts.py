@@ -1,6 +1,6 @@
-"""Where the digits of an operand are: at home, where the loops need it, and where the loops leave it.
+"""The places of an operand's digits: at home, where the loops need it, and where the loops leave it.
 
-A layout is {mesh axis: digit}: the ranks along the mesh axis each hold one block of that digit. Digits that no mesh axis
+A layout is {mesh axis: digit}: the ranks along the mesh axis hold one block of that digit each. Digits that no mesh axis
 holds are local. The schedule and the homes cut an axis at different places; `Digits` are the pieces between all cuts.
 """
 
@@ -11,18 +11,18 @@ from itertools import accumulate
 from operator import mul
 
 from commir.ir.program import Operand
-from commir.scheduling.loop_nest import Illegal, LoopNest
+from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
 
-from .steps import AllToAll, Gather, Place, Slice, Step, Swap
+from .plan_steps import AllToAll, Gather, Place, Slice, Step, Swap
 
 Piece = tuple[str, int]  # a digit: (axis, its number, 0 being the outermost)
 Layout = dict[str, Piece]
 
 
 class Digits:
-    """The digits of every loop of a nest, after all cuts. sizes: {axis: size of each digit, outermost first}.
+    """The digits of every loop of a nest after all cuts; `sizes` is {axis: size of each digit, outermost first}.
 
-    Illegal: a home does not divide an axis, or a cut falls into a digit that one mesh axis holds.
+    Raises IllegalSchedule if a home does not divide an axis, or a cut falls into a digit that one mesh axis holds.
     """
 
     def __init__(self, nest: LoopNest) -> None:
@@ -37,7 +37,7 @@ class Digits:
         self._check_chunks()
 
     def piece(self, name: str) -> Piece:
-        """The digit of this name in the schedule, which is parallelized, shifted or a plain loop."""
+        """The digit that the schedule calls `name`, which is parallelized, shifted or a plain loop."""
         digit, outer = self.nest.digit(name), 1
         for each in self.nest.digits_of(digit.axis):
             if each.name == name:
@@ -58,7 +58,7 @@ class Digits:
         }
 
     def _cuts_at_home(self, operand: Operand, axis: str) -> Layout:
-        """{mesh axis: the digit} of all cuts of an axis at home (see `LoopNest.home_mesh_axes`)."""
+        """{mesh axis: digit} of all cuts of an axis at home (see `LoopNest.home_mesh_axes`)."""
         found: Layout = {}
         before = 1
         for name in self.nest.home_mesh_axes(operand.name, axis):
@@ -68,7 +68,7 @@ class Digits:
         return found
 
     def needed(self, operand: Operand) -> Layout:
-        """The layout of an input when the loops begin, and that in which they leave an output, or its partial results."""
+        """The layout of an input when the loops begin, or that in which they leave an output or its partial results."""
         found: Layout = {}
         shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
         scan = self.nest.program.scan
@@ -85,7 +85,7 @@ class Digits:
         return found
 
     def place(self, operand: Operand, piece: Piece, layout: Layout) -> Place:
-        """Where a digit stands in the tensor of an operand with this layout (in which the digit itself may be held)."""
+        """The place of a digit in the tensor of an operand with this layout, in which the digit itself may be held."""
         axis, number = piece
         held = {index for name, index in layout.values() if name == axis}
         outer = math.prod(size for index, size in enumerate(self.sizes[axis][:number]) if index not in held)
@@ -100,14 +100,14 @@ class Digits:
         return tuple(sizes.values())
 
     def _piece_at(self, axis: str, outer: int, size: int, owner: str) -> Piece:
-        """The digit that begins where `outer` blocks surround it and has this size."""
+        """The digit of this size that begins where `outer` blocks surround it."""
         before, sizes = 1, self.sizes[axis]
         for number, each in enumerate(sizes):
             if before == outer and each == size:
                 return axis, number
             before *= each
         cuts = " x ".join(map(str, sizes))
-        raise Illegal(
+        raise IllegalSchedule(
             f"{owner} divides {axis} into {size} blocks inside {outer}, but all cuts of {axis} together are {cuts}: "
             "tile the axis in the order of the mesh, or split the mesh axis"
         )
@@ -116,24 +116,28 @@ class Digits:
         if self.nest.chunked is None:
             return
         if self.nest.program.scan is not None:
-            raise Illegal(f"chunk({self.nest.chunked}): {self.nest.program.name} has a scan, and no chunks")
+            raise IllegalSchedule(
+                f"chunk({self.nest.chunked}): {self.nest.program.name} has a scan, which cannot be divided into chunks"
+            )
         piece = self.piece(self.nest.chunked)
         for operand in self.nest.program.operands:
             if piece in self._cuts_at_home(operand, piece[0]).values():
-                raise Illegal(f"chunk({self.nest.chunked}): the ranks that keep {operand.name} divide this digit")
+                raise IllegalSchedule(
+                    f"chunk({self.nest.chunked}): the ranks that keep {operand.name} divide this digit"
+                )
 
     def _check_groups(self, operand: Operand) -> None:
         for axis, divisor in operand.groups:
             inner = self.sizes[axis][-1]
             if divisor > 1 and inner % divisor:
                 size = self.nest.program.axis(axis).size
-                raise Illegal(
+                raise IllegalSchedule(
                     f"{operand.name} has {size // divisor} {axis}, which do not divide over {size // inner} blocks of {axis}"
                 )
 
 
 def digits_of(nest: LoopNest) -> Digits:
-    """The digits of a nest. They are found once for each, as nests never change. Illegal: as `Digits`."""
+    """The digits of a nest. They are found once, because nests never change. Raises IllegalSchedule as `Digits` does."""
     known = vars(nest)
     if "_digits" not in known:
         known["_digits"] = Digits(nest)
@@ -142,7 +146,7 @@ def digits_of(nest: LoopNest) -> Digits:
 
 
 def digits_of_chunk(nest: LoopNest) -> Digits:
-    """The digits of a chunk of a nest by itself; those of the nest, if it has no chunks. They are found once, too."""
+    """The digits of one chunk of a nest by itself, found once; those of the nest if it has no chunks."""
     known = vars(nest)
     if "_digits_of_chunk" not in known:
         known["_digits_of_chunk"] = digits_of(_of_one_chunk(nest))
@@ -151,7 +155,7 @@ def digits_of_chunk(nest: LoopNest) -> Digits:
 
 
 def _of_one_chunk(nest: LoopNest) -> LoopNest:
-    """The nest of a chunk by itself, whose elements are numbered in their order."""
+    """The nest of one chunk by itself, with its elements numbered in their order."""
     if nest.chunked is None:
         return nest
     digit = nest.digit(nest.chunked)
@@ -165,7 +169,7 @@ def _of_one_chunk(nest: LoopNest) -> LoopNest:
 def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Iterator[tuple[Step, Layout]]:
     """The steps that bring an operand from one layout to another, each with the layout after it.
 
-    All-to-alls come first, then slices and swaps, which keep blocks small, and then gathers, beginning with the outermost
+    All-to-alls come first; then slices and swaps, which keep blocks small; and then gathers. Those begin with the outermost
     mesh axis, whose links are the slowest, while blocks are smallest.
     """
     while have != want:
@@ -178,7 +182,7 @@ Conversion = tuple[Step, Layout]  # a step, and the layout after it
 
 
 def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """For a digit on a mesh axis, another one that is local; neither may be needed or held elsewhere."""
+    """Replace a digit on a mesh axis by one that is local. Neither may be needed or held elsewhere."""
     held, wanted = set(have.values()), set(want.values())
     for m in digits.nest.mesh.names:
         if m in have and m in want and have[m] != want[m] and have[m] not in wanted and want[m] not in held:
@@ -189,7 +193,7 @@ def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
 
 
 def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """A block of a local digit, along a mesh axis whose ranks all have the same."""
+    """Keep one block of a local digit, along a mesh axis whose ranks all have the same."""
     for m in digits.nest.mesh.names:
         if m in want and m not in have and want[m] not in have.values():
             return Slice(m, ((operand.name, digits.place(operand, want[m], have)),)), {**have, m: want[m]}
@@ -197,7 +201,7 @@ def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conv
 
 
 def _swap(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """A digit that is needed on another mesh axis of the same size, for what is on that one."""
+    """Exchange a digit with what is on another mesh axis of the same size, where it is needed."""
     mesh = digits.nest.mesh
     for m in mesh.names:
         target = next(
@@ -213,7 +217,7 @@ def _swap(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conve
 
 
 def _gather(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion:
-    """All blocks of a digit that should not be on its mesh axis."""
+    """Gather the blocks of a digit that should not be on its mesh axis."""
     m = next(m for m in digits.nest.mesh.names if m in have and have[m] != want.get(m))
     after = {name: piece for name, piece in have.items() if name != m}
     return Gather(m, ((operand.name, digits.place(operand, have[m], after)),)), after
@@ -229,7 +233,7 @@ def scanning_mesh_axes(nest: LoopNest) -> list[str]:
 def block_sizes(nest: LoopNest) -> tuple[int, ...]:
     """The digits of the axis that numbers the blocks of the scanned axis: one for each mesh axis, and a rank's own blocks.
 
-    Mesh axes inside of the last one that shares the scanned axis do not count: their ranks' blocks are neighbours.
+    Mesh axes inside of the last one that shares the scanned axis do not count: the blocks of their ranks are neighbours.
     """
     scan, shared = nest.program.scan, scanning_mesh_axes(nest)
     if scan is None or not shared:
@@ -239,7 +243,10 @@ def block_sizes(nest: LoopNest) -> tuple[int, ...]:
 
 
 def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
-    """The sizes of the digits between all cuts of an axis, outermost first. Illegal: two cuts do not divide each other."""
+    """The sizes of the digits between all cuts of an axis, outermost first.
+
+    Raises IllegalSchedule if two cuts do not divide each other.
+    """
     total, cuts, outer = nest.program.axis(axis).size, {1}, 1
     for digit in nest.digits_of(axis)[:-1]:
         outer *= digit.size
@@ -252,7 +259,7 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
     ordered = sorted(cuts)
     for smaller, larger in zip(ordered, ordered[1:], strict=False):
         if larger % smaller:
-            raise Illegal(
+            raise IllegalSchedule(
                 f"{axis} is cut into {smaller} and into {larger} blocks, which do not divide each other: tile the axis in "
                 "the order of the mesh"
             )
@@ -261,29 +268,31 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
 
 
 def _check_scan(nest: LoopNest) -> None:
-    """Illegal: a rank would scan in another order than that of the sequence, or in several tiles."""
+    """Raise IllegalSchedule if a rank would scan in another order than that of the sequence, or in several tiles."""
     scan = nest.program.scan
     if scan is None:
         return
     if loops := [name for name in nest.order if nest.digit(name).size > 1]:
-        raise Illegal(f"{loops[0]} is a loop, but {nest.program.name} scans {scan.axis}: a rank does that in one tile")
+        raise IllegalSchedule(
+            f"{loops[0]} is a loop, but {nest.program.name} scans {scan.axis}: a rank does that in one tile"
+        )
     shared = scanning_mesh_axes(nest)
     cutting = nest.mesh.names[: nest.mesh.names.index(shared[-1]) + 1] if shared else ()
     expected = [(nest.mesh.size(m), m if m in shared else None) for m in cutting if nest.mesh.size(m) > 1]
     used = dict(nest.parallel)
     found = [(digit.size, used.get(digit.name)) for digit in nest.digits_of(scan.axis) if digit.size > 1]
     if found[: len(expected)] != expected:
-        raise Illegal(f"{scan.axis} is scanned, so tile it in the order of the mesh, by {', '.join(cutting)}")
-    kept = [tuple(nest.home_mesh_axes(each.name, scan.axis))[: len(cutting)] for each in nest.program.operands]
+        raise IllegalSchedule(f"{scan.axis} is scanned, so tile it in the order of the mesh, by {', '.join(cutting)}")
+    kept = [tuple(nest.home_mesh_axes(operand.name, scan.axis))[: len(cutting)] for operand in nest.program.operands]
     if expected and nest.program.axis(scan.axis).order == "zigzag" and cutting not in kept:
-        raise Illegal(
+        raise IllegalSchedule(
             f"{scan.axis} is in zigzag order, so an operand must be kept along it at home, on {', '.join(cutting)}; without "
             "one, the order is contiguous"
         )
 
 
 def check_homes(nest: LoopNest) -> None:
-    """Illegal: the ranks among which an operand is kept at home do not divide its axis."""
+    """Raise IllegalSchedule if the ranks among which an operand is kept at home do not divide its axis."""
     for operand in nest.program.operands:
         home = nest.home(operand.name)
         for name in dict.fromkeys(home.values()):
@@ -292,7 +301,7 @@ def check_homes(nest: LoopNest) -> None:
             blocks = ranks * (2 if axis.order == "zigzag" and ranks > 1 else 1) * divisor
             if axis.size % blocks:
                 what = " (zigzag order: two blocks for each rank)" if axis.order == "zigzag" and ranks > 1 else ""
-                raise Illegal(
+                raise IllegalSchedule(
                     f"{operand.name}: axis {name} of {axis.size} does not divide over {ranks} ranks{what}: "
                     f"{axis.size} % {blocks} = {axis.size % blocks}"
                 )

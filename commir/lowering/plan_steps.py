@@ -1,10 +1,8 @@
 """The steps of a plan. Every rank takes the same steps; peers are relative to its coordinates on the mesh.
 
-A register holds one block of an operand: its name and its key, a tuple of loop counters, all zero for the block that the
-rank owns. A `Place` is where a digit stands in a tensor: the tensor's dimension, and the product of the extents of the
-dimension's digits outside of it.
-
-Messages that begin in one step and are awaited in another travel while the steps between them are computed.
+A register holds one block of an operand. It has the operand's name and a key, a tuple of loop counters that are all zero for
+the block that the rank owns. Messages that begin in one step and are awaited in another travel while the steps between them
+are computed.
 """
 
 from dataclasses import dataclass
@@ -15,7 +13,9 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a digit stands in a tensor: `dim`, and how many blocks of the dimension's outer digits surround it."""
+    """The place of a digit in a tensor: the dimension, and the number of blocks of that dimension's outer digits around
+    it.
+    """
 
     dim: int
     outer: int
@@ -58,7 +58,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Derive:
-    """Compute an input from others, where they are: the program says how. Nothing is sent."""
+    """Compute an input from others, where they are, as the program says. Nothing is sent."""
 
     operand: str
 
