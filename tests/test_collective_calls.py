@@ -114,13 +114,25 @@ def searched(world):
     return plan, {operand.name: torch.ones(plan.program.shape(operand)) for operand in plan.inputs()}
 
 
-@entry(dict(count=3), "count=3", dict(count=Count()), "count='given', rank 0 got count='not given'")
+@entry(
+    dict(dtype=torch.int64),
+    "q has dtype torch.int64",
+    dict(count=Count()),
+    "count='given', rank 0 got count='not given'",
+)
 def commir_execute(world, folder):
     plan, inputs = searched(world)
-    return lambda rank: lambda **options: commir.execute(plan, plan.shard(inputs, rank), dist.group.WORLD, **options)
+
+    def on_rank(rank):
+        local = plan.shard(inputs, rank)
+        return lambda dtype=torch.float32, **options: commir.execute(
+            plan, {**local, "q": local["q"].to(dtype)}, dist.group.WORLD, **options
+        )
+
+    return on_rank
 
 
-@entry(dict(dtype=torch.int64), "q is torch.int64", dict(requires_grad=True), "q.requires_grad=True")
+@entry(dict(dtype=torch.int64), "q has dtype torch.int64", dict(requires_grad=True), "q.requires_grad=True")
 def commir_differentiable(world, folder):
     plan, inputs = searched(world)
 
@@ -133,7 +145,7 @@ def commir_differentiable(world, folder):
     return on_rank
 
 
-@entry(dict(given=None), "blocks are {operator: {input: tensor}}, not None", dict(dtype=torch.float32), "torch.float32")
+@entry(other=dict(dtype=torch.float32), other_words="torch.float32")
 def commir_graph(world, folder):
     operator = replace(transformer_layer(2, 4 * world, 8, 4, 4, 16, dtype="float64")[0], inputs={})
     plans = commir.search_graph([operator], commir.Mesh(gpu=world)).plans()
@@ -143,19 +155,18 @@ def commir_graph(world, folder):
     def on_rank(rank):
         runner = GraphRunner([operator], plans, dist.group.WORLD)
         local = plan.shard(inputs, rank)
-        blocks = {dtype: {name: x.to(dtype) for name, x in local.items()} for dtype in (torch.float32, torch.float64)}
-        return lambda given=(), dtype=torch.float64: runner({operator.name: blocks[dtype]} if given == () else given)
+        return lambda dtype=torch.float64: runner({operator.name: {name: x.to(dtype) for name, x in local.items()}})
 
     return on_rank
 
 
-@entry(dict(repeated=0), "repeated=0", dict(repeated=2), "repeated=2, rank 0 got repeated=1")
+@entry(other=dict(repeated=2), other_words="repeated=2, rank 0 got repeated=1")
 def commir_fastest(world, folder):
     plan, _ = searched(world)
     return lambda rank: lambda repeated=1: commir.fastest([plan], dist.group.WORLD, repeated)
 
 
-@entry(dict(ranks=0), "a tile of a plan on 0 ranks", dict(ranks=5), "ranks=5, rank 0 got ranks=4")
+@entry(other=dict(ranks=5), other_words="ranks=5, rank 0 got ranks=4")
 def commir_measure_tile(world, folder):
     plan, _ = searched(world)
     return lambda rank: lambda ranks=4: commir.measure_tile(plan.program, ranks, dist.group.WORLD)
