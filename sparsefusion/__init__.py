@@ -9,8 +9,9 @@ from sparsefusion.foundation.lazy import lazy_exports
 
 # The formats of `all_reduce`.
 FORMATS = ("fp32", "fp16", "bf16", "int8", "auto")
-# The modes and the sparsifiers of `SparseFusion`.
+# The modes, the exchanges and the sparsifiers of `SparseFusion`.
 MODES = ("dense", "fp16", "layerwise", "bucket", "selective", "interleaved", "offload", "auto")
+EXCHANGES = ("all_gather", "sparse_all_reduce", "auto")
 SPARSIFIERS = ("topk", "dgc", "gaussiank", "redsync", "sidco", "randomk")
 
 _HOME = {
@@ -19,4 +20,4 @@ _HOME = {
     "SparseFusion": "fusion.sparse_fusion",
 }
 
-__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME, "FORMATS", "MODES", "SPARSIFIERS")
+__all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME, "FORMATS", "MODES", "EXCHANGES", "SPARSIFIERS")

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
-from sparsefusion import MODES, SPARSIFIERS
+from sparsefusion import EXCHANGES, MODES, SPARSIFIERS
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.plan import WIRES
@@ -24,6 +24,7 @@ CHOICES = {
     "mode": MODES,
     "wire": WIRES,
     "budget": ("bytes", "paper"),
+    "exchange": EXCHANGES,
     "on_nonfinite": ("raise", "skip-known"),
 }
 

@@ -132,6 +132,15 @@ def all_to_all(
     return received
 
 
+def begin_all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup, counter: Counter | None = None) -> "Exchange":
+    """Start an `all_to_all`; `wait()` returns [result]. All ranks start their collectives in the same order."""
+    tensor = _rows_for_ranks(tensor, group)
+    _count(counter, "all_to_all", tensor, group.size() - 1, group.size())
+    received = torch.empty_like(tensor)
+    work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
+    return Exchange([work], tensor, [received])
+
+
 def all_to_all_rows(
     tensor: torch.Tensor,
     sent: Sequence[int],

@@ -50,7 +50,8 @@ def measure_costs(
     dtype: of the gradients. numel: the number of elements of all gradients. dense_operation: the collective with which
     the framework sends gradients. fabric: the costs of messages, if they are known; otherwise they are measured.
     """
-    fabric = fabric or measure_fabric(group, device, {"all_reduce", "all_gather", dense_operation})
+    small = compression.messages(compression.sent_bytes(SMALL_MESSAGE, dtype.itemsize), group.size())
+    fabric = fabric or measure_fabric(group, device, {"all_reduce", dense_operation, *(name for name, _ in small)})
     sizes = np.unique(np.geomspace(SMALLEST, max(2 * SMALLEST, min(numel, LARGEST)), 4).astype(int))
     selecting = [_time_selection(size, dtype, compression, device) for size in sizes.tolist()]
     k = max(64, int(compression.density * sizes[-1]))
@@ -59,7 +60,7 @@ def measure_costs(
     *selecting, adding, copying, per_message = mean_over_ranks(
         [*selecting, adding, copying, per_message], group, device
     )
-    sending = fabric.time(compression.operation, compression.sent_bytes(SMALL_MESSAGE, dtype.itemsize), group.size())
+    sending = sum(fabric.time(name, nbytes, group.size()) for name, nbytes in small)
 
     @cache
     def select(count):
@@ -129,7 +130,7 @@ def _time_message(
     group: ProcessGroup, dtype: torch.dtype, compression: CompressionSettings, device: torch.device
 ) -> float:
     """The time of a small sparse message, with its selection and its transfer: the median of seven, after a warm-up."""
-    reducer = Reducer(group, compression.sparsifier, compression.wire)
+    reducer = Reducer(group, compression.sparsifier, compression.wire, compression.exchange)
     unit = Unit(("gradient",), SMALLEST, SMALL_MESSAGE)
     gradients = {"gradient": torch.ones(SMALLEST, dtype=dtype, device=device)}
     return _median(lambda: reducer.start([unit], gradients).wait(), device, 7)

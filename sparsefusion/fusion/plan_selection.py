@@ -41,6 +41,12 @@ class PlanSelection:
 
     def __init__(self, model: AttachedModel, options: Options):
         self.model, self.session, self.options = model, model.session, options
+        if options.compression.exchange == "auto":
+            gathering = replace(options.compression, exchange="all_gather")
+            self.options = replace(options, compression=gathering)
+            if not self.sends_less(gathering.density, than_fp16=options.mode == "auto" and model.dtype.itemsize == 4):
+                self.options = replace(options, compression=replace(gathering, exchange="sparse_all_reduce"))
+        self.session.reducer.exchange = self.options.compression.exchange
         self.is_final = False
         self.sparse_since: int | None = None
         self.candidates: dict | None = None
@@ -49,7 +55,10 @@ class PlanSelection:
     def empty_plan(self, mode: str) -> Plan:
         """A plan without buffers."""
         compression = self.options.compression
-        return Plan(mode, compression.sparsifier, compression.density, compression.wire, self.model.ranks)
+        return Plan(
+            mode, compression.sparsifier, compression.density, compression.wire, self.model.ranks,
+            exchange=compression.exchange,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Begin anew: profile dense steps, where there is something to choose. Sends nothing itself."""
@@ -197,7 +206,8 @@ class PlanSelection:
 
     def accepts(self, plan: Plan, budget: str) -> bool:
         """Return True if a plan from a checkpoint has these settings, fits these parameters, and sends clearly less."""
-        saved, options = CompressionSettings(plan.density, plan.sparsifier, plan.wire, budget), self.options
+        saved = CompressionSettings(plan.density, plan.sparsifier, plan.wire, budget, plan.exchange)
+        options = self.options
         is_small = not plan.buffers or self.sends_less(plan.density)
         is_asked = saved == options.compression and options.mode in ("auto", plan.mode)
         return is_asked and is_small and plan.fits_sizes(self.session.sizes)

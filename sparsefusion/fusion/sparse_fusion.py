@@ -51,13 +51,18 @@ class SparseFusion:
     copied(parameter): whether several of these ranks hold the parameter, so that its copies must stay equal. By
         default, parameters without the attribute tensor_model_parallel or model_parallel.
     budget: how the density makes up for gradients that are sent dense: "bytes", or "paper" (SSFusion's formula).
+    exchange: how selected elements are summed. all_gather: every rank receives the elements of all ranks; a rank sends
+        P - 1 times its elements. sparse_all_reduce: every rank receives only the largest sums, as many as it has selected,
+        and the rest stays in residuals; a rank sends at most twice its elements, however many ranks there are. auto:
+        all_gather where it sends clearly less than dense gradients, otherwise sparse_all_reduce.
     on_nonfinite: raise, or skip-known: the training skips steps that are not finite, also without a loss scale.
     report: is called with texts for the user, on the first rank; by default they are printed to stderr.
 
     In each step, modes dense and fp16 send an all-reduce of each of the framework's buckets. The other modes send, for
-    each buffer of the plan, an all-gather of k values and indices (randomk: an all-reduce of values) and an all-reduce
-    of the dense gradients. Every rank keeps a residual of each sparse gradient, at least fp32 (4 bytes per element),
-    and a second one where steps may be skipped.
+    each buffer of the plan, an all-gather of k values and indices (randomk: an all-reduce of values; sparse_all_reduce: an
+    all-to-all of k and an all-gather of k / P values and indices) and an all-reduce of the dense gradients. Every rank
+    keeps a residual of each sparse gradient, at least fp32 (4 bytes per element), and a second one where steps may be
+    skipped.
 
     Modes other than dense and fp16 begin with five dense steps, which are profiled. All ranks have the same plan, and
     means with the same bits. If a mean is not finite, every rank raises FloatingPointError; or the step is skipped (by
@@ -79,14 +84,16 @@ class SparseFusion:
         model_group: ProcessGroup | None = None,
         copied: Callable[[torch.nn.Parameter], bool] | None = None,
         budget: str = "bytes",
+        exchange: str = "auto",
         on_nonfinite: str | None = None,
         report: Callable[[str], None] | None = None,
     ):
         refuse_options(
             density, density_warmup, fabric, model_group, dict(loss_scale=loss_scale, copied=copied, report=report),
-            dict(sparsifier=sparsifier, mode=mode, wire=wire, budget=budget, on_nonfinite=on_nonfinite or "raise"),
+            dict(sparsifier=sparsifier, mode=mode, wire=wire, budget=budget, exchange=exchange,
+                 on_nonfinite=on_nonfinite or "raise"),
         )  # fmt: skip
-        compression = CompressionSettings(float(density), sparsifier, wire, budget)
+        compression = CompressionSettings(float(density), sparsifier, wire, budget, exchange)
         self._options = Options(
             mode, compression, int(density_warmup), fabric, copied or _is_replicated, report or print_to_stderr
         )
@@ -125,11 +132,12 @@ class SparseFusion:
         adapter, fabric = adapter_for(target), self._options.fabric
         refuse_gradients(adapter.module, adapter.parameters)
         ranks = adapter.group.size()
-        if fabric is not None and ranks > 1:
-            for operation in ("all_reduce", "all_gather", dense_operation(adapter)):
-                fabric.time(operation, 1, ranks)  # ValueError: it was not measured
         model = AttachedModel.of(adapter, self._session_for(adapter))
         selection = PlanSelection(model, self._options)
+        if fabric is not None and ranks > 1:
+            sparse = selection.options.compression.messages(1, ranks)
+            for operation in ("all_reduce", dense_operation(adapter), *(operation for operation, _ in sparse)):
+                fabric.time(operation, 1, ranks)  # ValueError: it was not measured
         adapter.install(model.session)
         self._selection, self._target = selection, target
         setattr(target, ATTACHED, NotCopied(self))

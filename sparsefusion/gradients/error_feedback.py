@@ -111,9 +111,9 @@ class ErrorFeedback:
         add_at(residuals, -values.nan_to_num(0), indices.int())
         return Selection(unit, values, indices.int())
 
-    def add_rounding_errors(self, selection: Selection, rounded_off: torch.Tensor) -> None:
-        """Return to the residuals what rounding to the wire format took from selected values."""
-        add_at([self.residuals[name] for name in selection.unit.names], rounded_off, selection.indices)
+    def add_back(self, selection: Selection, values: torch.Tensor) -> None:
+        """Return values at the indices of a selection to the residuals: what rounding took from it, or what was not sent."""
+        add_at([self.residuals[name] for name in selection.unit.names], values, selection.indices)
 
 
 def is_zero(gradient: torch.Tensor) -> bool:

@@ -11,27 +11,29 @@ from functools import cached_property
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.counted import Counter, Exchange, begin_all_gather, begin_all_reduce
+from sparsefusion.collectives.counted import Counter, Exchange, begin_all_reduce
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.fused import add_at, residual_like
 
 from .error_feedback import ErrorFeedback
+from .exchanges import Added, Gathered, SparseAllReduce
 from .fp16_reduction import Fp16Reduction, Fp16Scale
 from .nonfinite import largest
-from .sparse_message import Selection, SparseMessage
+from .sparse_message import Selection
 
 
 class Reducer:
-    """Reduces gradients over `group`. All ranks call `start` and `start_fp16` in the same order.
+    """Reduces gradients over `group`. All ranks call `start` and `start_fp16`, and `wait`, in the same order.
 
-    sparsifier, wire: how elements are selected, and the format in which their values are sent.
+    sparsifier, wire, exchange: how elements are selected, the format in which their values are sent, and how
+    (see `SparseFusion`).
 
     Attributes: feedback, the residuals of this rank; counter, what was sent; fp16_scale, of gradients sent in float16.
     """
 
-    def __init__(self, group: ProcessGroup, sparsifier: str = "dgc", wire: str = "fp32"):
-        self.group, self.wire, self.feedback = group, wire, ErrorFeedback(sparsifier)
+    def __init__(self, group: ProcessGroup, sparsifier: str = "dgc", wire: str = "fp32", exchange: str = "all_gather"):
+        self.group, self.wire, self.exchange, self.feedback = group, wire, exchange, ErrorFeedback(sparsifier)
         self.counter, self.fp16_scale = Counter(), Fp16Scale()
 
     def start(
@@ -45,8 +47,7 @@ class Reducer:
 
         gradients: {name: gradient}, flat and contiguous. scale: the loss scale; residuals do not have it. interleaved:
         send the dense units before selecting from the others. Units have the same names and k on all ranks. Sends one
-        all-reduce of all dense units, and one all-gather of the values and indices selected from the others (with the
-        sparsifier randomk, an all-reduce of values).
+        all-reduce of all dense units, and what the exchange sends of the values and indices selected from the others.
         """
         dense, sparse = [u for u in units if not u.k], [u for u in units if u.k]
         dense_message = None
@@ -62,24 +63,13 @@ class Reducer:
             selections = self._select_all(sparse, gradients, scale)
         return Reduction(self, dense, dense_message, selections, self._send(selections), gradients, scale)
 
-    def _send(self, selections: Sequence[Selection]) -> Exchange | None:
+    def _send(self, selections: Sequence[Selection]) -> Added | Gathered | SparseAllReduce | None:
         if not selections:
             return None
-        if self.adds_up_values:
-            return begin_all_reduce(torch.cat([s.values for s in selections]), self.group, self.counter)
-        message, rounded_off = self.sparse_message(selections).encode()
-        for selection, lost in zip(selections, rounded_off, strict=False):  # none, if nothing is rounded
-            self.feedback.add_rounding_errors(selection, lost)
-        return begin_all_gather(message, self.group, self.counter)
-
-    @property
-    def adds_up_values(self) -> bool:
-        """True if all ranks select the same indices, so that an all-reduce adds up their values."""
-        return self.feedback.sparsifier == "randomk"
-
-    def sparse_message(self, selections: Sequence[Selection]) -> SparseMessage:
-        """Encodes and decodes these selections."""
-        return SparseMessage(selections, self.wire, self.group.size())
+        if self.feedback.sparsifier == "randomk":
+            return Added(selections, self.group, self.counter)
+        kind = SparseAllReduce if self.exchange == "sparse_all_reduce" else Gathered
+        return kind(selections, self.wire, self.feedback, self.group, self.counter)
 
     def start_fp16(self, gradients: Mapping[str, torch.Tensor], flats: Sequence[torch.Tensor]) -> Fp16Reduction:
         """Start averaging `flats`, of which the gradients are parts, in float16. Residuals take no part."""
@@ -103,7 +93,7 @@ class Reducer:
 class Reduction:
     """Averages in progress; made by `Reducer.start`.
 
-    dense_message, sparse_message: the all-reduce of `dense_units`, and the message of `selections`; None: there are
+    dense_message, sparse_message: the all-reduce of `dense_units`, and the exchange of `selections`; None: there are
     none.
     """
 
@@ -113,7 +103,7 @@ class Reduction:
         dense_units: Sequence[Unit],
         dense_message: Exchange | None,
         selections: Sequence[Selection],
-        sparse_message: Exchange | None,
+        sparse_message: Added | Gathered | SparseAllReduce | None,
         gradients: Mapping[str, torch.Tensor],
         scale: float,
     ):
@@ -135,24 +125,15 @@ class Reduction:
             self._write_dense(mean)
         if self._sparse_message:
             self._clear_gradients()  # while the message is in flight
-            (received,) = self._sparse_message.wait()
-            for selection, parts in zip(self._selections, self._parts(received), strict=True):
-                self._write(selection.unit, parts, self._scale / ranks)
+            values, parts = self._sparse_message.wait()
+            self.maxima.append(largest(values))
+            for selection, part in zip(self._selections, parts, strict=True):
+                self._write(selection.unit, part, self._scale / ranks)
 
     def _write_dense(self, mean: torch.Tensor) -> None:
         gradients = [self.gradients[name] for unit in self._dense_units for name in unit.names]
         for gradient, part in zip(gradients, mean.split([len(g) for g in gradients]), strict=True):
             gradient.copy_(part)
-
-    def _parts(self, received: torch.Tensor) -> list:
-        """For each unit, [(values, indices)]: of every rank, or one pair that is the sum already."""
-        if not self._reducer.adds_up_values:
-            values, parts = self._reducer.sparse_message(self._selections).decode(received)
-            self.maxima.append(largest(values))
-            return parts
-        self.maxima.append(largest(received))
-        sums = received.split([len(s.values) for s in self._selections])
-        return [[(total, s.indices)] for total, s in zip(sums, self._selections, strict=True)]
 
     def _clear_gradients(self) -> None:
         """Set to zero the gradients to which means are added. All selections have been made, on CUDA too."""

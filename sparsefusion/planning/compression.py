@@ -11,17 +11,29 @@ GUARD_INDEX_BYTES = 4  # bytes of an index, for the decision whether a density i
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """The user's settings of compression. budget: "bytes" or "paper", see `compensated_density`."""
+    """The user's settings of compression.
+
+    budget: "bytes" or "paper", see `compensated_density`. exchange: all_gather or sparse_all_reduce, see `SparseFusion`.
+    """
 
     density: float
     sparsifier: str = "dgc"
     wire: str = "fp32"
     budget: str = "bytes"
+    exchange: str = "all_gather"
 
     @property
-    def operation(self) -> str:
-        """The collective that sends selected elements."""
-        return "all_reduce" if self.sparsifier == "randomk" else "all_gather"
+    def reduces_sparsely(self) -> bool:
+        """True if selected elements are exchanged by `SparseAllReduce`."""
+        return self.exchange == "sparse_all_reduce" and self.sparsifier != "randomk"
+
+    def messages(self, nbytes: int, ranks: int) -> list[tuple[str, int]]:
+        """[(collective, bytes)] that send selected elements of this many bytes, as `Fabric.time` counts them."""
+        if self.sparsifier == "randomk":
+            return [("all_reduce", nbytes)]
+        if self.reduces_sparsely:
+            return [("all_to_all", nbytes), ("all_gather", -(-nbytes // ranks))]
+        return [("all_gather", nbytes)]
 
     def sent_bytes(self, k: int, itemsize: int, filled: int = 0, bytes_per_index: int = INDEX_BYTES) -> int:
         """Bytes of k elements selected from gradients of that itemsize: values and indices, or with randomk values only.
@@ -60,6 +72,6 @@ def sends_less(
 
 
 def bytes_per_element(ranks: int, compression: CompressionSettings, itemsize: int) -> float:
-    """Bytes of a selected element that is sent to each of these ranks, to compare with 2 x the bytes of a dense element."""
+    """Bytes that a selected element costs on these ranks, to compare with 2 x the bytes of a dense element."""
     each = compression.sent_bytes(1 << 20, itemsize, bytes_per_index=GUARD_INDEX_BYTES) / (1 << 20)
-    return 2 * each if compression.sparsifier == "randomk" else each * ranks
+    return each * (2 if compression.sparsifier == "randomk" or compression.reduces_sparsely else ranks)

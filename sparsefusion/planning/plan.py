@@ -9,7 +9,7 @@ from functools import cache, cached_property
 
 import torch
 
-from sparsefusion import FORMATS, MODES, SPARSIFIERS
+from sparsefusion import EXCHANGES, FORMATS, MODES, SPARSIFIERS
 from sparsefusion.collectives.wire_formats import Cast, Int8, padded, wire_format
 
 FRAMEWORK_BUCKET_MODES = ("dense", "fp16")  # modes that reduce the framework's own buckets
@@ -69,7 +69,7 @@ class Plan:
     """The messages of every rank in a step.
 
     mode: one of MODES, but auto. Plans of the modes dense and fp16 have no buffers: they reduce the framework's
-    buckets. sparsifier, density (the share of elements to send), wire (the format of sent values): what was asked for.
+    buckets. sparsifier, density (the share of elements to send), wire (the format of sent values), exchange: the settings.
     ranks: the number of ranks over which gradients are averaged. predicted: seconds of a step in each mode that was
     considered.
     """
@@ -81,10 +81,11 @@ class Plan:
     ranks: int
     buffers: tuple[Buffer, ...] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
+    exchange: str = "all_gather"
 
     def __post_init__(self) -> None:
-        modes = tuple(mode for mode in MODES if mode != "auto")
-        for what, known in (("mode", modes), ("sparsifier", SPARSIFIERS), ("wire", WIRES)):
+        modes, exchanges = (tuple(each for each in known if each != "auto") for known in (MODES, EXCHANGES))
+        for what, known in (("mode", modes), ("sparsifier", SPARSIFIERS), ("wire", WIRES), ("exchange", exchanges)):
             if getattr(self, what) not in known:
                 raise ValueError(f"{what}={getattr(self, what)!r} is none of a plan's: {', '.join(known)}")
 
@@ -122,6 +123,8 @@ class Plan:
         """SHA-256 of what is sent, without predictions; equal plans have equal hashes."""
         made = self._plain()
         del made["predicted"]
+        if self.exchange == "all_gather":  # plans of older versions do not have it
+            del made["exchange"]
         return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
     def _plain(self) -> dict:

@@ -48,7 +48,9 @@ def _make_plan(
     can_send_early: bool,
 ) -> Plan:
     """buffers: fused, with sparse units only. chosen(interleaved): the same with some units dense."""
-    empty = Plan(mode, compression.sparsifier, compression.density, compression.wire, costs.ranks)
+    empty = Plan(
+        mode, compression.sparsifier, compression.density, compression.wire, costs.ranks, exchange=compression.exchange
+    )
     if mode in FRAMEWORK_BUCKET_MODES:
         return empty
     if mode == "bucket":
@@ -108,13 +110,14 @@ def _buffer_load(
     dense = sum(unit.numel for unit in buffer.units if not unit.k) * itemsize
     sparse = [unit for unit in buffer.units if unit.k]
     sent, filled = sum(unit.k for unit in sparse), sum(compression.filled(unit.k) for unit in sparse)
+    added = sent * (2 if compression.reduces_sparsely else costs.ranks)
     cleared = sum(unit.numel for unit in sparse) * itemsize / 2  # written once, not read
     return Load(
         ready=max(tensors[name].ready for name in buffer.names),
         select=sum(costs.select(u.numel) for u in sparse) + costs.copy(dense) + (sent > 0) * costs.per_message,
         reduce=costs.all_reduce(dense - sent_early),
         gather=_exchange(sent, compression, itemsize, costs, filled),
-        write=costs.copy(dense) + costs.copy(cleared) + costs.add(sent * costs.ranks),
+        write=costs.copy(dense) + costs.copy(cleared) + costs.add(added),
         early=max((tensors[unit.names[0]].ready for unit in early), default=0.0),
         early_reduce=costs.all_reduce(sent_early),
     )
@@ -122,7 +125,8 @@ def _buffer_load(
 
 def _exchange(k: int, compression: CompressionSettings, itemsize: int, costs: Costs, filled: int = 0) -> float:
     """Seconds of sending k selected elements, which occupy `filled` values."""
-    return costs.message(compression.operation, compression.sent_bytes(k, itemsize, filled))
+    messages = compression.messages(compression.sent_bytes(k, itemsize, filled), costs.ranks)
+    return sum(costs.message(operation, nbytes) for operation, nbytes in messages)
 
 
 def _fuse_atoms(compression: CompressionSettings, timeline: Timeline, costs: Costs) -> list[Buffer]:

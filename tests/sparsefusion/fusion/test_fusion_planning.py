@@ -428,7 +428,8 @@ def test_a_density_that_is_too_large_stays_dense(ranks, world):
     def run(rank):
         reports = []
         model = DDP(Net())
-        fusion = SparseFusion(1.1 / world if world > 1 else 1, mode="layerwise", report=reports.append).attach(model)
+        options = dict(mode="layerwise", exchange="all_gather", report=reports.append)
+        fusion = SparseFusion(1.1 / world if world > 1 else 1, **options).attach(model)
         for step in range(2):
             backward(model, step, rank)
         return fusion.plan.mode, fusion._selection.is_final, reports

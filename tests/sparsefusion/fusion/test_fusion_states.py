@@ -139,7 +139,8 @@ def test_a_plan_that_sends_too_much_here_is_not_kept(ranks, world):
 
     def load(rank):
         model, reports = DDP(Net()), []
-        fusion = SparseFusion(density=0.3, mode="layerwise", report=reports.append).attach(model)
+        options = dict(mode="layerwise", exchange="all_gather", report=reports.append)
+        fusion = SparseFusion(density=0.3, **options).attach(model)
         fusion.load_state_dict(states)
         backward(model, 1, rank)
         assert fusion.plan.mode == "dense" and not fusion.state_dict()["residuals"]

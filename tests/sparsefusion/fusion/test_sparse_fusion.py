@@ -14,8 +14,9 @@ from fused import Net, backward, batch, force_plan, plan, quiet, residual_of, sa
 from sparsefusion import SPARSIFIERS
 from sparsefusion.collectives.counted import begin_all_gather
 from sparsefusion.gradients.error_feedback import ErrorFeedback
-from sparsefusion.gradients.reducer import Reducer, Selection
+from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
+from sparsefusion.gradients.sparse_message import Selection, SparseMessage
 from sparsefusion.planning.plan import WIRES, Plan, Unit
 
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
@@ -623,14 +624,14 @@ def test_units_that_are_together_too_large_for_32_bit_indices(ranks, world):
     most = 2**31 - 1
 
     def run(rank):
-        reducer, indices = Reducer(dist.group.WORLD), [[0, 1, most - 1], [most - 2, most - 1], [1]]
+        indices = [[0, 1, most - 1], [most - 2, most - 1], [1]]
         selected = [
             Selection(Unit((str(n),), numel, len(at)), torch.ones(len(at)), torch.tensor(at, dtype=torch.int32) - rank)
             for n, (at, numel) in enumerate(zip(indices, (most, most, 2), strict=True))
         ]
         selected[0].indices.clamp_(0)
-        message = reducer.sparse_message(selected)
-        (received,) = begin_all_gather(message.encode()[0], reducer.group).wait()
+        message = SparseMessage(selected, "fp32", world)
+        (received,) = begin_all_gather(message.encode()[0], dist.group.WORLD).wait()
         _, parts = message.decode(received)
         assert [[p.tolist() for _, p in of_ranks] for of_ranks in parts] == [
             [[max(0, place - each) for place in at] for each in range(world)] for at in indices
