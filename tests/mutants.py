@@ -44,8 +44,8 @@ class Mutant(NamedTuple):
 MUTANTS = (
     # sparsefusion
     Mutant(
-        "rounding error not kept as a residual", "sparsefusion/gradients/reducer.py",
-        "self.feedback.add_rounding_errors(selection, lost)", "pass",
+        "rounding error not kept as a residual", "sparsefusion/gradients/exchanges.py",
+        "            feedback.add_back(selection, lost)", "            pass",
         "tests/sparsefusion/fusion/test_sparse_fusion.py::test_means_and_residuals_add_up_to_all_gradients",
     ),
     Mutant(

@@ -459,7 +459,7 @@ def test_auto_reports_why_it_considers_nothing_sparse(ranks, world):
 
     def run(rank):
         reports, model = [], DDP(Net())
-        fusion = SparseFusion(0.6 / world, report=reports.append).attach(model)
+        fusion = SparseFusion(0.6 / world, exchange="all_gather", report=reports.append).attach(model)
         for step in range(5):
             backward(model, step, rank)
         return reports, set(fusion.plan.predicted)
