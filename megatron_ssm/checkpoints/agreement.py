@@ -91,5 +91,5 @@ def run_on_rank_0(action: Callable[[], object], failure: str, group: ProcessGrou
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line: an OSError's reason without its file, or the name of an error without a text."""
+    """The text of an error in one line: an OSError's reason without its file, or the name of an error without a text."""
     return getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__

@@ -55,7 +55,7 @@ class BackgroundWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank already knows that the checkpoint under way cannot be written; `wait` then says why."""
+        """True if this rank already knows that the checkpoint under way cannot be written; `wait` then says why."""
         return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
 
     def wait(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .agreement import first_line, run_on_rank_0
-from .disk_space import read_with_retries
+from .disk import read_with_retries
 
 
 class DamagedCheckpoint(ValueError):
@@ -52,11 +52,19 @@ def step_of(path: Path) -> int:
 def newest_checkpoint(
     directory: str | Path, requirements: dict[str, Any], before: int | None = None
 ) -> tuple[Path, int]:
-    """The newest checkpoint and its step; ValueError if there is none, or if its run had other requirements.
+    """The newest checkpoint and its step.
 
-    before: a step; only checkpoints of earlier steps count (None: all). DamagedCheckpoint if its description is damaged.
-    Failure if the disk cannot be read. Needs no process group: a rank finds an error before it communicates.
-    `load_training` compares what the ranks found.
+    It needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
+
+    Args:
+        directory: That of the run's checkpoints.
+        requirements: JSON values that the checkpoint's run must have in common with this one.
+        before: Only checkpoints of steps before this one count (None: all).
+
+    Raises:
+        ValueError: There is no checkpoint, or its run had other requirements.
+        DamagedCheckpoint: The description of the newest one is damaged.
+        Failure: The disk cannot be read.
     """
     found = [path for path in find_checkpoints(directory) if before is None or step_of(path) < before]
     if not found:
@@ -81,7 +89,7 @@ def newest_checkpoint(
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint's `training.json` says, apart from the checksum of its entries.
+    """The entries of a checkpoint's `training.json`, apart from their checksum.
 
     decay_steps: the `Options.decay_steps` of its run (0: none, or not recorded). optimizer_steps: how many steps the
     optimizer has done (None: as many as `step`). metadata_crc32: the checksum of `.metadata` (None: not recorded).

@@ -174,7 +174,7 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[in
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether what can be sliced is stored in 8 or 4 bits."""
+    """Return True if a tensor in files is stored in 8 or 4 bits."""
     return tensor.get_dtype() in QUANTIZED_FORMATS
 
 
@@ -239,11 +239,10 @@ def write_quantized(
             count, itemsize = torch.Size(shapes[hf]).numel(), FLOATS[slices[name].get_dtype()].itemsize
             sizes[hf] = count * bits // 8 + count // BLOCK * 4 if hf in quantized else count * itemsize
         if target is not None:
-            writer, plan = Writer(target, sum(sizes.values())), file_plan(sizes, file_bytes)
+            writer, plan = Writer(target), file_plan(sizes, file_bytes)
             try:
                 writer.open()
-                with writer.explained():
-                    _write(writer, slices, names, quantized, small, plan, format, config, source)
+                _write(writer, slices, names, quantized, small, plan, format, config, source)
             finally:
                 writer.abandon()
         kinds = {hf: format if hf in quantized else slices[name].get_dtype() for hf, name in names.items()}

@@ -146,7 +146,9 @@ class Progress:
     def _run_trackers(self, action: Callable[[Trackers], object]) -> None:
         """Let rank 0's trackers do something; all ranks learn whether they could."""
         if self.options.tensorboard or self.options.wandb:
-            run_on_every_rank(lambda: self._trackers and action(self._trackers), "cannot write what people watch")
+            run_on_every_rank(
+                lambda: self._trackers and action(self._trackers), "cannot write to TensorBoard or Weights & Biases"
+            )
 
     def close(self) -> None:
         """End the progress bar and close the log. Failure on every rank if rank 0 cannot write what is left."""
@@ -200,7 +202,7 @@ def make_folder(name: str, folder: str | Path) -> None:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps (0: never) happens after this step."""
+    """Return True if something that happens every `interval` steps (0: never) happens after this step."""
     return interval > 0 and step % interval == 0
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_ssm.checkpoints.agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
-from megatron_ssm.checkpoints.disk_space import DirectoryLock
+from megatron_ssm.checkpoints.disk import DirectoryLock
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
@@ -104,7 +104,7 @@ def only_run(out: Path) -> Iterator[bool]:
     """Within this context, no other run begins in the directory `out`. Gives whether this run continues there.
 
     It does so if the mark there is its own, which shows that torchrun has restarted the ranks: whatever --resume says, as a
-    run that began anew would remove what it has done. torchrun's count of restarts shows less: the ranks of before may have
+    run that began anew would remove what it has done. torchrun's count of restarts shows less: the earlier ranks may have
     ended before they began, and nodes that join or leave do not count. A mark of an earlier run is removed.
 
     All ranks enter it together. Rank 0 alone holds a lock on the directory, and reads and removes the mark; the others learn
@@ -120,7 +120,7 @@ def only_run(out: Path) -> Iterator[bool]:
         is_own = False
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             is_own = not names.isdisjoint(mark.read_text(encoding="utf-8").splitlines())
-        with contextlib.suppress(OSError):  # `Inputs.read` reports it
+        with contextlib.suppress(OSError):  # `RunInputs.read` reports it
             out.mkdir(parents=True, exist_ok=True)
         try:
             locks.extend([DirectoryLock(out)] if out.is_dir() else [])
@@ -166,14 +166,16 @@ def mark_begun(directory: Path) -> None:
 
 
 def resumes_deepspeed(options: Options) -> bool:
-    """Whether --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
+    """Return True if --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
     return options.resume not in OWN
 
 
 def checkpoint_to_resume(
     how: str, directory: Path, requirements: dict[str, Any], train_iters: int
 ) -> tuple[Path, int] | None:
-    """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
+    """The checkpoint that `Options.resume` names, and its step; None for a run that begins.
+
+    directory: that of the run's checkpoints.
 
     In place of a folder `deepspeed` that is missing because a run was killed while it replaced it, it takes the folder
     before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements, if it is of a step after
