@@ -71,7 +71,7 @@ _MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32
 class Row:
     """One converted tensor: its names before and after, its shape and its dtype.
 
-    A name is "" where that format does not store the tensor, which is a copy of a tied one.
+    A name is "" if its format does not store the tensor because it is a copy of a tied one.
     """
 
     source: str
@@ -238,7 +238,7 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
 
 
 def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) -> list[Row]:
-    """From DeepSpeed's files to Hugging Face's; config.json lies beside them or in the folder above."""
+    """From DeepSpeed's files to Hugging Face's; config.json is in the same folder or in the one above."""
     directory = source if (source / "config.json").is_file() else source.parent
     config = families.from_dict(read_json(directory))
     found = hugging_face_tensors(source, config)
@@ -311,7 +311,7 @@ def _writer(target: str | Path) -> Iterator[Writer]:
 
 @contextmanager
 def _told(target: str | Path | None) -> Iterator[None]:
-    """Failure, of one line, if the target cannot be written."""
+    """Raise Failure, with one line, in place of an error of writing the target."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -120,7 +120,7 @@ def _folder(path: Path) -> Path:
         return path
     name = (path / "latest").read_text(encoding="utf-8", errors="replace").strip()
     if Path(name).name != name or not (path / name).is_dir():
-        raise ValueError(f"{path / 'latest'} names {name!r}, which is not a folder beside it")
+        raise ValueError(f"{path / 'latest'} names {name!r}, which is not a folder next to it")
     return path / name
 
 
@@ -211,12 +211,12 @@ def _steps(state: dict[int, dict[str, Any]]) -> int:
 
 
 def _named(states: dict[str, Any]) -> Part:
-    """The parameters that stand in the model states by their names."""
+    """The parameters in the model states, which have names there."""
     return {name: {"model": t} for name, t in states["module"].items() if name not in states["buffer_names"]}
 
 
 def _add_moments(part: Part, states: dict[str, Any], moments: dict[int, dict[str, torch.Tensor]]) -> None:
-    """Add those of ZeRO 0, which stand in the optimizer's order. ValueError if nothing says which order that is."""
+    """Add the moments of ZeRO 0, which are stored in the optimizer's order. ValueError if that order is not known."""
     names = states[NAMES] if NAMES in states else list(part)
     if len(moments) != len(names) or (NAMES not in states and len(states["optimizer"]["param_groups"]) > 1):
         raise ValueError(

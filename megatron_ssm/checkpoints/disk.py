@@ -110,7 +110,7 @@ class HiddenFolder:
         self.path = new.rename(directory / new.name.removeprefix(".new"))
 
     def remove(self) -> None:
-        """Remove it with what is in it, and also DIRECTORY if this made it and it is empty."""
+        """Remove the folder with its files, and DIRECTORY too if this object made it and it is empty."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
         self._remove_directory()

@@ -138,7 +138,9 @@ def read_training(path: Path) -> Description:
 
 
 def set_aside(directory: str | Path) -> None:
-    """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, which is replaced: no later run resumes from them.
+    """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, so that no later run resumes from them.
+
+    An earlier DIRECTORY.old is replaced.
 
     All ranks call it together; rank 0 does it. Failure on every rank if it cannot be done.
     """
@@ -152,7 +154,7 @@ def set_aside_name(directory: Path) -> Path:
 
 
 def set_damaged_aside(path: Path) -> Path:
-    """Rename a checkpoint so that no run takes it for one; returns its new name, which is replaced. As `set_aside`."""
+    """Rename a checkpoint so that no run resumes from it; returns its new name. All ranks call it, as `set_aside`."""
     damaged = path.with_name(f"{path.name}.damaged")
     _replace(path, damaged, path.exists, remove)
     return damaged

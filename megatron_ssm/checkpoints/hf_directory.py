@@ -161,9 +161,9 @@ def _is_file_name(name: str, suffix: str) -> bool:
 
 
 class CutElsewhere:
-    """Rows of tensors that stand one below the other, with the methods of a safetensors slice.
+    """Some rows of the concatenation of several stored tensors, with the methods of a safetensors slice.
 
-    parts: the tensors in files. start, shape: the first row, and the shape of this one.
+    parts: the stored tensors. start, shape: the first row, and the shape of these rows.
     """
 
     def __init__(self, parts: list[Any], start: int, shape: tuple[int, ...]):
@@ -183,7 +183,10 @@ class CutElsewhere:
 
 
 class Merged:
-    """Tensors of equal shapes, [index of a new first dimension][which stands below the other], as one safetensors slice."""
+    """Matrices of experts that are stored one by one, as one safetensors slice (experts, rows, columns).
+
+    parts: for each expert, the tensors whose rows it concatenates. All have the same shape.
+    """
 
     def __init__(self, parts: list[list[Any]]):
         self.parts = parts
@@ -212,7 +215,7 @@ class Merged:
 
 
 def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> None:
-    """Replace, in `tensors`, those of a field that are stored one by one by a `Merged`."""
+    """In `tensors`, replace the matrices of experts that are stored one by one by a `Merged` for each field."""
     for field in config.fields():
         if not field.apart:
             continue
@@ -235,7 +238,7 @@ def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> Non
 
 
 def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:
-    """{name: tensor} of those of `Stack.recut` that files cut in another way."""
+    """{name: tensor} of the tensors of `Stack.recut` whose files divide the rows in another way."""
     found: dict[str, CutElsewhere] = {}
     shapes = hf_shapes(config.fields())
     for names in config.recut:
@@ -335,8 +338,8 @@ def file_plan(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
 class Writer:
     """Writes a Hugging Face directory: the files are written into a hidden folder, and then moved into place together.
 
-    The hidden folder has mode 0700, so other users of the machine cannot change what is in it; those of writers that were
-    killed are removed. The files get the permissions that the process's umask gives to new files.
+    The hidden folder has mode 0700, so other users of the machine cannot change its files; hidden folders that killed
+    writers have left are removed. The files get the permissions that the process's umask gives to new files.
     """
 
     def __init__(self, directory: Path):
@@ -359,7 +362,7 @@ class Writer:
         return None
 
     def abandon(self) -> None:
-        """Remove the hidden folder with what is in it."""
+        """Remove the hidden folder with its files."""
         if self._hidden is not None:
             self._hidden.remove()
             self._hidden = None

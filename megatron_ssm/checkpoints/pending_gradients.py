@@ -45,7 +45,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class PendingFile:
-    """This rank's file, which is to be written."""
+    """The file that this rank writes."""
 
     groups: Groups
     state: dict[str, Any]

@@ -41,7 +41,7 @@ READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
 
 
 class QuantizedTensor:
-    """A quantized matrix in a file, or those of experts, with the methods of a safetensors slice that tell what a tensor is.
+    """A quantized matrix in a file, or the matrices of experts, with the methods of a safetensors slice.
 
     file: a descriptor. begins: where the values and the scales begin in it. shape: (out, in) or (experts, out, in).
     """
@@ -283,7 +283,7 @@ def _apart(hf: str, tensor: Any, apart: tuple[str, ...]) -> list[tuple[str, Any]
 
 
 def _quantized(tensor: Any, format: str) -> tuple[Tensor, Tensor]:
-    """Values and scales of a matrix, or of those of experts one after the other."""
+    """Values and scales of a matrix, or of the matrices of experts, stacked."""
     *experts, _, _ = tensor.get_shape()
     kind = QUANTIZED_FORMATS[format]
     matrices = [kind.of(tensor[i : i + 1][0]) for i in range(experts[0])] if experts else [kind.of(tensor[:])]

@@ -178,7 +178,8 @@ def _zero(stated: dict[str, Any], hidden_size: int) -> dict[str, Any]:
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    given = {name: stated[key] for name in ZERO_PASSED if (key := f"zero_optimization.{name}") in stated}
+    section = {key.removeprefix("zero_optimization."): value for key, value in stated.items()}
+    given = {name: value for name, value in section.items() if name in ZERO_PASSED}  # in one order on all ranks
     given |= {name: size for name, size in sizes.items() if given.get(name) == AUTO}
     # Otherwise ZeRO 3 replaces torch's linear by one that cannot have empty outputs, such as a part of a small vocabulary.
     return {"stage": 0, **given, "memory_efficient_linear": False}

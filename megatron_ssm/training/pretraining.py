@@ -212,7 +212,7 @@ def _write_model(model: Model, inputs: RunInputs, progress: Progress) -> None:
 
 
 def make_model(options: Options, config: Stack, groups: Groups, device: torch.device) -> Model:
-    """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
+    """The model to train: loaded from --init-from, or new. All ranks of `groups` call it together."""
     more: dict[str, Any] = dict(
         dtype=getattr(torch, options.params_dtype),
         device=device,

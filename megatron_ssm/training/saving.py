@@ -33,7 +33,7 @@ from .options import Options
 from .progress import is_due
 from .trainer import Trainer
 
-BEGUN = ".begun"  # a file beside the checkpoints: `_names_of_run` of the run that has begun there, one a line
+BEGUN = ".begun"  # a file next to the checkpoints: the `_names_of_run` of the run that has begun there, one a line
 NO_ID = "none"  # the id of torchrun's runs that are started without one
 OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
 
@@ -154,7 +154,7 @@ def _names_of_run() -> set[str]:
 
 
 def mark_begun(directory: Path) -> None:
-    """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `only_run`."""
+    """Mark the checkpoints in a directory as this run's, if torchrun has started its ranks; see `only_run`."""
     names = _names_of_run()
 
     def write() -> None:
@@ -260,7 +260,7 @@ def resume(
 
 
 def claim(directory: Path, continues: bool) -> None:
-    """Make a directory that of this run's checkpoints, before its first step. Failure on every rank if that cannot be done.
+    """Take a directory for this run's checkpoints, before its first step. Failure on every rank if that is not possible.
 
     continues: whether the checkpoints in it are of this run; if not, the directory is renamed.
     """

@@ -53,7 +53,7 @@ class Trackers:
                 self._tensorboard = SummaryWriter(options.tensorboard, purge_step=start + 1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write the numbers of a logged step, which are those of the log."""
+        """Write the numbers of a logged step: the same as in the log."""
         values = {name: value for name, value in line.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
             with _named(f"--tensorboard {self._options.tensorboard}"):

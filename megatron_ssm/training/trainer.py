@@ -259,7 +259,7 @@ class Trainer:
         return evaluate(self.model, tokens, self.groups, self.options, leaves=leaves)
 
     def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
-        """The optimizer, or what stands for it in `Snapshot.of`; all ranks call it together."""
+        """The optimizer, or its gathered state, for `Snapshot.of`; all ranks call it together."""
         return self.optimizer
 
     def load(self, path: Path, step: int) -> None:

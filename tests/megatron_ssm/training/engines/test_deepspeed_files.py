@@ -272,7 +272,7 @@ BROKEN = {
     "lacks files: of model-parallel rank 0 it has those of replicas \\[1\\]":
         in_step(OPTIMIZER.replace("rank_1", "rank_0"), Path.unlink),
     "holds 1 of the model states of 2 ranks": in_step(MODEL, lambda p: change(p, mp_world_size=2)),
-    "latest names '../elsewhere', which is not a folder beside it": names_in_latest("../elsewhere"),
+    "latest names '../elsewhere', which is not a folder next to it": names_in_latest("../elsewhere"),
     "is damaged, or not of an AdamW in DeepSpeed 0.19 \\(KeyError: 'param_shapes'\\)":
         in_step(MODEL, lambda path: remove(path, "param_shapes")),
 }  # fmt: skip
