@@ -2,7 +2,8 @@
 
 torch computes every call that no kernel takes. What depends on more than dtypes, devices and one size of a call is checked
 where it is dispatched (`cuda_scans`, `cuda_gated_delta`, `cuda_convolution`), and stands here in words. Products with
-matrices have a table of their own, in C (`native.products.kernels_for`), and AdamW has `fused_adam.adamw_on_cuda`.
+matrices have a table of their own, in C (`native.products.kernels_for`), AdamW has `fused_adam.adamw_on_cuda`, and the RMS
+norm, which has no gradient in C, `native.kernels.supports_rms_norm`.
 """
 
 import sys
