@@ -28,7 +28,7 @@ ATTEMPTS = ([WIDE, THREADS], [THREADS], ["-DNO_CLONES", THREADS], [], ["-DNO_CLO
 
 # jinja2 before 3.1.6 has ways out of its sandbox, in which chat templates run.
 # llguidance before 1.8 repeats a whitespace_pattern without end.
-SERVE = ["starlette>=0.40", "uvicorn>=0.30", "prometheus-client", "jinja2>=3.1.6", "llguidance>=1.8"]
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2.12", "prometheus-client", "jinja2>=3.1.6", "llguidance>=1.8"]
 
 
 class BuildKernels(build_ext):

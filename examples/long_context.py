@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import attention2d
-from sparsefusion.collectives.agreement import from_first
+from sparsefusion.collectives.agreement import on_first
 
 
 def attention_function(schedule: attention2d.Attention2D, length: int) -> Callable:
@@ -131,7 +131,7 @@ def main() -> None:
     group, device = dist.group.WORLD, "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    ids = from_first(lambda: read_tokens(arguments), group, device)  # rank 0 reads; its error is raised on every rank
+    ids = on_first(lambda: read_tokens(arguments), group)  # its error is raised on every rank
     model = (AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else small_llama()).to(device)
     schedule = choose_schedule(arguments, model, group)
     if dist.get_rank() == 0:

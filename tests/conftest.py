@@ -79,29 +79,26 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full matrices: all cases of all tests")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Without --full, deselect most cases of matrices; skip tests marked `cuda` where there is no CUDA.
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    """Without --full, keep few cases of each test, before pytest builds them: those that `covering` chooses of the unmarked.
 
-    Left out are those marked `full`, and of each test all but a few cases that together have every value of each parameter,
-    unless cases are named on the command line.
+    Unless cases are named on the command line.
     """
+    yield
+    options = metafunc.config
+    if metafunc._calls and not options.getoption("--full") and not any("[" in argument for argument in options.args):
+        cases = [case for case in metafunc._calls if all(mark.name != "full" for mark in case.marks)]
+        chosen = covering([case.params for case in cases]) if cases else []
+        metafunc._calls = [cases[index] for index in chosen] or metafunc._calls[:1]  # which is deselected later
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --full, deselect tests and cases marked `full`; skip tests marked `cuda` where there is no CUDA."""
     if not config.getoption("--full"):
         kept = [item for item in items if not item.get_closest_marker("full")]
-        kept = set(kept) if any("[" in argument for argument in config.args) else _kept(kept)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = kept
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-
-
-def _kept(items):
-    """Of the cases of each test those that `covering` chooses."""
-    tests, kept = {}, set()
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        if all(hasattr(case, "callspec") for case in cases):
-            cases = [cases[index] for index in covering([case.callspec.params for case in cases])]
-        kept.update(cases)
-    return kept

@@ -2,18 +2,15 @@
 
 import operator
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.agreement import agree
-from sparsefusion.collectives.counted import Counter, all_gather, all_gather_small
+from sparsefusion.collectives.agreement import together
+from sparsefusion.collectives.counted import Counter, all_gather
 
 from . import token_order as orders
 from .grid import group_size
-
-MAX_REMEMBERED_CALLS = 1024  # on CUDA: the ranks forget them after so many, and compare all calls again
 
 
 class SequenceSharding:
@@ -29,7 +26,7 @@ class SequenceSharding:
         self.group, self.order, self.counter = group, order, Counter()
         self.ranks = group_size(group)
         self.rank = 0 if group is None else group.rank()
-        self._compared_calls: set[str] = set()
+        self._is_compared = False
 
     def __deepcopy__(self, memo: dict) -> "SequenceSharding":
         return self  # process groups are handles
@@ -45,16 +42,12 @@ class SequenceSharding:
     def unshard(self, local: torch.Tensor, dim: int = 1, seq: int | None = None) -> torch.Tensor:
         """The full sequence along `dim`, on every rank, from each rank's shard `local`; the inverse of `shard`.
 
-        seq: the length of the sequence without padding (None: there is no padding). All-gathers the shards, and 16 bytes of
-        each rank to compare the arguments; has no gradient. ValueError on every rank if the shards' shapes or dtypes differ,
-        if a sequence of `seq` tokens has shards of another length, or if the ranks' schedules differ.
+        seq: the length of the sequence without padding (None: there is no padding). All-gathers the shards; has no gradient.
+        ValueError if a sequence of `seq` tokens has shards of another length.
         """
-        self._compare_ranks(
-            lambda: (repr(self), dim, tuple(local.shape), local.dtype, self._sequence_length(local.shape[dim], seq)),
-            local,
-        )
+        length = self._sequence_length(local.shape[dim], seq)
         parts = all_gather(local, self.group, self.counter)
-        return orders.unshard(parts.unbind(), dim, self.order, self._sequence_length(local.shape[dim], seq))
+        return orders.unshard(parts.unbind(), dim, self.order, length)
 
     def positions(self, seq: int) -> torch.Tensor:
         """(local_seq,) int64, on the CPU: the positions of this rank's tokens in a sequence of `seq` tokens.
@@ -87,22 +80,14 @@ class SequenceSharding:
             )
         return seq
 
-    def _compare_ranks(self, arguments: Callable[[], object], *tensors: torch.Tensor) -> None:
-        """ValueError on every rank if `arguments()` raises on one of them, or returns different values on two of them.
+    def _check(self, arguments: Callable[[], dict[str, object]], q: torch.Tensor) -> None:
+        """Check the arguments of a call; in the first call, all ranks compare what `arguments()` returns.
 
-        Gathers 16 bytes of each rank. On CUDA, where the comparison waits for the GPU, arguments that have been compared
-        once are not compared again. There a rank that calls with other arguments than before, or with wrong ones, while the
-        others repeat an earlier call, compares alone, and the ranks wait for each other until the group's time-out.
+        ValueError: an argument is wrong, in the first call on every rank if it is wrong on one or differs between them.
         """
-        device = next((t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu"))
-        key: str | None = None
-        if device.type == "cuda":
-            with suppress(Exception):  # `agree` raises the same error, on every rank
-                key = repr(arguments())
-            if key in self._compared_calls:
-                return
-        agree(lambda mine: all_gather_small(mine, self.group), device, arguments, "ranks of the group")
-        if key is not None:
-            if len(self._compared_calls) >= MAX_REMEMBERED_CALLS:  # on all ranks at once: they remember the same calls
-                self._compared_calls.clear()
-            self._compared_calls.add(key)
+        if self._is_compared:
+            arguments()
+        else:
+            device = q.device if isinstance(q, torch.Tensor) else None
+            together(arguments, [self.group], lambda found: found, device)
+            self._is_compared = True

@@ -110,13 +110,13 @@ class Attention2D(SequenceSharding):
         the scores, (batch, local_seq, heads), in at least fp32 and without gradient. In padding slots out is 0 and lse -inf.
 
         All ranks call it together, and its backward together. Forward sends the bytes of `volume`, with return_lse and
-        ulysses > 1 also (ulysses - 1)/ulysses of lse, and all-gathers 16 bytes to compare the ranks' arguments. Backward
-        sends the bytes of `volume`; gradients are summed in at least fp32 and returned in the inputs' dtype. ValueError on
-        every rank if an argument is wrong on one of them or differs between them. On CUDA the comparison waits for the GPU,
-        so each rank compares a set of arguments only the first time, and a later difference can hang.
+        ulysses > 1 also (ulysses - 1)/ulysses of lse. Backward sends the bytes of `volume`; gradients are summed in at least
+        fp32 and returned in the inputs' dtype. ValueError if an argument is wrong. In a schedule's first call the ranks
+        compare their arguments, and all of them raise the error of one; what differs in a later call may end in the
+        time-out of the group.
         """
         q, k, v = cast_for_autocast(q, k, v)
-        self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, return_lse, features), q, k, v)
+        self._check(lambda: self._arguments(q, k, v, causal, scale, seq, return_lse, features), q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         attention = ShardAttention.of(self, q.shape[1], self._sequence_length(q.shape[1], seq), causal, scale)
         out, lse = AttentionFunction.apply(q, k, v, attention)
@@ -128,7 +128,7 @@ class Attention2D(SequenceSharding):
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None, return_lse: bool,
         features: dict[str, object],
-    ) -> tuple[object, ...]:  # fmt: skip
+    ) -> dict[str, object]:  # fmt: skip
         """The values that must be equal on all ranks. ValueError if an argument is wrong."""
         refuse_features(**features)
         check_tensors(q, k, v)
@@ -136,7 +136,10 @@ class Attention2D(SequenceSharding):
         check_mask_and_scale(causal, scale)
         length = self._sequence_length(q.shape[1], seq)
         has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        return repr(self), tuple(q.shape), k.shape[2], q.dtype, causal, scale, length, bool(return_lse), has_gradient
+        return {
+            "schedule": self, "q": tuple(q.shape), "kv_heads": k.shape[2], "dtype": q.dtype, "causal": causal,
+            "scale": scale, "seq": length, "return_lse": bool(return_lse), "requires_grad": has_gradient,
+        }  # fmt: skip
 
 
 def named_grids(ranks: int) -> dict[str, tuple[int, int, int, bool]]:

@@ -64,11 +64,10 @@ class Tree(SequenceSharding):
 
         Returns out, with q's shape and dtype, and the same bits on every rank. With return_lse it returns (out, lse): lse is
         (batch, queries, heads) in at least fp32. If no rank has a key, out is 0 and lse -inf. Sends the bytes of `volume`
-        for each query by an all-gather, and all-gathers 16 bytes to compare the arguments. ValueError on every rank if an
-        argument is wrong on one of them or differs between them; on CUDA only as `Attention2D` says.
+        for each query by an all-gather. ValueError as in `Attention2D`.
         """
         q, k, v = cast_for_autocast(q, k, v)
-        self._compare_ranks(lambda: self._arguments(q, k, v, causal, scale, seq, lengths, features), q, k, v)
+        self._check(lambda: self._arguments(q, k, v, causal, scale, seq, lengths, features), q)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             count = self._count_keys(k.shape[1], seq)
             part = _attend_local(q, k[:, :count], v[:, :count], scale, lengths)
@@ -81,11 +80,11 @@ class Tree(SequenceSharding):
         """(out, lse) of this rank's queries and the keys of all ranks; every rank has queries of its own, equally many.
 
         q: (batch, queries, heads, head_dim). The other arguments, and the results, are those of a call with return_lse.
-        Sends the queries to all ranks, and each rank's partial result for the queries of another rank to that rank, besides
-        16 bytes to compare the arguments: (P - 1) batch queries heads (head_dim itemsize + (head_dim + 1) a) bytes.
+        Sends the queries to all ranks, and each rank's partial result for the queries of another rank to that rank:
+        (P - 1) batch queries heads (head_dim itemsize + (head_dim + 1) a) bytes.
         """
         q, k, v = cast_for_autocast(q, k, v)
-        self._compare_ranks(lambda: self._arguments(q, k, v, False, scale, None, lengths, {}), q, k, v)
+        self._check(lambda: self._arguments(q, k, v, False, scale, None, lengths, {}), q)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             queries = all_gather(q, self.group, self.counter)
             parts = torch.stack([_attend_local(each, k, v, scale, lengths) for each in queries])
@@ -94,7 +93,7 @@ class Tree(SequenceSharding):
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None,
         lengths: Sequence[int] | None, features: dict[str, object],
-    ) -> tuple[object, ...]:  # fmt: skip
+    ) -> dict[str, object]:  # fmt: skip
         """The values that must be equal on all ranks. ValueError if an argument is wrong."""
         refuse_features(**features)
         check_tensors(q, k, v, same_length=False)
@@ -109,7 +108,9 @@ class Tree(SequenceSharding):
         self._count_keys(k.shape[1], seq)
         if lengths is not None and (len(lengths) != len(k) or not all(0 <= n <= k.shape[1] for n in lengths)):
             raise ValueError(f"lengths={list(lengths)} of {len(k)} sequences must be from 0 to {k.shape[1]} local keys")
-        return repr(self), tuple(q.shape), k.shape[2], q.dtype, scale, seq
+        return {
+            "schedule": self, "q": tuple(q.shape), "kv_heads": k.shape[2], "dtype": q.dtype, "scale": scale, "seq": seq,
+        }  # fmt: skip
 
     def _count_keys(self, local: int, seq: int | None) -> int:
         """The number of this rank's `local` keys that are not padding."""

@@ -1,4 +1,4 @@
-"""The devices of a group of ranks: where they compare arguments, and whose tensors they can exchange."""
+"""The devices of a group of ranks, whose tensors they can exchange."""
 
 from collections.abc import Mapping
 
@@ -8,17 +8,6 @@ from torch.distributed import ProcessGroup
 
 from commir.ir.checks import shown
 from commir.lowering.text import one_line
-
-
-def comparison_device(group: ProcessGroup | None) -> torch.device:
-    """Where the ranks of a group compare arguments: on the CPU if they can exchange its tensors, otherwise on their GPUs.
-
-    It follows from the group alone, because one rank's tensors may be missing or on another device than those of others.
-    The GPU is the one to which the group was bound by `init_process_group(device_id=)`, or else the current one.
-    """
-    if group is None or "cpu" in _device_types(group):
-        return torch.device("cpu")
-    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
 def device_type(device: torch.device | str) -> str:

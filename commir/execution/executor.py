@@ -8,11 +8,11 @@ from torch.distributed import ProcessGroup
 from commir.ir.checks import check_type
 from commir.lowering.plan import Plan
 from commir.programs.attention_programs import is_self_attention
-from sparsefusion.collectives.agreement import agree, check_member
-from sparsefusion.collectives.counted import Counter, all_gather_small, exchange
+from sparsefusion.collectives.agreement import together
+from sparsefusion.collectives.counted import Counter, exchange
 
 from .attention_grids import attend, grid_of
-from .devices import check_devices, comparison_device
+from .devices import check_devices
 from .rank_steps import take_steps
 from .state import Count, Messages, RankState, check_counts, without_autocast
 
@@ -26,9 +26,9 @@ def execute(
     """The outputs of a plan on the ranks of `group`: {output: this rank's block at home}. Every rank calls it.
 
     local_inputs: {input: this rank's block at home}, as `plan.shard(inputs, rank)` gives them. Messages travel between pairs
-    of ranks while tiles are computed. Before that, 16 bytes of each rank are gathered to compare plans, devices, dtypes, and
-    which inputs need gradients. By NCCL this happens on the GPU that the group is bound to or the rank has selected, so each
-    rank selects its own before (`torch.cuda.set_device`).
+    of ranks while tiles are computed. Before that, the ranks compare plans, devices, dtypes, and which inputs need
+    gradients. By NCCL this happens on the GPU that the rank has selected, so each rank selects its own before
+    (`torch.cuda.set_device`).
     A plan of attention2d's family is computed by attention2d, and differentiable: `out` has a gradient and `lse` has none,
     so that what a loss computes from lse is missing in the gradients of q, k and v. Of several sequences, attention2d copies
     q, k, v and out, and so holds more than `plan.memory`, which is what the plan's own steps hold. Other plans have no
@@ -56,8 +56,7 @@ def execute(
                 f"{how} torch.no_grad()"
             )
 
-    is_counted = f"count is {'not ' if count is None else ''}given"
-    compare("execute", plan, local_inputs, group, is_counted, check=check)
+    compare("execute", plan, local_inputs, group, check, count="not given" if count is None else "given")
     with without_autocast(local_inputs):
         if grid is not None:
             return attend(plan, grid, local_inputs, group, counter)
@@ -66,20 +65,18 @@ def execute(
 
 
 def compare(
-    caller: str, plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None, *others: str,
-    check: Callable[[], None] = lambda: None, refused: str = "",
+    caller: str, plan: Plan, local_inputs: Mapping[str, Tensor], group: ProcessGroup | None,
+    check: Callable[[], None] = lambda: None, **others: object,
 ) -> None:  # fmt: skip
-    """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it. Gathers 16 bytes.
+    """ValueError on every rank of `group` unless all call with the same plan, and inputs that fit it.
 
-    caller: the function whose arguments they are. others: what else must be equal on all ranks, each in a line. check:
-    raises a ValueError about this rank's arguments. refused: why this rank's plan cannot be used, before its inputs matter.
+    caller: the function whose arguments they are. check: raises a ValueError about this rank's arguments. others: what else
+    must be equal on all ranks.
     """
 
-    def arguments() -> str:
-        """Check this rank's arguments; lines of what must be equal on all ranks."""
+    def arguments() -> dict[str, object]:
+        """Check this rank's arguments; what must be equal on all ranks."""
         check_type(caller, plan, Plan)
-        if refused:
-            raise ValueError(refused)
         ranks = 1 if group is None else group.size()
         if ranks != plan.mesh.ranks:
             given = "no group is given, which means 1 rank" if group is None else f"the group has {ranks} ranks"
@@ -87,18 +84,16 @@ def compare(
         plan.check(local_inputs, is_local=True)
         check_devices(local_inputs, group)
         check()
-        devices = (f"inputs on {kind}" for kind in dict.fromkeys(x.device.type for x in local_inputs.values()))
-        dtypes = (f"{name} is {x.dtype}" for name, x in sorted(local_inputs.items()))
         is_enabled = torch.is_grad_enabled()  # ranks without a gradient would not take part in the backward pass
-        gradients = (
-            f"{name} needs {'a' if is_enabled and x.requires_grad else 'no'} gradient"
-            for name, x in sorted(local_inputs.items())
-        )
-        same = f"the plan is {plan.hash[:16]}, {plan.schedule}"
-        return "\n".join([same, *others, *devices, *dtypes, *gradients])
+        inputs = sorted(local_inputs.items())
+        return {
+            "plan": f"{plan.hash[:16]}, {plan.schedule}",
+            **others,
+            **{name: f"{x.dtype} on {x.device.type}" for name, x in inputs},
+            **{f"{name}.requires_grad": is_enabled and x.requires_grad for name, x in inputs},
+        }
 
-    check_member(group)
-    agree(lambda mine: all_gather_small(mine, group), comparison_device(group), arguments, "ranks of the group")
+    together(arguments, [group], lambda found: found)
 
 
 def run(state: RankState, group: ProcessGroup | None, counter: Counter | None = None) -> dict[str, Tensor]:

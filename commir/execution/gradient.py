@@ -63,24 +63,16 @@ def differentiable(
 
     All ranks of the group call the function together, and its backward together, which sends
     `backward_plan(plan).bytes_per_rank` bytes. A rank then holds `backward_plan(plan).memory` bytes, which may be more than
-    twice as many as `plan.memory`. ValueError as in `execute` and `backward_plan`; where there is a group, on every rank,
-    when the function is first called.
+    twice as many as `plan.memory`. ValueError as in `backward_plan`, and as in `execute` when the function is called.
     """
-    backward: list[Plan] = []
-    refused = ""
-    try:
-        check_type("differentiable", plan, Plan)
-        check_counts(count, counter)
-        backward.append(backward_plan(plan))
-    except ValueError as error:
-        if group is None:
-            raise
-        refused = str(error)  # raised when the function is called, as the other ranks may have no error
+    check_type("differentiable", plan, Plan)
+    check_counts(count, counter)
+    backward = backward_plan(plan)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out of this rank's blocks of q, k and v; ValueError on every rank if those of one do not fit."""
-        compare("differentiable", plan, {"q": q, "k": k, "v": v}, group, refused=refused)
-        return _Attention.apply(q, k, v, _Pair(plan, backward[0], group, count, counter))
+        compare("differentiable", plan, {"q": q, "k": k, "v": v}, group)
+        return _Attention.apply(q, k, v, _Pair(plan, backward, group, count, counter))
 
     return attend
 

@@ -1,19 +1,18 @@
 """Running the plans of a graph, operator by operator, on the ranks of a group."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
 
-from commir.execution.devices import check_devices, comparison_device
+from commir.execution.devices import check_devices
 from commir.execution.executor import run
 from commir.execution.state import Count, RankState, check_counts, without_autocast
 from commir.ir.checks import check_type, shown
 from commir.lowering.blocks import check_tensor
 from commir.lowering.plan import Plan
-from sparsefusion.collectives.agreement import agree, check_member
-from sparsefusion.collectives.counted import Counter, all_gather_small
+from sparsefusion.collectives.agreement import check_member, together
+from sparsefusion.collectives.counted import Counter
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .operator_options import GraphNode
@@ -41,11 +40,9 @@ class GraphRunner:
         input of it, or an operator before it makes that input, count or counter is another object, the ranks' plans or
         blocks differ, an operator has no plan, an operator's plan takes an input in another layout than that in which its
         producer's plan leaves it, or the group has another number of ranks than the mesh; on a rank that is no member of the
-        group: that it is none. Gathers 16 bytes of each rank, and sends what the plans do.
+        group: that it is none. Sends what the plans do.
         """
-        asked = partial(self._asked, given, count, counter)
-        gather = partial(all_gather_small, group=self.group)
-        agree(gather, comparison_device(self.group), asked, "ranks of the group")
+        together(lambda: self._check(given, count, counter), [self.group], lambda found: found)
         outputs, count = dict[str, Tensor](), count or Count()
         for operator in self.operators:
             plan, inputs = self.plans[operator.name], dict(given.get(operator.name, {}))
@@ -61,8 +58,10 @@ class GraphRunner:
             outputs[operator.name] = found[plan.program.outputs[0].name]
         return outputs
 
-    def _asked(self, given: Mapping[str, Mapping[str, Tensor]], count: Count | None, counter: Counter | None) -> str:
-        """What is compared between ranks, in lines: their plans, and the shapes, dtypes and devices of their blocks."""
+    def _check(
+        self, given: Mapping[str, Mapping[str, Tensor]], count: Count | None, counter: Counter | None
+    ) -> dict[str, str]:
+        """The values that must be equal on all ranks: plans, and the shapes, dtypes and devices of their blocks."""
         check_counts(count, counter)
         self._check_plans()
         self._check_edges()
@@ -78,9 +77,8 @@ class GraphRunner:
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(f"{name}: {key} requires a gradient, which no graph's plan gives: use torch.no_grad()")
         check_devices({f"{name}: {key}": x for name, key, x in found}, self.group)
-        lines = [f"the plan of {name} is {plan.hash[:16]}, {plan.schedule}" for name, plan in self.plans.items()]
-        lines += [f"{name}: {key} is {tuple(x.shape)} {x.dtype} on {x.device.type}" for name, key, x in sorted(found)]
-        return "\n".join([*lines, "no more blocks"])  # the line in which a rank with fewer blocks differs
+        plans = {f"plan of {name}": f"{plan.hash[:16]}, {plan.schedule}" for name, plan in self.plans.items()}
+        return plans | {f"{name}: {key}": f"{tuple(x.shape)} {x.dtype} on {x.device.type}" for name, key, x in found}
 
     def _check_plans(self) -> None:
         """ValueError: the operators or plans are of another type, or an operator has no plan."""

@@ -8,12 +8,11 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 
-from commir.execution.devices import comparison_device, device_type
+from commir.execution.devices import device_type
 from commir.execution.executor import execute
 from commir.ir.checks import check_sizes, check_type
 from commir.lowering.plan import Plan
-from sparsefusion.collectives.agreement import agree, check_member
-from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.collectives.agreement import together
 from sparsefusion.fabric.measurement import repetitions, timed
 
 from .tile_times import random_inputs
@@ -27,29 +26,21 @@ def fastest(
     Every rank of `group` calls it with the same plans, and gets the same order: the time of a plan is the median over
     `repeated` runs of the slowest rank's. The plans take turns, with random inputs of the program's dtype on `device`.
     ValueError on every rank: there are no plans or repetitions, the ranks' plans, repetitions or devices differ, or as in
-    `execute`.
-    Gathers 16 bytes of each rank to compare them, and sends `repeated` + 1 times what the plans send.
+    `execute`. Sends `repeated` + 1 times what the plans send.
     """
 
-    def arguments() -> str:
-        """Check this rank's arguments; lines of what must be equal on all ranks."""
+    def arguments() -> dict[str, object]:
+        """Check this rank's arguments; what must be equal on all ranks."""
         check_type("fastest", plans, Sequence)
         for plan in plans:
             check_type("fastest", plan, Plan)
         if not plans:
             raise ValueError("fastest: there are no plans to time")
         check_sizes("fastest: ", repeated=repeated)
-        return "\n".join(
-            [
-                f"repeated is {repeated}",
-                f"device is {device_type(device)}",
-                *(f"a plan is {plan.hash[:16]}, {plan.schedule}" for plan in plans),
-                "no more plans",  # the line in which a rank with fewer plans differs
-            ]
-        )
+        numbered = {f"plan {number}": f"{plan.hash[:16]}, {plan.schedule}" for number, plan in enumerate(plans)}
+        return {"repeated": repeated, "device": device_type(device), **numbered}
 
-    check_member(group)
-    agree(lambda mine: all_gather_small(mine, group), comparison_device(group), arguments, "ranks of the group")
+    together(arguments, [group], lambda found: found)
     calls = []
     for plan in plans:
         shapes = {each.name: plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()}

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commir.execution.devices import comparison_device, device_type
+from commir.execution.devices import device_type
 from commir.ir.checks import check_type, shown
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
-from sparsefusion.collectives.agreement import agree, check_member
-from sparsefusion.collectives.counted import all_gather_small, all_reduce, exchange
+from sparsefusion.collectives.agreement import together
+from sparsefusion.collectives.counted import all_reduce, exchange
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.fabric.measurement import repetitions, timed
 
@@ -38,7 +38,7 @@ def measure_tile(
         if type(ranks) is not int or ranks < 1:
             raise ValueError(f"a tile of a plan on {shown(ranks)} ranks: a whole number of at least 1 is needed")
 
-    _compare("measure_tile", program, group, device, check, f"ranks is {ranks!r}")
+    _compare("measure_tile", program, group, device, check, ranks=ranks)
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
     times = torch.tensor([_seconds(tile, device), _seconds(smaller, device)], dtype=torch.float64, device=device)
@@ -99,26 +99,23 @@ def measure_overlap(program: Program, group: ProcessGroup | None = None, device:
 
 def _compare(
     function: str, program: Program, group: ProcessGroup | None, device: torch.device | str,
-    check: Callable[[], None] = lambda: None, *others: str,
+    check: Callable[[], None] = lambda: None, **others: object,
 ) -> None:  # fmt: skip
-    """ValueError on every rank of `group` unless all call with the same arguments. Gathers 16 bytes of each.
+    """ValueError on every rank of `group` unless all call with the same arguments.
 
-    function: what the error calls the caller. others: those beside the program and the device, each in a line. check:
-    raises a ValueError about this rank's arguments.
+    function: what the error calls the caller. check: raises a ValueError about this rank's arguments. others: those beside
+    the program and the device.
     """
 
-    def arguments() -> str:
-        """Check this rank's arguments; lines of what must be equal on all ranks."""
+    def arguments() -> dict[str, object]:
+        """Check this rank's arguments; what must be equal on all ranks."""
         check_type(function, program, Program)
         check()
         axes = ", ".join(f"{axis.name} {axis.size}" for axis in program.axes)
-        where = f"device is {device_type(device)}"
-        return "\n".join(
-            [*others, where, f"the program is {program.name} in {program.dtype}: {axes}", f"it is {program!r}"]
-        )
+        summary = f"{program.name} in {program.dtype}: {axes}"  # an error shows it before the whole program
+        return {**others, "device": device_type(device), "program": summary, "the whole program": program}
 
-    check_member(group)
-    agree(lambda mine: all_gather_small(mine, group), comparison_device(group), arguments, "ranks of the group")
+    together(arguments, [group], lambda found: found)
 
 
 def tile_program(program: Program, blocks: int) -> Program:

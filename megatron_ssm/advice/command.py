@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_ssm import families
-from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.parallel.groups import device_of_rank, join, shut_down
 from megatron_ssm.stack.stack import Stack
 from sparsefusion import Fabric
+from sparsefusion.collectives.agreement import together
 from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.foundation.command_line import Failure, Printer, check_number
 from sparsefusion.foundation.launcher import launched_ranks, this_rank
@@ -85,7 +85,7 @@ def advise(arguments: Namespace) -> None:
     """
     try:
         group = _join() if arguments.device in (None, MEASURED) else None
-        inputs = run_and_compare(lambda: _Inputs.read(arguments), _Inputs.fingerprint, [group], "cpu")
+        inputs = together(lambda: _Inputs.read(arguments), [group], _Inputs.fingerprint)
         device = _device(inputs, group)
         config, fabric, ranks = inputs.config, inputs.fabric, inputs.ranks
         training, generation = inputs.training, inputs.generation

@@ -1,7 +1,8 @@
 """Errors as OpenAI's clients expect them: an HTTP status, and a JSON object that says what is wrong."""
 
 from collections.abc import Mapping
-from typing import Any
+
+from .reply_models import ErrorDetail, ErrorReply
 
 TYPES = {
     401: "authentication_error",
@@ -29,10 +30,10 @@ class ApiError(Exception):
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
     @property
-    def body(self) -> dict[str, Any]:
+    def reply(self) -> ErrorReply:
         """The JSON object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return ErrorReply(error=ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,4 +1,4 @@
-"""Where the tokens of a reply begin in its text: the `text_offset` of OpenAI's completions."""
+"""The places of a reply's tokens in its text: the `text_offset` of OpenAI's completions."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Sequence[int]) -> list[int]:
-    """Where each token of a prompt begins in its text, in characters.
+    """Return where each token of a prompt begins in its text, in characters.
 
-    The text decides. It has the special tokens that the client has written, and lacks those that the tokenizer has added. It
+    The text has the special tokens that the client has written, and lacks those that the tokenizer has added. It
     may also lack the space that the tokenizer puts before a text, and ids that the tokenizer does not have. What follows a
     character for which the tokenizer has only an unknown token, or text that its decoder changes (WordPiece's, around
     punctuation), may be a few characters off, but is never beyond the text.
@@ -39,7 +39,7 @@ def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Sequence[int]) -> lis
 
 
 def _run_offsets(tokenizer: "Tokenizer", text: str, place: int, ids: list[int]) -> tuple[list[int], int]:
-    """Where tokens begin in a text that has them from `place` on, and where the next token begins."""
+    """Return where tokens begin in a text that has them from `place` on, and where the next token begins."""
     # After any token, the first one keeps the space that it may have; the decoder may strip it from the beginning of a text.
     offsets = TextOffsets(tokenizer, place=place, prompt=ids[:1])
     places, shown = [], ""
@@ -52,13 +52,13 @@ def _run_offsets(tokenizer: "Tokenizer", text: str, place: int, ids: list[int]) 
 
 
 def _spaces(text: str, place: int) -> int:
-    """How many spaces there are at a place of a text."""
+    """The number of spaces at a place of a text."""
     rest = text[place:]
     return len(rest) - len(rest.lstrip(" "))
 
 
 class TextOffsets:
-    """Where tokens begin in the text that `TextStream` makes of them, in characters.
+    """Finds where tokens begin in the text that `TextStream` makes of them, in characters.
 
     A token that is a part of a character begins where the character does. place: where the next token begins. added: the
     text that the last token has added. prompt: the ids before the text.
@@ -71,7 +71,7 @@ class TextOffsets:
         self._stream, self._bytes_of = TextStream(tokenizer, (), special_ids, prompt), token_bytes(tokenizer)
 
     def push(self, token: int) -> int:
-        """Where this token begins, which follows those pushed before."""
+        """Return where this token begins, which follows those pushed before."""
         start, self.added = self.place, self._stream.push(token)
         self.place += len(self.added)
         own = self._bytes_of(token).decode(errors="ignore")

@@ -3,24 +3,11 @@
 import re
 from typing import Any
 
-from .parameters import BY_ENDPOINT, body_schema
+from pydantic import BaseModel
 
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+from .reply_models import ChatCompletion, ChatCompletionChunk, Completion, ErrorReply, ModelCard, ModelList, Status
+from .request_models import Body, ChatRequest, CompletionRequest
+
 ERRORS = {
     "400": "A parameter is unknown, not implemented, or out of range; `param` names it.",
     "401": "There is no valid API key.",
@@ -32,60 +19,73 @@ ERRORS = {
     "503": "The server is shutting down, or has lost a rank.",
     "504": "The reply has taken too long.",
 }
-OTHERS = {
-    "/": "A chat page for browsers.",
-    "/v1/models": "The served model, in a list.",
-    "/v1/models/{model}": "The served model.",
-    "/health": "Whether the process runs.",
-    "/ready": "Whether requests are taken: 200, or 503.",
-    "/metrics": "Metrics in Prometheus' text format.",
+# {path: (body of the request, reply, event of a stream)}
+GENERATING: dict[str, tuple[type[Body], type[BaseModel], type[BaseModel]]] = {
+    "/v1/completions": (CompletionRequest, Completion, Completion),
+    "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatCompletionChunk),
+}
+# {path: (summary, media type, the JSON of the reply, errors)}
+READING: dict[str, tuple[str, str, type[BaseModel] | None, tuple[str, ...]]] = {
+    "/": ("A chat page for browsers.", "text/html", None, ()),
+    "/v1/models": ("The served model, in a list.", "application/json", ModelList, ("401",)),
+    "/v1/models/{model}": ("The served model.", "application/json", ModelCard, ("401", "404")),
+    "/health": ("Status 200 while the process runs.", "application/json", Status, ()),
+    "/ready": ("Status 200 while requests are taken, else 503.", "application/json", Status, ()),
+    "/metrics": ("Metrics in Prometheus' text format.", "text/plain", None, ()),
 }
 
 
 def description(version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 description, made from the table of parameters."""
-    paths: dict[str, Any] = {f"/v1/{name}": {"post": _operation(name)} for name in BY_ENDPOINT}
-    paths |= {path: {"get": _reading(path, text)} for path, text in OTHERS.items()}
+    """Return the OpenAPI 3.1 description, made from the models of requests and replies."""
+    paths: dict[str, Any] = {path: {"post": _generating(path, *models)} for path, models in GENERATING.items()}
+    paths |= {path: {"get": _reading(path, *row)} for path, row in READING.items()}
     return {"openapi": "3.1.0", "info": {"title": "megatron-ssm", "version": version}, "paths": paths}
 
 
-def _operation(name: str) -> dict[str, Any]:
-    """An endpoint that generates."""
-    content = {"application/json": {"schema": _published(body_schema(name))}}
+def _generating(path: str, body: type[BaseModel], reply: type[BaseModel], event: type[BaseModel]) -> dict[str, Any]:
+    """The operation of an endpoint that generates."""
+    content = _content("application/json", reply) | _content("text/event-stream", event)
     return {
-        "summary": f"OpenAI's {name}.",
-        "requestBody": {"required": True, "content": content},
-        "responses": _responses(ERRORS),
+        "summary": f"OpenAI's {path.removeprefix('/v1/')}.",
+        "requestBody": {"required": True, "content": _content("application/json", body)},
+        "responses": _responses(content, tuple(ERRORS)),
     }
 
 
-def _reading(path: str, summary: str) -> dict[str, Any]:
-    """A path that is only read."""
+def _reading(
+    path: str, summary: str, media: str, reply: type[BaseModel] | None, errors: tuple[str, ...]
+) -> dict[str, Any]:
+    """The operation of a path that is only read."""
     names = re.findall(r"\{(\w+)\}", path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-    applies = {"401": path.startswith("/v1/"), "404": bool(names)}
-    responses = _responses({status: text for status, text in ERRORS.items() if applies.get(status)})
-    return {"summary": summary, **({"parameters": parameters} if names else {}), "responses": responses}
+    return {"summary": summary, "parameters": parameters, "responses": _responses(_content(media, reply), errors)}
 
 
-def _published(schema: dict[str, Any], is_nullable: bool = False) -> dict[str, Any]:
-    """A schema in which null is a value of the fields that may be left out, as `schema.check` has it."""
-    made, required = dict(schema), schema.get("required", ())
-    if "properties" in schema:
-        fields = schema["properties"].items()
-        made["properties"] = {name: _published(each, name not in required) for name, each in fields}
-    if "items" in schema:
-        made["items"] = _published(schema["items"])
-    if "anyOf" in schema:
-        made["anyOf"] = [*map(_published, schema["anyOf"]), *([{"type": "null"}] if is_nullable else [])]
-    if is_nullable and "type" in schema:
-        made["type"] = [schema["type"], "null"]
-    if is_nullable and "enum" in schema:
-        made["enum"] = [*schema["enum"], None]
+def _responses(content: dict[str, Any], errors: tuple[str, ...]) -> dict[str, Any]:
+    error = _content("application/json", ErrorReply)
+    failures = {status: {"description": ERRORS[status], "content": error} for status in errors}
+    return {"200": {"description": "The reply.", "content": content}, **failures}
+
+
+def _content(media: str, model: type[BaseModel] | None) -> dict[str, Any]:
+    """The content of a body, by its media type."""
+    if model is None:
+        return {media: {}}
+    schema = model.model_json_schema()
+    return {media: {"schema": _inlined(schema, schema.pop("$defs", {}))}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Return a part of a JSON schema with definitions in place of references; variants of an object may overlap (anyOf)."""
+    if isinstance(schema, list):
+        return [_inlined(part, definitions) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    made = {"anyOf" if name == "oneOf" else name: _inlined(part, definitions) for name, part in schema.items()}
+    if made.get("additionalProperties") is True:
+        del made["additionalProperties"]
+    if "const" in made:
+        made["enum"] = [made.pop("const")]
     return made
-
-
-def _responses(errors: dict[str, str]) -> dict[str, Any]:
-    content = {"application/json": {"schema": ERROR}}
-    failures = {status: {"description": text, "content": content} for status, text in errors.items()}
-    return {"200": {"description": "The reply."}, **failures}

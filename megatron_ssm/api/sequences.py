@@ -1,4 +1,4 @@
-"""The sequences that a client asks for: the arguments of each for the engine, and what comes back.
+"""The sequences that a client asks for: the arguments of each for the engine, and the updates that come back.
 
 The arguments are values that JSON can carry, so that every rank makes the same request from them.
 """
@@ -27,7 +27,11 @@ class Arguments:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_new_tokens: int = 0
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     logit_bias: dict[int, float] | None = None
@@ -41,14 +45,18 @@ class Arguments:
 
         ValueError or FileNotFoundError if the engine cannot serve it.
         """
+        sampling = Sampling(
+            self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.frequency_penalty, self.presence_penalty,
+            self.min_p,
+        )  # fmt: skip
         return engine.make_request(
             self.prompt,
             self.max_new_tokens,
-            Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty),
+            sampling,
             self.stop_tokens,
             self.stop_strings,
             self.seed,
-            min_new_tokens=0,
+            self.min_new_tokens,
             logit_bias=self.logit_bias,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
@@ -76,22 +84,28 @@ class Arguments:
 class Sequence:
     """A sequence that a client has asked for. index: which of the client's replies it is.
 
-    Only the driver's thread uses `request`, the request in the engine, and `reported`, how many of its tokens it has handed
-    over.
+    grammar_parameter: the parameter that its grammar comes from; "" if it has none. Only the driver's thread uses
+    `request`, the request in the engine, and `reported`, how many of its tokens it has handed over.
     """
 
     arguments: Arguments
     index: int = 0
+    grammar_parameter: str = ""
     request: Request | None = None
     reported: int = 0
 
 
 @dataclass(frozen=True)
 class Update:
-    """What is new of a sequence: tokens; why it has finished, or None; the error that has ended it, or None.
+    """The progress of a sequence since its last update.
 
-    reused: how many tokens of the prompt a prefix cache has saved from being read. logprobs and prompt_logprobs: see
-    `Request`; those of the prompt come with the first token.
+    Args:
+        tokens: The new tokens.
+        finished: Why the sequence has finished, or None.
+        error: The error that has ended it, or None.
+        reused: How many tokens of the prompt came from the prefix cache.
+        logprobs: As in `Request`.
+        prompt_logprobs: As in `Request`; they come with the first token.
     """
 
     sequence: Sequence

@@ -23,9 +23,9 @@ from megatron_ssm.stack.reader import QUANTIZATION, FieldReader
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
 
-from .agreement import first_line
 from .deepspeed_files import is_deepspeed
 from .deepspeed_models import hugging_face_tensors
+from .failures import first_line
 from .hf_directory import (
     BIN,
     BIN_INDEX,

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .agreement import first_line
+from .failures import first_line
 from .training import MOMENTS
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

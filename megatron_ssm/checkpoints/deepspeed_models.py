@@ -4,14 +4,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_ssm.models.model import Model
 from megatron_ssm.stack.fields import Field, field_of, hf_shapes
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.agreement import together
 
-from .agreement import run_on_every_rank
 from .deepspeed_files import DeepSpeedCheckpoint, Part, checksum_of_deepspeed, is_deepspeed, read_deepspeed
+from .failures import in_one_line
 from .training import MOMENTS, GatheredState, load_training, state_to_fill
 
 # Into a model in training
@@ -32,6 +34,7 @@ def load_checkpoint(
     fields = {field_of(parameter).name: field_of(parameter) for parameter in model.parameters()}
     frozen = {field_of(parameter).name for parameter in model.parameters() if not parameter.requires_grad}
 
+    @in_one_line(f"cannot resume from {path}", ValueError)
     def read() -> DeepSpeedCheckpoint:
         saved = read_deepspeed(path)
         parts = [_under_our_names(part, rank, len(saved.parts), fields) for rank, part in enumerate(saved.parts)]
@@ -43,7 +46,7 @@ def load_checkpoint(
     def described(_: DeepSpeedCheckpoint) -> str:
         return f"{path} with files of CRC-32 {checksum_of_deepspeed(path):08x}"
 
-    saved = run_on_every_rank(read, f"cannot resume from {path}", ValueError, described)
+    saved = together(read, [dist.group.WORLD], described)
     for entry, target in state_to_fill(model, optimizer, saved.optimizer_steps).items():
         kind, _, name = entry.partition(".")
         if name in fields:

@@ -15,7 +15,7 @@ import torch
 
 from sparsefusion.foundation.command_line import Failure, is_lack_of_memory
 
-from .agreement import first_line
+from .failures import first_line
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .agreement import first_line, run_on_rank_0
+import torch.distributed as dist
+
+from sparsefusion.collectives.agreement import on_first
+
 from .disk import read_with_retries
+from .failures import first_line, in_one_line
 
 
 class DamagedCheckpoint(ValueError):
@@ -179,4 +183,4 @@ def _replace(
                 remove_new(new)
             old.rename(new)
 
-    run_on_rank_0(rename, f"cannot rename {old} to {new}")
+    on_first(in_one_line(f"cannot rename {old} to {new}")(rename), dist.group.WORLD)

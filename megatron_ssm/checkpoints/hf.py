@@ -29,10 +29,10 @@ from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.stack.fields import Field, field_of, hf_shapes
 from megatron_ssm.stack.stack import Stack
 from sparsefusion import FORMATS
+from sparsefusion.collectives.agreement import together
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
 
-from .agreement import run_and_compare
 from .hf_directory import (
     FILE_BYTES,
     FLOATS,
@@ -118,11 +118,13 @@ def load(
 
     Raises:
         ValueError: The configuration is not supported or cannot be split; tensors are missing, truncated, or of another
-            model; a rank alone cannot read a file; the ranks' configurations or arguments differ. It is raised on every
-            rank of these groups, before the model is built.
-        FileNotFoundError: The directory or a file does not exist.
+            model; the ranks' configurations or arguments differ. It is raised on every rank of these groups, before the
+            model is built.
+        FileNotFoundError: The directory or a file does not exist. If a rank alone cannot read a file, every rank raises its
+            error.
     """
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None, expert_group)
+    part = f"part {0 if group is None else group.rank()} of the model"
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
         _check_arguments(directory, dtype, reduce, weights, sequence_parallel, draft_head, context)
@@ -132,16 +134,15 @@ def load(
             config = config.in_granules(BLOCK, _size(group))
         return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
 
-    def compared(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> tuple:
-        how = "callable" if callable(reduce) else reduce
-        replicas, experts = _size(data_group), _size(expert_group)
-        flags, config = (sequence_parallel, recompute, exchange_channels), opened[0]
-        model = f"{config.family} with num_layers={config.num_layers}"  # an error shows it before all the layers
-        of_ranks = replicas, experts, repr(context)
-        return opened[2], torch.device(device).type, how, weights, of_ranks, flags, model, config
-
-    def part_of_model(each: ProcessGroup) -> str:  # the same on ranks that hold other tokens
-        return "" if each is group else f"part {0 if group is None else group.rank()} of the model"
+    def same(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> dict[str, object]:
+        config, _, found = opened
+        return {
+            "dtype": found, "device": torch.device(device).type, "weights": weights, "context": context,
+            "reduce": "callable" if callable(reduce) else reduce, "sequence_parallel": sequence_parallel,
+            "recompute": recompute, "exchange_channels": exchange_channels, "replicas": _size(data_group),
+            "expert-parallel ranks": _size(expert_group), "family": config.family, "layers": config.num_layers,
+            "config": config,
+        }  # fmt: skip
 
     def build_and_fill() -> Model:
         options = found, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
@@ -153,8 +154,9 @@ def load(
         return model
 
     with ExitStack() as stack:
-        config, tensors, found = run_and_compare(open_files, compared, groups, device, part_of_model)
-        model = run_and_compare(build_and_fill, lambda _: "loaded", groups, device)
+        config, tensors, found = together(open_files, groups, same, device)
+        together(lambda: part, groups[1:], str, device)  # ranks that hold other tokens hold the same part
+        model = together(build_and_fill, groups, device=device)
     model.directory, model.graphs = Path(directory), model.graphs and bool(graphs)
     if config.unknown_note and model.ranks.rank == 0:
         log.warning(config.unknown_note)
@@ -403,8 +405,8 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
         return Path(directory), source, _plan(model, file_bytes, source)
 
     with ExitStack() as files:
-        target, source, plan = run_and_compare(
-            planned, lambda found: {file: list(names) for file, names in found[2].items()}, groups, model.device
+        target, source, plan = together(
+            planned, groups, lambda found: {file: list(names) for file, names in found[2].items()}, model.device
         )
         errors = _take_part(model, plan)
         if all(group is None or dist.get_rank(group) == 0 for group in copies):

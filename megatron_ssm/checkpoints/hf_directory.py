@@ -21,8 +21,8 @@ from megatron_ssm.stack.fields import hf_shapes
 from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
 
-from .agreement import first_line
 from .disk import HiddenFolder
+from .failures import first_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names

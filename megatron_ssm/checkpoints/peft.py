@@ -17,9 +17,10 @@ from megatron_ssm.models.adapters import adapter_parameters, attach_lora, remove
 from megatron_ssm.models.lora import NOT_TRAINED, Lora, lora_fields, lora_targets
 from megatron_ssm.models.model import Model
 from megatron_ssm.stack.fields import hf_shapes
+from sparsefusion.collectives.agreement import together
 
-from .agreement import first_line, run_and_compare
 from .disk import HiddenFolder
+from .failures import first_line
 from .hf import broadcast, gather, help_gather
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -148,12 +149,12 @@ def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> N
     """
     groups = (model.ranks.group, *model.copy_groups)
     with ExitStack() as stack:
-        lora, tensors = run_and_compare(
-            lambda: _open(model, Path(directory), stack), lambda opened: opened[0], groups, model.device
+        lora, tensors = together(
+            lambda: _open(model, Path(directory), stack), groups, lambda opened: opened[0], model.device
         )
         attach_lora(model, lora)
         try:
-            run_and_compare(lambda: _fill(model, tensors, trainable), lambda _: "loaded", groups, model.device)
+            together(lambda: _fill(model, tensors, trainable), groups, device=model.device)
         except BaseException:
             remove_lora(model)
             raise

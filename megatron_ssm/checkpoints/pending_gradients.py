@@ -18,12 +18,12 @@ from torch import nn
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import Groups
 from sparsefusion import SparseFusion
-from sparsefusion.collectives.agreement import from_first
+from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
-from .agreement import first_line, run_on_every_rank
 from .disk import read_with_retries
+from .failures import first_line, in_one_line
 from .folders import DamagedCheckpoint
 from .shards import new_file
 
@@ -74,8 +74,7 @@ class PendingFile:
 
 def has_pending(directory: Path) -> bool:
     """Return True if a checkpoint has such files, as rank 0 sees it; all ranks call it together."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return from_first(lambda: _layout(directory) is not None, group, None)
+    return on_first(lambda: _layout(directory) is not None, dist.group.WORLD)
 
 
 def read_pending(directory: Path, trainer: Trainer) -> None:
@@ -87,8 +86,14 @@ def read_pending(directory: Path, trainer: Trainer) -> None:
     is missing, damaged or of another model, on any rank.
     """
     failure = f"cannot resume from {directory}"
-    replicas = run_on_every_rank(lambda: _replicas(directory, trainer), failure, ValueError)
-    states = run_on_every_rank(lambda: _read_states(directory, trainer, replicas), failure, DamagedCheckpoint)
+
+    def read() -> Any:
+        with in_one_line(failure, ValueError):
+            replicas = _replicas(directory, trainer)
+        with in_one_line(failure, DamagedCheckpoint):
+            return _read_states(directory, trainer, replicas)
+
+    states = together(read, [dist.group.WORLD])
     if trainer.fusion is None:
         trainer.pending_gradients = mean_residuals(states, trainer.model.device)
         return

@@ -30,11 +30,12 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.operators.operator import Place
 from megatron_ssm.ops.fused_adam import counts_by_group
 from megatron_ssm.stack.fields import Field, field_of
+from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
-from .agreement import first_line, run_on_every_rank, run_on_rank_0
 from .disk import DirectoryLock, is_machine_error, read_with_retries, sync_directory
+from .failures import first_line, in_one_line
 from .folders import DamagedCheckpoint, description_text, find_checkpoints, half_written, read_training, remove
 from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards
@@ -125,8 +126,10 @@ class Snapshot:
         written and broadcasts it; before and after, the ranks gather their errors. No tensor is sent.
         """
         hidden, final = self.directory / f".step-{self.step:06d}", self.directory / f"step-{self.step:06d}"
+        group = group or dist.group.WORLD
         failure, locks = f"cannot write {final}", list[DirectoryLock]()
 
+        @in_one_line(failure)
         def begin() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)
             locks.append(DirectoryLock(self.directory))
@@ -135,10 +138,10 @@ class Snapshot:
             hidden.mkdir()
 
         try:
-            run_on_rank_0(begin, failure, group)
+            on_first(begin, group)
             try:
                 self._write_shards(hidden, failure, group)
-                run_on_rank_0(lambda: self._complete(hidden, final), failure, group)
+                on_first(in_one_line(failure)(lambda: self._complete(hidden, final)), group)
             except Failure:  # of all ranks: after any other error of this one, rank 0 may be renaming the folder
                 shutil.rmtree(hidden, ignore_errors=True)  # on every rank: its disk may be another one than rank 0's
                 raise
@@ -149,12 +152,13 @@ class Snapshot:
     def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> None:
         """Write the files of all ranks into the folder."""
 
+        @in_one_line(failure)
         def write_pending() -> None:
             folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet
             if self.pending:
                 self.pending.write(folder)
 
-        run_on_every_rank(write_pending, failure, group=group)
+        together(write_pending, [group])
         writer, alone = ShardWriter(folder), not dist.is_initialized()
         try:
             dcp.save(self.state, storage_writer=writer, process_group=group, no_dist=alone)
@@ -216,6 +220,7 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     """
     failure = f"{path} is damaged or of another model"
 
+    @in_one_line(failure, DamagedCheckpoint)
     def open_checkpoint() -> tuple[ShardReader, int]:
         if not read_with_retries((Path(path) / "training.json").is_file, path):
             return open_shards(path, None), step
@@ -228,7 +233,7 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     def described(opened: tuple[ShardReader, int]) -> str:
         return f"{Path(path).name} with metadata of CRC-32 {opened[0].metadata_crc32:08x}"
 
-    reader, steps = run_on_every_rank(open_checkpoint, failure, DamagedCheckpoint, described)
+    reader, steps = together(open_checkpoint, [dist.group.WORLD], described)
     state = state_to_fill(model, optimizer, steps)
     try:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.convert import EMBEDDING, convert
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
@@ -29,6 +28,7 @@ from megatron_ssm.parallel.groups import (
     shut_down,
 )
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.command_line import Failure, Printer
 from sparsefusion.foundation.launcher import launched_ranks
 
@@ -56,16 +56,14 @@ def generate(arguments: Namespace) -> None:
     try:
         join(tensor, device, init_method=arguments.rendezvous, context=context, check=lambda: check_device(device),
              expert=expert)  # fmt: skip
-        world = dist.group.WORLD if dist.is_initialized() else None
-        inputs = run_and_compare(
-            lambda: _Inputs.read(arguments, tensor), _Inputs.fingerprint, [world], device_of_rank(device)
-        )
+        place = device_of_rank(device)
+        inputs = together(lambda: _Inputs.read(arguments, tensor), [dist.group.WORLD], _Inputs.fingerprint, place)
         groups = replicas(tensor, device, context=context, expert=expert)
         schedule = None
         if groups.context is not None:
             schedule = schedule_of("auto", groups.context, inputs.config, tensor, len(inputs.prompt), 1, training=False)
         dtype = dtype_of(arguments.dtype)
-        model = load(arguments.model, groups.tensor, schedule, dtype, device_of_rank(device), arguments.reduce,
+        model = load(arguments.model, groups.tensor, schedule, dtype, place, arguments.reduce,
                      weights=arguments.weights, expert_group=groups.expert)  # fmt: skip
         with model:  # its CUDA graphs are released before the groups are destroyed
             _generate_and_print(model, inputs, arguments, is_printing=groups.rank == 0)
@@ -94,9 +92,9 @@ class _Inputs:
         stops = () if arguments.ignore_eos else stop_tokens(directory, config, tokenizer)
         return cls(config, tokenizer, prompt, stops)
 
-    def fingerprint(self) -> tuple:
+    def fingerprint(self) -> dict[str, object]:
         """The values that must be equal on all ranks."""
-        return self.config, self.stop_tokens, self.prompt
+        return {"prompt": self.prompt, "stop tokens": self.stop_tokens, "config": self.config}
 
 
 def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> list[int]:

@@ -232,7 +232,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         try:
             from megatron_ssm.serving.command import serve
         except ModuleNotFoundError as error:
-            if error.name not in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
+            if error.name not in ("starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
                 raise
             raise ValueError(
                 f"there is no package {error.name}: pip install '.[serve]' in a checkout of megatron-ssm"

@@ -57,7 +57,7 @@ class DraftByHead:
         hidden, rows = self._read(slots, AT_ONCE), self._cache.select(slot.row for slot in slots)
         for left in reversed(range(count)):
             local = model.drafted_logits(hidden[:, -1])
-            columns.append(choose_tokens(local, Sampling(), [], None, model.ranks).clamp(min=0))
+            columns.append(choose_tokens(local, Sampling(), [], model.ranks).clamp(min=0))
             if left:
                 hidden = model.drafted(columns[-1].unsqueeze(1).to(model.device), hidden, rows)
                 rows.advance(1)

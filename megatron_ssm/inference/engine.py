@@ -4,11 +4,10 @@ An `Engine` has a cache with a fixed number of rows, called slots, of one sequen
 one token. A waiting request takes the first free slot, and its prompt is read, at once or in chunks, while the others go on
 decoding. With a prefix cache, reading starts after the longest prefix of the prompt that was read before.
 
-On several tensor-parallel ranks, every rank makes the same calls on its own `Engine`. In every call that communicates, the
-ranks first compare what their engines were asked to do so far, so calls that differ are an error on every rank.
+On several tensor-parallel ranks, every rank makes the same calls on its own `Engine`. The ranks compare each request when it
+is added, so that a difference is an error on every rank.
 """
 
-import hashlib
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +15,10 @@ from typing import Any
 
 import torch
 
+from sparsefusion.collectives.agreement import together
+
 from .grammar import Grammar, GrammarMatcher
-from .language_model import LanguageModel
+from .language_model import LanguageModel, draw_seed
 from .prefix_cache import PrefixCache
 from .prompt_reader import PromptReader, snapshot_interval
 from .request import Request
@@ -82,8 +83,7 @@ class Engine:
         self._prompts = PromptReader(model, self.cache, self.prefix_cache, chunk, block)
         self._waiting: deque[Request] = deque()
         self._slots: dict[int, Slot] = {}
-        self._requests_added, self._steps = 0, 0
-        self._requests_checksum = ""  # of the arguments of all requests, in their order
+        self._requests_added = 0
         self.tokenizer = RequestTokenizer(model.directory, model.config.vocab_size)
 
     @property
@@ -125,27 +125,31 @@ class Engine:
         stop_strings: str | Iterable[str] = (),
         seed: int | None = None,
         min_new_tokens: int = 0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        min_p: float | None = None,
         **additions: Any,
     ) -> Request:
         """Queue a request. prompt: token ids. For the other arguments see `generate`, for additions `make_request`.
 
-        All ranks call it with the same arguments, on engines that have had the same calls. It gathers 16 bytes from each
-        rank and raises ValueError on every rank if calls, options or arguments differ, or if the request cannot be served.
-        Without a seed, all ranks use the one that rank 0 draws.
+        All ranks call it with the same arguments, on engines that have had the same calls. ValueError on every rank if the
+        arguments, or the options of their engines, differ, or if the request cannot be served. Without a seed, all ranks use
+        the one that the first of them draws.
         """
-        made: list[Request] = []
 
-        def compared():
-            sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-            made.append(
-                self.make_request(
-                    prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **additions
-                )
+        def make() -> Request:
+            sampling = Sampling(
+                temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p
             )
-            return {"call": "add", **self._state(), "request": self.fingerprint(made), **self._history()}
+            return self.make_request(
+                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **additions
+            )
 
-        drawn_seed = self.model.agree(compared)
-        return self.enqueue(made[0], drawn_seed)
+        def same(request: Request) -> dict[str, Any]:
+            return self._options | self.fingerprint([request])
+
+        request = together(make, self.model.generating_groups, same, self.model.device)
+        return self.enqueue(request, draw_seed(self.model) if request.seed is None else request.seed)
 
     def make_request(
         self,
@@ -211,18 +215,16 @@ class Engine:
         if request.grammar is not None and request.matcher is None:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
-    def fingerprint(self, requests: Sequence[Request]) -> list:
+    def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The values that must be equal on every rank before requests are queued: arguments, and a tokenizer in use."""
         is_used = any(request.stop_strings or request.grammar for request in requests)
-        checksum = self.tokenizer.checksum if is_used else None
-        return [checksum, *(request.arguments for request in requests)]
+        arguments = {f"request {row}": request.arguments for row, request in enumerate(requests)}
+        return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
 
     def enqueue(self, request: Request, seed: int) -> Request:
         """Queue a request that all ranks agree on; `seed` is used if it has none of its own."""
         request.seed = seed if request.seed is None else request.seed
         request.id, self._requests_added = self._requests_added, self._requests_added + 1
-        history = f"{self._requests_checksum} {request.arguments}"
-        self._requests_checksum = hashlib.sha256(history.encode()).hexdigest()[:16]
         self._waiting.append(request)
         return request
 
@@ -261,33 +263,17 @@ class Engine:
         if request.finished is None and request not in self._unfinished():
             raise ValueError("the request is not one of this engine's")
 
-    def _state(self) -> dict:
-        """The values that must be equal on every rank before a call: they determine its messages."""
-        unfinished = [request.id for request in self._unfinished()]
-        options = {name: value for name, value in self._options.items() if value}
-        return {"unfinished requests": unfinished, "requests added": self._requests_added, "options": options}
-
-    def _history(self) -> dict:
-        """A further value that must be equal: it tells two engines of one model apart that have as many requests."""
-        return {"steps": self._steps, "checksum of requests": self._requests_checksum}
-
     # Steps
 
     @torch.no_grad()
-    def step(self, compare_ranks: bool = True) -> list[Request]:
+    def step(self) -> list[Request]:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
         Returns the requests that got a token (`tokens[-1]`; see `finished`), or several with speculative decoding, the
         oldest first; [] if no request is left. Sends what the calls of the model send: one call for all requests that are
         decoding, and one for each length among the chunks of prompts. Then it sends what choosing tokens sends, once for
         each set of equal sampling options, and again while requests accept proposals.
-
-        compare_ranks: first gather 16 bytes from each rank, and raise ValueError on every rank if their engines differ (some
-        ranks have cancelled a request, step another engine, or call `add`). False: the caller knows that they are equal.
         """
-        if compare_ranks and self.model.num_ranks > 1:
-            self.model.agree(lambda: {"call": "step", **self._state(), **self._history()})
-        self._steps += 1
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
         reading = [slot for slot in self._slots.values() if slot.is_reading]
@@ -316,9 +302,7 @@ class Engine:
             groups.setdefault(slot.request.sampling, []).append(slot)
         for sampling, group in groups.items():
             local = torch.stack([slot.allowed_logits() for slot in group])
-            marks = [slot.seen for slot in group if slot.seen is not None]  # of all slots, or of none
-            seen = torch.stack(marks) if marks else None
-            tokens = choose_tokens(local, sampling, [slot.generator for slot in group], seen, self.model.ranks)
+            tokens = choose_tokens(local, sampling, [slot.generator for slot in group], self.model.ranks)
             tokens = self.model.same_on_peers(tokens)
             self._note_log_probabilities(group, tokens)
             for slot, token in zip(group, tokens.tolist(), strict=True):

@@ -6,7 +6,7 @@ deterministic: its limits count work, not time. So all ranks that see the same t
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,14 @@ def regex(text: str) -> Grammar:
 def lark(text: str) -> Grammar:
     """A grammar from llguidance's variant of the notation of Lark. ValueError for a wrong grammar."""
     return Grammar("lark", text)
+
+
+def choice(texts: Iterable[str]) -> Grammar:
+    """One of some texts. ValueError if there is none, or an empty one."""
+    texts = list(texts)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"choice={texts!r} must be a list of texts that are not empty")
+    return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
 
 
 class GrammarTokens:

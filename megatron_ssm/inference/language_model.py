@@ -1,15 +1,18 @@
 """The interface of a model that `Engine`, `generate` and beam search are written against."""
 
-from collections.abc import Callable
+import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron_ssm.operators.cache import Cache
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.agreement import on_first
 
 
 class LanguageModel(Protocol):
@@ -60,12 +63,11 @@ class LanguageModel(Protocol):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         prompt: bool = False,
-        compared: bool = False,
     ) -> torch.Tensor:
         """This rank's slice of the logits after the last token: (batch, ceil(vocab_size / ranks)).
 
         input_ids: (batch, seq), the same on all ranks. prompt: the tokens are part of a prompt, even if there is only one
-        per row; a single token counts as a decoding step otherwise. compared: the ranks are known to make the same call.
+        per row; a single token counts as a decoding step otherwise.
         """
 
     def local_logits(
@@ -85,8 +87,17 @@ class LanguageModel(Protocol):
     def num_ranks(self) -> int:
         """The number of ranks that make the same calls."""
 
-    def agree(self, asked: Callable[[], object]) -> int:
-        """Compare what these ranks are asked to do; returns a random number, the same on all."""
+    @property
+    def generating_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """The groups whose ranks make the same calls. None: one rank."""
 
     def same_on_peers(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens that the first of the ranks that share the sequences, or that divide the experts, has chosen."""
+
+
+def draw_seed(model: LanguageModel) -> int:
+    """A random number below 2^48, the same on all ranks that make the model's calls: the first one draws it."""
+    seed = secrets.randbits(48)
+    for group in model.generating_groups:
+        seed = on_first(partial(int, seed), group, model.device)
+    return seed

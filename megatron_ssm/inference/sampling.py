@@ -26,11 +26,14 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float | None = None
 
     def __post_init__(self):
-        for name in ("temperature", "top_p", "repetition_penalty"):
+        for name in ("temperature", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_p"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) or (name == "top_p" and value is None)):
+            if not (isinstance(value, int | float) or (name in ("top_p", "min_p") and value is None)):
                 raise ValueError(f"{name}={value!r} must be a number")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be at least 0 and finite")
@@ -40,24 +43,56 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 and finite")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be from 0 to 1")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return True if the tokens that a sequence already has change its logits."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+class Penalties:
+    """The penalties of one sequence, on this rank's slice of the vocabulary.
+
+    Args:
+        prompt: (n,) The places in the slice of the prompt's ids. Only the repetition penalty applies to them.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: torch.Tensor, width: int, device: torch.device):
+        self._sampling = sampling
+        self._seen = torch.zeros(width, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(width, dtype=torch.int64, device=device)  # of new tokens
+        self._seen[prompt] = True
+
+    def add_token(self, place: torch.Tensor) -> None:
+        """Count a new token; place: (1,) in the slice, or (0,) if another rank has its id."""
+        self._seen[place] = True
+        self._counts[place] += 1
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return (width,) logits with the penalties."""
+        sampling = self._sampling
+        if sampling.repetition_penalty != 1:
+            logits = apply_repetition_penalty(logits, self._seen, sampling.repetition_penalty)
+        counts = self._counts.to(logits.dtype)
+        return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * counts.clamp(max=1)
 
 
 def choose_tokens(
     local: torch.Tensor,
     sampling: Sampling,
     generators: Sequence[torch.Generator | None],
-    seen: torch.Tensor | None,
     ranks: Ranks,
 ) -> torch.Tensor:
     """(batch,) token ids on the CPU, the same on every rank; -1 where a logit is NaN.
 
-    local: (batch, width), this rank's slice of the logits.
-    generators: one per row (not used at temperature 0). seen: (batch, width) bool, which ids of the slice the repetition
-    penalty applies to (None: there is no penalty). Gathers, per row and rank: 2 values with greedy search, 2 * top_k with
-    top-k, else the slice.
+    local: (batch, width), this rank's slice of the logits, with penalties. generators: one per row (not used at temperature
+    0). Gathers, per row and rank: 2 values with greedy search, 2 * top_k with top-k, else the slice.
     """
-    if seen is not None:
-        local = apply_repetition_penalty(local, seen, sampling.repetition_penalty)
     if not sampling.temperature:
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
@@ -68,7 +103,7 @@ def choose_tokens(
 
 
 def nan_error(model: str | Path | None, tokens: int) -> FloatingPointError:
-    """The error for logits that are NaN after so many new tokens. model: its directory."""
+    """The error for logits that are NaN after this many new tokens. model: its directory."""
     name = "the model" if model is None else model
     return FloatingPointError(
         f"{name}: the logits are NaN after {tokens} new token(s): so are the weights, or numbers exceed the dtype's range"
@@ -164,6 +199,8 @@ def _draw(
     if sampling.top_p is not None:
         below = probability.cumsum(-1) - probability
         probability = probability.masked_fill(below >= sampling.top_p, 0)
+    if sampling.min_p is not None:
+        probability = probability.masked_fill(probability < sampling.min_p * probability[0], 0)
     edges = probability.cumsum(-1)
     drawn = torch.rand(1, generator=generator, dtype=torch.float64)
     index = (edges <= drawn * edges[-1]).sum(-1, keepdim=True)

@@ -11,6 +11,7 @@ from .grammar import GrammarMatcher
 from .language_model import LanguageModel
 from .request import Request
 from .request_tokenizer import RequestTokenizer
+from .sampling import Penalties
 from .text import TextStream
 
 
@@ -19,11 +20,11 @@ class Slot:
     """A request in row `row` of the cache.
 
     vocabulary: the ids in this rank's slice of the vocabulary. generator: for sampled tokens, else None. text: finds stop
-    strings; None if there are none. seen: (width,) bool, which ids of this rank's slice the repetition penalty applies to;
-    None without a penalty. bias: (width,), what is added to the logits; None: nothing. matcher: follows the grammar, or
-    None. tokens_read: how many tokens of the prompt are in the cache. logits: this rank's (width,), from which the next
-    token is to be chosen. proposed: [(proposed token, the logits after it)], the tokens that were read ahead. snapshot:
-    while the prompt is read, the last one taken of it or restored for it.
+    strings; None if there are none. penalties: for the tokens that the request has; None: there are none. bias: (width,),
+    what is added to the logits; None: nothing. matcher: follows the grammar, or None. tokens_read: how many tokens of the
+    prompt are in the cache. logits: this rank's (width,), from which the next token is to be chosen. proposed: [(proposed
+    token, the logits after it)], the tokens that were read ahead. snapshot: while the prompt is read, the last one taken of
+    it or restored for it.
     """
 
     row: int
@@ -31,7 +32,7 @@ class Slot:
     vocabulary: range
     generator: torch.Generator | None = None
     text: TextStream | None = None
-    seen: torch.Tensor | None = None
+    penalties: Penalties | None = None
     bias: torch.Tensor | None = None
     matcher: GrammarMatcher | None = None
     tokens_read: int = 0
@@ -64,9 +65,9 @@ class Slot:
             slot.bias[slot._local(local)] = torch.tensor(
                 list(local.values()), dtype=slot.bias.dtype, device=model.device
             )
-        if request.sampling.repetition_penalty != 1:
-            slot.seen = torch.zeros(model.embeddings.width, dtype=torch.bool, device=model.device)
-            slot.seen[slot._local(request.prompt)] = True
+        if request.sampling.has_penalties:
+            prompt = slot._local(request.prompt)
+            slot.penalties = Penalties(request.sampling, prompt, model.embeddings.width, model.device)
         return slot
 
     @property
@@ -79,12 +80,14 @@ class Slot:
         return self.request.prompt[self.tokens_read : self.tokens_read + count]
 
     def allowed_logits(self) -> torch.Tensor:
-        """The logits of a slot that has some, with the request's bias; -inf for the ids that must not come next.
+        """The logits of a slot that has some, with the request's bias and penalties; -inf for ids that must not come next.
 
         These are the stop tokens until the request has `min_new_tokens` tokens, and what does not fit the grammar.
         """
         assert self.logits is not None, "the prompt has not been read"
         logits = self.logits if self.bias is None else self.logits + self.bias
+        if self.penalties is not None:
+            logits = self.penalties.apply(logits)
         if self.matcher is not None:
             allowed = self.matcher.allowed[self.vocabulary.start : self.vocabulary.stop].to(logits.device)
             banned = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
@@ -108,8 +111,8 @@ class Slot:
             request.finished = "error"
             return
         request.tokens.append(token)
-        if self.seen is not None:
-            self.seen[self._local([token])] = True
+        if self.penalties is not None:
+            self.penalties.add_token(self._local([token]))
         if self.text is not None:
             self.text.push(token)
         if token in request.stop_tokens or (self.text is not None and self.text.stopped):
@@ -142,11 +145,10 @@ def run_model(
 ) -> None:
     """Continue the sequence of each slot by its row of `ids` (the same number for all); leaves the last logits in the slots.
 
-    prompt: whether the tokens are part of prompts (see `LanguageModel.next_logits`). The ranks have compared their engines.
-    Sends what one call of the model sends.
+    prompt: whether the tokens are part of prompts (see `LanguageModel.next_logits`). Sends what one call of the model sends.
     """
     if slots:
         rows = cache.select(slot.row for slot in slots)
-        local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt, compared=True)
+        local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt)
         for slot, logits in zip(slots, local, strict=True):
             slot.logits = logits

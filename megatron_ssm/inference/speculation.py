@@ -319,7 +319,7 @@ class Draft:
         for slot in slots if count > 1 else ():
             cache.fork(slot.row, self._slots + slot.row)
         for left in reversed(range(count)):
-            columns.append(choose_tokens(local, Sampling(), [], None, model.ranks).clamp(min=0))
+            columns.append(choose_tokens(local, Sampling(), [], model.ranks).clamp(min=0))
             if left:
                 rows = cache.select(self._slots + slot.row for slot in slots)
                 local = model.next_logits(columns[-1].unsqueeze(1).to(model.device), None, rows)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_ssm.stack.reader import token_ids
+from sparsefusion.collectives.agreement import together
 
 from .beam_search import BeamSearch, BeamSettings
 from .generation import generate
@@ -68,26 +69,25 @@ def transformers_generate(
     seed: int | None,
     arguments: Mapping[str, Any],
 ) -> torch.Tensor:
-    """See `Model.generate`. The ranks first compare their arguments: it gathers 16 bytes from each."""
-    calls: list[_Call] = []
-    searches: list[BeamSearch] = []
+    """See `Model.generate`. The ranks first compare their arguments."""
 
-    def compared():
+    def prepare() -> tuple[_Call, BeamSearch | None]:
         values = _merged_arguments(model, generation_config, arguments)
         call = _as_call(model, input_ids, attention_mask, values, seed)
-        calls.append(call)
-        if call.beams is not None and model.context_ranks is not None:
+        if call.beams is None:
+            return call, None
+        if model.context_ranks is not None:
             raise ValueError(f"num_beams={call.beams.num_beams}: there is no beam search on context ranks")
-        if call.beams is not None:  # its memory may not be available on one rank alone
-            searches.append(BeamSearch(model, input_ids, call.attention_mask, call.beams))
-        mask = None if call.attention_mask is None else call.attention_mask.tolist()
-        return call.beams, call.options, call.repetitions, input_ids.tolist(), mask
+        return call, BeamSearch(model, input_ids, call.attention_mask, call.beams)  # memory may be short on one rank
 
-    model.agree(compared)
-    call = calls[0]
+    def same(prepared: tuple[_Call, BeamSearch | None]) -> dict[str, Any]:
+        call, mask = prepared[0], prepared[0].attention_mask
+        return vars(call) | {"attention_mask": mask if mask is None else mask.tolist(), "input_ids": input_ids.tolist()}
+
+    call, search = together(prepare, model.generating_groups, same, model.device)
     rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(call.repetitions)
-    if searches:
-        new = searches[0].run()
+    if search is not None:
+        new = search.run()
     else:
         mask = None if call.attention_mask is None else call.attention_mask[rows]
         new = generate(model, input_ids[rows], mask, **call.options)

@@ -71,7 +71,7 @@ def continuations(model: Model, requests: Sequence[dict[str, Any]], batch_size: 
     engine = Engine(model, slots=batch_size)
     added = [engine.add(**request) for request in requests]
     while engine.is_busy:
-        engine.step(compare_ranks=False)  # `add` has compared, and nothing is added or cancelled later
+        engine.step()
     return [request.tokens for request in added]
 
 

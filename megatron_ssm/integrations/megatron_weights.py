@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from megatron_ssm import families
-from megatron_ssm.checkpoints.agreement import run_and_compare
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.stack.stack import Stack as ModelStack
+from sparsefusion.collectives.agreement import together
 
 from . import megatron_gpt
 from .megatron_fields import layer_pattern, spec_options, transformer_options
@@ -225,7 +225,7 @@ def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Pat
         _check_same(model, given, source)
         return given, Path(source)
 
-    config, files = run_and_compare(read, lambda found: found[0], (stack.tp_group, copies), device)
+    config, files = together(read, (stack.tp_group, copies), lambda found: found[0], device)
     with build(config, stack.tp_group, copies, dtype, device, shared_memory=False) as ours:
         _copy(ours, model, into_megatron=False)
         ours.directory = files

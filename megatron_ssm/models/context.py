@@ -1,11 +1,8 @@
-"""The context ranks of a model: which attention schedules fit it, and what the ranks compare before they communicate."""
+"""The context ranks of a model: which attention schedules and plans of scans fit it."""
 
 import math
 import sys
-from collections.abc import Callable
-from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -22,11 +19,9 @@ from commir.searching.grids import VERIFIED, leaving_lse
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
-from sparsefusion.collectives.agreement import agree, agree_in_groups
-from sparsefusion.collectives.counted import Counter, all_gather_small
+from sparsefusion.collectives.counted import Counter
 from sparsefusion.fabric.cost_model import Fabric
 
-Result = TypeVar("Result")
 ALL = sys.maxsize  # plans of a search
 FEWER = range(16, 2, -1)  # ranks on which the same placement of a scan is verified instead of more than VERIFIED
 
@@ -177,41 +172,3 @@ def check_length(schedule: Attention2D | None, tokens: int, seq: int | None, pad
         raise ValueError(f"seq={seq}: only sequences that context ranks share are padded")
     if not 0 <= tokens - (needed := len(schedule.positions(seq))) <= padding:
         raise ValueError(f"seq={seq} makes {needed} local tokens, not {tokens}")
-
-
-def agree_with_peers(
-    ranks: Ranks, peers: ProcessGroup, whose: str, device: torch.device, asked: Callable[[], object]
-) -> int:
-    """Compare `asked()` over the tensor-parallel ranks, and then over others (`whose`); see `Ranks.agree`.
-
-    Returns a random number, the same on all of them. ValueError on all if `asked` fails, or returns something else, on one.
-    """
-    numbers: list[int] = []
-    answers: list[object] = []
-
-    def ask() -> object:
-        """This rank's answer, kept for the comparison over the peers."""
-        answers.append(asked())
-        return answers[0]
-
-    def on_tensor_ranks() -> object:
-        numbers.append(ranks.agree(device, ask))
-        return answers[0]
-
-    agree(lambda mine: all_gather_small(mine, peers), device, on_tensor_ranks, whose)
-    return int(all_gather_small(torch.tensor(numbers, device=device), peers)[0, 0])
-
-
-def check_on_context_ranks(
-    ranks: Ranks, context: ContextRanks | None, device: torch.device, check: Callable[[], Result], compared: tuple
-) -> Result:
-    """The result of `check()`. ValueError on every rank if it fails on one of them, or if `compared` differs.
-
-    Context ranks hold different tokens, so that one of them alone can be given a wrong one. They compare first, and then
-    the tensor-parallel ranks, so that all learn of an error. Gathers 16 bytes of each rank. context: None compares nothing.
-    """
-    if context is None:
-        return check()
-    groups = {context.group: "context ranks", ranks.group: "tensor-parallel ranks"}
-    several = {group: whose for group, whose in groups.items() if group is not None}
-    return agree_in_groups(check, lambda *_: compared, several, device)

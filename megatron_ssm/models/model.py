@@ -1,7 +1,6 @@
 """The language model: vocabulary-parallel embedding, layers and head; and what one call of it does."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from megatron_ssm.parallel.tracked import TrackedList, TrackedModule
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives import counted as collectives
 
-from .context import agree_with_peers, check_length, check_on_context_ranks, check_schedule, context_ranks
+from .context import check_length, check_schedule, context_ranks
 from .draft_head import DraftHead
 from .inputs import can_be_sharded, check_ids, check_inputs, check_shares, pad_to_multiple
 from .lora import Lora, lora_fields
@@ -44,8 +43,8 @@ class CallKind:
     """The kind of a call. For the fields up to prompt see `Model.local_logits`.
 
     is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. speculative: see
-    `Model.speculative_logits`. compared: see `Model.next_logits`. without_head: the call gives the input of the head instead
-    of logits, with sequence parallelism this rank's share of it.
+    `Model.speculative_logits`. without_head: the call gives the input of the head instead of logits, with sequence
+    parallelism this rank's share of it.
     """
 
     logits_to_keep: int = 0
@@ -53,7 +52,6 @@ class CallKind:
     prompt: bool = False
     is_sharded: bool = False
     speculative: bool = False
-    compared: bool = False
     without_head: bool = False
 
     @property
@@ -180,13 +178,10 @@ class Model(TrackedModule):
         """The groups whose ranks hold other tokens of a batch: replicas and context ranks. None: one rank."""
         return self.data_group, None if self.context_ranks is None else self.context_ranks.group
 
-    def agree(self, asked: Callable[[], object]) -> int:
-        """Compare what these ranks are asked to do; returns a random number, the same on all. See `Ranks.agree`."""
-        peers = self._peers
-        if peers is None:
-            return self.ranks.agree(self.device, asked)
-        whose = "expert-parallel ranks" if self.context_ranks is None else "context ranks"
-        return agree_with_peers(self.ranks, peers, whose, self.device, asked)
+    @property
+    def generating_groups(self) -> tuple[ProcessGroup | None, ...]:
+        """The groups whose ranks make the same calls when they generate. None: one rank."""
+        return self.ranks.group, self._peers
 
     @property
     def _peers(self) -> ProcessGroup | None:
@@ -294,19 +289,17 @@ class Model(TrackedModule):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         prompt: bool = False,
-        compared: bool = False,
     ) -> torch.Tensor:
         """This rank's slice of the logits after the last token, (batch, ceil(vocab/ranks)); see `local_logits`.
 
         input_ids: (batch, seq), all tokens on every rank. Context ranks divide them, unless they are so few that a block
-        would be shorter than the convolution: then every rank computes all of them. compared: all ranks are known to make
-        the same call. Otherwise context ranks compare it first, by a message.
+        would be shorter than the convolution: then every rank computes all of them.
         """
         schedule, context = self.schedule, self.context_ranks
         if schedule is None or context is None or not can_be_sharded(input_ids, context.blocks, self.config.history):
-            return self._call(input_ids, attention_mask, cache, CallKind(1, None, prompt, compared=compared))[:, -1]
+            return self._call(input_ids, attention_mask, cache, CallKind(1, None, prompt))[:, -1]
         local, seq = schedule.shard(input_ids, 1), input_ids.shape[1]
-        kind = CallKind(1, seq, prompt, is_sharded=True, compared=compared)
+        kind = CallKind(1, seq, prompt, is_sharded=True)
         return self._call(local, attention_mask, cache, kind)[:, -1]
 
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -343,12 +336,8 @@ class Model(TrackedModule):
             if local is not None:
                 return local
 
-        def check() -> tuple:
-            return self._check_call(input_ids, attention_mask, cache, kind)
-
-        lengths, longest = ([], None) if cache is None else (cache.lengths[cache.rows].tolist(), cache.max_length)
-        asked = getattr(input_ids, "shape", None), kind.seq, keep, torch.is_grad_enabled(), longest, lengths
-        mask, sharding = check() if kind.compared else self._check_on_context_ranks(check, asked)
+        mask, sharding = self._check_call(input_ids, attention_mask, cache, kind)
+        lengths = [] if cache is None else cache.lengths[cache.rows].tolist()
         tokens = input_ids.shape[1]
         if self.ranks.sequence_parallel:
             input_ids, mask = pad_to_multiple(input_ids, mask, self.ranks.size)
@@ -402,9 +391,6 @@ class Model(TrackedModule):
             return None, None
         check_block_length(tokens, self.config.history, context)
         return None, TokenSharding(tokens * context.size if kind.seq is None else kind.seq, tokens, context)
-
-    def _check_on_context_ranks(self, check: Callable[[], Any], compared: tuple) -> Any:
-        return check_on_context_ranks(self.ranks, self.context_ranks, self.device, check, compared)
 
     def _about(
         self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, lengths: list[int], is_decoding: bool,
@@ -534,10 +520,7 @@ class Model(TrackedModule):
         sharded, and the mean and the sum of the gradients are also over the context ranks. seq: the length of the whole
         sequence, whose padding does not count (None: there is no padding).
         """
-        labels = self._check_on_context_ranks(
-            lambda: self._check_labels(input_ids, labels, ignore_index, seq),
-            (getattr(input_ids, "shape", None), ignore_index, seq, torch.is_grad_enabled()),
-        )
+        labels = self._check_labels(input_ids, labels, ignore_index, seq)
         if self.routing is not None:
             self.routing.begin(self._valid(labels.shape[1], seq))
         hidden = self._call(

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from sparsefusion.collectives.agreement import agree, gather_in_store
-from sparsefusion.collectives.meeting import meet
+from sparsefusion.collectives.agreement import gather_objects, together
+from sparsefusion.collectives.meeting import gather_in_store, meet
 from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, this_rank
 
 TIMEOUT = datetime.timedelta(minutes=5)  # of a collective, after which a lost rank ends the run
@@ -117,8 +117,8 @@ def join(
     raises an error if this rank cannot take part, for instance because it has no such device. Returns the size of the world.
 
     ValueError on every rank, before they meet, if the world does not fit the sizes of groups (see `check_world`). The ranks
-    compare the kinds of their devices and the outcomes of `check` in the store in which they meet, 16 bytes each, before
-    they make the group: ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on
+    compare the kinds of their devices and the outcomes of `check` in the store in which they meet, before they make the
+    group: ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on
     every rank if they differ; an error that all ranks have is raised as it is. LauncherError on one rank if its variables
     are wrong, or rank 0 cannot be reached. If torch.distributed is initialized, ranks call `check` alone.
     """
@@ -129,10 +129,6 @@ def join(
         return world
     kind = "cuda" if device.startswith("cuda") else "cpu"
 
-    def compared() -> str:
-        check()
-        return f"the device of each rank\ncomputes on {kind}"
-
     adopt_launcher()
     rank, place = this_rank(), ""
     if init_method:
@@ -141,7 +137,8 @@ def join(
     else:
         store, place = meet(timeout)
         store = _for_this_restart(store, world)
-    agree(gather_in_store(dist.PrefixStore("join", store), rank, world, place), "cpu", compared)
+    gather = gather_in_store(dist.PrefixStore("join", store), rank, world, place)
+    together(check, [gather], same=lambda _: {"device": kind})
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world, store=store)
     return world
@@ -219,8 +216,7 @@ def neighbours(group: dist.ProcessGroup, count: int, timeout: datetime.timedelta
     """
     known = _NEIGHBOURS.setdefault(group, {})
     if count not in known:
-        numbers_of_groups: list[int] = [0] * group.size()
-        dist.all_gather_object(numbers_of_groups, len(dist.distributed_c10d._world.pg_names), group=group)
+        numbers_of_groups = gather_objects(len(dist.distributed_c10d._world.pg_names), group)
         for _ in range(numbers_of_groups[group.rank()], max(numbers_of_groups)):
             dist.new_group([dist.get_rank()], timeout, use_local_synchronization=True)
         members = dist.get_process_group_ranks(group)

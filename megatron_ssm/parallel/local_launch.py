@@ -1,5 +1,6 @@
 """Starts a command once per rank on this machine: what `--tp N` does without a launcher. Does not import torch."""
 
+import ctypes
 import os
 import runpy
 import signal
@@ -12,13 +13,12 @@ import time
 from types import FrameType
 from typing import Any
 
-from .processes import end_with
-
 GRACE_S = 5.0  # seconds that the other ranks have to end by themselves after one has failed, or after SIGTERM
 
 PASSED_INTERRUPT = signal.SIGUSR1  # what rank 0 gets for a Ctrl-C that is passed on
 LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 BLOCKED = {signal.SIGINT, PASSED_INTERRUPT, *LIKE_SIGTERM}  # in the ranks
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -> int:
@@ -73,6 +73,17 @@ def run_module(module: str, parent: int | None) -> None:
     if parent is not None:
         end_with(parent)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, and end it now if that has happened. Only on Linux.
+
+    parent: the process that started this one, in its main thread: the kernel acts when the thread ends that did it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def handle_like_sigterm() -> None:

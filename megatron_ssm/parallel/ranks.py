@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from sparsefusion import all_reduce
 from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.agreement import agree, check_member
+from sparsefusion.collectives.agreement import check_member
 from sparsefusion.collectives.shared_memory import SharedMemory, SumInPlace, connect
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
@@ -154,10 +154,6 @@ class Ranks:
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), counter=self.counter, op="max")
         return collectives.all_reduce(tensor, self.group, self.counter, dist.ReduceOp.MAX)
-
-    def agree(self, device: torch.device, asked: Callable[[], object]) -> int:
-        """Compare what these ranks are asked to do: see `sparsefusion.collectives.agreement.agree`."""
-        return agree(self.all_gather, device, asked, "tensor-parallel ranks")
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, in rank order: (ranks, *tensor.shape). One all-gather; no gradient."""

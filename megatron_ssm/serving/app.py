@@ -1,6 +1,5 @@
 """The routes of the server, and how errors become replies."""
 
-import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -8,14 +7,14 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_ssm.api.calls import Served
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.openapi import description
-from megatron_ssm.api.parameters import BY_ENDPOINT
+from megatron_ssm.api.openapi import GENERATING, description
+from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
 
 from .endpoint import Endpoint
 from .hosts import Hosts
@@ -39,37 +38,33 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
         return Response(html, headers=page_headers, media_type="text/html")
 
     async def health(request: Request) -> Response:
-        return _json({"status": "ok"})
+        return _json(Status(status="ok"))
 
     async def ready(request: Request) -> Response:
-        return _json(
-            {"status": "ready"} if service.is_ready else {"status": "unavailable"}, 200 if service.is_ready else 503
-        )
+        return _json(Status(status="ready")) if service.is_ready else _json(Status(status="unavailable"), 503)
 
     async def metrics_text(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(request: Request) -> Response:
-        return _json(description(_version()))
+        return JSONResponse(description(_version()))
 
     async def models(request: Request) -> Response:
         keys.owner(request.headers.get("authorization"))
-        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "megatron-ssm",
-                 "max_model_len": served.max_length, "has_chat_template": served.template.path is not None}  # fmt: skip
-        wanted = request.path_params.get("model")
-        if wanted is None:
-            return _json({"object": "list", "data": [model]})
-        if wanted != served.name:
-            raise ApiError(
-                404, f"there is no model {wanted[:100]!r} here, only {served.name!r}", "model", "model_not_found"
-            )
-        return _json(model)
+        card = ModelCard(
+            id=served.name, object="model", created=0, owned_by="megatron-ssm", max_model_len=served.max_length,
+            has_chat_template=served.template.path is not None,
+        )  # fmt: skip
+        if "model" not in request.path_params:
+            return _json(ModelList(object="list", data=[card]))
+        served.check_name(request.path_params["model"])
+        return _json(card)
 
     get = {"/": page, "/health": health, "/ready": ready, "/metrics": metrics_text, "/openapi.json": openapi,
            "/v1/models": models, "/v1/models/{model:path}": models}  # fmt: skip
     routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
-    for name in BY_ENDPOINT:
-        routes.append(Route(f"/v1/{name}", Endpoint(name, service, served, keys, metrics), methods=["POST"]))
+    for path, (body, _, _) in GENERATING.items():
+        routes.append(Route(path, Endpoint(body, service, served, keys, metrics), methods=["POST"]))
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
     app = _Guarded(Starlette(routes=routes, exception_handlers=handlers), hosts)
     return _Counted(app, metrics, {route.path for route in routes})
@@ -87,7 +82,7 @@ class _Guarded:
             if scope["path"] not in PROBES:
                 self._hosts.check(headers.get("host"), headers.get("origin"))
         except ApiError as error:
-            return await _json(error.body, error.status)(scope, receive, send)
+            return await _json(error.reply, error.status)(scope, receive, send)
         await self._app(scope, receive, send)
 
 
@@ -114,31 +109,31 @@ class _Counted:
             self._metrics.count_request(self._label(scope["path"]), status if is_complete else 499)
 
     def _label(self, path: str) -> str:
-        """The path as the documentation writes it: a label for each path that a client may think of would be too many."""
+        """The path as the documentation writes it: a label for each path that clients invent would be too many."""
         if path.startswith("/v1/models/"):
             return "/v1/models/NAME"
         return path if path in self._paths else "other"
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(value), status, headers, media_type="application/json")
+def _json(reply: ReplyModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(reply.to_json(), status, headers, media_type="application/json")
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error.body, error.status, error.headers)
+    return _json(error.reply, error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """For a path or a method that there is not."""
+    """For a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:100]}: {error.detail}"  # request.url may not be a valid one
-    return _json(ApiError(error.status_code, message).body, error.status_code, dict(error.headers or {}))
+    return _json(ApiError(error.status_code, message).reply, error.status_code, dict(error.headers or {}))
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """For an error of the program; the traceback goes to the log."""
-    return _json(ApiError(500, "the server has failed to handle the request").body, 500)
+    return _json(ApiError(500, "the server has failed to handle the request").reply, 500)
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks before each step of their engines."""
+"""Messages from rank 0 to the other ranks before each step of their engines."""
 
 import json
 from dataclasses import dataclass
@@ -14,11 +14,14 @@ LENGTH_BYTES = 8  # of the length of a message
 
 @dataclass(frozen=True)
 class Orders:
-    """What changes before a step, the same on every rank. additions: the arguments of new requests, in their order.
+    """The changes before a step, the same on every rank.
 
-    cancellations: the ids of requests. grammars: the kind and the text of those that are to be compiled, each for a request
-    that will be added when that is done. dropped: those of earlier `grammars` whose requests will not be added. is_last:
-    there is no further step.
+    Args:
+        additions: The arguments of new requests, in their order.
+        cancellations: The ids of requests.
+        grammars: The kind and the text of grammars to compile, each for a request that is added when that is done.
+        dropped: Those of earlier `grammars` whose requests will not be added.
+        is_last: There is no further step.
     """
 
     additions: tuple[Arguments, ...] = ()

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from megatron_ssm.api.calls import Served
 from megatron_ssm.api.chat_template import ChatTemplate
-from megatron_ssm.checkpoints.agreement import run_and_compare
+from megatron_ssm.api.prepared_request import Served
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.families import read_for_ranks
@@ -32,6 +31,7 @@ from megatron_ssm.parallel.heartbeat import Watch, watched
 from megatron_ssm.parallel.local_launch import handle_like_sigterm
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.command_line import Printer, is_lack_of_memory
 from sparsefusion.foundation.launcher import launched_ranks
 
@@ -65,28 +65,22 @@ def serve(arguments: Namespace) -> None:
     try:
         join(tensor, device, init_method=arguments.rendezvous, check=lambda: check_device(device), expert=arguments.ep)
         handle_like_sigterm()  # not before: a handler of Python's would wait for the other ranks, too
-        group = dist.group.WORLD if dist.is_initialized() else None
-        rank = 0 if group is None else dist.get_rank()
-        inputs = run_and_compare(
-            lambda: _Inputs.read(arguments, tensor, rank, opened),
-            lambda read: read.fingerprint,
-            [group],
-            device_of_rank(device),
+        group = dist.group.WORLD
+        rank, place = 0 if group is None else dist.get_rank(), device_of_rank(device)
+        inputs = together(
+            lambda: _Inputs.read(arguments, tensor, rank, opened), [group], lambda read: read.fingerprint, place
         )
         groups = replicas(tensor, device, expert=arguments.ep)
         models = [
-            load(directory, groups.tensor, None, dtype_of(arguments.dtype), device_of_rank(device), arguments.reduce,
+            load(directory, groups.tensor, None, dtype_of(arguments.dtype), place, arguments.reduce,
                  weights=arguments.weights, draft_head=has_head, expert_group=groups.expert)
             for directory, has_head in ((arguments.model, arguments.draft_head), (arguments.draft, False))
             if directory is not None
         ]  # fmt: skip
-        # run_local_ranks has made the folder, for its ranks only.
-        folder = Path(arguments.rendezvous.removeprefix("file://")).parent if arguments.rendezvous else None
-        with watched(arguments.lost_rank_timeout, folder) as watch, ExitStack() as stack:
+        is_local = arguments.rendezvous is not None  # by run_local_ranks
+        with watched(arguments.lost_rank_timeout, is_local) as watch, ExitStack() as stack:
             model, *drafts = map(stack.enter_context, models)
-            engine = run_and_compare(
-                lambda: _engine(arguments, model, drafts, inputs.engine), lambda _: (), [group], device_of_rank(device)
-            )
+            engine = together(lambda: _engine(arguments, model, drafts, inputs.engine), [group], device=place)
             channel = Channel(model.ranks if groups.expert is None else Ranks.of(group, share=None))
             if rank:
                 _leave_signals_to_rank_0()
@@ -108,16 +102,19 @@ def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options
             raise
         tried = re.search(r"[Tt]ried to allocate [^.:\n]*", str(error))
         raise ValueError(
-            f"--slots {arguments.slots} --max-length {arguments.max_length}: there is no memory for the caches of so many "
-            f"slots of that length{f' ({tried[0].strip().lower()})' if tried else ''}"
+            f"--slots {arguments.slots} --max-length {arguments.max_length}: not enough memory for the caches of "
+            f"this many slots of this length{f' ({tried[0].strip().lower()})' if tried else ''}"
         ) from None
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the server reads besides the weights. fingerprint: what must be equal on all ranks, with the options of `engine`.
+    """The inputs of the server besides the weights.
 
-    listener: a socket that is bound; None on the ranks beside rank 0, which have no keys either.
+    Args:
+        listener: A socket that is bound; None on ranks other than rank 0, which have no keys either.
+        engine: The options of the engine.
+        fingerprint: The inputs that must be equal on all ranks.
     """
 
     served: Served
@@ -153,7 +150,7 @@ class _Inputs:
 
 
 def _served(arguments: Namespace, directory: Path, config: Stack) -> Served:
-    """What is served; ValueError or FileNotFoundError if the directory lacks something."""
+    """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
     return Served(

@@ -1,4 +1,4 @@
-"""The connections of clients: how many there may be, and how long a request may take to arrive on one."""
+"""Limits on the connections of clients: their number, and the time that a request may take to arrive."""
 
 import asyncio
 import resource
@@ -20,8 +20,8 @@ class Connections:
     the end of a request's headers. `Service.arrived` gives the body as long. A connection is also closed if its client takes
     longer than `seconds` to read what was sent, once so much waits that no more is sent, or after the reply.
 
-    open: how many there are. refused, late, unread: how many were closed because there were too many, because no request has
-    arrived, and because the client has not read.
+    open: the number of connections. refused, late, unread: the number that were closed because there were too many, because
+    no request has arrived, and because the client has not read.
     """
 
     def __init__(self, most: int, seconds: float):
@@ -34,7 +34,7 @@ class Connections:
 
 
 def allow_files(connections: int) -> None:
-    """Raise the limit of open files of this process, if necessary, to what so many connections need.
+    """Raise the limit of open files of this process, if necessary, to what this many connections need.
 
     ValueError if the system does not permit it.
     """
@@ -51,7 +51,7 @@ def allow_files(connections: int) -> None:
 
 
 class _Connection(H11Protocol):
-    """A connection of uvicorn that also measures how long a request takes to arrive, and what was sent to be read."""
+    """A connection of uvicorn that also limits the time for a request to arrive, and for the client to read a reply."""
 
     def __init__(self, all: Connections, **options: Any):
         super().__init__(**options)
@@ -96,7 +96,7 @@ class _Connection(H11Protocol):
         self._stop_unread()
 
     def _watch(self) -> None:
-        """Stop the time while there is a request to reply to; else start it, unless it runs.
+        """Stop the timer while there is a request to reply to; else start it, unless it runs.
 
         It also runs while the transport is closing, which waits until the client has read everything.
         """

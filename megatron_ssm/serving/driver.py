@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 from megatron_ssm.api.errors import ApiError, bad_request
-from megatron_ssm.api.parameters import GRAMMAR_PARAMETERS
 from megatron_ssm.api.sequences import Arguments, Sequence, Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
@@ -27,7 +26,7 @@ IDLE_S = 1.0
 
 
 class Replica:
-    """What all ranks do in a turn: queue and cancel requests, and step the engine."""
+    """The turns that all ranks make: each queues and cancels requests, and steps the engine."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -41,7 +40,7 @@ class Replica:
             self._requests[request.id] = request
         for number in cancellations:
             self.engine.cancel(self._requests.pop(number))
-        advanced = self.engine.step(compare_ranks=False) if self.engine.is_busy else []
+        advanced = self.engine.step() if self.engine.is_busy else []
         for request in advanced:
             if request.finished is not None:
                 del self._requests[request.id]
@@ -54,8 +53,8 @@ def follow(engine: Engine, channel: Channel) -> None:
     compilations = Compilations(compiler)
 
     def made(arguments: Arguments) -> Request:
-        """Rank 0 has compiled the grammar, so this rank needs little more time for it."""
-        matcher = None if arguments.grammar is None else compilations.take(arguments.grammar)
+        """The request; rank 0 has compiled its grammar, so this rank soon has, too."""
+        matcher = None if arguments.grammar is None else compilations.pop_matcher(arguments.grammar)
         return arguments.request(engine, matcher)
 
     try:
@@ -123,7 +122,7 @@ class Driver(threading.Thread):
         """One turn; False if it was the last."""
         added: list[Sequence] = []
         cancelled: list[Sequence] = []
-        dropped: list[Sequence] = []  # those whose grammars are compiled in vain
+        dropped: list[Sequence] = []  # those whose compiled grammars are not used
         is_last = False
         for order, sequence in self._orders():
             if sequence is None:
@@ -163,7 +162,7 @@ class Driver(threading.Thread):
         return True
 
     def _orders(self) -> list[tuple[str, Sequence | None]]:
-        """What was asked for since the last turn; waits for it while there is nothing to do."""
+        """The orders since the last turn; waits for one while there is nothing to do."""
         orders = []
         try:
             orders.append(self._inbox.get(block=not self._engine.is_busy, timeout=IDLE_S))
@@ -186,13 +185,13 @@ class Driver(threading.Thread):
             sequence.request = sequence.arguments.request(self._engine, matcher)
             return None
         except ValueError as error:
-            return Update(sequence, error=_refusal(sequence.arguments, str(error)))
+            return Update(sequence, error=_wrong_request(sequence, str(error)))
         except Exception:  # of any kind: no other rank knows of the request, so the others go on
             log.exception("a request could not be made")
             return Update(sequence, error=ApiError(500, "the server has failed to handle the request"))
 
     def _update(self, request: Request) -> Update:
-        """What is new of a request that got tokens."""
+        """The update of a request that got tokens."""
         sequence = self._running[request] if request.finished is None else self._running.pop(request)
         start, sequence.reported = sequence.reported, len(request.tokens)
         if request.finished == "error":
@@ -209,7 +208,7 @@ class Driver(threading.Thread):
         )
 
     def _report(self, updates: list[Update]) -> None:
-        """Hand over the updates, and count what happened."""
+        """Hand over the updates, and update the load."""
         firsts = [u for u in updates if u.error is None and len(u.tokens) == u.sequence.reported]
         load, (running, waiting), (proposed, accepted) = self.load, self._engine.load, self._engine.speculated
         self.load = Load(
@@ -228,12 +227,10 @@ class Driver(threading.Thread):
             self._deliver(updates)
 
 
-def _refusal(arguments: Arguments, message: str) -> ApiError:
+def _wrong_request(sequence: Sequence, message: str) -> ApiError:
     """The error for a request that cannot be made: because of its grammar, as everything else was checked before."""
-    if arguments.grammar is None:
-        return bad_request(message)
-    name = GRAMMAR_PARAMETERS[arguments.grammar[0]]
-    return bad_request(f"{name}: {message}", name)
+    name = sequence.grammar_parameter
+    return bad_request(f"{name}: {message}", name) if name else bad_request(message)
 
 
 def _grammars(sequences: list[Sequence]) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,6 @@
 """The endpoints that generate: an HTTP request in, a JSON object or a stream of events out."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
@@ -10,9 +9,10 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from megatron_ssm.api.calls import Call, Served, read_call
-from megatron_ssm.api.errors import ApiError, bad_request
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_request
 from megatron_ssm.api.replies import Piece, Replies
+from megatron_ssm.api.request_models import Body
 from megatron_ssm.api.sequences import Update
 
 from .keys import Keys
@@ -27,45 +27,49 @@ EVENTS = [
 ]
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection, so there is nobody to reply to."""
 
 
 class Endpoint:
-    """An ASGI application that answers the requests to one path under /v1. name: a key of `parameters.BY_ENDPOINT`.
+    """An ASGI application that answers the requests to one path under /v1. model: that of their bodies.
 
     ApiError, before the reply has begun, for a request that is refused or fails. An error in a stream is its last event.
     """
 
-    def __init__(self, name: str, service: Service, served: Served, keys: Keys, metrics: Metrics):
-        self.name, self._service, self._served, self._keys, self._metrics = name, service, served, keys, metrics
+    def __init__(self, model: type[Body], service: Service, served: Served, keys: Keys, metrics: Metrics):
+        self._model, self._service, self._served, self._keys, self._metrics = model, service, served, keys, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = time.monotonic()
         headers = Headers(scope=scope)
         owner = self._keys.owner(headers.get("authorization"))
-        self._service.check_room()  # before work that would be in vain
+        self._service.check_room()  # before work that would be unused
         try:
-            body = await read_json(receive, headers, self._service)
+            body = await read_body(receive, headers, self._service)
             seconds = self._service.limits.seconds + GRACE_S
             await while_connected(receive, self._answer(body, owner, arrival, send), seconds)
-        except HungUp:
+        except ClientDisconnected:
             return
 
-    async def _answer(self, body: Any, owner: str, arrival: float, send: Send) -> None:
-        """Send the reply to a request with this JSON. arrival: when the request began to arrive."""
-        call = await self._service.prepare(partial(read_call, self.name, body, owner, self._served), arrival)
-        with self._service.added(call.sequences, arrival, call.count_parameter) as updates:
-            replies = Replies(call, self._served)
-            pieces = self._pieces(call, replies, updates, arrival)
-            await (_stream if call.values["stream"] else _whole)(call, replies, pieces, send)
+    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
+        """Send the reply to a request with this body. arrival: when the request began to arrive."""
+        work = partial(prepare_request, self._model, body, owner, self._served)
+        request = await self._service.prepare(work, arrival)
+        with self._service.added(request.sequences, arrival, request.count_parameter) as updates:
+            replies = Replies(request, self._served)
+            pieces = self._pieces(len(request.sequences), replies, updates, arrival)
+            if request.body.stream:
+                await _stream(request, replies, pieces, send)
+            else:
+                await _whole(replies, pieces, send)
 
     async def _pieces(
-        self, call: Call, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
+        self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
     ) -> AsyncIterator[Piece]:
-        """The parts of all replies as they come."""
+        """The parts of all replies as they come; left: how many replies there are."""
         firsts: dict[int, float] = {}
-        tokens, left = [0] * len(call.sequences), len(call.sequences)
+        tokens = [0] * left
         while left:
             update = await updates.get()
             if update.error is not None:
@@ -78,10 +82,10 @@ class Endpoint:
             if update.finished is not None:
                 left -= 1
                 self._metrics.observe_reply(now - firsts.get(index, now), tokens[index])
-            yield replies.take(update)
+            yield replies.add_update(update)
 
 
-async def _whole(call: Call, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
+async def _whole(replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
     """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
     wholes: dict[int, Piece] = {}
     async for piece in pieces:
@@ -90,20 +94,20 @@ async def _whole(call: Call, replies: Replies, pieces: AsyncIterator[Piece], sen
         else:
             wholes[piece.index] = piece
     ordered = [wholes[index] for index in sorted(wholes)]
-    body = await asyncio.to_thread(lambda: json.dumps(replies.whole(ordered)).encode())
+    body = await asyncio.to_thread(lambda: replies.whole(ordered).to_json().encode())
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def _stream(call: Call, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
+async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
     """Send each part as an event. The reply begins with the first one, so that an error before it has its own status."""
 
     async def event(data: str) -> None:
         await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
     def encoded(piece: Piece) -> str:
-        return json.dumps(replies.chunk(piece))
+        return replies.chunk(piece).to_json()
 
     has_begun = False
     try:
@@ -111,21 +115,21 @@ async def _stream(call: Call, replies: Replies, pieces: AsyncIterator[Piece], se
             if not has_begun:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                 has_begun = True
-            if piece.text or piece.is_first or piece.finished or call.shows_tokens:
+            if piece.text or piece.is_first or piece.finished or request.shows_tokens:
                 await event(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
-        if call.includes_usage:
-            await event(json.dumps(replies.last_chunk()))
+        if request.body.includes_usage:
+            await event(replies.last_chunk().to_json())
         await event("[DONE]")
     except ApiError as error:
         if not has_begun:
             raise
-        await event(json.dumps(error.body))
+        await event(error.reply.to_json())
     await send({"type": "http.response.body", "body": b""})
 
 
 async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], seconds: float) -> None:
-    """Run `answer` until it is done. HungUp, after it was cancelled: the client has hung up, or the time is over."""
-    tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_hang_up(receive))]
+    """Run `answer`. ClientDisconnected if the client disconnects first, or the time is over; `answer` is cancelled then."""
+    tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -133,28 +137,21 @@ async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], s
             task.cancel()  # nothing happens to one that is done
         await asyncio.gather(*tasks, return_exceptions=True)
     if tasks[0].cancelled():
-        raise HungUp
+        raise ClientDisconnected
     tasks[0].result()
 
 
-async def _wait_for_hang_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def read_json(receive: Receive, headers: Headers, service: Service) -> Any:
-    """The JSON in the body of a request. ApiError 413 if it is too large, 400 if it is no JSON, or as from `arrived`."""
+async def read_body(receive: Receive, headers: Headers, service: Service) -> bytes:
+    """Return the body of a request. ApiError 413 if it is too large, or as from `arrived`."""
     limit, length = service.limits.body, headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > limit:
         raise _too_large(limit)
-    data = await service.arrived(_read(receive, limit))
-    try:
-        value = json.loads(data.decode(), parse_constant=_refuse_constant)
-        if b"\\u" in data:
-            json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError for half of a surrogate pair
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body of the request is not valid JSON: {str(error)[:200]}") from None
-    return value
+    return await service.arrived(_read(receive, limit))
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
@@ -163,7 +160,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
     while not is_complete:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise HungUp
+            raise ClientDisconnected
         data += message.get("body", b"")
         if len(data) > limit:
             raise _too_large(limit)
@@ -173,7 +170,3 @@ async def _read(receive: Receive, limit: int) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body of the request has more than {limit} bytes", headers={"Connection": "close"})
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")

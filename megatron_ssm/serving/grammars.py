@@ -10,7 +10,7 @@ Compiling = Future[GrammarMatcher]
 
 
 class GrammarCompiler:
-    """Makes the matchers of requests for an engine, one for each request, in the order in which they are begun.
+    """Makes the matchers of requests for an engine, one for each request, in the order of the calls of `start`.
 
     The grammars were checked before: making a matcher takes half a second at most, and hardly a millisecond as a rule.
     """
@@ -32,27 +32,27 @@ class GrammarCompiler:
 
 
 class Compilations:
-    """On a rank beside rank 0: what it compiles for requests that rank 0 has not added yet."""
+    """The compilations of a rank other than rank 0, for requests that rank 0 has not added yet."""
 
     def __init__(self, compiler: GrammarCompiler):
         self._compiler = compiler
-        self._begun: defaultdict[tuple[str, str], deque[Compiling]] = defaultdict(deque)
+        self._started: defaultdict[tuple[str, str], deque[Compiling]] = defaultdict(deque)
 
     def start(self, grammar: tuple[str, str]) -> None:
         """Begin to make a matcher, for one request."""
-        self._begun[grammar].append(self._compiler.start(grammar))
+        self._started[grammar].append(self._compiler.start(grammar))
 
-    def take(self, grammar: tuple[str, str]) -> GrammarMatcher:
-        """A matcher of a grammar, for a request that is added; waits for it. Those of one grammar are alike."""
-        matcher = self._begun[grammar].popleft().result()
+    def pop_matcher(self, grammar: tuple[str, str]) -> GrammarMatcher:
+        """Return a matcher of a grammar, for a request that is added; waits for it. Those of one grammar are equal."""
+        matcher = self._started[grammar].popleft().result()
         self._forget_if_none(grammar)
         return matcher
 
     def drop(self, grammar: tuple[str, str]) -> None:
-        """Cancel one, for a request that will not be added; the one that was begun last, which others need least."""
-        self._begun[grammar].pop().cancel()
+        """Cancel a compilation, for a request that will not be added: the last one, which other requests need least."""
+        self._started[grammar].pop().cancel()
         self._forget_if_none(grammar)
 
     def _forget_if_none(self, grammar: tuple[str, str]) -> None:
-        if not self._begun[grammar]:
-            del self._begun[grammar]
+        if not self._started[grammar]:
+            del self._started[grammar]

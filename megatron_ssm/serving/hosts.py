@@ -1,4 +1,4 @@
-"""Which hosts a request may name, so that no web page can reach the server by a name that its owner points here.
+"""Checks the hosts that requests name, so that no web page can reach the server by a name that its owner points here.
 
 A browser lets a page read what the page's own host sends. Whoever owns a name can point it to 127.0.0.1 after the browser
 has loaded the page (DNS rebinding). Such requests name the page's host in the header Host. A page may also send requests to
@@ -40,14 +40,14 @@ class Hosts:
             raise ApiError(403, f"the header Origin names {origin[:100]!r}, {rule}")
 
     def _allows(self, host: str) -> bool:
-        """Whether a host with any port may be named."""
+        """Return True if requests may name this host, with any port."""
         found = HOST.fullmatch(host)
         plain = _plain(found[1]) if found else ""
         return is_loopback(plain) or plain in self._others
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is localhost, or an address that only this machine can reach."""
+    """Return True for localhost and for addresses that only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

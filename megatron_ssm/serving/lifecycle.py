@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from megatron_ssm.api.calls import Served
+from megatron_ssm.api.prepared_request import Served
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.parallel.heartbeat import Watch

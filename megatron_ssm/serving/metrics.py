@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics. Each server has a registry of its own."""
+"""The metrics that Prometheus reads at /metrics. Each server has a registry of its own."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,13 +15,7 @@ NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the engine is, and what rank 0 has done since it started.
-
-    slots: how many requests fit into the batch. running, waiting: how many are in it, and in the engine's queue.
-    prompt_tokens: of prompts that were read, reused_tokens of which came from the prefix cache. prefix_hits: requests with
-    such tokens. new_tokens: those generated. proposed_tokens, accepted_tokens: by speculative decoding, and what replies got
-    by it, beyond one a step. bytes_sent: to other ranks.
-    """
+    """The load of the engine, and the work of rank 0 since it started. GAUGES and COUNTERS describe the fields."""
 
     slots: int
     running: int = 0
@@ -79,7 +73,7 @@ class Metrics:
         self._first_token.observe(seconds)
 
     def observe_reply(self, seconds: float, tokens: int) -> None:
-        """Record the time from the first to the last token of a reply that is complete, which has so many tokens."""
+        """Record the time from the first to the last token of a complete reply, which has `tokens` tokens."""
         if tokens > 1:
             self._next_token.observe(seconds / (tokens - 1))
 

@@ -13,7 +13,7 @@ from megatron_ssm.api.errors import ApiError, bad_request
 from megatron_ssm.api.sequences import Sequence, Update
 
 from .driver import Driver
-from .refusal import Refusal
+from .shutdown import Shutdown
 
 LONGEST_RETRY_S = 60
 T = TypeVar("T")
@@ -21,12 +21,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask for. slots: sequences in the batch; waiting: further ones that may wait for a slot.
+    """The limits on requests.
 
-    A request that is being prepared waits as one sequence.
-
-    body: bytes of a request. seconds: from a request to the end of its reply. connections: how many there may be. arrival:
-    seconds for the headers of a request to arrive, and again for its body.
+    Args:
+        slots: Sequences in the batch.
+        waiting: Further sequences that may wait for a slot; a request that is being prepared counts as one.
+        body: Bytes of a request.
+        seconds: From a request to the end of its reply.
+        connections: Connections at a time.
+        arrival: Seconds for the headers of a request to arrive, and again for its body.
     """
 
     slots: int
@@ -55,14 +58,14 @@ class Service:
         # A thread for each request that may be prepared: some wait until their grammars are checked, others need not.
         self._pool = ThreadPoolExecutor(limits.slots + limits.waiting, "requests")
         self._prepared: set[Future[Any]] = set()  # the work of requests that are being prepared, and some that is done
-        self._new_refused = Refusal()  # of new requests, and those that are arriving
-        self._all_refused = Refusal()  # of all that have no slot yet, also those that are being prepared
+        self._shutdown_of_new = Shutdown()  # of new requests, and those that are arriving
+        self._shutdown_of_all = Shutdown()  # of all that have no slot yet, also those that are being prepared
         self._mean_s = 1.0  # how long sequences are open, waiting included: a running mean
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
-        return not self._new_refused.reason
+        """Return True if requests are taken."""
+        return not self._shutdown_of_new.reason
 
     def start(self, driver: Driver) -> None:
         """Take requests; `driver` steps the engine."""
@@ -73,7 +76,7 @@ class Service:
 
         Those that are open or being prepared go on.
         """
-        self._new_refused.begin("the server is shutting down")
+        self._shutdown_of_new.refuse_requests("the server is shutting down")
 
     def stop(self) -> None:
         """Prepare no further requests."""
@@ -81,28 +84,27 @@ class Service:
 
     def close(self, reason: str) -> None:
         """Refuse requests, and end those that are arriving, being prepared or open: with the status 503."""
-        self._new_refused.begin(reason)
-        self._all_refused.begin(reason)
+        self._shutdown_of_new.refuse_requests(reason)
+        self._shutdown_of_all.refuse_requests(reason)
         self._end(list(self._open), 503, reason, "unavailable")
 
     async def arrived(self, body: Awaitable[T]) -> T:
         """The body of a request, once it has arrived. ApiError 408 if that takes too long, 503 after `drain` or `close`."""
         seconds = min(self.limits.arrival, self.limits.seconds)
         late = ApiError(408, f"the body has not arrived within {seconds:g} s", headers={"Connection": "close"})
-        return await self._new_refused.result_before(body, seconds, late)
+        return await self._shutdown_of_new.result_of(body, seconds, late)
 
     async def prepare(self, work: Callable[[], T], since: float) -> T:
         """The result of `work` for a request that has arrived at the time `since`, in a thread.
 
-        The request has a place in the queue until the work is done, even if its client has hung up before, because a thread
-        cannot be stopped. ApiError as from `check_room`, 504 if that takes too
-        long, 503 after `close`.
+        The request has a place in the queue until the work is done, even if its client disconnects before, because a thread
+        cannot be stopped. ApiError as from `check_room`, 504 if that takes too long, 503 after `close`.
         """
         self.check_room()
         future = self._pool.submit(work)
         self._prepared.add(future)
         late = ApiError(504, self._late, code="timeout")
-        return await self._all_refused.result_before(asyncio.wrap_future(future), self._left(since), late)
+        return await self._shutdown_of_all.result_of(asyncio.wrap_future(future), self._left(since), late)
 
     @contextmanager
     def added(
@@ -110,11 +112,11 @@ class Service:
     ) -> "Iterator[asyncio.Queue[Update]]":
         """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
 
-        The request has been prepared. since: when it arrived. param: the parameter that says how many there are. ApiError
-        400 if there is never room for so many, 503 after `close`, 429 if too many are waiting. A sequence's last update says
-        that it has finished, or has an error; one of 504 comes if the time is over.
+        The request has been prepared. since: when it arrived. param: the parameter that determines how many there are.
+        ApiError 400 if there is never room for this many, 503 after `close`, 429 if too many are waiting. A sequence's last
+        update says that it has finished, or has an error; one of 504 comes if the time is over.
         """
-        self._all_refused.check()
+        self._shutdown_of_all.check()
         self._check_count(len(sequences), param)
         assert self._driver is not None, "the service has been started"
         updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -128,7 +130,7 @@ class Service:
             yield updates
         finally:
             timer.cancel()
-            self._end(sequences, 499, "the client has hung up", "hung_up")
+            self._end(sequences, 499, "the client has disconnected", "disconnected")
 
     def deliver(self, updates: list[Update]) -> None:
         """Pass on updates from the driver; those of sequences that were ended here are dropped."""
@@ -149,7 +151,7 @@ class Service:
                 entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
 
     def _pop(self, sequence: Sequence) -> _Open | None:
-        """Take a sequence out of those that are open, if it is one, and learn from it how long they are."""
+        """Remove a sequence from those that are open, if it is one, and update the mean time that they are open."""
         entry = self._open.pop(sequence, None)
         if entry is not None:
             self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)
@@ -165,11 +167,11 @@ class Service:
 
     def check_room(self) -> None:
         """ApiError 503 if no requests are taken, 429 if too many are waiting."""
-        self._new_refused.check()
+        self._shutdown_of_new.check()
         self._check_count(1, None)
 
     def _check_count(self, count: int, param: str | None) -> None:
-        """ApiError if there is no room for `count` further sequences. param: the parameter that asks for so many."""
+        """ApiError if there is no room for `count` further sequences. param: the parameter that determines `count`."""
         room = self.limits.slots + self.limits.waiting
         if count > room:
             raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}", param)

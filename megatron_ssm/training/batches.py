@@ -1,15 +1,12 @@
 """Tokens of documents as one stream, the batch of each training step, and the windows of an evaluation."""
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_ssm.parallel.heartbeat import Busy
-
 IGNORE_INDEX = -100
-TOKENIZED_PER_S = 100_000  # characters; a slow tokenizer on a slow processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,21 +17,19 @@ class Tokens:
     text_bytes: int  # UTF-8 bytes of the documents: nats per byte = summed loss / text_bytes
 
 
-def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int, busy: Busy = contextlib.nullcontext) -> Tokens:
+def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int) -> Tokens:
     """The tokens of documents as one stream.
 
     Args:
         documents: The texts, in order.
-        tokenizer: A `tokenizers.Tokenizer`.
+        tokenizer: A `tokenizers.Tokenizer`, whose `encode_batch` lets other threads run, unlike `encode`.
         end_of_text_id: The token after each document.
-        busy: Announces that this rank may be silent meanwhile.
     """
     parts = []
     for document in documents:
-        with busy(len(document) / TOKENIZED_PER_S):
-            part = tokenizer.encode(document, add_special_tokens=False).ids + [end_of_text_id]
-            parts.append(torch.tensor(part, dtype=torch.int32))
-    ids = torch.cat(parts)
+        (encoding,) = tokenizer.encode_batch([document], add_special_tokens=False)
+        parts += [np.asarray(encoding.ids, np.int32), np.array([end_of_text_id], np.int32)]
+    ids = torch.from_numpy(np.concatenate(parts))
     dtype = next(d for d in (torch.uint8, torch.int16, torch.int32) if ids.max() <= torch.iinfo(d).max)
     return Tokens(ids.to(dtype), sum(len(document.encode()) for document in documents))
 

@@ -1,8 +1,10 @@
 """The text of a training run as tokens, and the tokenizer that made them."""
 
-import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
@@ -14,7 +16,6 @@ from megatron_ssm.inference.text import (
     write_byte_tokenizer,
     write_whole_files,
 )
-from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.stack.stack import Stack
 
 from .batches import Tokens, tokenize
@@ -31,11 +32,10 @@ class Corpus:
     train, held_out: `batches.Tokens`; held_out is None if there is only one document. vocab_size: of the tokenizer.
     end_of_text_id: follows every document. tokenizer_files: {name: content}, None for the byte tokenizer.
 
-    Every rank reads all of it. busy: announces that this rank may be silent. ValueError or FileNotFoundError if a file
-    cannot be read or is not what it should be.
+    Every rank reads all of it. ValueError or FileNotFoundError if a file cannot be read or is not what it should be.
     """
 
-    def __init__(self, options: Options, busy: Busy = contextlib.nullcontext):
+    def __init__(self, options: Options):
         documents, held_out = _documents(options)
         source = options.tokenizer_model or options.init_from or "byte"
         self.tokenizer_files: dict[str, bytes] | None = None
@@ -50,8 +50,8 @@ class Corpus:
             self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
             self.end_of_text_id = _end_of_text_id(tokenizer, folder)
         end = self.end_of_text_id
-        self.train: Tokens = tokenize(documents, tokenizer, end, busy)
-        self.held_out: Tokens | None = tokenize(held_out, tokenizer, end, busy) if held_out else None
+        self.train: Tokens = tokenize(documents, tokenizer, end)
+        self.held_out: Tokens | None = tokenize(held_out, tokenizer, end) if held_out else None
 
     def new_model_config(self, options: Options) -> Stack:
         """The configuration of a new model: that of --model-config, or one of the options' sizes for this tokenizer."""
@@ -86,12 +86,11 @@ def _documents(options: Options) -> tuple[list[str], list[str]]:
 
 
 class _ByteTokenizer:
-    """Encodes a text as its UTF-8 bytes: the tokenizer of `write_byte_tokenizer` without its file."""
+    """Encodes texts as their UTF-8 bytes: the tokenizer of `write_byte_tokenizer` without its file."""
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> "_ByteTokenizer":
-        """Like tokenizers.Tokenizer.encode: the result's `ids` are the tokens."""
-        self.ids = list(text.encode("utf-8"))
-        return self
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = False) -> list[SimpleNamespace]:
+        """Like tokenizers.Tokenizer.encode_batch: the `ids` of each result are the tokens."""
+        return [SimpleNamespace(ids=np.frombuffer(text.encode("utf-8"), np.uint8)) for text in texts]
 
 
 def _end_of_text_id(tokenizer: "Tokenizer", folder: Path) -> int:

@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from packaging.version import Version
 from pydantic import ValidationError
 from torch import nn
 
-from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.deepspeed_files import NAMES
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.disk import sync_directory
+from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.models.model import Model
@@ -37,6 +38,7 @@ from megatron_ssm.models.parameters import parameter_groups
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
 from megatron_ssm.stack.fields import field_of
+from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 
 from .batches import Tokens
@@ -242,12 +244,14 @@ class DeepSpeedTrainer(Trainer):
         directory, hidden, old = out / "deepspeed", out / ".deepspeed", out / "deepspeed.old"
         failure, tag = f"cannot write {directory}", f"global_step{step}"
 
+        @in_one_line(failure)
         def begin() -> None:
             if old.exists() and not directory.exists():  # a run was killed between the renames below
                 old.rename(directory)
             shutil.rmtree(hidden, ignore_errors=True)
             (hidden / tag).mkdir(parents=True)  # DeepSpeed makes it on every rank, whose errors would differ
 
+        @in_one_line(failure)
         def complete() -> None:
             config = json.dumps(self.model.config.to_dict("float32"), indent=2)
             (hidden / "config.json").write_text(config, encoding="utf-8")
@@ -261,9 +265,9 @@ class DeepSpeedTrainer(Trainer):
 
         self._engine.global_steps = step  # DeepSpeed counts those of this process
         try:
-            run_on_rank_0(begin, failure)
-            run_on_every_rank(lambda: self._save_checkpoint(hidden, tag), failure)
-            run_on_rank_0(complete, failure)
+            on_first(begin, dist.group.WORLD)
+            together(in_one_line(failure)(lambda: self._save_checkpoint(hidden, tag)), [dist.group.WORLD])
+            on_first(complete, dist.group.WORLD)
         except Failure:
             shutil.rmtree(hidden, ignore_errors=True)
             raise

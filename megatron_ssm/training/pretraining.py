@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_ssm.checkpoints.agreement import run_on_every_rank, run_on_rank_0
+from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.hf_directory import remove_weights
@@ -20,6 +21,7 @@ from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
+    TIMEOUT,
     Groups,
     check_device,
     check_world,
@@ -28,9 +30,10 @@ from megatron_ssm.parallel.groups import (
     join,
     shut_down,
 )
-from megatron_ssm.parallel.heartbeat import Busy, watched
+from megatron_ssm.parallel.heartbeat import watched
 from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 
@@ -66,19 +69,24 @@ def pretrain(options: Options) -> None:
     try:
         world = join(tensor, device, context=context, check=check, expert=expert)
         place = device_of_rank(device)
-        with contextlib.ExitStack() as until_the_end, watched(options.lost_rank_timeout) as watch:
+        limit = options.lost_rank_timeout
+        if options.profile and limit:
+            limit = max(
+                limit, TIMEOUT.total_seconds()
+            )  # the profiler holds Python's global lock while it writes the trace
+        with contextlib.ExitStack() as until_the_end, watched(limit):
             continues = until_the_end.enter_context(only_run(Path(options.out)))
             run = replace(options, resume="auto") if continues else options
-            inputs = read_on_all_ranks(run, place, watch.busy)
+            inputs = read_on_all_ranks(run, place)
             groups = initialize(tensor, device, context=context, expert=expert) if world > 1 else Groups()
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
-            _run(inputs, groups, place, interruption, watch.busy, is_restarted=run != options)
+            _run(inputs, groups, place, interruption, is_restarted=run != options)
     finally:
         shut_down()
 
 
 def _run(
-    inputs: RunInputs, groups: Groups, device: torch.device, interruption: Interruption, busy: Busy, is_restarted: bool
+    inputs: RunInputs, groups: Groups, device: torch.device, interruption: Interruption, is_restarted: bool
 ) -> None:
     """Build or load the model, train it, and write it."""
     options = inputs.options
@@ -92,7 +100,8 @@ def _run(
             progress.print_line(line)
         if tasks := ranks_that_slurm_did_not_start():
             progress.print_line(f"one rank: SLURM_NTASKS is {tasks}, and this process was not started by srun")
-        run_on_rank_0(lambda: progress.print_line(_summary(model, groups, inputs)), f"cannot read {inputs.out}")
+        summarize = in_one_line(f"cannot read {inputs.out}")(lambda: _summary(model, groups, inputs))
+        progress.print_line(on_first(summarize, dist.group.WORLD))
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")
         inputs = _resume(trainer, inputs, progress)
@@ -102,7 +111,7 @@ def _run(
         progress.open_trackers(inputs.start)  # they may fail; then the checkpoints of an earlier run stay
         claim(inputs.out / "checkpoints", continues=inputs.checkpoint is not None and not resumes_deepspeed(options))
         progress.begin(inputs.start, utilization(options, model, groups.ranks))
-        step = _train(trainer, inputs, progress, interruption, busy)
+        step = _train(trainer, inputs, progress, interruption)
         try:
             trainer.write_own_format(inputs.out, step)
             if step == options.train_iters:
@@ -157,16 +166,17 @@ def _resume(trainer: Trainer, inputs: RunInputs, progress: Progress) -> RunInput
             f"{checkpoint[0]} does not record {what} of its run, so they are not compared with this run's"
         )
         return inputs
-    decay_steps = run_on_every_rank(lambda: read_training(checkpoint[0]).decay_steps, "cannot resume", ValueError)
+    read = in_one_line("cannot resume", ValueError)(lambda: read_training(checkpoint[0]).decay_steps)
+    decay_steps = together(read, [dist.group.WORLD])
     progress.print_decay(decay_steps)
     return replace(inputs, checkpoint=checkpoint)
 
 
-def _train(trainer: Trainer, inputs: RunInputs, progress: Progress, interruption: Interruption, busy: Busy) -> int:
+def _train(trainer: Trainer, inputs: RunInputs, progress: Progress, interruption: Interruption) -> int:
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
     saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements, inputs.start)
-    profiler = Profiler(options, trainer.groups.rank, inputs.start, busy)
+    profiler = Profiler(options, trainer.groups.rank, inputs.start)
     try:
         for step in range(inputs.start + 1, options.train_iters + 1):
             with profiler.step(step):
@@ -198,8 +208,10 @@ def _write_model(model: Model, inputs: RunInputs, progress: Progress) -> None:
     """
     out = inputs.out
     (save if model.lora is None else save_lora)(model, out)
-    run_on_rank_0(lambda: inputs.corpus.write_tokenizer(out), f"cannot write the tokenizer to {out}")
+    write_tokenizer = in_one_line(f"cannot write the tokenizer to {out}")(inputs.corpus.write_tokenizer)
+    on_first(lambda: write_tokenizer(out), dist.group.WORLD)
 
+    @in_one_line(f"cannot remove the files of an earlier run from {out}")
     def remove_other_kind() -> None:
         if model.lora is None:
             remove_adapters(out)
@@ -207,7 +219,7 @@ def _write_model(model: Model, inputs: RunInputs, progress: Progress) -> None:
             (out / "config.json").unlink(missing_ok=True)
             remove_weights(out)
 
-    run_on_rank_0(remove_other_kind, f"cannot remove the files of an earlier run from {out}")
+    on_first(remove_other_kind, dist.group.WORLD)
     progress.print_line(f"saved {inputs.out}")
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from megatron_ssm.checkpoints.agreement import run_on_rank_0
+from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.models.adapters import adapter_parameters
 from megatron_ssm.models.model import Model
-from megatron_ssm.parallel.groups import TIMEOUT
-from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.sizing.flops import known_peak, training_flops
+from sparsefusion.collectives.agreement import on_first
 
 from .options import Options
 
@@ -33,17 +33,15 @@ class Profiler:
     """Records the steps from --profile-step-start to --profile-step-end on rank 0, and writes the trace to --profile.
 
     It ends with the run, if that ends earlier; the name of the file says which steps it has. All ranks call it together.
-    Failure on every rank if rank 0 cannot write the trace. start: the step after which the run begins. busy: announces that
-    rank 0 may be silent, because the profiler holds Python's global lock while it writes.
+    Failure on every rank if rank 0 cannot write the trace. start: the step after which the run begins.
     """
 
-    def __init__(self, options: Options, rank: int, start: int = 0, busy: Busy = contextlib.nullcontext):
+    def __init__(self, options: Options, rank: int, start: int = 0):
         self._first = max(options.profile_step_start, start + 1)
         self._last = min(options.profile_step_end, options.train_iters)
         self._folder = Path(options.profile) if options.profile else None
         self._records = self._folder is not None and rank == 0 and self._first <= self._last
         self._profile: torch.profiler.profile | None = None
-        self._busy = busy
         self._recorded = 0  # the last step in the trace
 
     @contextlib.contextmanager
@@ -61,14 +59,13 @@ class Profiler:
     def close(self) -> None:
         """Write what has been recorded, if it has not been written."""
         if self._folder is not None:
-            run_on_rank_0(self._write, f"cannot write to --profile {self._folder}")
+            on_first(in_one_line(f"cannot write to --profile {self._folder}")(self._write), dist.group.WORLD)
 
     def _write(self) -> None:
         if self._profile is not None and self._folder is not None:
-            with self._busy(TIMEOUT.total_seconds()):  # the others wait no longer
-                self._profile.stop()
-                self._folder.mkdir(parents=True, exist_ok=True)
-                _export(self._profile, self._folder / f"steps-{self._first}-{self._recorded}.json")
+            self._profile.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _export(self._profile, self._folder / f"steps-{self._first}-{self._recorded}.json")
             self._profile = None
 
 

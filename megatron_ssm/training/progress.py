@@ -15,7 +15,8 @@ from typing import Any, TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_ssm.checkpoints.agreement import first_line, run_on_every_rank
+from megatron_ssm.checkpoints.failures import first_line, in_one_line
+from sparsefusion.collectives.agreement import on_first
 from sparsefusion.foundation.command_line import Printer
 
 from .options import Options, flag
@@ -55,25 +56,24 @@ class Progress:
         is_shown = self._is_first_rank and sys.stderr.isatty()
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
         if options.log:
-            self._file = run_on_every_rank(lambda: self._open_log(start), self._log_error, ValueError)
+            on_first(in_one_line(self._log_error, ValueError)(lambda: self._open_log(start)), dist.group.WORLD)
 
     @property
     def _log_error(self) -> str:
         return f"cannot write to --log {self.options.log}"
 
-    def _open_log(self, start: int) -> TextIO | None:
-        """The log, on rank 0. A resumed run keeps the lines of the steps before it."""
-        if not self._is_first_rank:
-            return None
+    def _open_log(self, start: int) -> None:
+        """Open the log, on rank 0. A resumed run keeps the lines of the steps before it."""
         path = Path(self.options.log)
         if not (start and path.is_file()):
-            return path.open("w", encoding="utf-8")
+            self._file = path.open("w", encoding="utf-8")
+            return
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        file = path.open("r+", encoding="utf-8")  # "w" would lose the lines of earlier steps if this run ended here
+        # "w" would lose the lines of earlier steps if this run ended here.
+        self._file = file = path.open("r+", encoding="utf-8")
         file.writelines(line + "\n" for line in lines if _step_of(line) <= start)
         file.truncate()
         file.flush()
-        return file
 
     def print_line(self, line: str) -> None:
         """Print a line on rank 0's stdout.
@@ -134,7 +134,7 @@ class Progress:
         """Write the step's line to the log, if it has one. All ranks learn whether rank 0 could write."""
         if line := self._line:
             if self.options.log:
-                run_on_every_rank(lambda: self._write_line(line), self._log_error)
+                on_first(in_one_line(self._log_error)(lambda: self._write_line(line)), dist.group.WORLD)
             self._run_trackers(lambda trackers: trackers.write(line))
         self._line = None
 
@@ -145,10 +145,14 @@ class Progress:
 
     def _run_trackers(self, action: Callable[[Trackers], object]) -> None:
         """Let rank 0's trackers do something; all ranks learn whether they could."""
+
+        @in_one_line("cannot write to TensorBoard or Weights & Biases")
+        def act() -> None:
+            if self._trackers:
+                action(self._trackers)
+
         if self.options.tensorboard or self.options.wandb:
-            run_on_every_rank(
-                lambda: self._trackers and action(self._trackers), "cannot write to TensorBoard or Weights & Biases"
-            )
+            on_first(act, dist.group.WORLD)
 
     def close(self) -> None:
         """End the progress bar and close the log. Failure on every rank if rank 0 cannot write what is left."""

@@ -4,7 +4,6 @@ Every rank reads it. Before training, the ranks compare what they have read: if 
 or differs between ranks, every rank raises the same error.
 """
 
-import contextlib
 import json
 import zlib
 from dataclasses import asdict, dataclass, fields
@@ -18,10 +17,8 @@ from megatron_ssm import families
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
-from megatron_ssm.parallel.heartbeat import Busy
 from megatron_ssm.stack.stack import Stack
-from sparsefusion.collectives.agreement import agree
-from sparsefusion.collectives.counted import all_gather_small
+from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.launcher import launched_ranks
 
 from .batches import Batches, Tokens
@@ -75,10 +72,10 @@ class RunInputs:
     deepspeed: dict[str, Any] | None
 
     @classmethod
-    def read(cls, options: Options, busy: Busy = contextlib.nullcontext) -> "RunInputs":
+    def read(cls, options: Options) -> "RunInputs":
         """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
         out = _make_output_directory(options.out)
-        corpus = Corpus(options, busy)
+        corpus = Corpus(options)
         config = families.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
         config.check_ranks(options.tensor_model_parallel_size, options.expert_model_parallel_size)
@@ -118,25 +115,23 @@ class RunInputs:
         }
 
 
-def read_on_all_ranks(options: Options, device: torch.device, busy: Busy) -> RunInputs:
+def read_on_all_ranks(options: Options, device: torch.device) -> RunInputs:
     """`RunInputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
-    inputs. busy: announces that this rank may be silent. With the engine of DeepSpeed, also what `import_deepspeed` raises.
-
-    Gathers 16 bytes over the default group.
+    inputs. With the engine of DeepSpeed, also what `import_deepspeed` raises.
     """
-    group = dist.group.WORLD if dist.is_initialized() else None
-    inputs: list[RunInputs] = []
 
-    def fingerprint() -> dict[str, Any]:
-        inputs.append(RunInputs.read(options, busy))
+    def read() -> RunInputs:
+        inputs = RunInputs.read(options)
         if options.engine == "deepspeed":
             from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
 
             import_deepspeed(device)
-        return {"optimizer": _optimizer(options, device), **inputs[0].fingerprint()}
+        return inputs
 
-    agree(lambda mine: all_gather_small(mine, group), device, fingerprint)
-    return inputs[0]
+    def same(inputs: RunInputs) -> dict[str, Any]:
+        return {"optimizer": _optimizer(options, device), **inputs.fingerprint()}
+
+    return together(read, [dist.group.WORLD], same, device)
 
 
 def _optimizer(options: Options, device: torch.device) -> str:

@@ -3,16 +3,17 @@
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ssm.checkpoints.agreement import all_gather_pickled, first_line, run_on_every_rank, run_on_rank_0
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
 from megatron_ssm.checkpoints.disk import DirectoryLock
+from megatron_ssm.checkpoints.failures import first_line, in_one_line
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
@@ -25,7 +26,7 @@ from megatron_ssm.checkpoints.folders import (
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 from megatron_ssm.parallel.groups import TIMEOUT
-from megatron_ssm.parallel.processes import launching_process
+from sparsefusion.collectives.agreement import gather_objects, on_first, together
 from sparsefusion.foundation.command_line import Failure
 
 from .interruption import Interruption
@@ -116,6 +117,7 @@ def only_run(out: Path) -> Iterator[bool]:
     names, directory, locks = _names_of_run(), out / "checkpoints", list[DirectoryLock]()
     mark = directory / BEGUN
 
+    @in_one_line(f"cannot read or remove {mark}", ValueError)
     def look() -> bool:
         is_own = False
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -133,24 +135,31 @@ def only_run(out: Path) -> Iterator[bool]:
             mark.unlink()
         return False
 
-    is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        found = run_on_every_rank(look if is_rank_0 else lambda: False, f"cannot read or remove {mark}", ValueError)
-        yield all_gather_pickled(found)[0]
+        yield on_first(look, dist.group.WORLD)
     finally:
         for lock in locks:
             lock.release()
 
 
 def _names_of_run() -> set[str]:
-    """The names of torchrun's run: its id, or if it has none of its own, those of the torchrun processes of all nodes.
+    """The names of torchrun's run: its id, or if it has none of its own, the folders of the logs of all nodes.
 
     After a restart, one of them is enough to recognize the run, as a node may have left it. No names without torchrun. All
     ranks call it together.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
-    own = launching_process() if run == NO_ID else run
-    return {name for name in all_gather_pickled(own) if name}
+    own = logs_of_torchrun() if run == NO_ID else run
+    return {name for name in gather_objects(own, dist.group.WORLD) if name}
+
+
+def logs_of_torchrun() -> str:
+    """The folder of torchrun's logs, whose name is random: the same after a restart, and different for any other run.
+
+    "" if torchrun writes none.
+    """
+    folder = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return folder[1] if folder else ""
 
 
 def mark_begun(directory: Path) -> None:
@@ -162,7 +171,7 @@ def mark_begun(directory: Path) -> None:
         (directory / BEGUN).write_text("\n".join(sorted(names)), encoding="utf-8")
 
     if names:
-        run_on_rank_0(write, f"cannot write to {directory}")
+        on_first(in_one_line(f"cannot write to {directory}")(write), dist.group.WORLD)
 
 
 def resumes_deepspeed(options: Options) -> bool:
@@ -238,7 +247,7 @@ def resume(
             report(f"{path} has no training.json, so it is not a complete checkpoint; it is ignored")
 
     if trainer.options.resume:
-        run_on_rank_0(report_incomplete, f"cannot read {directory}")
+        on_first(in_one_line(f"cannot read {directory}")(report_incomplete), dist.group.WORLD)
     if checkpoint is None:
         return None
     while True:
@@ -255,7 +264,7 @@ def resume(
         find_earlier = functools.partial(
             newest_to_load, directory, requirements, trainer.options.train_iters, falls_back=True, before=step
         )
-        checkpoint = run_on_every_rank(find_earlier, damage, ValueError)
+        checkpoint = together(in_one_line(damage, ValueError)(find_earlier), [dist.group.WORLD])
         report(f"{damage}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
 
 

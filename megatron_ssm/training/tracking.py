@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ssm.checkpoints.agreement import first_line
+from megatron_ssm.checkpoints.failures import first_line
 from sparsefusion.foundation.command_line import Failure
 
 from .options import Options, flag

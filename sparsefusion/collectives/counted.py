@@ -113,25 +113,6 @@ def begin_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, counter: Co
     return Exchange([work], tensor, [parts])
 
 
-def all_gather_small(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """An `all_gather` of a few bytes, not counted; on CPUs in ceil(log2 P) rounds instead of P - 1 (Bruck et al., 1997).
-
-    In each round a rank sends all parts that it has so far. Among 8 ranks on two cores, 16 bytes take 5 ms; with gloo's
-    ring they take 13 ms.
-    """
-    if group is None or tensor.is_cuda:
-        return all_gather(tensor, group)
-    rank, ranks, held = group.rank(), group.size(), 1
-    parts = tensor.new_empty(ranks, *tensor.shape)
-    parts[0] = tensor  # until the end, part i is that of the rank i places after this one
-    while held < ranks:
-        more = min(held, ranks - held)
-        before, after = (rank - held) % ranks, (rank + held) % ranks
-        exchange([(parts[:more], before)], [(parts[held : held + more], after)], group).wait()
-        held += more
-    return parts.roll(rank, 0)
-
-
 def all_to_all(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, counter: Counter | None = None
 ) -> torch.Tensor:

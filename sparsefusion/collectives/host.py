@@ -13,14 +13,9 @@ import torch.distributed as dist
 
 from sparsefusion.native.library import Library
 
+from .agreement import gather_objects
+
 PREFIX = "sparsefusion-"  # of the name that the file has until it is opened; the process's number follows
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value, in rank order, on every rank. The values are sent as pickled objects, as torch does."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def describe_rank(library: Library) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from sparsefusion.native.library import INT, POINTER, SIZE, Library
 
+from .agreement import gather_objects
 from .counted import Counter, in_rank_order
-from .host import ProcessWatch, describe_rank, gather_objects, map_shared_file, reason_not_to_share
+from .host import ProcessWatch, describe_rank, map_shared_file, reason_not_to_share
 from .shared_memory_calls import (
     OPERATIONS,
     Part,
@@ -74,7 +75,8 @@ def connect(
     if group.size() == 1:
         return None, "one rank has nobody to share memory with"
     library = kernels() if library is None else library
-    ranks = gather_objects(describe_rank(library) if wanted else {"why": "shared_memory=False"}, group)
+    mine: dict[str, Any] = describe_rank(library) if wanted else {"why": "shared_memory=False"}
+    ranks = gather_objects(mine, group)
     if why := reason_not_to_share(ranks):
         return None, why
     nbytes = library.functions.shared_memory_bytes(group.size())

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sparsefusion.collectives.agreement import agree, from_first, gather_in_store
-from sparsefusion.collectives.meeting import meet
+from sparsefusion.collectives.agreement import on_first, together
+from sparsefusion.collectives.meeting import gather_in_store, meet
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, this_rank
 
@@ -38,8 +38,8 @@ def measure_command(arguments: argparse.Namespace) -> None:
     fabrics = [_measure_first(count, arguments, device, idle) for count in arguments.ranks or [world]]
     fabric = Fabric(tuple(curve for fabric in fabrics for curve in fabric.curves), _description(device))
     try:
-        from_first(lambda: fabric.save(out), dist.group.WORLD, torch.device(device))
-    except RuntimeError as error:
+        on_first(lambda: fabric.save(out), dist.group.WORLD)
+    except OSError as error:
         raise Failure(f"the fabric could not be written: {error}") from None
     if dist.get_rank() == 0:
         print(fabric.table())
@@ -57,7 +57,7 @@ def _join(arguments: argparse.Namespace) -> str:
     use_cuda = arguments.device == "cuda" or (arguments.device is None and torch.cuda.is_available())
     device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if use_cuda else "cpu"
     store, place = meet(TIMEOUT)
-    agree(gather_in_store(store, rank, world, place), "cpu", lambda: _checked(arguments, device, rank))
+    together(lambda: _checked(arguments, device, rank), [gather_in_store(store, rank, world, place)], same=dict)
     if use_cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if use_cuda else "gloo"
@@ -65,7 +65,7 @@ def _join(arguments: argparse.Namespace) -> str:
     return device
 
 
-def _checked(arguments: argparse.Namespace, device: str, rank: int) -> tuple:
+def _checked(arguments: argparse.Namespace, device: str, rank: int) -> dict[str, object]:
     """The values that must be equal on all ranks. ValueError: no such device, or rank 0 may not write the file."""
     kind, _, index = device.partition(":")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -74,7 +74,8 @@ def _checked(arguments: argparse.Namespace, device: str, rank: int) -> tuple:
         raise ValueError(f"no GPU for local rank {index}: torch finds {torch.cuda.device_count()} on this host")
     if rank == 0:
         check_writable(Path(arguments.out))
-    return kind, arguments.sizes, list(arguments.collectives), arguments.ranks
+    collectives = list(arguments.collectives)
+    return {"--device": kind, "--sizes": arguments.sizes, "--collectives": collectives, "--ranks": arguments.ranks}
 
 
 def _measure_first(count: int, arguments: argparse.Namespace, device: str, idle: dist.ProcessGroup) -> Fabric:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.agreement import from_first
+from sparsefusion.collectives.agreement import on_first
 
 from .cost_model import Fabric
 from .curve import Curve
@@ -46,7 +46,7 @@ def measure(
     measure, counted as in `curve`. mode: "eager", or "graph" on CUDA. race: only the fastest operation is of interest;
     much slower ones are not measured at larger sizes, and on slow links large sizes are not measured at all. Sends what
     the operations send, and barriers; rank 0 broadcasts the curves. ValueError: there are no sizes, or one is not
-    positive. RuntimeError on every rank: the times cannot be fitted.
+    positive, or, on every rank, the times cannot be fitted.
     """
     ascending = sorted(sizes)
     if not ascending or ascending[0] < 1:
@@ -67,7 +67,7 @@ def measure(
     def fit() -> list[Curve]:
         return [Curve.fit(name, group.size(), measured, mode) for name, measured in points.items()]
 
-    return Fabric(tuple(from_first(fit, group, device)), {"source": "measured", "device": device.type})
+    return Fabric(tuple(on_first(fit, group, device)), {"source": "measured", "device": device.type})
 
 
 def repetitions(

@@ -1,15 +1,11 @@
-"""A model whose gradients a `SparseFusion` reduces: the facts about it that planning needs, and agreement of its ranks."""
+"""A model whose gradients a `SparseFusion` reduces: the facts about it that planning needs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
 
 from sparsefusion.adapters.dispatch import Adapter
-from sparsefusion.collectives.agreement import from_first
-from sparsefusion.gradients.rank_comparison import compare_everywhere, compare_ranks_of
 from sparsefusion.gradients.session import Session, most_common_dtype
 
 
@@ -43,19 +39,10 @@ class AttachedModel:
         """True if gradients may be sent before their atom is complete."""
         return getattr(self.adapter, "can_send_early", False)
 
-    def agree(self, group: ProcessGroup | None, asked: Callable[[], object]) -> None:
-        """ValueError on every rank of `group` if asked() differs between them, or what it raises. None: this rank only."""
-        compare_ranks_of(group, asked, self.session.device)
-
-    def agree_everywhere(self, asked: Callable[[], object]) -> None:
-        """`agree` among the replicas, and then among the parts of a divided model."""
-        compare_everywhere(asked, self.session.reducer.group, self.session.model_group, self.session.device)
-
-    def run_on_first(self, function: Callable[[], object]) -> object:
-        """Run a function on the first rank of all; its result, or its error, is that of all ranks."""
-        session = self.session
-        first = partial(from_first, function, session.model_group, session.device)
-        return from_first(first, session.reducer.group, session.device)
+    @property
+    def groups(self) -> tuple[ProcessGroup, ProcessGroup | None]:
+        """The replicas, and the parts of a divided model."""
+        return self.session.reducer.group, self.session.model_group
 
 
 def gradient_dtype(adapter: Adapter) -> torch.dtype:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparsefusion.collectives.agreement import from_first
+from sparsefusion.collectives.agreement import on_first
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.planning.compression import CompressionSettings, sends_less
 from sparsefusion.planning.plan import FRAMEWORK_BUCKET_MODES, Plan
@@ -44,7 +44,6 @@ class PlanSelection:
         self.is_final = False
         self.sparse_since: int | None = None
         self.candidates: dict | None = None
-        self._notice: str | None = None  # to be reported after ranks have been compared
         self.session.plan = self.empty_plan("dense")
 
     def empty_plan(self, mode: str) -> Plan:
@@ -56,14 +55,13 @@ class PlanSelection:
         """Begin anew: profile dense steps, where there is something to choose. Sends nothing itself."""
         session, mode = self.session, self.options.mode
         self.stop()
-        session.plan, session.pending_comparison = self.empty_plan("dense"), self.compare_ranks
-        self.is_final, self._notice = True, None
+        session.plan, self.is_final = self.empty_plan("dense"), True
         if self.model.ranks == 1:
             return
         if mode in FRAMEWORK_BUCKET_MODES:
             session.plan = self.empty_plan(mode)
         elif mode != "auto" and not self.sends_less(self.options.compression.density):
-            self._notice = f"sparsefusion: dense, as {self._too_large(mode)}"
+            self.report_once(f"sparsefusion: dense, as {self._too_large(mode)}")
         else:
             self.is_final = False
             session.observers.append(self._profiler())
@@ -111,28 +109,22 @@ class PlanSelection:
         """The trial in progress, if there is one."""
         return next((observer for observer in self.session.observers if isinstance(observer, Trial)), None)
 
-    def compare_ranks(self) -> None:
-        """ValueError on every rank: some ranks have other options, another plan or another step."""
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What must be equal on all ranks."""
         session, options = self.session, self.options
-        given = (options.mode, options.compression, options.density_warmup, session.skips_nonfinite_steps)
-        absent = tuple(each is None for each in (session.loss_scale, options.fabric, session.model_group))
-        progress = self.trial and self.trial.progress
-        turns = progress and (progress["turns"], progress["rounds"], list(progress["samples"]))  # not each rank's times
-        scale, mode = session.reducer.fp16_scale.value, session.plan.mode
-        asked = (session.step, *given, scale, absent, mode, self.is_final, turns)
-
-        def compare_replicas():
-            self.model.agree(session.reducer.group, lambda: (*asked, session.plan.hash))
-            return asked
-
-        self.model.agree(session.model_group, compare_replicas)
-        if self._notice:  # all ranks have it, as they have just found out
-            self.report_once(self._notice)
-            self._notice = None
+        given = {name: getattr(options, name) for name in ("mode", "compression", "density_warmup")}
+        optional = dict(loss_scale=session.loss_scale, fabric=options.fabric, model_group=session.model_group)
+        return (
+            given
+            | {name: "not given" if value is None else "given" for name, value in optional.items()}
+            | {"on_nonfinite": "skip-known" if session.skips_nonfinite_steps else "raise"}
+        )
 
     def report_once(self, text: str) -> None:
-        """Report a text on the first rank of all; all ranks call this together, and share an error that occurs there."""
-        self.model.run_on_first(lambda: self.options.report(text))
+        """Report a text on the first rank of all."""
+        if all(group is None or group.rank() == 0 for group in self.model.groups):
+            self.options.report(text)
 
     def _plan_from_profile(self, timeline: Timeline) -> None:
         """Plan on the first rank, for all ranks."""
@@ -143,21 +135,11 @@ class PlanSelection:
         )  # fmt: skip
 
         def candidates():  # of a divided model, one rank of each part gets here
-            found = from_first(lambda: self.make_candidates(timeline, costs), session.model_group, session.device)
-            if session.model_group is None:
-                return found
-            resized = {}
+            found = on_first(lambda: self.make_candidates(timeline, costs), session.model_group, session.device)
+            plans = {mode: Plan.from_json(text).for_sizes(session.sizes) for mode, text in found["plans"].items()}
+            return {"dense": found["dense"], "plans": {mode: plan.to_json() for mode, plan in plans.items()}}
 
-            def resize():
-                for mode, text in found["plans"].items():
-                    resized[mode] = Plan.from_json(text).for_sizes(session.sizes).to_json()
-                return list(resized)
-
-            self.model.agree(session.model_group, resize)
-            return {"dense": found["dense"], "plans": resized}
-
-        self.adopt(from_first(candidates, group, session.device))
-        session.compare_ranks()
+        self.adopt(on_first(candidates, group, session.device))
 
     def make_candidates(self, timeline: Timeline, costs: Costs) -> dict:
         """{"dense": seconds of a dense step, "plans": {mode: JSON}}, with predictions, which are also reported."""
@@ -184,7 +166,7 @@ class PlanSelection:
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self.session, next(iter(plans.values())).predicted
         close = close_modes(seconds)
-        session.plan, session.pending_comparison = plans[close[0]], self.compare_ranks
+        session.plan = plans[close[0]]
         if self.sparse_since is None:
             self.sparse_since = session.step
         self._warm_up([plans[mode] for mode in close])

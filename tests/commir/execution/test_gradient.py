@@ -253,19 +253,3 @@ def test_a_limit_of_memory_does_not_cover_the_backward_pass(kv_heads):
     found = search(program, mesh, memory=ring.memory)
     assert all(plan.memory <= ring.memory for plan in found) and ring.schedule in [plan.schedule for plan in found]
     assert backward_plan(ring).memory > 2 * ring.memory
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_plan_without_a_backward_on_one_rank_is_an_error_on_all(ranks, world):
-    good = search(programs.attention(1, 4, 4, 8 * world, 8), Mesh(gpu=world))[0]
-    chunked = in_chunks(place(Schedule(good.program, good.mesh), gpu=Placement("kv", True)), "q", 2).lower()
-
-    def run(rank):
-        plan = chunked if rank == 1 else good
-        attend = differentiable(plan, dist.group.WORLD)
-        shapes = [plan.digits.local_shape(each, plan.digits.home(each)) for each in plan.inputs()]
-        with pytest.raises(ValueError, match=r"chunks of q have no backward plan.* \(rank 1\)") as error:
-            attend(*(torch.ones(shape) for shape in shapes))
-        return str(error.value)
-
-    assert len(set(ranks(run, world))) == 1

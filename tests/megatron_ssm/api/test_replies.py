@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from megatron_ssm.api.calls import Served, read_call
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.offsets import prompt_offsets
-from megatron_ssm.api.parameters import COMPLETIONS
+from megatron_ssm.api.prepared_request import Served, prepare_request
 from megatron_ssm.api.replies import Replies
+from megatron_ssm.api.request_models import CompletionRequest
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.request_tokenizer import RequestTokenizer
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
@@ -29,13 +29,17 @@ def served(directory, tokenizer=None):
     return Served("model", load_tokenizer(directory), 257, (END,), 100, ChatTemplate(directory))
 
 
+def prepared(model, body):
+    return prepare_request(CompletionRequest, json.dumps(body), "", model)
+
+
 def completion(model, body, *parts, logprob=(-1.0, [])):
     """The choice of a whole reply to `body`, of which the tokens come in parts. logprob: of every token but the first."""
-    call = read_call(COMPLETIONS, body, "", model)
-    replies, (sequence,) = Replies(call, model), call.sequences
-    (ids,) = (ids for _, ids in call.prompts)
+    request = prepared(model, body)
+    replies, (sequence,) = Replies(request, model), request.sequences
+    (ids,) = (ids for _, ids in request.prompts)
     pieces = [
-        replies.take(
+        replies.add_update(
             Update(
                 sequence, list(part), "length" if index == len(parts) - 1 else None, logprobs=[logprob] * len(part),
                 prompt_logprobs=[] if index else [None, *[logprob] * (len(ids) - 1)],
@@ -45,7 +49,7 @@ def completion(model, body, *parts, logprob=(-1.0, [])):
     ]  # fmt: skip
     for piece in pieces[1:]:
         pieces[0].extend(piece)
-    return replies.whole(pieces[:1])["choices"][0]
+    return json.loads(replies.whole(pieces[:1]).to_json())["choices"][0]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_the_engine_finds_stop_strings_in_the_text_of_the_reply(tmp_path, ignore
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(" ", "merged_with_previous"), decoders.Fuse()
     body = {"prompt": [1], "stop": "w1 end w2", "max_tokens": 9, "ignore_eos": ignore_eos}
     model, tokens = served(tmp_path, tokenizer), [0, 1, END, 2, 3]
-    (sequence,) = read_call(COMPLETIONS, body, "", model).sequences
+    (sequence,) = prepared(model, body).sequences
     arguments = sequence.arguments
     engine = RequestTokenizer(tmp_path, 257).text_stream(arguments.stop_strings, arguments.stop_tokens)
     text = "".join(map(engine.push, tokens)) + engine.finish()
@@ -154,19 +158,19 @@ def test_the_first_word_keeps_its_space(tmp_path, stop, text):
 def test_cached_tokens_are_those_that_no_reply_needed_to_read(tmp_path, order):
     """Two replies to each of two prompts; each counts once."""
     model = served(tmp_path)
-    call = read_call(COMPLETIONS, {"prompt": ["abcdef", "ghijkl"], "n": 2, "max_tokens": 9}, "", model)
-    replies, reused = Replies(call, model), [5, 2, 4, 6]
+    request = prepared(model, {"prompt": ["abcdef", "ghijkl"], "n": 2, "max_tokens": 9})
+    replies, reused = Replies(request, model), [5, 2, 4, 6]
     for index in order:
-        replies.take(Update(call.sequences[index], [65], None, reused=reused[index]))
+        replies.add_update(Update(request.sequences[index], [65], None, reused=reused[index]))
     assert replies.usage["prompt_tokens_details"] == {"cached_tokens": 2 + 4}
 
 
 @pytest.mark.parametrize("options, expected", ((None, {}), ({"include_usage": True}, {"usage": None})))
 def test_the_usage_of_the_events_before_the_last(tmp_path, options, expected):
     model = served(tmp_path)
-    call = read_call(COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": options}, "", model)
-    replies = Replies(call, model)
-    chunk = replies.chunk(replies.take(Update(call.sequences[0], [65])))
+    request = prepared(model, {"prompt": "a", "stream": True, "stream_options": options})
+    replies = Replies(request, model)
+    chunk = json.loads(replies.chunk(replies.add_update(Update(request.sequences[0], [65]))).to_json())
     assert {name: value for name, value in chunk.items() if name == "usage"} == expected
 
 
@@ -187,6 +191,5 @@ def test_offsets_of_a_decoder_that_changes_the_text(text):
 def test_log_probabilities_that_are_not_finite_are_null(tmp_path, value):
     body = {"prompt": "ab", "echo": True, "logprobs": 1}
     choice = completion(served(tmp_path), body, [99, 100], logprob=(value, [(97, value)]))
-    json.dumps(choice, allow_nan=False)
     assert choice["logprobs"]["token_logprobs"] == [None] * 4
     assert choice["logprobs"]["top_logprobs"][1:] == [{"a": None, name: None} for name in "bcd"]

@@ -298,7 +298,7 @@ def test_a_target_that_is_not_a_path(ranks, tp, dp, oracle, tmp_path):
         return attempt(megatron_ssm.save, model, tmp_path / "out" if rank == 0 else None)
 
     first, *others = ranks(run, tp * dp, timeout=20)
-    assert first is not None and first[0] == "ValueError" and "wrong type" in first[1]
+    assert first is not None and first[0] == "TypeError" and "(rank 1)" in first[1]
     assert others == [first] * (tp * dp - 1) and not (tmp_path / "out").exists()
 
 

@@ -357,7 +357,7 @@ def test_a_file_that_one_rank_cannot_read(ranks, world, file, directory, tmp_pat
         return ["--model", model, "--prompt-file", model / "prompt", "--max-new-tokens", 2]
 
     first, *others = errors_of_ranks(ranks, world, monkeypatch, flags)
-    assert first is not None and first[0] == "ValueError" and REMOVED_ON_ONE_RANK[file] in first[1], first
+    assert first is not None and first[0] == "FileNotFoundError" and REMOVED_ON_ONE_RANK[file] in first[1], first
     assert first[1].endswith(f"(rank {world - 1})") and all(other == first for other in others)
 
 

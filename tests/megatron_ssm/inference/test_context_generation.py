@@ -11,7 +11,6 @@ import megatron_ssm
 from attention2d import Ring
 from cases import SCHEDULES, groups_of, oracle
 from megatron_ssm import Engine
-from megatron_ssm.models import context
 from serving import attempt, checkpoint, families, ids
 
 __all__ = ["oracle"]
@@ -85,25 +84,6 @@ def test_next_logits_without_a_cache(ranks, cp, tokens):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("cp", (2, 3))
-def test_an_engine_compares_no_call_of_the_model(ranks, cp, monkeypatch):
-    """Its ranks have compared the engine; those who call the model themselves compare each call, by a message."""
-    directory, prompt, compared = checkpoint("mamba2"), ids(1, 24), []
-    compare = context.agree_in_groups
-    monkeypatch.setattr(context, "agree_in_groups", lambda *args: compared.append(1) or compare(*args))
-
-    @torch.no_grad()
-    def run(rank):
-        model = megatron_ssm.load(directory, context=Ring(dist.group.WORLD), dtype=torch.float64)
-        compared.clear()
-        megatron_ssm.generate(model, prompt, max_new_tokens=4)
-        of_engine = len(compared)
-        model.next_logits(prompt)
-        return of_engine, len(compared)
-
-    assert ranks(run, cp) == [(0, 1)] * cp
-
-
 REQUESTS = ((3, 6), (50, 7), (23, 5), (1, 4), (64, 3))  # (length of the prompt, new tokens)
 
 
@@ -170,7 +150,7 @@ def test_chunks_under_autocast(ranks, cp):
 
 @pytest.mark.parametrize("cp", (2, 3))
 def test_wrong_calls_are_one_error_on_every_rank(ranks, cp):
-    """Also those that are wrong on the last rank only."""
+    """Of `generate` also those that are wrong on the last rank only."""
     directory = checkpoint("zamba2")
 
     def run(rank):
@@ -182,13 +162,10 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, cp):
             model(model.schedule.shard(tokens), cache=cache)
         calls = {
             "must be an integer": lambda: megatron_ssm.generate(model, tokens, max_new_tokens="3" if is_last else 3),
-            "were asked something else": lambda: megatron_ssm.generate(model, tokens, max_new_tokens=2 + is_last),
+            "arguments differ across ranks": lambda: megatron_ssm.generate(model, tokens, max_new_tokens=2 + is_last),
             "there is no beam search on context ranks": lambda: model.generate(tokens, num_beams=2),
             "does not fit into a cache of max_length=30": lambda: model(model.schedule.shard(tokens), cache=cache),
             "seq=30 makes": lambda: model(model.schedule.shard(tokens), cache=cache, seq=30),
-            "asked something else than rank 0": lambda: model(
-                tokens[:, :1], cache=model.new_cache(1, max_length=20 + is_last)
-            ),
             "was not made by the new_cache": lambda: model(
                 tokens[:, :1], cache=megatron_ssm.load(directory, dtype=torch.float64).new_cache(1)
             ),

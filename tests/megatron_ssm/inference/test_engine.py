@@ -64,7 +64,8 @@ def sampling(draw):
         options |= dict(temperature=draw.choice((0.7, 1.5)), seed=draw.randrange(3))
         options |= draw.choice((dict(), dict(top_k=5), dict(top_p=0.8), dict(top_k=200, top_p=0.9)))
     if draw.random() < 0.3:
-        options["repetition_penalty"] = draw.choice((0.8, 1.5))
+        new = dict(frequency_penalty=0.8, presence_penalty=-0.3)
+        options |= draw.choice((dict(repetition_penalty=0.8), dict(repetition_penalty=1.5), new))
     return options
 
 

@@ -119,7 +119,7 @@ REQUESTS = [  # some continuations repeat their prompts or themselves, one is al
     dict(prompt=STEM * 3, max_new_tokens=24),
     dict(prompt=STEM * 2 + STEM[:4], max_new_tokens=15, temperature=0.3, seed=1, logprobs=2),
     dict(prompt=[5], max_new_tokens=40, logit_bias={9: 1e3}),
-    dict(prompt=[7, 8] * 4, max_new_tokens=16, temperature=0.4, top_k=2, seed=2, repetition_penalty=0.6),
+    dict(prompt=[7, 8] * 4, max_new_tokens=16, temperature=0.4, top_k=2, seed=2, frequency_penalty=-0.2),
     dict(prompt=STEM, max_new_tokens=1),
     dict(prompt=STEM * 2, max_new_tokens=20, temperature=1.5, top_p=0.3, seed=3, logit_bias={STEM[0]: 3.0}),
 ]
@@ -207,9 +207,9 @@ def test_a_draft_model_reads_in_chunks(ranks, world, limit, longest, monkeypatch
     monkeypatch.setattr(SpeculativeDecoder, "_best_count", late)
     next_logits, read = megatron_ssm.Model.next_logits, []
 
-    def noted(model, ids, mask=None, cache=None, prompt=False, compared=False):
+    def noted(model, ids, mask=None, cache=None, prompt=False):
         read.extend([(model, ids.shape[1])] if prompt else [])
-        return next_logits(model, ids, mask, cache, prompt, compared)
+        return next_logits(model, ids, mask, cache, prompt)
 
     monkeypatch.setattr(megatron_ssm.Model, "next_logits", noted)
     directory = checkpoint("mamba2")

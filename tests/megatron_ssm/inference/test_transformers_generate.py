@@ -408,24 +408,16 @@ def test_what_is_refused(ranks, world):
 
     def run(model):
         answers = [attempt(model.generate, **{"input_ids": words(3), **options}) for options in REFUSED.values()]
-        return answers, sum(model.counter.calls.values()), model.generate(words(2), num_beams=2).tolist()
+        return answers, model.generate(words(2), num_beams=2).tolist()
 
-    answers, calls, after = on_ranks(ranks, world, checkpoint("zamba2"), run)
+    answers, after = on_ranks(ranks, world, checkpoint("zamba2"), run)
     wrong = [
         (expected, answer)
         for expected, answer in zip(REFUSED, answers, strict=True)
         if answer is None or answer[0] != "ValueError" or expected.strip() not in answer[1] or "\n" in answer[1]
     ]
-    assert wrong == [] and calls == (0 if world == 1 else len(REFUSED))  # one comparison each
+    assert wrong == []
     assert after == transformers(checkpoint("zamba2"), words(2), torch.ones(2, LENGTH), num_beams=2)
-
-
-DIFFERENT = {  # (arguments of rank 0, of the others)
-    "prompts": (dict(input_ids=words(3)), dict(input_ids=words(2))),
-    "an id that only one rank has": (dict(input_ids=words(2)), dict(input_ids=words(2) + 1000)),
-    "beams": (dict(input_ids=words(2), num_beams=2), dict(input_ids=words(2), num_beams=3)),
-    "an argument that does not exist": (dict(input_ids=words(2)), dict(input_ids=words(2), beams=3)),
-}
 
 
 @pytest.mark.parametrize("world", (2, 4))
@@ -447,25 +439,5 @@ def test_beams_that_do_not_fit_into_the_memory_of_one_rank(ranks, world):
 
     expected = transformers(directory, words(2), num_beams=2, max_new_tokens=4)
     for error, tokens in ranks(run, world, timeout=30):
-        assert error == ("ValueError", f"MemoryError: no memory (rank {world - 1})")
+        assert error == ("MemoryError", f"no memory (rank {world - 1})")
         assert tokens == expected
-
-
-@pytest.mark.parametrize("world", (2, 4))
-def test_ranks_that_are_asked_different_things(ranks, world):
-    """All of them say so, none waits for another, and they are in step afterwards."""
-
-    def run(model):
-        answers = []
-        for pair in DIFFERENT.values():
-            asked = pair[min(1, model.ranks.rank)]
-            answers.append(attempt(model.generate, **asked))
-            if all(set(one) == {"input_ids"} for one in pair):
-                answers.append(attempt(generate, model, **asked))
-        return answers, model.generate(words(2), num_beams=2).tolist()
-
-    answers, after = on_ranks(ranks, world, checkpoint("zamba2"), run)
-    for answer in answers:
-        wrong = answer[1].endswith("(rank 1)")  # what one rank was asked is refused anyway: all say why
-        assert answer[0] == "ValueError" and (wrong or "were asked something else than rank 0" in answer[1])
-    assert after == transformers(checkpoint("zamba2"), words(2), torch.ones(2, LENGTH), num_beams=2)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_ssm.parallel import local_launch, processes
+from megatron_ssm.parallel import local_launch
 
 PROGRAM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
@@ -49,7 +49,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
 def test_a_rank_whose_parent_has_already_ended_ends():
     pid = os.fork()
     if pid == 0:
-        processes.end_with(1 << 22)  # no process has this number: it is the limit
+        local_launch.end_with(1 << 22)  # no process has this number: it is the limit
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 

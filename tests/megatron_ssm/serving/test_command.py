@@ -121,7 +121,7 @@ def test_caches_that_do_not_fit(family, slots, length):
     flags = ["--slots", slots, "--max-length", length, "--token-budget", slots + 1]
     error = refusal(checkpoint(family), "--port", 0, *flags)
     assert error.startswith(
-        f"--slots {slots} --max-length {length}: there is no memory for the caches of so many slots of that"
+        f"--slots {slots} --max-length {length}: not enough memory for the caches of this many slots of this"
     )
     assert re.search(r"\(tried to allocate \d+ bytes\)$", error)
 

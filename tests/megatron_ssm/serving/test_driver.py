@@ -17,6 +17,9 @@ from megatron_ssm.serving.driver import Driver, follow
 from servers import expected
 from serving import checkpoint
 
+OPTIONS = dict(
+    temperature=0.9, top_k=40, min_p=0.001, repetition_penalty=1.1, frequency_penalty=0.5, presence_penalty=0.3
+)
 REQUESTS = [([1, 2, 3], 5), ([7] * 40, 12), ([9], 30), ([4, 4], 8)]
 
 
@@ -24,7 +27,7 @@ REQUESTS = [([1, 2, 3], 5), ([7] * 40, 12), ([9], 30), ([4, 4], 8)]
 def test_ranks_follow_additions_and_cancellations(ranks, world):
     """Two slots; one request is cancelled while it waits, one while it runs, and one cannot be served."""
     directory = checkpoint("mamba2")
-    alone = [expected(directory, prompt, new) for prompt, new in REQUESTS]
+    alone = [expected(directory, prompt, new, seed=0, **OPTIONS) for prompt, new in REQUESTS]
 
     def run(rank):
         model = load(directory, dist.group.WORLD if world > 1 else None)
@@ -38,7 +41,7 @@ def test_ranks_follow_additions_and_cancellations(ranks, world):
     def drive(engine, channel):
         updates, failures = queue.SimpleQueue(), []
         driver = Driver(engine, channel, updates.put, failures.append)
-        sequences = [Sequence(Arguments(prompt, new, seed=0)) for prompt, new in REQUESTS]
+        sequences = [Sequence(Arguments(prompt, new, seed=0, **OPTIONS)) for prompt, new in REQUESTS]
         endless = [Sequence(Arguments([5, index], 10**6, seed=0), index) for index in range(3)]
         wrong = Sequence(Arguments([300], 1, seed=0))
         for sequence in (endless[0], wrong, endless[1], endless[2], *sequences[:2]):

@@ -185,7 +185,7 @@ def test_ctrl_c_in_a_terminal_counts_once(directory, tmp_path):
         assert "Traceback" not in running.log.read_text()
 
 
-@pytest.mark.parametrize("number", (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)))
+@pytest.mark.parametrize("number", (signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.full)))
 @pytest.mark.parametrize("rank", (1, pytest.param(0, marks=pytest.mark.full)))
 def test_a_lost_rank_ends_all_requests_and_the_server(directory, tmp_path, rank, number):
     """Clients get an error, and the server names the cause. If it is rank 0, there is nobody to send the error."""

@@ -8,6 +8,7 @@ import lzma
 import math
 import os
 import sys
+import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -198,6 +199,30 @@ def test_tokens(tmp_path):
     tokens = tokenize(["a€", "b"], load_tokenizer(tmp_path), 256)
     assert tokens.ids.tolist() == [*"a€".encode(), 256, *b"b", 256]
     assert tokens.text_bytes == 5
+
+
+def test_tokenizing_lets_other_threads_run(tmp_path):
+    """Such as the one that shows other ranks that this rank runs. Python itself switches threads after 100 s here."""
+    write_byte_tokenizer(tmp_path)
+    rounds, stopped = [], threading.Event()
+
+    def count():
+        while not stopped.wait(0.001):
+            rounds.append(len(rounds))
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=count)
+    try:
+        sys.setswitchinterval(100)
+        thread.start()
+        tokenizer = load_tokenizer(tmp_path)
+        before = len(rounds)
+        tokenizer.encode_batch(["word " * 100_000])
+        assert len(rounds) > before
+    finally:
+        sys.setswitchinterval(interval)
+        stopped.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(

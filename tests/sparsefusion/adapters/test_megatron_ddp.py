@@ -414,36 +414,3 @@ def test_a_setting_refused_on_one_rank_is_an_error_on_all(ranks, tp, dp, monkeyp
         assert same_on_all_ranks(main_grads(ddp).values()) and fusion.state_dict()["residuals"]
 
     ranks(run, tp * dp, timeout=30)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_loss_scale_that_fails_on_one_rank_is_an_error_on_all(ranks, world, overlap, monkeypatch):
-    """Also with early units, which are sent before the first bucket is complete."""
-
-    def run(rank):
-        ddp, failing = megatron(monkeypatch, True, overlap_grad_reduce=overlap), []
-
-        def loss_scale():
-            if failing:
-                raise KeyError("no scale")
-            return 4.0
-
-        fusion = force_plan(quiet(loss_scale=loss_scale).attach(ddp))
-        sizes = dict(reversed(fusion._session.sizes.items()))
-        fusion._session.plan = plan(sizes, world, mode="interleaved", early=True)
-        for step in range(2):
-            megatron_step(ddp, step, rank)
-        before = fusion.state_dict()["residuals"]
-        if rank == world - 1:
-            failing.append(True)
-        with pytest.raises(ValueError, match=rf"^step 2: loss_scale\(\) failed: KeyError.* \(rank {world - 1}\)"):
-            megatron_step(ddp, 2, rank)
-        failing.clear()
-        after = fusion.state_dict()["residuals"]
-        assert before and all(torch.equal(before[name], after[name]) for name in before)
-        megatron_step(ddp, 3, rank)
-        assert same_on_all_ranks(main_grads(ddp).values())
-        assert all(p.main_grad.isfinite().all() for p in ddp.module.parameters())
-
-    ranks(run, world, timeout=30)

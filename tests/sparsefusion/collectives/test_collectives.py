@@ -110,19 +110,6 @@ def test_long_messages(ranks, world):
 
 
 @worlds
-def test_all_gather_small(ranks, world):
-    """A contiguous tensor, a transposed one and an empty one."""
-
-    def run(rank):
-        inputs = [torch.arange(number, number + 6).view(3, 2).to(torch.int64) for number in range(world)]
-        for mine in (inputs[rank], inputs[rank].mT.contiguous().mT, inputs[rank][:0]):
-            output = collectives.all_gather_small(mine, dist.group.WORLD)
-            assert torch.equal(output, torch.stack(inputs)[:, : len(mine)])
-
-    ranks(run, world)
-
-
-@worlds
 def test_reduce_scatter_adds_in_rank_order(ranks, world):
     """So a sum has the same bits on whichever rank it is computed, and equals that of `in_rank_order`."""
     inputs = [tensor.float() for tensor in rank_inputs("reduce_scatter", (1000,), world)]

@@ -8,8 +8,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from sparsefusion.collectives import agreement, meeting
-from sparsefusion.collectives.agreement import agree, gather_in_store
+from sparsefusion.collectives import meeting
+from sparsefusion.collectives.agreement import together
+from sparsefusion.collectives.meeting import gather_in_store
 from sparsefusion.foundation.launcher import LauncherError
 
 TIMEOUT = timedelta(seconds=60)
@@ -18,8 +19,7 @@ TIMEOUT = timedelta(seconds=60)
 @pytest.mark.parametrize("late", (0, 1))
 def test_a_rank_that_waits_says_for_whom_and_where(ranks, late, tmp_path, monkeypatch):
     """The late rank begins to meet the others when it reads their lines: rank 1 waits for the store, rank 0 for rank 1."""
-    for module in (meeting, agreement):
-        monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(meeting, "PATIENCE_S", 0.05)
     os.mkfifo(tmp_path / "stderr")
 
     def run(rank):
@@ -35,7 +35,7 @@ def test_a_rank_that_waits_says_for_whom_and_where(ranks, late, tmp_path, monkey
         else:
             sys.stderr = open(tmp_path / "stderr", "w", buffering=1)
         store, place = meeting.meet(TIMEOUT)
-        return line, place, agree(gather_in_store(store, rank, 2, place), "cpu", lambda: "the same")
+        return line, place, together(lambda: "the same", [gather_in_store(store, rank, 2, place)])
 
     found = ranks(run, 2)
     place = found[0][1]
@@ -62,12 +62,12 @@ def test_an_address_that_is_none_is_an_error_at_once(monkeypatch, address, port,
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(agreement, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(meeting, "PATIENCE_S", 0.01)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.2), wait_for_workers=False)
-    store.set("agree-0/1", "[]")
+    store.set("gather-0/1/value", "{}")
     message = "rank 0: 1 of 3 ranks did not come to node:29500 in time: rank 2"
     with pytest.raises(LauncherError, match=f"^{message}$"):
-        agree(gather_in_store(store, 0, 3, "node:29500"), "cpu", lambda: "the same")
+        together(lambda: "the same", [gather_in_store(store, 0, 3, "node:29500")])
     assert capsys.readouterr().err == "rank 0: waiting for 1 of 3 ranks at node:29500: rank 2\n"
 
 

@@ -356,7 +356,7 @@ def test_ranks_with_different_arguments(launch, world, other):
     """Every rank raises an error; otherwise they would wait for one another."""
     found = launch(world, error_of, lambda rank: ["--out", "f", "--device", "cpu", *(other if rank == 1 else [])])
     for kind, message in found:
-        assert kind is ValueError and re.match(r"ranks \[1\] were asked something else than rank 0: ", message), message
+        assert kind is ValueError and message.startswith("arguments differ across ranks: rank 1 got --"), message
 
 
 @worlds
@@ -381,7 +381,7 @@ def test_a_file_that_cannot_be_written_in_the_end(launch, world, monkeypatch):
 
     monkeypatch.setattr(Fabric, "save", fail)
     found = launch(world, error_of, lambda rank: ["--out", "f.json", "--device", "cpu"])
-    message = f"the fabric could not be written: rank 0 of {world}: OSError: [Errno 28] No space left on device"
+    message = "the fabric could not be written: [Errno 28] No space left on device"
     assert found == [(Failure, message)] * world
 
 
@@ -420,9 +420,7 @@ def test_sizes_and_times_that_cannot_be_measured(ranks, world, exact_times):
     for empty, zero, infinite in ranks(job, world):
         assert empty == "the sizes to measure must be 1 byte or more, not []"
         assert zero == "the sizes to measure must be 1 byte or more, not [0, 1024]"
-        assert re.match(
-            rf"rank 0 of {world}: ValueError: all_reduce on {world} ranks: sizes and times .* finite", infinite
-        )
+        assert re.match(rf"all_reduce on {world} ranks: sizes and times .* finite", infinite)
 
 
 @pytest.mark.parametrize("flags,message", [

@@ -5,7 +5,6 @@ import gc
 import io
 import math
 import weakref
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -22,7 +21,6 @@ from sparsefusion import MODES, SparseFusion
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
 from sparsefusion.fusion import cost_measurement, trial
-from sparsefusion.fusion.plan_selection import PlanSelection
 from sparsefusion.planning.compression import CompressionSettings
 
 POINTS = [(1 << i, 1e-3, 1e-3) for i in range(10, 20)]  # bytes, seconds
@@ -315,33 +313,8 @@ def test_an_error_of_the_planning_rank_is_raised_on_every_rank(ranks, world):
         SparseFusion(0.02, mode="layerwise", report=report).attach(model)
         for step in range(4):
             backward(model, step, rank)
-        with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
+        with pytest.raises(OSError, match="^no paper$"):
             backward(model, 4, rank)
-
-    ranks(run, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_an_error_of_the_last_report_is_raised_on_every_rank(ranks, monkeypatch, world):
-    """The decision that it was about to report is in force."""
-    monkeypatch.setattr(trial, "ROUNDS", 1)
-    monkeypatch.setattr(trial, "CLOSE_RATIO", 1e9)
-
-    def run(rank):
-        reports = []
-
-        def report(text):
-            reports.append(text)
-            if len(reports) > 1:
-                raise OSError("no paper")
-
-        model = DDP(Net())
-        fusion = SparseFusion(0.02, report=report).attach(model)
-        with pytest.raises(RuntimeError, match=f"rank 0 of {world}: OSError: no paper"):
-            for step in range(6 + trial.longest_trial_steps()):
-                backward(model, step, rank)
-        state = fusion.state_dict()
-        assert state["plan"] and state["candidates"] is None and state["step"] == step + 1
 
     ranks(run, world)
 
@@ -419,28 +392,6 @@ def test_planned_bytes_are_those_that_are_sent(ranks, world, wire):
         assert len(counts) == 8 and fusion.counter.nbytes == planned + 4 * len(
             fusion.plan.buffers
         )  # 4 bytes of each message count its indices
-
-    ranks(run, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_plan_that_differs_on_one_rank_is_an_error(ranks, monkeypatch, world):
-    """It is raised before anything is sent by the plan."""
-
-    def run(rank):
-        model, take = DDP(Net()), PlanSelection.adopt
-        quiet(mode="layerwise", density=0.05).attach(model)
-
-        def changed(self, candidates):
-            take(self, candidates)
-            if rank == 1:
-                self.session.plan = replace(self.session.plan, density=0.04)
-
-        monkeypatch.setattr(PlanSelection, "adopt", changed)
-        for step in range(4):
-            backward(model, step, rank)
-        with pytest.raises(ValueError, match="ranks of SparseFusion .* were asked something else than rank 0"):
-            backward(model, 4, rank)
 
     ranks(run, world)
 

@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused import Net, attach_fp16, backward, force_plan, quiet, residual_of, same_on_all_ranks, sum_over_ranks
 from sparsefusion import SparseFusion
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.curve import Curve
 from sparsefusion.fusion import trial
 from sparsefusion.planning.plan import Plan
 
@@ -75,36 +73,8 @@ def test_a_resumed_run_in_fp16_restores_its_scale(ranks, world):
         assert all(map(torch.equal, straight.parameters(), again.parameters()))
         assert not any(map(torch.equal, straight.parameters(), without.parameters()))
         for _ in range(2):  # the second attempt fails as well
-            with pytest.raises(ValueError, match="ranks of SparseFusion"):
+            with pytest.raises(ValueError, match="rank 1 got half_scale=1.0, rank 0 got half_scale="):
                 fusions[2].load_state_dict(older if rank == 1 else state)
-        with pytest.raises(ValueError, match="ranks of SparseFusion"):
-            backward(without, 8, rank)
-
-    ranks(run, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("saved, replanned", [(0, False), (2, False), (2, True)])
-def test_a_resumed_run_in_fp16_rounds_the_same_steps(ranks, world, saved, replanned):
-    """The first step is not rounded, nor is the first one after `replan()`."""
-
-    def run(rank):
-        fusions = []
-        for part in (range(saved), range(saved, saved + 2)):
-            model = DDP(Net())
-            fusions.append(quiet(mode="fp16").attach(model))
-            if len(fusions) > 1:
-                fusions[1].load_state_dict(fusions[0].state_dict())
-            rounded = []
-            for step in part:
-                backward(model, step, rank)
-                plain = DDP(Net())
-                backward(plain, step, rank)
-                same = map(torch.equal, *([p.grad for p in each.parameters()] for each in (plain, model)))
-                rounded.append(not all(same))
-            if replanned and len(fusions) == 1:
-                fusions[0].replan()
-        assert rounded == [saved == 2 and not replanned, True]
 
     ranks(run, world)
 
@@ -222,19 +192,9 @@ def test_a_plan_of_another_budget_is_not_kept(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_differences_between_ranks_are_errors(ranks, world):
-    """Other options are an error on every rank in the next step; states of other steps, when they are loaded."""
+    """Of steps, in states that are loaded."""
 
     def run(rank):
-        known = Fabric(tuple(Curve.fit(name, world, POINTS) for name in ("all_reduce", "all_gather")), {})
-        helpful = {
-            "density": 0.01 if rank else 0.9,
-            "mode": "layerwise",
-        }  # only one rank would report that it stays dense
-        for options in ({"density": 0.01 * (1 + rank)}, {"fabric": None if rank else known}, helpful):
-            model = DDP(Net())
-            quiet(**options).attach(model)
-            with pytest.raises(ValueError, match=r"ranks of SparseFusion .* were asked something else than rank 0"):
-                backward(model, 0, rank)
         model = DDP(Net())
         fusion = force_plan(quiet(density=0.05, mode="layerwise").attach(model))
         for step in range(2):
@@ -247,7 +207,7 @@ def test_differences_between_ranks_are_errors(ranks, world):
             ValueError, match="states of different runs or steps: rank 0's of step 1, rank 1's of step 2"
         ):
             fusion.load_state_dict(states)
-        with pytest.raises(ValueError, match=r"were asked something else than rank 0: \(2, .* instead of \(1, "):
+        with pytest.raises(ValueError, match=r"rank 1 got step=2, rank 0 got step=1"):
             fusion.load_state_dict(state)
 
     ranks(run, world)
@@ -403,11 +363,9 @@ def test_invalid_states_are_refused(ranks, world):
             fusion.load_state_dict({**state, "residuals": None} if rank == 1 else state)
         states = [None] * world
         dist.all_gather_object(states, state)
-        with pytest.raises(
-            ValueError, match="'its own state, with plan' instead of 'the list of all states, with plan'"
-        ):
+        with pytest.raises(ValueError, match="rank 1 got state='its own state', rank 0 got state='the list"):
             fusion.load_state_dict(state if rank == 1 else states)
-        with pytest.raises(ValueError, match="'its own state, with no plan' instead of 'its own state, with plan'"):
+        with pytest.raises(ValueError, match="rank 1 got plan=None, rank 0 got plan="):
             fusion.load_state_dict({**state, "plan": None} if rank == 1 else state)
         after = fusion.state_dict()
         assert after["step"] == 1 and after["plan"] == state["plan"]

@@ -454,9 +454,9 @@ def test_parts_of_a_divided_model_compare_options(ranks, world):
         for odd, option in ([2], {"density": 0.02}), ([2], {"mode": "fp16"}), ([2, 3], {"model_group": None}):
             model = DDP(Net(), process_group=data)
             fusion = quiet(**{"model_group": model_group} | (option if rank in odd else {}))
-            with pytest.raises(ValueError, match="asked something else than rank 0"):
-                fusion.attach(model)  # which compares the model groups; other options are compared in the first step
-                backward(model, 0, rank)
+            with pytest.raises(ValueError, match="arguments differ across ranks"):
+                fusion.attach(model)
+            quiet(model_group=model_group).attach(model)  # none of the ranks was attached
 
     ranks(run, world)
 

@@ -71,21 +71,6 @@ def test_fp16_sends_buckets_that_overflow_again(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_nothing_is_rounded_before_ranks_are_compared(ranks, world):
-    """The comparison is at the end of the first step."""
-
-    def run(rank):
-        plain, ours = DDP(Net()), DDP(Net())
-        quiet(mode="fp16").attach(ours)
-        for step in range(3):
-            backward(plain, step, rank), backward(ours, step, rank)
-            same = all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters(), strict=True))
-            assert same == (step == 0)
-
-    ranks(run, world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
 def test_nonfinite_means_are_an_error_in_fp16_but_not_in_dense(ranks, world):
     def run(rank):
         for mode in ("dense", "fp16"):

@@ -1,11 +1,11 @@
 """Training in a DeepSpeed engine, in forked ranks on the CPU. Oracle: torch's engine, with the same weights and data."""
 
 import math
-import os
 
 import pytest
 import torch
 from chosen import by_default
+from deepspeed_package import deepspeed
 
 import tiny
 from fp32_runs import FP32, MODELS, close, one_rank, run_of
@@ -19,18 +19,12 @@ from megatron_ssm.training.pretraining import make_model, make_trainer
 from megatron_ssm.training.trainer import evaluate
 from sparsefusion.foundation.command_line import Failure
 
+__all__ = ["deepspeed"]
+pytestmark = pytest.mark.usefixtures("deepspeed")  # imported before ranks are forked
+
 SPARSE = dict(gradient_mode="layerwise", gradient_density=0.1)
 BF16 = dict(bf16=True, config={"bf16": {"enabled": True}})
 SKIPPING = dict(lr_decay_style="constant", lr_warmup_iters=0, max_skipped_steps=1, num_layers=1)
-
-
-@pytest.fixture(autouse=True)
-def deepspeed():
-    """The package, imported before ranks are forked."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    package = pytest.importorskip("deepspeed")
-    package.utils.logger.setLevel("ERROR")
-    return package
 
 
 @pytest.mark.parametrize("world, stage", [(2, 0), (3, 2), (2, 3)])

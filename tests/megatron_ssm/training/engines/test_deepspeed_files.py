@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from chosen import by_default
+from deepspeed_package import deepspeed
 
 import megatron_ssm
 import tiny
@@ -31,14 +32,8 @@ from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.command_line import run as run_command
 
-
-@pytest.fixture(autouse=True, scope="module")
-def deepspeed():
-    """The package, imported before ranks are forked."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    package = pytest.importorskip("deepspeed")
-    package.utils.logger.setLevel("ERROR")
-    return package
+__all__ = ["deepspeed"]
+pytestmark = pytest.mark.usefixtures("deepspeed")  # imported before ranks are forked
 
 
 def saved(tp, run, folder, steps=3):
@@ -98,7 +93,7 @@ def test_ranks_that_resume_from_different_runs(ranks, tmp_path, monkeypatch, wor
         return differs, attempt(trainer.load, tmp_path / "7" / "deepspeed", 3)
 
     for differs, same in ranks(load, world):
-        assert differs[0] == "ValueError" and "the ranks differ: deepspeed with files of CRC-32 " in differs[1]
+        assert differs[0] == "ValueError" and "rank 1 got 'deepspeed with files of CRC-32 " in differs[1]
         assert same is None
 
 

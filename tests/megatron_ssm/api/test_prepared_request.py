@@ -1,17 +1,19 @@
 """What a request's JSON asks for. Oracle: the interface's documentation."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_ssm.api import calls
-from megatron_ssm.api.calls import Served, read_call
+from megatron_ssm.api import prepared_request
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.parameters import CHAT, COMPLETIONS
+from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.request_models import ChatRequest, CompletionRequest
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
 
+CHAT, COMPLETIONS = ChatRequest, CompletionRequest
 CHATTING = {"messages": [{"role": "user", "content": "Hi"}]}
 LENGTH, VOCABULARY = 30, 10
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
@@ -41,13 +43,35 @@ CASES = [
         "the prompt has 390 tokens",
     ),  # a token has at most 13 characters
     (COMPLETIONS, "", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "best_of is not implemented"),
+    (
+        CHAT,
+        "a",
+        {**CHATTING, "guided_json": {}, "min_tokens": 1},
+        "min_tokens",
+        "guided_json and min_tokens exclude each",
+    ),
+    (CHAT, "a", {**CHATTING, "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", ".regex: regex: "),
+    (
+        COMPLETIONS,
+        "",
+        {"prompt": "a", "structured_outputs": {"json": "{}", "choice": ["a"]}},
+        "structured_outputs.choice",
+        "structured_outputs.json and structured_outputs.choice exclude each other",
+    ),
+    (
+        COMPLETIONS,
+        "",
+        {"prompt": "a", "stop_token_ids": [1, 10]},
+        "stop_token_ids",
+        "stop_token_ids: 10 is not a token id",
+    ),
     *(
         (
             COMPLETIONS,
             "",
             {"prompt": "a", "logit_bias": {"1": 100, name: -100}},
             "logit_bias",
-            f"'{name}' is no id of the vocabulary",
+            f"'{name}' is not a token id",
         )
         for name in ("01", "00", "10", "-1", " 1", "1.0", "\u0661")
     ),
@@ -63,10 +87,14 @@ def served(directory, template):
     return Served("model", load_tokenizer(directory), VOCABULARY, (256,), LENGTH, ChatTemplate(directory))
 
 
+def prepared(model, body, served_model):
+    return prepare_request(model, json.dumps(body), "", served_model)
+
+
 @pytest.mark.parametrize("endpoint, template, body, param, message", CASES)
 def test_errors_name_the_parameter(tmp_path, endpoint, template, body, param, message):
     with pytest.raises(ApiError, match=message) as refused:
-        read_call(endpoint, body, "", served(tmp_path, template))
+        prepared(endpoint, body, served(tmp_path, template))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert refused.value.code == ("context_length_exceeded" if "request may have" in str(refused.value) else None)
 
@@ -75,7 +103,7 @@ def test_how_many_tokens_there_may_be(tmp_path):
     model = served(tmp_path, "a" * 20)
 
     def most(endpoint, **body):
-        return read_call(endpoint, body, "", model).sequences[0].arguments.max_new_tokens
+        return prepared(endpoint, body, model).sequences[0].arguments.max_new_tokens
 
     assert most(CHAT, **CHATTING) == 10 and most(CHAT, **CHATTING, max_tokens=10) == 10
     assert most(COMPLETIONS, prompt="a" * 14) == 16
@@ -87,19 +115,49 @@ def test_empty_fields_of_messages_are_not_given_to_the_template(tmp_path):
     model = served(tmp_path, "{{ messages[0] | list | join(',') }}")
     empty = {"tool_calls": [], "refusal": None, "type": "text"}
     message = {**empty, "role": "assistant", "content": [{"type": "text", "text": "a"}]}
-    (prompt,) = read_call(CHAT, {"messages": [message]}, "", model).prompts
+    (prompt,) = prepared(CHAT, {"messages": [message]}, model).prompts
     assert prompt[0] == "role,content"
 
 
 def test_ids_become_text_only_to_be_repeated(tmp_path):
     model, body = served(tmp_path, None), {"prompt": [1, 2], "max_tokens": 5}
-    assert read_call(COMPLETIONS, {**body, "echo": True}, "", model).prompts == [("\x01\x02", [1, 2])]
-    assert read_call(COMPLETIONS, body, "", replace(model, tokenizer=None)).prompts == [("", [1, 2])]
+    assert prepared(COMPLETIONS, {**body, "echo": True}, model).prompts == [("\x01\x02", [1, 2])]
+    assert prepared(COMPLETIONS, body, replace(model, tokenizer=None)).prompts == [("", [1, 2])]
 
 
 def test_as_many_candidates_as_replies(tmp_path):
     body = {"prompt": "a", "n": 2, "best_of": 2}
-    assert len(read_call(COMPLETIONS, body, "", served(tmp_path, None)).sequences) == 2
+    assert len(prepared(COMPLETIONS, body, served(tmp_path, None)).sequences) == 2
+
+
+def arguments_of(tmp_path, **body):
+    (sequence,) = prepared(COMPLETIONS, {"prompt": "a", "max_tokens": 5, **body}, served(tmp_path, None)).sequences
+    return sequence.arguments
+
+
+def test_options_of_sampling_reach_the_engine(tmp_path):
+    options = dict(temperature=0.5, top_k=3, top_p=0.4, min_p=0.2, repetition_penalty=1.1, frequency_penalty=0.3,
+                   presence_penalty=-0.6)  # fmt: skip
+    found = arguments_of(tmp_path, **options, min_tokens=2, stop_token_ids=[4, 5])
+    assert {name: getattr(found, name) for name in options} == options
+    assert (found.min_new_tokens, found.stop_tokens) == (2, (4, 5, 256))
+    neutral = arguments_of(tmp_path, top_k=-1, top_p=1, min_p=0, ignore_eos=True)
+    assert (neutral.top_k, neutral.top_p, neutral.min_p, neutral.stop_tokens) == (None, None, None, ())
+
+
+def test_names_of_grammars(tmp_path):
+    """The parameters of vLLM, now and before."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "null"}
+    for new, old in (
+        ({"json": schema}, {"guided_json": schema}), ({"json": json.dumps(schema)}, {"guided_json": json.dumps(schema)}),
+        ({"choice": ["a", "b"]}, {"guided_choice": ["a", "b"]}), ({"regex": "a"}, {"guided_regex": "a"}),
+        ({"grammar": 'start: "a"'}, {"guided_grammar": 'start: "a"'}),
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+    ):  # fmt: skip
+        found = arguments_of(tmp_path, **old).grammar
+        assert found is not None and found == arguments_of(tmp_path, structured_outputs=new).grammar
+    assert arguments_of(tmp_path, structured_outputs={"json_object": False}).grammar is None
 
 
 TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}
@@ -118,10 +176,10 @@ TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}
 )
 def test_how_many_log_probabilities_there_may_be(tmp_path, monkeypatch, endpoint, body, count):
     model = served(tmp_path, "a" * 20)
-    assert f"at most {calls.MOST_LOGPROBS} log-probabilities" in PAGE.read_text()
-    monkeypatch.setattr(calls, "MOST_LOGPROBS", count)
-    read_call(endpoint, body, "", model)
-    monkeypatch.setattr(calls, "MOST_LOGPROBS", count - 1)
+    assert f"at most {prepared_request.MAX_LOGPROBS} log-probabilities" in PAGE.read_text()
+    monkeypatch.setattr(prepared_request, "MAX_LOGPROBS", count)
+    prepared(endpoint, body, model)
+    monkeypatch.setattr(prepared_request, "MAX_LOGPROBS", count - 1)
     with pytest.raises(ApiError, match=f"more than the {count - 1} log-probabilities that a request may") as refused:
-        read_call(endpoint, body, "", model)
+        prepared(endpoint, body, model)
     assert refused.value.param == ("top_logprobs" if endpoint == CHAT else "logprobs")

@@ -1,0 +1,281 @@
+"""From the JSON of a request to the sequences that the engine is to continue."""
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron_ssm.inference import grammar as grammars
+from megatron_ssm.inference.grammar import Grammar
+from megatron_ssm.inference.text import most_characters
+
+from .chat_template import ChatTemplate
+from .errors import ApiError, bad_request
+from .offsets import prompt_offsets
+from .request_models import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ResponseFormat,
+    StructuredOutputs,
+    parse_body,
+)
+from .sequences import Arguments, Sequence
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOO_LONG = "context_length_exceeded"
+ANY_OBJECT = {"type": "object"}
+MAX_LOGPROBS = 400_000  # log-probabilities of a request: a reply with this many is made in about a second
+
+Prompt = tuple[str, list[int]]  # its text, "" for ids that are not repeated, and its token ids
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that a server serves.
+
+    Args:
+        name: What clients call it.
+        stop_tokens: The ids that end a text.
+        max_length: The maximum number of tokens of a request.
+        shares_prefixes: True if the users of different API keys share the prefix cache.
+    """
+
+    name: str
+    tokenizer: "Tokenizer"
+    vocab_size: int
+    stop_tokens: tuple[int, ...]
+    max_length: int
+    template: ChatTemplate
+    shares_prefixes: bool = False
+
+    @cached_property
+    def most_characters(self) -> int | None:
+        """The number of characters beyond which a prompt certainly has too many tokens; None: there is none."""
+        return most_characters(self.tokenizer, self.max_length)
+
+    def check_name(self, name: str) -> None:
+        """ApiError 404 for the name of another model."""
+        if name != self.name:
+            raise ApiError(
+                404, f"there is no model {name[:100]!r} here, only {self.name!r}", "model", "model_not_found"
+            )
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that was checked, and whose prompts are token ids.
+
+    Args:
+        sequences: The replies, those to one prompt together.
+        offsets: Where the tokens of each prompt begin in its text, if prompts are repeated with log-probabilities.
+    """
+
+    body: Body
+    prompts: list[Prompt]
+    sequences: list[Sequence]
+    offsets: list[list[int]]
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Return True if the new token, which the engine always makes, was not asked for."""
+        return self.body.max_tokens == 0
+
+    @property
+    def count_parameter(self) -> str:
+        """The parameter that determines how many sequences there are."""
+        return "n" if self.body.n > 1 else self.body.prompt_field
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Return True if the reply shows its tokens one by one, beside its text."""
+        return self.body.num_logprobs is not None or self.body.return_token_ids
+
+
+def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Served) -> PreparedRequest:
+    """Check a request and tokenize its prompts.
+
+    Args:
+        model: What the body must match.
+        text: The body, as JSON.
+        owner: Who made the request, see `Keys.owner`.
+
+    Raises:
+        ApiError: 400, or 404 for another model.
+    """
+    body = parse_body(model, text)
+    if body.model:
+        served.check_name(body.model)
+    _check_combinations(body, served.vocab_size)
+    prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
+    new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
+    _check_size(body, prompts, new_tokens)
+    grammar_parameter, grammar = _grammar(body)
+    shared: dict[str, Any] = dict(
+        temperature=body.temperature,
+        top_k=body.top_k if body.top_k > 0 else None,
+        top_p=body.top_p if body.top_p < 1 else None,
+        min_p=body.min_p or None,
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        min_new_tokens=body.min_tokens,
+        stop_tokens=(*body.stop_token_ids, *(() if body.ignore_eos else served.stop_tokens)),
+        stop_strings=tuple(body.stop),
+        logit_bias=_logit_bias(body.logit_bias, served.vocab_size),
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_logprobs is not None and body.echo,
+        grammar=None if grammar is None else (grammar.kind, grammar.text),
+        prefix_key="" if served.shares_prefixes else owner,
+    )
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    rows = [(ids, new) for (_, ids), new in zip(prompts, new_tokens, strict=True) for _ in range(body.n)]
+    sequences = [
+        Sequence(Arguments(ids, new, seed + i, **shared), i, grammar_parameter) for i, (ids, new) in enumerate(rows)
+    ]
+    offsets = [prompt_offsets(served.tokenizer, *prompt) for prompt in prompts] if shared["prompt_logprobs"] else []
+    return PreparedRequest(body, prompts, sequences, offsets)
+
+
+def _check_combinations(body: Body, vocab_size: int) -> None:
+    """ApiError 400 for parameters that do not go together."""
+    if body.includes_usage and not body.stream:
+        raise bad_request("stream_options are for streams only", "stream_options")
+    for token in body.stop_token_ids:
+        if token >= vocab_size:
+            raise bad_request(f"stop_token_ids: {token} is not a token id (vocab_size={vocab_size})", "stop_token_ids")
+    if isinstance(body, ChatRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    elif body.best_of not in (None, body.n):
+        raise bad_request("best_of is not implemented: it must be equal to n", "best_of")
+    elif body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens=0 is for echo only", "max_tokens")
+    if (body.num_logprobs or 0) > vocab_size:
+        name = body.logprobs_field
+        raise bad_request(f"{name}={body.num_logprobs} exceeds the vocabulary of {vocab_size}", name)
+
+
+def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
+    """The prompts of a completion."""
+    prompts: list[Prompt] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            prompts.append((prompt, _token_ids(prompt, served, "prompt")))
+            continue
+        if len(prompt) > served.max_length:
+            raise _too_many(len(prompt), "prompt", served.max_length)
+        if max(prompt) >= served.vocab_size:
+            raise bad_request(f"token id {max(prompt)} is outside the vocabulary of {served.vocab_size}", "prompt")
+        # `decode` would hold the interpreter's lock, as `encode` does below.
+        text = served.tokenizer.decode_batch([prompt], skip_special_tokens=False)[0] if body.echo else ""
+        prompts.append((text, prompt))
+    if not all(ids for _, ids in prompts):
+        raise bad_request("a prompt has no tokens", "prompt")
+    return prompts
+
+
+def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
+    """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
+    text = served.template.render([message.for_template() for message in body.messages])
+    ids = _token_ids(text, served, "messages", add_special_tokens=False)
+    if not ids:
+        raise bad_request("the chat template makes an empty prompt of the messages", "messages")
+    return [(text, ids)]
+
+
+def _token_ids(text: str, served: Served, param: str, add_special_tokens: bool = True) -> list[int]:
+    """The ids of a text. One that certainly has too many is not tokenized, which would take long."""
+    most = served.most_characters
+    if most is not None and len(text) > most:
+        message = f"the prompt has {len(text)} characters, which are too many: {_rule(served.max_length)}"
+        raise bad_request(message, param, TOO_LONG)
+    # `encode` would hold the interpreter's lock, and so stop the engine: for seconds with a megabyte of text.
+    return served.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _new_tokens(body: Body, prompt: int, max_length: int) -> int:
+    """The maximum number of tokens after a prompt of this length."""
+    name, wanted = body.new_tokens
+    if prompt + (wanted != 0) > max_length:
+        raise _too_many(prompt, body.prompt_field, max_length)
+    if wanted is not None and prompt + wanted > max_length:
+        message = f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {_rule(max_length)}"
+        raise bad_request(message, name, TOO_LONG)
+    return max_length - prompt if wanted is None else max(1, wanted)
+
+
+def _too_many(tokens: int, param: str, max_length: int) -> ApiError:
+    return bad_request(f"the prompt has {tokens} tokens, which are too many: {_rule(max_length)}", param, TOO_LONG)
+
+
+def _rule(max_length: int) -> str:
+    return f"a request may have {max_length} tokens, prompt and new ones together"
+
+
+def _check_size(body: Body, prompts: list[Prompt], new_tokens: list[int]) -> None:
+    """ApiError 400 if the replies may have more than MAX_LOGPROBS log-probabilities. new_tokens: after each prompt."""
+    if body.num_logprobs is None:
+        return
+    repeated = sum(len(ids) for _, ids in prompts) if body.echo else 0
+    tokens = body.n * (repeated + (0 if body.max_tokens == 0 else sum(new_tokens)))
+    each = 1 + body.num_logprobs
+    if tokens * each > MAX_LOGPROBS:
+        raise bad_request(
+            f"up to {tokens} tokens with the log-probabilities of {each} ids each are more than the {MAX_LOGPROBS} "
+            "log-probabilities that a request may ask for; a smaller max_tokens makes them fewer",
+            body.logprobs_field,
+        )
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float] | None:
+    """{token id: bias} from JSON, whose names are strings. A name has no leading zeros, so no id has two of them."""
+    for token in biases:
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", token) or int(token) >= vocab_size:
+            message = f"logit_bias: {token[:20]!r} is not a token id (vocab_size={vocab_size})"
+            raise bad_request(message, "logit_bias")
+    return {int(token): float(bias) for token, bias in biases.items()} or None
+
+
+def _schema(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """The JSON schema that a reply of this form must match, or None."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return ANY_OBJECT
+    if form.json_schema is None:
+        raise bad_request("response_format needs the field json_schema", "response_format")
+    return form.json_schema.schema_
+
+
+def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
+    """The parameter that gives the grammar of the reply, and the grammar; ("", None) if there is none."""
+    outputs = body.structured_outputs or StructuredOutputs()
+    given: list[tuple[str, Callable[..., Grammar], Any]] = [
+        ("response_format", grammars.json_schema, _schema(body.response_format)),
+        ("structured_outputs.json", grammars.json_schema, outputs.json_),
+        ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
+        ("structured_outputs.choice", grammars.choice, outputs.choice),
+        ("structured_outputs.regex", grammars.regex, outputs.regex),
+        ("structured_outputs.grammar", grammars.lark, outputs.grammar),
+        ("guided_json", grammars.json_schema, body.guided_json),
+        ("guided_choice", grammars.choice, body.guided_choice),
+        ("guided_regex", grammars.regex, body.guided_regex),
+        ("guided_grammar", grammars.lark, body.guided_grammar),
+    ]
+    found = [row for row in given if row[2] is not None]
+    if not found:
+        return "", None
+    name, make, value = found[0]
+    others = [other for other, *_ in found[1:]] + ["min_tokens"] * (body.min_tokens > 0)
+    if others:
+        raise bad_request(f"{name} and {others[0]} exclude each other", others[0])
+    try:
+        return name, make(value)
+    except ValueError as error:
+        raise bad_request(f"{name}: {error}", name) from None

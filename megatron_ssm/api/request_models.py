@@ -1,0 +1,359 @@
+"""The JSON that clients send, as pydantic models: requests are checked by them, and /openapi.json is generated from them."""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
+
+from sparsefusion.foundation.command_line import did_you_mean
+
+from .errors import ApiError, bad_request
+
+MAX_PROMPTS, MAX_CHOICES, MAX_BIASES = 128, 128, 1024
+MAX_FIELDS = 100  # of an object: pydantic collects an error for each field before one of them is reported
+_NULL = {"type": "null"}
+SHOWN = 60  # characters of a wrong value in the error
+
+
+class RequestModel(BaseModel):
+    """A JSON object that clients send. A field that is null counts as left out, and "1" or 1.0 is no integer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, fields: Any) -> Any:
+        """Return the fields that are not null."""
+        if not isinstance(fields, dict):
+            return fields
+        _check_length(fields, MAX_FIELDS)
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the model's JSON schema, in which fields that may be left out may be null."""
+        schema = handler(core_schema)
+        made = handler.resolve_ref_schema(schema)
+        for name, field in made["properties"].items():
+            if name not in made.get("required", ()) and _NULL not in field.get("anyOf", ()):
+                made["properties"][name] = {"anyOf": [field, _NULL]}
+        return schema
+
+
+def _check_length(fields: dict[str, Any], most: int) -> None:
+    if len(fields) > most:
+        raise PydanticCustomError("too_many_fields", "Object should have at most {most} fields", {"most": most})
+
+
+def _check_biases(biases: Any) -> Any:
+    if isinstance(biases, dict):
+        _check_length(biases, MAX_BIASES)
+    return biases
+
+
+def _refuse_elements(value: Any) -> Any:
+    if isinstance(value, list) and value:
+        raise PydanticCustomError("not_implemented", "not implemented, so the list must be empty")
+    return value
+
+
+def _from_json(schema: Any) -> Any:
+    """Return a JSON schema, or parse its text."""
+    try:
+        return from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
+    except ValueError:
+        raise PydanticCustomError("json", "Input should be a JSON schema, or its text") from None
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    """Return the tag of a prompt by its first element, so that errors name the element that differs from the first."""
+    if isinstance(prompt, str):
+        return "text"
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    return {str: "texts", int: "token ids", list: "lists of token ids"}.get(type(prompt[0]))
+
+
+def _kind_of_content(content: Any) -> str | None:
+    return "text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
+
+
+Count = Annotated[int, Field(ge=0, le=2**31)]
+PositiveCount = Annotated[int, Field(ge=1, le=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+EmptyList = Annotated[list[str], BeforeValidator(_refuse_elements), Field(max_length=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+JsonSchema = Annotated[dict[str, Any], BeforeValidator(_from_json, json_schema_input_type=dict[str, Any] | str)]
+ShortText = Annotated[str, Field(min_length=1, max_length=1000)]
+Choices = Annotated[list[ShortText], Field(min_length=1, max_length=1000, fail_fast=True)]
+Regex = Annotated[str, Field(min_length=1, max_length=10_000)]
+LarkGrammar = Annotated[str, Field(min_length=1, max_length=100_000)]
+StopStrings = Annotated[list[ShortText], Field(max_length=16)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    | Annotated[TokenIds, Tag("token ids")]
+    | Annotated[list[TokenIds], Tag("lists of token ids"), Field(fail_fast=True, max_length=MAX_PROMPTS)],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="Input should be a text, a list of texts, a list of token ids, or a list of such lists",
+    ),
+]
+TAGS = {"text", "texts", "token ids", "lists of token ids", "parts"}  # which pydantic adds to the places of errors
+
+
+class TextPart(RequestModel):
+    """A part of a message's content. Other fields, such as cache_control, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts"), Field(fail_fast=True, min_length=1)],
+    Discriminator(
+        _kind_of_content, custom_error_type="content", custom_error_message="Input should be a text, or a list of texts"
+    ),
+]
+
+
+class Message(RequestModel):
+    """A message of a conversation. Templates may use fields that are not listed here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    type: Literal["text"] = "text"
+    tool_calls: EmptyList = []
+    function_call: None = None
+    audio: None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the fields for the template; the content is one text."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **(self.model_extra or {})}
+
+
+class StreamOptions(RequestModel):
+    """Options of a stream. Those that are not listed here must be false."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Literal[False]] = Field(init=False)
+
+    include_usage: bool = False
+    """Send the usage as the last event."""
+
+
+class NamedSchema(RequestModel):
+    """A JSON schema that a reply must match."""
+
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    name: str = ""
+    description: str = ""
+    strict: bool = False
+
+
+class ResponseFormat(RequestModel):
+    """The form of a reply."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(RequestModel):
+    """A grammar that a reply must match, in one of its fields."""
+
+    json_: Annotated[JsonSchema | None, Field(alias="json")] = None
+    json_object: bool = False
+    choice: Choices | None = None
+    regex: Regex | None = None
+    grammar: LarkGrammar | None = None
+
+
+class GenerationRequest(RequestModel):
+    """The parameters of every endpoint that generates."""
+
+    prompt_field: ClassVar[str]
+    logprobs_field: ClassVar[str]
+
+    model: str = ""
+    """The name of the served model, as /v1/models lists it; may be left out."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    """The number of replies to a prompt."""
+    stream: bool = False
+    """Send tokens as they come, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """0: the most likely token (greedy search)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this."""
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] = 0
+    """Sample from this many tokens; 0 or -1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out tokens that are less likely than this times the most likely one."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    """Divides the positive logits of tokens that occurred before, and multiplies the negative ones."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logit of a token once for each time that the reply has it."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of a token that the reply has."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Makes sampling repeatable. Reply i to a request is sampled with seed + i."""
+    stop: Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=ShortText | StopStrings)] = []
+    """A text that ends the reply and is not part of it, or a list of such texts."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] = []
+    """Token ids that end the reply."""
+    min_tokens: Count = 0
+    """The number of tokens before one that ends a text, or one of stop_token_ids, may come."""
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_check_biases)] = {}
+    """{token id: what is added to its logit}."""
+    response_format: ResponseFormat | None = None
+    """json_object: the reply is a JSON object; json_schema: JSON that a schema describes."""
+    structured_outputs: StructuredOutputs | None = None
+    """The reply matches this grammar."""
+    guided_json: JsonSchema | None = None
+    """The reply matches this JSON schema, or its text."""
+    guided_choice: Choices | None = None
+    """The reply is one of these texts."""
+    guided_regex: Regex | None = None
+    """The reply matches this expression."""
+    guided_grammar: LarkGrammar | None = None
+    """The reply matches this grammar, in llguidance's variant of Lark's notation."""
+    ignore_eos: bool = False
+    """Do not stop at the tokens that end a text."""
+    return_token_ids: bool = False
+    """Add token_ids to each reply."""
+    user: str = ""
+    """Has no effect, like the following fields."""
+    metadata: dict[str, Any] = {}
+    store: bool = False
+    service_tier: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+
+    @property
+    def includes_usage(self) -> bool:
+        """Return True if a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of a request to /v1/completions."""
+
+    prompt_field, logprobs_field = "prompt", "logprobs"
+
+    prompt: Prompt
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    max_tokens: Count = 16
+    """The maximum number of new tokens. 0 is possible with echo."""
+    echo: bool = False
+    """Begin the reply with the prompt."""
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Return the log-probabilities of each token, and of this many of the most likely ones."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Must be equal to n."""
+    suffix: Literal[""] = ""
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each a text or token ids."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of alternatives of each token that are returned with log-probabilities; None: no log-probabilities."""
+        return self.logprobs
+
+    @property
+    def new_tokens(self) -> tuple[str, int | None]:
+        """The parameter that limits the new tokens, and its value."""
+        return "max_tokens", self.max_tokens
+
+
+class ChatRequest(GenerationRequest):
+    """The body of a request to /v1/chat/completions."""
+
+    prompt_field, logprobs_field = "messages", "top_logprobs"
+    echo: ClassVar[bool] = False
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
+    """The conversation."""
+    max_tokens: PositiveCount | None = None
+    """The maximum number of new tokens; by default as many as a request may have."""
+    max_completion_tokens: PositiveCount | None = None
+    """Another name of max_tokens."""
+    logprobs: bool = False
+    """Return the log-probability of each token."""
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """With logprobs: also those of this many of the most likely tokens."""
+    tools: EmptyList = []
+    tool_choice: Literal["none", "auto"] = "none"
+    parallel_tool_calls: bool = True
+    functions: EmptyList = []
+    function_call: Literal["none", "auto"] = "none"
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
+    reasoning_effort: Literal["none", "minimal"] = "none"
+    verbosity: Literal["medium"] = "medium"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of alternatives of each token that are returned with log-probabilities; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def new_tokens(self) -> tuple[str, int | None]:
+        """The parameter that limits the new tokens, and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+Body = CompletionRequest | ChatRequest
+M = TypeVar("M", bound=RequestModel)
+
+
+def parse_body(model: type[M], body: bytes | str) -> M:
+    """Return the model of a JSON text. ApiError 400 for a wrong one, which names the field, its value and the rule."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _api_error(error, model) from None
+
+
+def _api_error(error: ValidationError, model: type[RequestModel]) -> ApiError:
+    """The API's error for the first one that pydantic has found."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    parts = [part for part in first["loc"] if part not in TAGS]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)[1:]
+    if not name:
+        return bad_request(f"the body of the request: {first['msg']}")
+    if first["type"] == "missing":
+        return bad_request(f"{name} is missing", name)
+    if first["type"] == "extra_forbidden":
+        hint = did_you_mean(name[:SHOWN], model.model_fields) if len(parts) == 1 else ""
+        return bad_request(f"there is no parameter {name[:SHOWN]}{hint}", name)
+    value = first["input"] if isinstance(first["input"], str) else json.dumps(first["input"])
+    shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+    return bad_request(f"{name}={shown}: {first['msg']}", name)
