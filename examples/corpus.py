@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron_ssm.training.data import bigram_nats_per_byte, ngram_overlap, ngrams
+from megatron_ssm.training.text_statistics import bigram_nats_per_byte, ngram_overlap, ngrams
 
 HELD_OUT = ("binary", "calls", "dict", "import", "objects", "power", "raise", "subscriptions")
 NGRAM = 60

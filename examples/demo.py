@@ -15,7 +15,7 @@ from typing import Any
 
 from corpus import HELD_OUT, NGRAM, write_corpus
 
-from megatron_ssm.training.data import bigram_nats_per_byte, longest_shared, ngram_overlap
+from megatron_ssm.training.text_statistics import bigram_nats_per_byte, longest_shared, ngram_overlap
 from sparsefusion.foundation.command_line import run, silence_third_parties
 
 HERE = Path(__file__).resolve().parent

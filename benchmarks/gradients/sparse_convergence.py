@@ -21,8 +21,8 @@ from benchmarks.support.tables import markdown, publish
 from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.parallel.groups import Groups
+from megatron_ssm.training.batches import Batches
 from megatron_ssm.training.corpus import Corpus
-from megatron_ssm.training.data import Batches
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.trainer import Trainer, evaluate
 

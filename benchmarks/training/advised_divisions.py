@@ -43,7 +43,7 @@ from megatron_ssm.models.initialization import initialize
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import Groups, join
 from megatron_ssm.stack.stack import Stack
-from megatron_ssm.training.data import Batches, Tokens
+from megatron_ssm.training.batches import Batches, Tokens
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.trainer import Trainer
 from sparsefusion import Fabric

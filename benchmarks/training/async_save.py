@@ -24,7 +24,7 @@ from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm import families
 from megatron_ssm.parallel.groups import initialize, shut_down
-from megatron_ssm.training.data import Batches, Tokens
+from megatron_ssm.training.batches import Batches, Tokens
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.pretraining import make_model
 from megatron_ssm.training.saving import Saver

@@ -143,8 +143,8 @@ def row_of_link(name: str) -> Row:
 
 def row_of_disk(name: str) -> Row:
     """A run whose disk is full."""
-    sizes = "all end with code 1, and a line says what was needed and what was free"
-    return row(name, sizes, Fault(0, 4, fill_disk), place=small_disk("out", 2000), done=4)
+    effect = "all end with code 1, and a line says so"
+    return row(name, effect, Fault(0, 4, fill_disk), place=small_disk("out", 2000), done=4)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Writes training checkpoints in another thread, so that training goes on meanwhile.
+"""Writes training checkpoints in another thread while training continues.
 
 Training stops only while the state is copied to memory. The copy is as large as this rank's parameters and moments, and its
 memory is used again for the next checkpoint.
@@ -40,7 +40,7 @@ class BackgroundWriter:
         self._under_way = self._thread.submit(snapshot.write, self._group)
 
     def _entry(self, name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The entry of a copy in this host's memory, that of the checkpoint before if shape and dtype are the same."""
+        """The entry of a copy in this host's memory, reused from the checkpoint before if shape and dtype are equal."""
         known = self._copies.get(name)
         if known is None or (known[0].shape, known[0].dtype) != (tensor.shape, tensor.dtype):
             if tensor.is_cuda:
@@ -55,7 +55,7 @@ class BackgroundWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank already knows that the checkpoint under way cannot be written; `wait` then says why."""
+        """True if this rank already knows that the checkpoint under way cannot be written; `wait` then says why."""
         return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
 
     def wait(self) -> None:

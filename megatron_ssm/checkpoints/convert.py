@@ -71,7 +71,7 @@ _MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32
 class Row:
     """One converted tensor: its names before and after, its shape and its dtype.
 
-    A name is "" where that format does not store the tensor, which is a copy of a tied one.
+    A name is "" if its format does not store the tensor because it is a copy of a tied one.
     """
 
     source: str
@@ -83,15 +83,25 @@ class Row:
 def convert(
     source: str | Path, target: str | Path | None = None, file_bytes: int = FILE_BYTES, weights: str | None = None
 ) -> list[Row]:
-    """Convert directory `source` into directory `target` (None: only check); returns one row per tensor.
-
-    weights: "int8" or "int4" writes the matrices of a Hugging Face directory in 8 or 4 bits, for `load`, `generate` and
-    `serve` (see `quantized_files`).
+    """Convert a directory with a model into another format.
 
     A Hugging Face directory of a mamba or mamba2 model becomes a state-spaces directory, and the other way round; a
-    checkpoint of DeepSpeed's becomes a Hugging Face directory. Tensors keep their dtype and bytes. file_bytes: the largest
-    safetensors file to write. ValueError or FileNotFoundError, with nothing written, for anything that has no counterpart,
-    and for files that are damaged. Failure, with nothing left of what was written, if the target cannot be written.
+    checkpoint of DeepSpeed's becomes a Hugging Face directory. Tensors keep their dtype and bytes.
+
+    Args:
+        source: The directory to read.
+        target: The directory to write, without a model in it. None: only check.
+        file_bytes: The largest safetensors file to write.
+        weights: "int8" or "int4" writes the matrices of a Hugging Face directory in 8 or 4 bits, for `load`, `generate` and
+            `serve` (see `quantized_files`).
+
+    Returns:
+        One row per tensor.
+
+    Raises:
+        ValueError: Something has no counterpart, or files are damaged. Nothing is written.
+        FileNotFoundError: A file does not exist. Nothing is written.
+        Failure: The target cannot be written. Nothing of what was written is left.
     """
     source = Path(source)
     if not source.is_dir():
@@ -222,20 +232,20 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
         rows += [_row(name, "", slices[name][:]) for name in sorted(slices.keys() - set(names.values()))]  # tied
         if target is not None:
             dtype = str(tensors[EMBEDDINGS].dtype).removeprefix("torch.")
-            with _writer(target, tensors) as writer:
+            with _writer(target) as writer:
                 writer.close({**config_json, "dtype": dtype}, source, _write_files(writer, tensors, file_bytes))
     return rows
 
 
 def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) -> list[Row]:
-    """From DeepSpeed's files to Hugging Face's; config.json lies beside them or in the folder above."""
+    """From DeepSpeed's files to Hugging Face's; config.json is in the same folder or in the one above."""
     directory = source if (source / "config.json").is_file() else source.parent
     config = families.from_dict(read_json(directory))
     found = hugging_face_tensors(source, config)
     if target is not None:
         dtype = str(next(iter(found.values()))[1].dtype).removeprefix("torch.")
         written = {hf: tensor for hf, (_, tensor) in found.items()}
-        with _writer(target, written) as writer:
+        with _writer(target) as writer:
             writer.close(config.to_dict(dtype), directory, _write_files(writer, written, file_bytes))
     return [_row(names, hf, tensor) for hf, (names, tensor) in found.items()]
 
@@ -243,7 +253,7 @@ def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) ->
 def _to_quantized(source: Path, target: str | Path | None, weights: str, file_bytes: int) -> list[Row]:
     """From a Hugging Face directory to one of quantized matrices."""
     if weights not in QUANTIZATION:
-        raise ValueError(f"weights={weights!r} is none of {', '.join(QUANTIZATION)}")
+        raise ValueError(f"unknown weights={weights!r}: expected {' or '.join(QUANTIZATION)}")
     with _told(target):
         rows = write_quantized(
             source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)
@@ -264,7 +274,7 @@ def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> 
             rows.append(_row("", HEAD, state[EMBEDDING]))
             state[HEAD] = state[EMBEDDING]
         if target is not None:
-            with _writer(target, tensors) as writer:
+            with _writer(target) as writer:
                 with new_file(writer.hidden / BIN) as file:
                     torch.save(state, file)
                 writer.close(config_json, source, {})
@@ -285,24 +295,23 @@ def _write_files(writer: Writer, tensors: dict[str, torch.Tensor], file_bytes: i
 
 
 @contextmanager
-def _writer(target: str | Path, tensors: dict[str, torch.Tensor]) -> Iterator[Writer]:
-    """An open writer for these tensors; if the body raises, what it has written is removed.
+def _writer(target: str | Path) -> Iterator[Writer]:
+    """An open writer; if the body raises, what it has written is removed.
 
     Failure if the target cannot be written, for instance because the disk is full.
     """
-    writer = Writer(Path(target), sum(tensor.nbytes for tensor in tensors.values()))
+    writer = Writer(Path(target))
     with _told(target):
         try:
             writer.open()
-            with writer.explained():
-                yield writer
+            yield writer
         finally:
             writer.abandon()
 
 
 @contextmanager
 def _told(target: str | Path | None) -> Iterator[None]:
-    """Failure, of one line, if the target cannot be written."""
+    """Raise Failure, with one line, in place of an error of writing the target."""
     try:
         yield
     except (OSError, SafetensorError) as error:

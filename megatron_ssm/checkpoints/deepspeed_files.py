@@ -46,8 +46,12 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """What was read. parts: for each model-parallel rank, its parameters and moments, on the CPU; frozen parameters have no
-    moments. step: how many steps the engine has done. optimizer_steps: how many the optimizer has done (0: not read).
+    """A checkpoint that was read.
+
+    Attributes:
+        step: The number of steps that the engine has done.
+        optimizer_steps: The number that the optimizer has done (0: not read).
+        parts: For each model-parallel rank, its parameters and moments, on the CPU; frozen parameters have no moments.
     """
 
     step: int
@@ -56,7 +60,7 @@ class DeepSpeedCheckpoint:
 
 
 def is_deepspeed(path: str | Path) -> bool:
-    """Whether a folder is a checkpoint of DeepSpeed's, or holds some and a file `latest` with the name of one."""
+    """Return True if a folder is a checkpoint of DeepSpeed's, or holds some and a file `latest` with the name of one."""
     path = Path(path)
     return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
 
@@ -116,7 +120,7 @@ def _folder(path: Path) -> Path:
         return path
     name = (path / "latest").read_text(encoding="utf-8", errors="replace").strip()
     if Path(name).name != name or not (path / name).is_dir():
-        raise ValueError(f"{path / 'latest'} names {name!r}, which is no folder beside it")
+        raise ValueError(f"{path / 'latest'} names {name!r}, which is not a folder next to it")
     return path / name
 
 
@@ -202,17 +206,17 @@ def _part(states: list[dict[str, Any]], partitions: list[dict[str, Any]], with_m
 
 
 def _steps(state: dict[int, dict[str, Any]]) -> int:
-    """How many steps an optimizer has done."""
+    """The number of steps that an optimizer has done."""
     return int(state[0]["step"])
 
 
 def _named(states: dict[str, Any]) -> Part:
-    """The parameters that stand in the model states by their names."""
+    """The parameters in the model states, which have names there."""
     return {name: {"model": t} for name, t in states["module"].items() if name not in states["buffer_names"]}
 
 
 def _add_moments(part: Part, states: dict[str, Any], moments: dict[int, dict[str, torch.Tensor]]) -> None:
-    """Add those of ZeRO 0, which stand in the optimizer's order. ValueError if nothing says which order that is."""
+    """Add the moments of ZeRO 0, which are stored in the optimizer's order. ValueError if that order is not known."""
     names = states[NAMES] if NAMES in states else list(part)
     if len(moments) != len(names) or (NAMES not in states and len(states["optimizer"]["param_groups"]) > 1):
         raise ValueError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sparsefusion.collectives.agreement import on_first
 
-from .disk_space import read_with_retries
+from .disk import read_with_retries
 from .failures import first_line, in_one_line
 
 
@@ -56,11 +56,19 @@ def step_of(path: Path) -> int:
 def newest_checkpoint(
     directory: str | Path, requirements: dict[str, Any], before: int | None = None
 ) -> tuple[Path, int]:
-    """The newest checkpoint and its step; ValueError if there is none, or if its run had other requirements.
+    """The newest checkpoint and its step.
 
-    before: a step; only checkpoints of earlier steps count (None: all). DamagedCheckpoint if its description is damaged.
-    Failure if the disk cannot be read. Needs no process group: a rank finds an error before it communicates.
-    `load_training` compares what the ranks found.
+    It needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
+
+    Args:
+        directory: That of the run's checkpoints.
+        requirements: JSON values that the checkpoint's run must have in common with this one.
+        before: Only checkpoints of steps before this one count (None: all).
+
+    Raises:
+        ValueError: There is no checkpoint, or its run had other requirements.
+        DamagedCheckpoint: The description of the newest one is damaged.
+        Failure: The disk cannot be read.
     """
     found = [path for path in find_checkpoints(directory) if before is None or step_of(path) < before]
     if not found:
@@ -85,7 +93,7 @@ def newest_checkpoint(
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint's `training.json` says, apart from the checksum of its entries.
+    """The entries of a checkpoint's `training.json`, apart from their checksum.
 
     decay_steps: the `Options.decay_steps` of its run (0: none, or not recorded). optimizer_steps: how many steps the
     optimizer has done (None: as many as `step`). metadata_crc32: the checksum of `.metadata` (None: not recorded).
@@ -134,7 +142,9 @@ def read_training(path: Path) -> Description:
 
 
 def set_aside(directory: str | Path) -> None:
-    """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, which is replaced: no later run resumes from them.
+    """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, so that no later run resumes from them.
+
+    An earlier DIRECTORY.old is replaced.
 
     All ranks call it together; rank 0 does it. Failure on every rank if it cannot be done.
     """
@@ -148,7 +158,7 @@ def set_aside_name(directory: Path) -> Path:
 
 
 def set_damaged_aside(path: Path) -> Path:
-    """Rename a checkpoint so that no run takes it for one; returns its new name, which is replaced. As `set_aside`."""
+    """Rename a checkpoint so that no run resumes from it; returns its new name. All ranks call it, as `set_aside`."""
     damaged = path.with_name(f"{path.name}.damaged")
     _replace(path, damaged, path.exists, remove)
     return damaged

@@ -77,47 +77,51 @@ def load(
 ) -> Model:
     """A model from a Hugging Face directory, split over the ranks of `group`.
 
-    directory: with config.json, and safetensors files or pytorch_model.bin.
+    Every rank reads its own slices only: at its peak it holds its parameters and one slice. The ranks compare twice, before
+    the model is built and after it is filled: each group gathers 16 bytes from each rank.
 
-    group: the tensor-parallel process group (None: one rank). dtype: of parameters and activations, or "auto" for the
-    dtype that config.json names, else that of the stored embeddings; A_log, D and the dt bias are at least fp32. device: of
-    the parameters. data_group: the ranks that hold other tokens of the same batch, over which `model.loss` averages (None:
-    there are none).
+    Args:
+        directory: With config.json, and safetensors files or pytorch_model.bin.
+        group: The tensor-parallel process group (None: one rank).
+        context: A schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
+            The model then takes and returns this rank's tokens, `context.shard(input_ids)`. The schedule computes the
+            attention of a hybrid model.
+        dtype: Of parameters and activations, or "auto" for the dtype that config.json names, else that of the stored
+            embeddings. A_log, D and the dt bias are at least fp32.
+        device: Of the parameters.
+        reduce: The wire format in which block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or
+            auto (see `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group)
+            -> tensor.
+        data_group: The ranks that hold other tokens of the same batch, over which `model.loss` averages (None: there are
+            none).
+        weights: "int8" or "int4" keeps the matrices in 8 or 4 bits, for a model that only generates on a CPU. None keeps
+            them in `dtype`, or as they are stored in a directory of quantized matrices (see `quantized_files`).
+        shared_memory: Sum CPU tensors of ranks on one host through memory that they share, if they all have the C kernels;
+            `auto` then is fp32, and `model.close()` releases the memory. False: always through the group's backend.
+        graphs: On CUDA, decode tokens with CUDA graphs where that is possible.
+        sequence_parallel: Between the layers, give each tensor-parallel rank a share of the tokens (see
+            `parallel.sequence_parallel`). This saves memory in training; such a model takes no cache and needs
+            reduce="fp32".
+        recompute: In backward, compute the activations of each block again, except what ranks have sent each other.
+        exchange_channels: Without a cache, state-space layers give each context rank all tokens of some channels, instead
+            of passing states; this sends less where sequences are short (docs/concepts/passing-states.md).
+        draft_head: Also load the layer that guesses tokens (`mtp.*`), for checkpoints that ship one. An `Engine` then
+            proposes tokens by it, and the cache also keeps the final hidden state of each token. On a CPU, the head's rows
+            of the vocabulary are copied in 4 bits, to find likely tokens. It is not trained.
+        expert_group: The ranks that divide the experts of the model, each of which has the same part of everything else
+            (None: one rank). Calls with a cache are the same on all of them; in others each has tokens of its own, or none,
+            and the ranks send each other those that choose their experts (see `parallel.dispatch`). All of them make each
+            call and each backward.
 
-    reduce: how the block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
-    `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group) -> tensor.
+    Returns:
+        The model, with this rank's part of the parameters.
 
-    weights: "int8" or "int4" keeps the matrices in 8 or 4 bits, for a model that only generates on a CPU; None keeps them in
-    `dtype`, or as they are stored in a directory of quantized matrices (see `quantized_files`).
-
-    shared_memory: whether ranks on one host sum CPU tensors through memory that they share, if they all have the C kernels;
-    `auto` then is fp32, and `model.close()` releases the memory. False: always through the group's backend.
-
-    graphs: on CUDA, whether tokens are decoded with CUDA graphs where that is possible.
-
-    context: a schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
-    The model then takes and returns this rank's tokens, `context.shard(input_ids)`. The schedule computes the attention of
-    a hybrid model. exchange_channels: without a cache, state-space layers give each of these ranks all tokens of some
-    channels, instead of passing states; this sends less where sequences are short (docs/concepts/passing-states.md).
-
-    sequence_parallel: between the layers, each tensor-parallel rank has a share of the tokens (see
-    `parallel.sequence_parallel`). This saves memory in training; such a model takes no cache. It needs reduce="fp32".
-    recompute: backward computes the activations of each block again, but for what ranks have sent each other.
-
-    draft_head: also load the layer that guesses tokens (`mtp.*`), for checkpoints that ship one. An `Engine` then proposes
-    tokens by it, and the cache also keeps the final hidden state of each token. On a CPU, the head's rows of the vocabulary
-    are copied in 4 bits, to find likely tokens. It is not trained.
-
-    expert_group: the ranks that divide the experts of the model, each of which has the same part of everything else (None:
-    one rank). Calls with a cache are the same on all of them; in others each has tokens of its own, or none, and the ranks
-    send each other those that choose their experts (see `parallel.dispatch`). All of them make each call and each backward.
-
-    Every rank reads its own slices only: at its peak it holds its parameters and one slice.
-
-    Raises ValueError or FileNotFoundError for a configuration that cannot be split or is not supported, and for tensors that
-    are missing, truncated, or of another model: on every rank of these groups, and before the model is built. If a rank
-    alone cannot read a file, every rank raises its error; ValueError on every rank if their configurations or arguments
-    differ. The ranks compare before the model is built, and after it is filled.
+    Raises:
+        ValueError: The configuration is not supported or cannot be split; tensors are missing, truncated, or of another
+            model; the ranks' configurations or arguments differ. It is raised on every rank of these groups, before the
+            model is built.
+        FileNotFoundError: The directory or a file does not exist. If a rank alone cannot read a file, every rank raises its
+            error.
     """
     groups = (group, data_group, context.group if isinstance(context, Attention2D) else None, expert_group)
     part = f"part {0 if group is None else group.rank()} of the model"
@@ -255,9 +259,13 @@ def build(
     expert_group: ProcessGroup | None = None,
     memory: AbstractContextManager | None = None,
 ) -> Model:
-    """A model of this configuration with uninitialized parameters; see `load` for the arguments.
+    """A model of this configuration with uninitialized parameters.
 
-    memory: the parameters are allocated inside it (None: in huge pages).
+    Args:
+        config: The configuration of the whole model.
+        memory: A context manager in which the parameters are allocated (None: in huge pages).
+
+    See `load` for the other arguments.
     """
     config.check_ranks(_size(group), _size(expert_group))
     if sequence_parallel and reduce != "fp32":
@@ -372,16 +380,22 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
     """Write a Hugging Face directory that transformers loads; all ranks of the model, its data and context groups call it.
 
     Rank 0 (of the first replica and the first context rank) receives the shards tensor by tensor, holds at most the tensors
-    of one file, at most `file_bytes`, and writes them. Files appear under their names only when all are complete. Tokenizer
-    and generation files are copied from the directory that the model was loaded from. A tensor kept in fp32 (A_log, ...) is
-    stored in the model's dtype where that is exact.
+    of one file, and writes them. Files appear under their names only when all are complete. Tokenizer and generation files
+    are copied from the directory that the model was loaded from. A tensor kept in fp32 (A_log, ...) is stored in the model's
+    dtype where that is exact. Every rank sends its part of each tensor to rank 0, once. Where ranks divide the experts, the
+    first of them gathers these before.
 
-    left_out: also copy what `load` left out of that directory (a vision tower, a draft head), with the names of its tensors
-    and its config.json, so that a multimodal checkpoint remains one.
+    Args:
+        model: A model that is not quantized.
+        directory: Where to write; it may exist.
+        file_bytes: The largest file to write.
+        left_out: Also copy what `load` left out of the model's directory (a vision tower, a draft head), with the names of
+            its tensors and its config.json, so that a multimodal checkpoint remains one.
 
-    Every rank sends its part of each tensor to rank 0, once. Where ranks divide the experts, the first of them gathers these
-    before. OSError on every rank if the writing rank fails; ValueError on every rank for a quantized model, and if the ranks
-    were given different values of `file_bytes` or one of them no path.
+    Raises:
+        OSError: The writing rank has failed; on every rank.
+        ValueError: The model is quantized, the ranks were given different values of `file_bytes`, or one of them no path;
+            on every rank.
     """
     copies = model.copy_groups
     groups = (model.ranks.group, *copies)
@@ -406,7 +420,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
 
 @dataclass(frozen=True)
 class Source:
-    """What of the directory that a model was loaded from is saved again.
+    """The parts of the directory that a model was loaded from which are saved again.
 
     names: {tensor of the model: its name in these files, where it is another}. left: {tensor that the model does not use:
     what can be sliced}. companions: further files to copy.
@@ -433,8 +447,7 @@ def _save_replica(
     model: Model, directory: Path, plan: dict[str, dict[str, list[nn.Parameter]]], source: Source
 ) -> Iterator[str | None]:
     """Write from the ranks of one replica, step by step; yields each step's error, the same on all of them."""
-    nbytes = sum(_nbytes(parameters) for tensors in plan.values() for parameters in tensors.values())
-    writer = Writer(directory, nbytes + sum(map(stored_bytes, source.left.values()))) if model.ranks.rank == 0 else None
+    writer = Writer(directory) if model.ranks.rank == 0 else None
 
     def attempt(step: str, *arguments: Any) -> str | None:
         error = None if writer is None else writer.attempt(getattr(writer, step), *arguments)
@@ -484,7 +497,7 @@ def _take_part(model: Model, plan: dict[str, dict[str, list[nn.Parameter]]]) -> 
 
 
 def help_gather(model: Model, tensors: dict[str, list[nn.Parameter]]) -> None:
-    """What ranks of other replicas do while one calls `gather` for these tensors: gather what ranks have divided."""
+    """Take part, on a rank of another replica, in `gather` of these tensors: gather what ranks have divided."""
     for parameter in itertools.chain(*tensors.values()):
         undivided(model, parameter)
 

@@ -9,7 +9,7 @@ import shutil
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_ssm.stack.fields import hf_shapes
 from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
 
-from .disk_space import DiskSpace, HiddenFolder
+from .disk import HiddenFolder
 from .failures import first_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -122,7 +122,7 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
     except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ValueError(f"{path} is not a complete file of tensors ({first_line(error)})") from None
     if not named:
-        raise ValueError(f"{path} holds something else than named tensors")
+        raise ValueError(f"{path} holds other objects than named tensors")
     for name, tensor in tensors.items():
         _check_stored(path, name, tensor)
         if tensor.dtype not in FLOATS.values():
@@ -155,15 +155,15 @@ def _files_in_index(path: Path, suffix: str) -> list[Path]:
 
 
 def _is_file_name(name: str, suffix: str) -> bool:
-    """Whether it can name a file in the directory of the index, and leads nowhere else."""
+    """Return True if it can name a file in the directory of the index, and leads nowhere else."""
     is_plain = Path(name).name == name and name.endswith(suffix) and "\0" not in name
     return is_plain and len(os.fsencode(name)) <= LONGEST_NAME
 
 
 class CutElsewhere:
-    """Rows of tensors that stand one below the other, with the methods of a safetensors slice.
+    """Some rows of the concatenation of several stored tensors, with the methods of a safetensors slice.
 
-    parts: the tensors in files. start, shape: the first row, and the shape of this one.
+    parts: the stored tensors. start, shape: the first row, and the shape of these rows.
     """
 
     def __init__(self, parts: list[Any], start: int, shape: tuple[int, ...]):
@@ -183,7 +183,10 @@ class CutElsewhere:
 
 
 class Merged:
-    """Tensors of equal shapes, [index of a new first dimension][which stands below the other], as one safetensors slice."""
+    """Matrices of experts that are stored one by one, as one safetensors slice (experts, rows, columns).
+
+    parts: for each expert, the tensors whose rows it concatenates. All have the same shape.
+    """
 
     def __init__(self, parts: list[list[Any]]):
         self.parts = parts
@@ -212,7 +215,7 @@ class Merged:
 
 
 def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> None:
-    """Replace, in `tensors`, those of a field that are stored one by one by a `Merged`."""
+    """In `tensors`, replace the matrices of experts that are stored one by one by a `Merged` for each field."""
     for field in config.fields():
         if not field.apart:
             continue
@@ -235,7 +238,7 @@ def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> Non
 
 
 def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:
-    """{name: tensor} of those of `Stack.recut` that files cut in another way."""
+    """{name: tensor} of the tensors of `Stack.recut` whose files divide the rows in another way."""
     found: dict[str, CutElsewhere] = {}
     shapes = hf_shapes(config.fields())
     for names in config.recut:
@@ -287,7 +290,7 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
 
 
 def has_draft_head(config: Stack, tensors: Iterable[str]) -> bool:
-    """Whether the files have tensors of the draft head that config.json names."""
+    """Return True if the files have tensors of the draft head that config.json names."""
     return config.draft_head is not None and any(name.startswith(config.draft_head.hf) for name in tensors)
 
 
@@ -335,15 +338,13 @@ def file_plan(sizes: dict[str, int], file_bytes: int) -> dict[str, list[str]]:
 class Writer:
     """Writes a Hugging Face directory: the files are written into a hidden folder, and then moved into place together.
 
-    The hidden folder has mode 0700, so other users of the machine cannot change what is in it; those of writers that were
-    killed are removed. The files get the permissions that the process's umask gives to new files. nbytes: of all tensors, to
-    see at once if the disk is too full.
+    The hidden folder has mode 0700, so other users of the machine cannot change its files; hidden folders that killed
+    writers have left are removed. The files get the permissions that the process's umask gives to new files.
     """
 
-    def __init__(self, directory: Path, nbytes: int):
-        self.directory, self._nbytes = directory, nbytes
+    def __init__(self, directory: Path):
+        self.directory = directory
         self._hidden: HiddenFolder | None = None
-        self._space: DiskSpace | None = None
 
     @property
     def hidden(self) -> Path:
@@ -354,28 +355,21 @@ class Writer:
     def attempt(self, step: Callable[..., object], *arguments: Any) -> str | None:
         """Run a step; an error is returned as one line of text, and removes the hidden folder."""
         try:
-            with self.explained():
-                step(*arguments)
+            step(*arguments)
         except Exception as error:  # of any kind: the other ranks must learn of it
             self.abandon()
             return f"cannot save to {self.directory}: {first_line(error)}"
         return None
 
-    def explained(self) -> AbstractContextManager[None]:
-        """Within this context, the error of a full disk says what the model needs (see `DiskSpace.explained`)."""
-        return self._space.explained() if self._space else nullcontext()
-
     def abandon(self) -> None:
-        """Remove the hidden folder with what is in it."""
+        """Remove the hidden folder with its files."""
         if self._hidden is not None:
             self._hidden.remove()
             self._hidden = None
 
     def open(self) -> None:
-        """Make the directory, and a hidden folder for this writer in it. OSError if the disk has no room for the tensors."""
-        self._space = DiskSpace.of(self.directory, self._nbytes, "the model")
-        with self._space.explained():
-            self._hidden = HiddenFolder(self.directory)
+        """Make the directory, and a hidden folder for this writer in it."""
+        self._hidden = HiddenFolder(self.directory)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], copied: dict[str, Any] | None = None) -> None:
         """Write one file of tensors. copied: more of them, given as what can be sliced."""

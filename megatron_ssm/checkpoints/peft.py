@@ -19,7 +19,7 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.stack.fields import hf_shapes
 from sparsefusion.collectives.agreement import together
 
-from .disk_space import DiskSpace, HiddenFolder
+from .disk import HiddenFolder
 from .failures import first_line
 from .hf import broadcast, gather, help_gather
 
@@ -52,9 +52,16 @@ _SUPPORTED: dict[str, tuple] = {
 def save_lora(model: Model, directory: str | Path, base_model: str | None = None) -> None:
     """Write the adapters of a model to `directory`, as PEFT does; all ranks of the model and of its groups call it.
 
-    base_model: what PEFT shall find as base_model_name_or_path (None: the directory that the model was loaded from). Rank 0
-    of the first replica receives the other ranks' parts and writes two files, each under a temporary name first. OSError on
-    every rank if it cannot write; ValueError on every rank for a model without adapters.
+    Rank 0 of the first replica receives the other ranks' parts and writes two files, each under a temporary name first.
+
+    Args:
+        model: A model with adapters.
+        directory: Where to write; it may exist.
+        base_model: The base_model_name_or_path for PEFT (None: the directory that the model was loaded from).
+
+    Raises:
+        OSError: The files cannot be written; on every rank.
+        ValueError: The model has no adapters; on every rank.
     """
     lora = _adapters_of(model)
     tensors: dict[str, list] = {}
@@ -97,15 +104,13 @@ def _configuration(model: Model, lora: Lora, base_model: str | None) -> dict[str
 def _write(directory: Path, tensors: dict[str, Any], configuration: dict[str, Any]) -> str | None:
     """Write both files, the configuration last; an error as one line."""
     try:
-        space = DiskSpace.of(directory, sum(tensor.nbytes for tensor in tensors.values()), "the model")
-        with space.explained():
-            hidden = HiddenFolder(directory)
-            try:
-                _write_files(hidden.path, tensors, configuration)
-                for name in (WEIGHTS, CONFIG):
-                    os.replace(hidden.path / name, directory / name)
-            finally:
-                hidden.remove()
+        hidden = HiddenFolder(directory)
+        try:
+            _write_files(hidden.path, tensors, configuration)
+            for name in (WEIGHTS, CONFIG):
+                os.replace(hidden.path / name, directory / name)
+        finally:
+            hidden.remove()
     except Exception as error:  # of any kind: the other ranks must learn of it
         return f"cannot save to {directory}: {first_line(error)}"
     return None
@@ -130,11 +135,17 @@ def remove_adapters(directory: Path) -> None:
 def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> None:
     """Add the LoRA adapters that PEFT or `save_lora` wrote to a model; each rank reads its own slices.
 
-    trainable: whether to train them (and nothing else), without dropout; those of dt_proj stay as they are, as in PEFT.
+    All ranks of the model and of its groups call it together. The groups compare twice, as in `load`.
 
-    All ranks of the model and of its groups call it together. ValueError or FileNotFoundError on every rank, with the model
-    unchanged, for files that are damaged, for adapters of layers that the model does not have, and for kinds of adapters
-    that are not implemented. The groups compare twice, as in `load`.
+    Args:
+        model: A model without adapters.
+        directory: With adapter_config.json and adapter_model.safetensors.
+        trainable: Train the adapters (and nothing else), without dropout; those of dt_proj stay as they are, as in PEFT.
+
+    Raises:
+        ValueError: The files are damaged, or hold adapters of layers that the model does not have or of a kind that is not
+            implemented; on every rank, with the model unchanged.
+        FileNotFoundError: A file does not exist; likewise.
     """
     groups = (model.ranks.group, *model.copy_groups)
     with ExitStack() as stack:
@@ -159,7 +170,7 @@ def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
 
 
 def _open(model: Model, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:
-    """What the configuration says, and {name: slice object} of the tensors, after all checks."""
+    """The adapters that the configuration describes, and {name: slice object} of the tensors, after all checks."""
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory / name} does not exist")

@@ -22,7 +22,7 @@ from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
-from .disk_space import read_with_retries
+from .disk import read_with_retries
 from .failures import first_line, in_one_line
 from .folders import DamagedCheckpoint
 from .shards import new_file
@@ -45,14 +45,14 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class PendingFile:
-    """This rank's file, which is to be written."""
+    """The file that this rank writes."""
 
     groups: Groups
     state: dict[str, Any]
 
     @classmethod
     def of(cls, trainer: Trainer, copies: bool = False) -> "PendingFile | None":
-        """That of a trainer; None unless it sends gradients sparsely.
+        """The file of a trainer's residuals; None unless it sends gradients sparsely.
 
         copies: the state may change before `write`; so the residuals are moved to this host's memory.
         """
@@ -64,11 +64,6 @@ class PendingFile:
             state = copy.deepcopy(state) | {"residuals": {name: residuals.pop(name).cpu() for name in [*residuals]}}
         return cls(trainer.groups, state)
 
-    @property
-    def nbytes(self) -> int:
-        """About how many bytes the file has: those of the residuals, and what torch.save adds to each."""
-        return sum(residual.nbytes + 500 for residual in self.state["residuals"].values())
-
     def write(self, directory: Path) -> None:
         """Write it into a directory; OSError if that fails."""
         groups = self.groups
@@ -78,7 +73,7 @@ class PendingFile:
 
 
 def has_pending(directory: Path) -> bool:
-    """Whether a checkpoint has such files, as rank 0 sees it; all ranks call it together."""
+    """Return True if a checkpoint has such files, as rank 0 sees it; all ranks call it together."""
     return on_first(lambda: _layout(directory) is not None, dist.group.WORLD)
 
 

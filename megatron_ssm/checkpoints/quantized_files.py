@@ -41,7 +41,7 @@ READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
 
 
 class QuantizedTensor:
-    """A quantized matrix in a file, or those of experts, with the methods of a safetensors slice that tell what a tensor is.
+    """A quantized matrix in a file, or the matrices of experts, with the methods of a safetensors slice.
 
     file: a descriptor. begins: where the values and the scales begin in it. shape: (out, in) or (experts, out, in).
     """
@@ -174,7 +174,7 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[in
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether what can be sliced is stored in 8 or 4 bits."""
+    """Return True if a tensor in files is stored in 8 or 4 bits."""
     return tensor.get_dtype() in QUANTIZED_FORMATS
 
 
@@ -239,11 +239,10 @@ def write_quantized(
             count, itemsize = torch.Size(shapes[hf]).numel(), FLOATS[slices[name].get_dtype()].itemsize
             sizes[hf] = count * bits // 8 + count // BLOCK * 4 if hf in quantized else count * itemsize
         if target is not None:
-            writer, plan = Writer(target, sum(sizes.values())), file_plan(sizes, file_bytes)
+            writer, plan = Writer(target), file_plan(sizes, file_bytes)
             try:
                 writer.open()
-                with writer.explained():
-                    _write(writer, slices, names, quantized, small, plan, format, config, source)
+                _write(writer, slices, names, quantized, small, plan, format, config, source)
             finally:
                 writer.abandon()
         kinds = {hf: format if hf in quantized else slices[name].get_dtype() for hf, name in names.items()}
@@ -284,7 +283,7 @@ def _apart(hf: str, tensor: Any, apart: tuple[str, ...]) -> list[tuple[str, Any]
 
 
 def _quantized(tensor: Any, format: str) -> tuple[Tensor, Tensor]:
-    """Values and scales of a matrix, or of those of experts one after the other."""
+    """Values and scales of a matrix, or of the matrices of experts, stacked."""
     *experts, _, _ = tensor.get_shape()
     kind = QUANTIZED_FORMATS[format]
     matrices = [kind.of(tensor[i : i + 1][0]) for i in range(experts[0])] if experts else [kind.of(tensor[:])]

@@ -1,6 +1,6 @@
 """Reads and writes the files of a training checkpoint through torch.distributed.checkpoint (DCP), with checksums.
 
-Each entry of a file (a tensor, or this rank's part of one) has a CRC-32, which stands beside its offset in `.metadata`. A
+Each entry of a file (a tensor, or this rank's part of one) has a CRC-32, which is next to its offset in `.metadata`. A
 rank that reads an entry verifies it first. DCP and torch write checksums too, but do not verify them. Checkpoints without
 checksums, of earlier versions, can be read.
 """
@@ -23,38 +23,26 @@ from torch.futures import Future
 
 from sparsefusion.foundation.command_line import Failure
 
-from .disk_space import DiskSpace, read_with_retries
+from .disk import read_with_retries
 from .folders import DamagedCheckpoint
 
 PIECE = 1 << 20  # bytes that are read at once to compute a checksum
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """DCP's writer, but it records checksums, and reports the error of the disk where torch reports a consequence.
+    """DCP's writer, but it records checksums, and reports the error of the disk where torch reports a consequence."""
 
-    space: of the disk, for the message if it is full.
-    """
-
-    def __init__(self, path: str | Path, space: DiskSpace):
-        super().__init__(
-            path, sync_files=False
-        )  # DCP would do it before the last bytes are written; `new_file` does it
-        self._space, self._files = space, _Files()
-        self.fs = self._files
+    def __init__(self, path: str | Path):
+        super().__init__(path, sync_files=False)  # DCP would sync before the last bytes are written; `new_file` syncs
+        self.fs = self._files = _Files()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file. OSError if that fails."""
-        with self._space.explained():
-            written = super().write_data(plan, planner)
+        written = super().write_data(plan, planner)
         for result in written.value():
             entry = result.storage_data
             entry.crc32 = self._files.checksums[entry.relative_path][entry.offset]
         return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`, on rank 0. OSError if that fails."""
-        with self._space.explained():
-            super().finish(metadata, results)
 
 
 class _Files(FileSystem):

@@ -30,11 +30,11 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.operators.operator import Place
 from megatron_ssm.ops.fused_adam import counts_by_group
 from megatron_ssm.stack.fields import Field, field_of
-from sparsefusion.collectives.agreement import gather_objects, on_first, together
+from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
-from .disk_space import DirectoryLock, DiskSpace, is_machine_error, read_with_retries, sync_directory
+from .disk import DirectoryLock, is_machine_error, read_with_retries, sync_directory
 from .failures import first_line, in_one_line
 from .folders import DamagedCheckpoint, description_text, find_checkpoints, half_written, read_training, remove
 from .pending_gradients import PendingFile
@@ -42,18 +42,18 @@ from .shards import ShardReader, ShardWriter, new_file, open_shards
 
 log = logging.getLogger("megatron_ssm")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PIECE_BYTES = 2000  # what torch.save adds to a tensor (1.6 kB), and what `.metadata` says about it (0.3 kB)
-FILE_BYTES = 4096  # a file takes whole blocks of the disk
 # The name of an entry, this rank's tensor, and what makes the entry of such a tensor -> the entry that is written.
 Stage = Callable[[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 
 
 @dataclass
 class GatheredState:
-    """What stands in place of an optimizer whose parameters and moments are divided over replicas, as DeepSpeed's are.
+    """The state of an optimizer whose parameters and moments are divided over replicas, as DeepSpeed's are.
 
-    state: for each parameter {"model": the parameter, "exp_avg": ..., "exp_avg_sq": ...}, this rank's part of the model, on
-    the CPU and in fp32; parameters that other replicas write may be missing. steps: how many the optimizer has done.
+    Attributes:
+        state: For each parameter {"model": the parameter, "exp_avg": ..., "exp_avg_sq": ...}, this rank's part of the model,
+            on the CPU and in fp32; parameters that other replicas write may be missing.
+        steps: The number of steps that the optimizer has done.
     """
 
     state: dict[nn.Parameter, dict[str, torch.Tensor]]
@@ -62,9 +62,15 @@ class GatheredState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint DIRECTORY/step-N that is to be written: this rank's part of the state, and what `training.json` will say.
+    """A checkpoint DIRECTORY/step-N that is to be written.
 
-    pending: this rank's file of gradients that are not sent yet. keep: the number of checkpoints that remain, the newest.
+    Attributes:
+        directory: That of the run's checkpoints.
+        step: The number of steps done.
+        state: This rank's part of the entries.
+        training: The entries of `training.json`.
+        pending: This rank's file of gradients that are not sent yet.
+        keep: The number of checkpoints that remain, the newest.
     """
 
     directory: Path
@@ -87,11 +93,18 @@ class Snapshot:
         keep: int = 2,
         stage: Stage | None = None,
     ) -> "Snapshot":
-        """That of a model in training.
+        """The checkpoint of a model in training.
 
-        requirements: JSON values that a run which resumes from here must have in common with this one. decay_steps: see
-        `Options.decay_steps`. stage: makes each entry of a copy in this host's memory; None: the tensors are unchanged
-        until `write`.
+        Args:
+            directory: That of the run's checkpoints.
+            step: The number of steps done.
+            model: The model.
+            optimizer: Its optimizer, or the state of one that is divided over replicas.
+            requirements: JSON values that a run which resumes from here must have in common with this one.
+            decay_steps: See `Options.decay_steps`.
+            pending: This rank's file of gradients that are not sent yet.
+            keep: The number of checkpoints that remain, the newest.
+            stage: Makes each entry of a copy in this host's memory; None: the tensors are unchanged until `write`.
         """
         if not isinstance(optimizer, GatheredState):
             if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
@@ -102,21 +115,19 @@ class Snapshot:
     def write(self, group: ProcessGroup | None = None) -> None:
         """Write it, on all ranks together. Failure on every rank if one of them cannot write; nothing of it then remains.
 
-        It fails too if rank 0 does not find what the others have written: all ranks must see the same directory. A full
-        disk is reported with what all ranks need and what was free, before anything is written if that shows then. When
+        It fails too if rank 0 does not find what the others have written: all ranks must see the same directory. When
         this returns, the disk has all files and their names: a crash of the machine does not lose them.
 
         Each rank writes its own `__RANK_0.distcp`: its rows of each tensor that is split, and its share of the tensors that
         several ranks hold. Rank 0 also writes `.metadata` (which file holds which rows, and checksums) and `training.json`,
         and makes, renames and removes folders. It holds a lock meanwhile, so folders that it finds half-written are of runs
-        that have ended; it removes them. Communication over `group` (None: the default group), as pickles: the ranks
-        gather the sizes of the entries; DCP gathers every rank's plan on rank 0 and scatters the plans without duplicates,
-        then gathers a list of what was written and broadcasts it; before and after, the ranks gather their errors. No
-        tensor is sent.
+        that have ended; it removes them. Communication over `group` (None: the default group), as pickles: DCP
+        gathers every rank's plan on rank 0 and scatters the plans without duplicates, then gathers a list of what was
+        written and broadcasts it; before and after, the ranks gather their errors. No tensor is sent.
         """
         hidden, final = self.directory / f".step-{self.step:06d}", self.directory / f"step-{self.step:06d}"
         group = group or dist.group.WORLD
-        failure, locks, needed = f"cannot write {final}", list[DirectoryLock](), self._needed(group)
+        failure, locks = f"cannot write {final}", list[DirectoryLock]()
 
         @in_one_line(failure)
         def begin() -> None:
@@ -124,14 +135,13 @@ class Snapshot:
             locks.append(DirectoryLock(self.directory))
             for unfinished in half_written(self.directory) if locks[0].is_held else [hidden]:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            with DiskSpace.of(self.directory, needed).explained():
-                hidden.mkdir()
+            hidden.mkdir()
 
         try:
             on_first(begin, group)
             try:
-                space = self._write_shards(hidden, needed, failure, group)
-                on_first(in_one_line(failure)(lambda: self._complete(hidden, final, space)), group)
+                self._write_shards(hidden, failure, group)
+                on_first(in_one_line(failure)(lambda: self._complete(hidden, final)), group)
             except Failure:  # of all ranks: after any other error of this one, rank 0 may be renaming the folder
                 shutil.rmtree(hidden, ignore_errors=True)  # on every rank: its disk may be another one than rank 0's
                 raise
@@ -139,44 +149,23 @@ class Snapshot:
             for lock in locks:
                 lock.release()
 
-    def _needed(self, group: ProcessGroup | None) -> int:
-        """About how many bytes all ranks' files take on the disk, or a few more. Gathers every rank's sizes.
-
-        What several ranks hold, one of them writes.
-        """
-        mine = {(name, _part(t)): t.numel() * t.element_size() for name, t in self.state.items()}  # of the whole entry
-        gathered = gather_objects((mine, self.pending.nbytes + FILE_BYTES if self.pending else 0), group)
-        pieces = {piece: size for sizes, _ in gathered for piece, size in sizes.items()}
-        entries = {name: size for (name, _), size in pieces.items()}
-        files = len(gathered) + 2  # `.metadata` and `training.json`
-        added = len(pieces) * PIECE_BYTES + files * FILE_BYTES
-        return sum(entries.values()) + added + sum(pending for _, pending in gathered)
-
-    def _write_shards(self, folder: Path, needed: int, failure: str, group: ProcessGroup | None) -> DiskSpace:
-        """Write the files of all ranks into the folder; returns the space that the disk had."""
-
-        @in_one_line(failure)
-        def prepare() -> DiskSpace:
-            folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet
-            return DiskSpace.of(folder, needed)
-
-        space = together(prepare, [group])
+    def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> None:
+        """Write the files of all ranks into the folder."""
 
         @in_one_line(failure)
         def write_pending() -> None:
+            folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet
             if self.pending:
-                with space.explained():
-                    self.pending.write(folder)
+                self.pending.write(folder)
 
         together(write_pending, [group])
-        writer, alone = ShardWriter(folder, space), not dist.is_initialized()
+        writer, alone = ShardWriter(folder), not dist.is_initialized()
         try:
             dcp.save(self.state, storage_writer=writer, process_group=group, no_dist=alone)
         except CheckpointException as error:  # DCP raises it on every rank
             raise Failure(f"{failure}: {first_line(_cause(error))}") from None
-        return space
 
-    def _complete(self, hidden: Path, final: Path, space: DiskSpace) -> None:
+    def _complete(self, hidden: Path, final: Path) -> None:
         """Check the files of all ranks, give the folder its name, and remove old checkpoints."""
         checksum = zlib.crc32((hidden / ".metadata").read_bytes())
         try:
@@ -184,7 +173,7 @@ class Snapshot:
         except DamagedCheckpoint as error:
             raise OSError(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
         training = description_text({**self.training, "metadata_crc32": checksum})
-        with space.explained(), new_file(hidden / "training.json") as file:
+        with new_file(hidden / "training.json") as file:
             file.write(training.encode())
         sync_directory(hidden)
         remove(final)
@@ -211,16 +200,23 @@ def _remove(checkpoint: Path) -> None:
 def load_training(path: str | Path, step: int, model: Model, optimizer: torch.optim.Optimizer | GatheredState) -> None:
     """Fill the model, the optimizer's moments and the random state from a checkpoint of any division of the model.
 
-    step: that of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
-    DamagedCheckpoint, a ValueError, on every rank if the checkpoint is damaged, of another step or of another model; then
-    the model may be filled in part. Errors that the table of contents and the sizes of the files show are found before a
-    tensor is read. Each rank verifies the checksums of what it reads. Failure on every rank if one of them cannot read the
-    disk for some seconds, if its memory is short or if its GPU has failed: the checkpoint may be intact. ValueError on every
-    rank if they find different checkpoints, as in directories that they do not share.
+    Every rank reads `.metadata` and, from the files of any rank, the rows it holds, whose checksums it verifies. Errors that
+    the table of contents and the sizes of the files show are found before a tensor is read. Communication over the default
+    group, as pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers
+    the outcome. No tensor is sent.
 
-    Every rank reads `.metadata` and, from the files of any rank, the rows it holds. Communication over the default group, as
-    pickles: the ranks gather their errors; DCP gathers every rank's plan on rank 0, scatters the plans and gathers the
-    outcome. No tensor is sent.
+    Args:
+        path: The folder of the checkpoint.
+        step: That of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
+        model: The model to fill.
+        optimizer: The optimizer to fill, or the state of one that is divided over replicas.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged, of another step or of another model; the model may be filled in part.
+        Failure: A rank cannot read the disk for some seconds, its memory is short, or its GPU has failed: the checkpoint may
+            be intact.
+        ValueError: The ranks find different checkpoints, as in directories that they do not share. Each of these is raised
+            on every rank.
     """
     failure = f"{path} is damaged or of another model"
 
@@ -277,7 +273,7 @@ def _cause(error: CheckpointException) -> BaseException:
 
 
 def _steps_of(optimizer: torch.optim.Optimizer | GatheredState) -> int:
-    """How many steps the optimizer (see `fused_adam`) has done, which are fewer than the run's if some were skipped."""
+    """The number of steps that the optimizer (see `fused_adam`) has done: fewer than the run's if some were skipped."""
     if isinstance(optimizer, GatheredState):
         return optimizer.steps
     held = optimizer.param_groups if counts_by_group(optimizer) else optimizer.state.values()
@@ -295,14 +291,6 @@ def _reset_optimizer(optimizer: torch.optim.Optimizer, step: int) -> None:
             state = {} if grouped else {"step": torch.tensor(float(step), device=parameter.device, dtype=torch.float32)}
             state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
             optimizer.state[parameter] = state
-
-
-def _part(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Which part of an entry this rank holds, along each dimension of ranks that divide it."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
-    return tuple(place for placement, place in places if placement.is_shard())
 
 
 def _as_it_is(name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

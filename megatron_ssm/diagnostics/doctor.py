@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ssm.ops.optional_imports import version_of
 from sparsefusion.foundation.command_line import Printer
@@ -17,6 +17,9 @@ from sparsefusion.foundation.launcher import this_rank
 from sparsefusion.native.library import Library, file_of
 
 from .known_problems import LIBRARIES, find_problems, torch_build, usable_cores, value_or_unknown
+
+if TYPE_CHECKING:
+    from megatron_ssm.ops.implementations import Implementation
 
 PACKAGES = (
     "megatron-ssm", "torch", "numpy", "safetensors", "tokenizers", "transformers", "megatron-core", "deepspeed",
@@ -28,10 +31,13 @@ NOT_TRAINED = "none: quantized matrices are not trained"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
-    """Which kernels a job runs: the first line that it prints.
+    """The kernels that a job runs: the first line that it prints.
 
-    device, dtype: of torch, or their names. all_reduce: how its ranks sum (None or "": there is one rank). trains: whether
-    the line names the AdamW.
+    Args:
+        device: The device of the model, as torch names it.
+        dtype: The dtype of its parameters, or its name.
+        all_reduce: How the ranks sum; None or "" for one rank.
+        trains: Name the AdamW too.
     """
     kind, name = str(device).split(":")[0], _name(dtype)
     kernels = _kernels_of_cuda(name) if kind == "cuda" else _kernels_of_cpu(kind, name)
@@ -49,13 +55,14 @@ def _kernels_of_cpu(device: str, dtype: str) -> str:
 
 def _kernels_of_cuda(dtype: str) -> str:
     """The packages whose kernels are all installed, then torch with the reasons why others are not."""
-    from megatron_ssm.ops import cuda_kernels
+    from megatron_ssm.ops.cuda_kernels import TYPES as CUDA_TYPES
+    from megatron_ssm.ops.implementations import IMPLEMENTATIONS
 
-    if dtype not in map(_name, cuda_kernels.TYPES):
+    if dtype not in map(_name, CUDA_TYPES):
         return f"torch (cuda; no other kernels take {dtype})"
     whys: dict[str, set[str]] = {}
-    for kernel in map(cuda_kernels.load_kernel, cuda_kernels.KERNELS):
-        whys.setdefault(kernel.package, set()).update({kernel.why} - {""})
+    for kernel in (each for each in IMPLEMENTATIONS if each.device == "cuda"):
+        whys.setdefault(kernel.package, set()).update({kernel.why_not} - {""})
     complete = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
     missing = [why for package in whys.values() for why in sorted(package)]
     fallback = [f"torch (cuda; {'; '.join(missing)})"] if missing else []
@@ -120,7 +127,7 @@ def cpu_model() -> str:
 
 
 def libraries() -> dict[str, Any]:
-    """{package: whether its C library is loaded, which variant, from which file, and why not}."""
+    """{package: its C library: loaded or not, the variant, the file, and the reason if it is not loaded}."""
     return {package: value_or_unknown(_library_of, package) for package in LIBRARIES}
 
 
@@ -153,7 +160,7 @@ def threads() -> dict[str, Any]:
     return {"torch": value_or_unknown(of_torch), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set")}
 
 
-# Which implementation runs
+# The implementations that run
 
 
 def operations() -> list[dict[str, str]]:
@@ -165,94 +172,48 @@ def operations() -> list[dict[str, str]]:
 
 
 def operations_on(device: str) -> list[dict[str, str]]:
-    """What runs each operation on "cpu" or "cuda" in inference and in training, and why."""
-    rows = _on_cpu() if device == "cpu" else _on_cuda()
+    """The kernels of each operation on "cpu" or "cuda" in inference and in training, and the calls left to torch."""
+    from megatron_ssm.ops.implementations import IMPLEMENTATIONS
+
+    names = dict.fromkeys(each.operation for each in IMPLEMENTATIONS)
+    rows = [(name, *_runs([i for i in IMPLEMENTATIONS if (i.operation, i.device) == (name, device)])) for name in names]
+    rows += _products() if device == "cpu" else [(name, "torch", train, "cuBLAS") for name, _, train, _ in _products()]
+    rows += [
+        ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
+        _adamw(device),
+        _all_reduce(device),
+    ]
     return [dict(zip(("operation", "device", "inference", "training", "why"), (name, device, *row), strict=True))
             for name, *row in rows]  # fmt: skip
 
 
-def _on_cuda() -> list[tuple]:
-    """Like `_on_cpu`, from the conditions in `cuda_*` and `fused_adam`."""
-    from megatron_ssm.ops import cuda_convolution, cuda_gated_delta, cuda_scans
+def _runs(kernels: "list[Implementation]") -> tuple[str, str, str]:
+    """(inference, training, why) of an operation with these kernels on a device."""
+    usable = [kernel for kernel in kernels if not kernel.why_not]
+    whys = [*dict.fromkeys(kernel.why_not for kernel in kernels if kernel.why_not)]
+    if not kernels:
+        return "torch", "torch", "no kernel on this device"
+    trained = [kernel.package for kernel in usable if kernel.trained]
+    inference = [f"{kernel.package}{f' ({kernel.tokens})' * bool(kernel.tokens and whys)}" for kernel in usable]
+    other_dtypes = "float64, float16" if kernels[0].device == "cpu" else "float64"
+    why = "; ".join(whys) or f"torch: {', '.join([other_dtypes, *filter(None, (k.torch_for for k in usable))])}"
+    return ", ".join([*dict.fromkeys(inference), *["torch"] * bool(whys)]), (trained or ["torch"])[0], why
+
+
+def _adamw(device: str) -> tuple[str, str, str, str]:
     from megatron_ssm.ops.fused_adam import adamw_on_cuda
 
-    state, taps = cuda_scans.LARGEST_STATE, " or ".join(map(str, cuda_convolution.WIDTHS))
-    vector, keys = cuda_convolution.VECTOR, cuda_gated_delta.LARGEST_STATE
-    adamw, why = adamw_on_cuda()
-    rows = {
-        "selective scan": _optional_kernels(
-            "selective_scan_fn",
-            "selective_state_update",
-            f"float64, states of more than {state} values, one token in training and a state that is continued",
-        ),
-        "SSD": _optional_kernels(
-            "mamba_chunk_scan_combined",
-            "selective_state_update",
-            "float64, float32 where products may not be TF32 (one token may), one token in training",
-        ),
-        "gated delta rule": _optional_kernels(
-            "chunk_gated_delta_rule",
-            "fused_recurrent_gated_delta_rule",
-            f"float64, float32 where products may not be TF32 (one token may), keys of more than {keys} values",
-        ),
-        "convolution": _optional_kernels(
-            "causal_conv1d_fn",
-            "causal_conv1d_update",
-            f"float64, not {taps} taps, channels not a multiple of {vector}, one token in training",
-        ),
-        "attention": ("torch", "torch", "torch's scaled_dot_product_attention"),
-        "AdamW": ("none: it trains", adamw, why or "float64: torch"),
-        "all-reduce between ranks": ("NCCL", "NCCL", "what torch.distributed has for cuda"),
-    }
-    rows |= {name: ("torch", training, "cuBLAS") for name, _, training, _ in _products()}
-    return [(name, *rows.get(name, _torch_on_cuda(training))) for name, _, training, _ in _on_cpu()]
+    name, why = adamw_on_cuda() if device == "cuda" else ("torch", "torch's fused AdamW")
+    return "AdamW", "none: it trains", name, why or "float64: torch"
 
 
-def _torch_on_cuda(training: str) -> tuple[str, str, str]:
-    """(inference, training, why) of an operation for which only torch has a CUDA kernel; training: as on the CPU."""
-    return "torch", training if training.startswith("none") else "torch", "the C kernels are for the CPU"
-
-
-def _optional_kernels(several: str, one: str, exceptions: str) -> tuple[str, str, str]:
-    """(inference, training, why) of an operation with a kernel for several tokens and one for one token.
-
-    exceptions: for what torch is used although the kernels are installed.
-    """
-    from megatron_ssm.ops.cuda_kernels import load_kernel
-
-    parts = {"several tokens": load_kernel(several), "one token": load_kernel(one)}
-    runs = {f"{kernel.package} ({tokens})": kernel for tokens, kernel in parts.items() if kernel.item}
-    training = parts["several tokens"].package if parts["several tokens"].item else "torch"
-    whys = dict.fromkeys(kernel.why for kernel in parts.values() if kernel.why)
-    if not whys:
-        return training, training, f"torch: {exceptions}"
-    return ", ".join([*runs, "torch"]), training, "; ".join(whys)
-
-
-def _on_cpu() -> list[tuple]:
-    """(operation, inference, training, why), from the conditions in `kernels`."""
-    import torch
-
-    from megatron_ssm.native import kernels
-
-    library = kernels.LIBRARY
-    types = [name for name in TYPES if kernels.usable(torch.empty(1, dtype=getattr(torch, name)))]
-    inference, training = (f"C ({', '.join(types)})", "C (float32)") if types else ("torch", "torch")
-    state, taps = kernels.LARGEST_STATE, kernels.LONGEST_KERNEL
-    rows = [
-        ("selective scan", inference, training, f"torch: float64, states of more than {state} values"),
-        ("SSD", inference, training, f"torch: float64, states of more than {state} values"),
-        ("gated delta rule", inference, training, f"torch: float64, keys of more than {state} values"),
-        ("convolution", inference, training, f"torch: float64, more than {taps} taps, training in bfloat16"),
-        ("RMS norm", inference, "torch", "torch: float64; the C kernel has no gradient"),
-        *_products(),
-    ]
-    rows = [(*row, reason if library else "megatron_ssm's C kernels are not loaded") for *row, reason in rows]
-    rows += [
-        ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
-        ("AdamW", "none: it trains", "torch", "torch's fused AdamW"),
-    ]
-    return [*rows, ("all-reduce between ranks", *_all_reduce())]
+def _all_reduce(device: str) -> tuple[str, str, str, str]:
+    library, name = Library("sparsefusion", {}), "all-reduce between ranks"
+    if device == "cuda":
+        return name, "NCCL", "NCCL", "what torch.distributed has for cuda"
+    if not library:
+        return name, "gloo", "gloo", f"no C kernels: {library.why}"
+    return name, "C, shared memory", "C, shared memory", "if all ranks are on one machine; else gloo"
 
 
 def _products() -> list[tuple]:
@@ -280,13 +241,6 @@ def _products() -> list[tuple]:
 def _matrix_name(stored: Any) -> str:
     """The name of a matrix's dtype: the 4-bit numbers are stored in bytes."""
     return {"uint8": "int4"}.get(_name(stored), _name(stored))
-
-
-def _all_reduce() -> tuple[str, str, str]:
-    library = Library("sparsefusion", {})
-    if not library:
-        return "gloo", "gloo", "sparsefusion's C kernels are not loaded"
-    return "C, shared memory", "C, shared memory", "if all ranks are on one machine; else gloo"
 
 
 # The page

@@ -21,7 +21,7 @@ REINSTALL = "`make -B env` or `pip install -e .`"
 
 
 def value_or_unknown(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns, or "unknown (the error)" if it raises."""
+    """The function's result, or "unknown (the error)" if it raises."""
     try:
         return function(*arguments)
     except Exception as error:  # a broken package may raise anything
@@ -34,7 +34,7 @@ def usable_cores() -> int:
 
 
 def torch_build() -> str:
-    """What torch was built for: CUDA, with the devices it finds, ROCm, or the CPU."""
+    """The platform that torch was built for: CUDA, with the devices it finds, ROCm, or the CPU."""
     import torch
 
     if not torch.version.cuda:

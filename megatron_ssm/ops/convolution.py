@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from megatron_ssm.native import kernels
 
 from . import cuda_convolution
+from .implementations import CONVOLUTION
 
 
 def causal_conv_ref(
@@ -37,12 +38,11 @@ def causal_conv(
     """
     x = x.to(torch.promote_types(x.dtype, weight.dtype))  # under autocast x is narrower
     history = history if history is None else history.to(x.dtype)
-    native = kernels.usable(x, weight, bias) and weight.shape[-1] <= kernels.LONGEST_KERNEL
+    native = CONVOLUTION.takes(weight.shape[-1], x, weight, bias)
     if not native and cuda_convolution.supports_conv(x, weight, bias, history):
         return cuda_convolution.causal_conv(x, weight, bias, history, overwrite)
     if not torch.is_grad_enabled():
         return (kernels.causal_conv if native else _causal_conv_torch)(x, weight, bias, history, overwrite)
-    native = native and x.dtype == torch.float32
     return (_NativeConv.apply if native else _causal_conv_torch)(x, weight, bias, history)
 
 

@@ -6,22 +6,19 @@ import torch
 from torch import Tensor
 
 from . import cuda_kernels
+from .implementations import CUDA_CONVOLUTION, CUDA_CONVOLUTION_STEP
 
-WIDTHS = (2, 3, 4)  # the numbers of taps that the kernels support (causal_conv1d.cpp)
 VECTOR, BYTES = 8, 16  # causal_conv1d_fn needs strides that are multiples of 8 channels, and addresses of 16 bytes
 
 
 def supports_conv(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None) -> bool:
     """Return True if a kernel computes this `convolution.causal_conv` (see csrc/causal_conv1d.cpp)."""
-    if weight.shape[-1] not in WIDTHS or bias is not None and bias.dtype is not weight.dtype:
+    if bias is not None and bias.dtype is not weight.dtype:
         return False
+    inputs = weight.shape[-1], x, weight, bias, history
     if x.shape[1] == 1:
-        usable = not torch.is_grad_enabled() and cuda_kernels.is_usable(
-            "causal_conv1d_update", x, weight, bias, history
-        )
-        return usable and len(x) <= _conv_rows(x, weight, history)
-    usable = x.shape[2] % VECTOR == 0 and cuda_kernels.is_usable("causal_conv1d_fn", x, weight, bias, history)
-    return usable and _conv_rows(x, weight, history) > 0
+        return CUDA_CONVOLUTION_STEP.takes(*inputs) and len(x) <= _conv_rows(x, weight, history)
+    return x.shape[2] % VECTOR == 0 and CUDA_CONVOLUTION.takes(*inputs) and _conv_rows(x, weight, history) > 0
 
 
 def _conv_rows(x: Tensor, weight: Tensor, history: Tensor | None) -> int:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_kernels
-
-LARGEST_STATE = 256  # the largest K that chunk_gated_delta_rule supports (fla/ops/common/chunk_delta_h.py)
+from .implementations import CUDA_GATED_DELTA, CUDA_GATED_DELTA_STEP
 
 
 def supports_gated_delta(
@@ -21,8 +20,8 @@ def supports_gated_delta(
     """
     inputs = (q, k, v, g, beta, state)
     if _by_token(v, one_by_one):
-        return cuda_kernels.is_usable("fused_recurrent_gated_delta_rule", *inputs)
-    fits = k.shape[3] <= LARGEST_STATE and cuda_kernels.is_usable("chunk_gated_delta_rule", *inputs)
+        return CUDA_GATED_DELTA_STEP.takes(k.shape[3], *inputs)
+    fits = CUDA_GATED_DELTA.takes(k.shape[3], *inputs)
     return fits and (cuda_kernels.rounds_products() or cuda_kernels.common_dtype(q, k, v) is not torch.float32)
 
 
@@ -31,8 +30,8 @@ def gated_delta(
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta.gated_delta` by flash-linear-attention. The kernels read contiguous tensors, and make them so."""
     dtype = cuda_kernels.common_dtype(q, k, v)
-    kernel = "fused_recurrent_gated_delta_rule" if _by_token(v, one_by_one) else "chunk_gated_delta_rule"
-    y, after = cuda_kernels.load_kernel(kernel).item(
+    chosen = CUDA_GATED_DELTA_STEP if _by_token(v, one_by_one) else CUDA_GATED_DELTA
+    y, after = cuda_kernels.load_kernel(chosen.kernel).item(
         q.to(dtype), k.to(dtype), v.to(dtype), g=g, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip

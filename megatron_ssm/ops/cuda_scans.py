@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cuda_kernels
+from .implementations import CUDA_SELECTIVE_SCAN, CUDA_SELECTIVE_STEP, CUDA_SSD, CUDA_SSD_STEP
 
-LARGEST_STATE = 256  # the largest N that selective_scan_fn supports (selective_scan.cpp)
 SSD_CHUNK = 256  # tokens per chunk, as in mamba-ssm's own modules (modules/mamba2.py)
 SELECTIVE_CHUNK = 2048  # tokens between two states that selective_scan_fn keeps (selective_scan.cpp)
 RESPONSE_BUDGET = 2**26  # elements of a tensor (rows, tokens, N, channels) that `_response` allocates at once
@@ -27,15 +27,13 @@ def supports_selective_scan(
     `selective_state_update` has no gradients. `selective_scan_fn` starts from zeros, so the effect of an initial state
     is added here, without gradients. It has no gradient of the final state either; see `scan._AfterKernel`.
     """
-    one_token = x.shape[1] == 1
-    if torch.is_grad_enabled() and (one_token or state is not None):
+    inputs = (A_log.shape[1], x, dt, A_log, B, C, D, z, dt_bias, state)
+    if x.shape[1] == 1:
+        rows = cuda_kernels.rows_within
+        return CUDA_SELECTIVE_STEP.takes(*inputs) and len(x) <= rows(A_log.numel(), x, dt, B, C, z, state)
+    if torch.is_grad_enabled() and state is not None:
         return False
-    inputs = (x, dt, A_log, B, C, D, z, dt_bias, state)
-    if one_token:
-        usable = cuda_kernels.is_usable("selective_state_update", *inputs)
-        return usable and len(x) <= cuda_kernels.rows_within(A_log.numel(), x, dt, B, C, z, state)
-    fits = A_log.shape[1] <= LARGEST_STATE and cuda_kernels.is_usable("selective_scan_fn", *inputs)
-    return fits and _selective_rows(x, dt, A_log, B, C, z) > 0
+    return CUDA_SELECTIVE_SCAN.takes(*inputs) and _selective_rows(x, dt, A_log, B, C, z) > 0
 
 
 def _selective_rows(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor | None) -> int:
@@ -130,11 +128,11 @@ def supports_ssd(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: 
     `mamba_chunk_scan_combined` has all gradients, including those of the states. But Triton multiplies float32 in TF32.
     So float32 is left to torch, unless torch itself may use TF32, or a lower precision under autocast.
     """
-    inputs = (x, dt, A_log, B, C, D, state)
+    inputs = (B.shape[3], x, dt, A_log, B, C, D, state)
     if x.shape[1] == 1:
-        usable = not torch.is_grad_enabled() and cuda_kernels.is_usable("selective_state_update", *inputs)
-        return usable and len(x) <= cuda_kernels.rows_within(x[0].numel() * B.shape[3], x, dt, B, C, state)
-    if not cuda_kernels.is_usable("mamba_chunk_scan_combined", *inputs) or not _ssd_rows(x, dt, B, C, state):
+        rows = cuda_kernels.rows_within
+        return CUDA_SSD_STEP.takes(*inputs) and len(x) <= rows(x[0].numel() * B.shape[3], x, dt, B, C, state)
+    if not CUDA_SSD.takes(*inputs) or not _ssd_rows(x, dt, B, C, state):
         return False
     rounded = cuda_kernels.rounds_products() or torch.is_autocast_enabled(x.device.type)
     return rounded or cuda_kernels.common_dtype(x, B, C) is not torch.float32

@@ -28,6 +28,7 @@ from megatron_ssm.native.arguments import are_float32
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from . import cuda_gated_delta
+from .implementations import GATED_DELTA
 
 CHUNK = 64  # tokens of a chunk in torch
 NORM_EPS = 1e-6  # added to the sum of squares of q and k
@@ -68,15 +69,15 @@ def gated_delta(
     heads, K, V), at least fp32; None: zeros. overwrite: without gradients, the final state may be written into state.
     one_by_one: by C or CUDA kernels and without gradients, the results are those of a call for each token, bit for bit.
     """
-    fits = k.shape[3] <= kernels.LARGEST_STATE
-    if fits and not torch.is_grad_enabled() and kernels.usable(q, k, v) and are_float32(g, beta):
+    size = k.shape[3]
+    if not torch.is_grad_enabled() and are_float32(g, beta) and GATED_DELTA.takes(size, q, k, v):
         return kernels.gated_delta(q, k, v, g, beta, state, overwrite, one_by_one)
     if cuda_gated_delta.supports_gated_delta(q, k, v, g, beta, state, one_by_one):
         return cuda_gated_delta.gated_delta(q, k, v, g, beta, state, one_by_one)
     wide = at_least_fp32(v.dtype)
     with torch.autocast(v.device.type, enabled=False):
         inputs: list[Any] = [t if t is None else t.to(wide) for t in (q, k, v, g, beta, state)]
-        if torch.is_grad_enabled() and fits and kernels.usable(*inputs):
+        if torch.is_grad_enabled() and GATED_DELTA.takes(size, *inputs):
             y, state = _NativeForward.apply(*inputs)
         elif torch.is_grad_enabled():
             y, state = checkpoint(_chunks, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -6,8 +6,8 @@ anywhere (chunked prefill, decoding, context parallelism). States and sums are a
 
 - `*_ref`, one token after the other, differentiated by autograd;
 - torch, in chunks of tokens;
-- C, on the CPU, for what `native.kernels` supports;
-- mamba-ssm's kernels, on CUDA, for what `cuda_scans` supports.
+- C, on the CPU;
+- mamba-ssm's kernels, on CUDA. `implementations` says which calls they take.
 
 The backward passes compute the states again, chunk by chunk. Only `*_ref` stores a tensor over (seq, channels, N).
 """
@@ -25,6 +25,7 @@ from megatron_ssm.native.arguments import are_float32
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from . import cuda_scans
+from .implementations import SELECTIVE_SCAN, SSD
 
 SELECTIVE_CHUNK = 16  # tokens whose products over (channels, N) are held at once
 SSD_CHUNK = 32  # tokens per chunk of the form with matrix products
@@ -60,8 +61,8 @@ def selective_scan(
     overwrite: the final state may be written into state; overwrite_x: y may be written into x; both without gradients.
     Returns y like x, and the final state. Both have gradients.
     """
-    fits = A_log.shape[1] <= kernels.LARGEST_STATE
-    if fits and not torch.is_grad_enabled() and kernels.usable(x, dt, B, C, z) and are_float32(A_log, D, dt_bias):
+    size = A_log.shape[1]
+    if not torch.is_grad_enabled() and are_float32(A_log, D, dt_bias) and SELECTIVE_SCAN.takes(size, x, dt, B, C, z):
         return kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, overwrite, overwrite_x)[:2]
     wide, inputs = at_least_fp32(x.dtype), (x, dt, A_log, B, C, D, z, dt_bias, state)
     on_cuda = cuda_scans.supports_selective_scan(*inputs)
@@ -70,7 +71,7 @@ def selective_scan(
             y, state = cuda_scans.selective_scan(*inputs, overwrite)
             return y, _AfterKernel.apply(state, x, dt, A_log, B, C, dt_bias) if torch.is_grad_enabled() else state
         converted: list[Any] = [t if t is None else t.to(wide) for t in inputs]
-        scan = _NativeSelectiveScan.apply if fits and kernels.usable(*converted) else _selective_chunks
+        scan = _NativeSelectiveScan.apply if SELECTIVE_SCAN.takes(size, *converted) else _selective_chunks
         y, state = scan(*converted)
         return y.to(x.dtype), state
 
@@ -223,9 +224,8 @@ def ssd(
     ignore both.
     Returns y like x, and the final state. Both have gradients.
     """
-    wide = at_least_fp32(x.dtype)
-    fits = B.shape[3] <= kernels.LARGEST_STATE
-    if fits and not torch.is_grad_enabled() and kernels.usable(x, B, C) and are_float32(dt, A_log, D):
+    wide, size = at_least_fp32(x.dtype), B.shape[3]
+    if not torch.is_grad_enabled() and are_float32(dt, A_log, D) and SSD.takes(size, x, B, C):
         return kernels.ssd(x, dt, A_log, B, C, D, state, overwrite, one_by_one=one_by_one, may_round=may_round)[:2]
     inputs = (x, dt, A_log, B, C, D, state)
     on_cuda = cuda_scans.supports_ssd(*inputs)
@@ -233,7 +233,7 @@ def ssd(
         if on_cuda:
             return cuda_scans.ssd(*inputs, overwrite)
         converted: list[Any] = [t if t is None else t.to(wide) for t in inputs]
-        scan = _NativeSsd.apply if fits and kernels.usable(*converted) else _ssd_torch
+        scan = _NativeSsd.apply if SSD.takes(size, *converted) else _ssd_torch
         y, state = scan(*converted)
         return y.to(x.dtype), state
 

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.prepared_request import Served
-from megatron_ssm.checkpoints.disk_space import is_lack_of_memory
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.families import read_for_ranks
@@ -33,7 +32,7 @@ from megatron_ssm.parallel.local_launch import handle_like_sigterm
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import together
-from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.command_line import Printer, is_lack_of_memory
 from sparsefusion.foundation.launcher import launched_ranks
 
 from .channel import Channel

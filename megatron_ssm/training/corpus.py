@@ -18,7 +18,8 @@ from megatron_ssm.inference.text import (
 )
 from megatron_ssm.stack.stack import Stack
 
-from .data import Tokens, read_documents, split_documents, tokenize
+from .batches import Tokens, tokenize
+from .documents import read_documents, split_documents
 from .options import Options
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class Corpus:
     """The training text and the held-out text as tokens, and the tokenizer that made them.
 
-    train, held_out: `data.Tokens`; held_out is None if there is only one document. vocab_size: of the tokenizer.
+    train, held_out: `batches.Tokens`; held_out is None if there is only one document. vocab_size: of the tokenizer.
     end_of_text_id: follows every document. tokenizer_files: {name: content}, None for the byte tokenizer.
 
     Every rank reads all of it. ValueError or FileNotFoundError if a file cannot be read or is not what it should be.

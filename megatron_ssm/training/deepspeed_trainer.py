@@ -29,7 +29,7 @@ from torch import nn
 
 from megatron_ssm.checkpoints.deepspeed_files import NAMES
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
-from megatron_ssm.checkpoints.disk_space import DiskSpace, sync_directory
+from megatron_ssm.checkpoints.disk import sync_directory
 from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
@@ -38,11 +38,10 @@ from megatron_ssm.models.parameters import parameter_groups
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
 from megatron_ssm.stack.fields import field_of
-from sparsefusion.collectives.agreement import gather_objects, on_first, together
-from sparsefusion.foundation.command_line import Failure, shortened
+from sparsefusion.collectives.agreement import on_first, together
+from sparsefusion.foundation.command_line import Failure
 
-from .data import Tokens
-from .deepspeed_settings import within_depth
+from .batches import Tokens
 from .gradients import (
     Gradients,
     average_divided_gradients,
@@ -57,9 +56,17 @@ OLDEST = "0.19.8"  # version of DeepSpeed that skips steps that are not finite i
 
 
 class DeepSpeedTrainer(Trainer):
-    """A `Trainer` whose `loss` is a DeepSpeed engine. settings: its configuration, of `deepspeed_settings.read_settings`.
+    """A `Trainer` whose `loss` is a DeepSpeed engine.
 
-    ValueError if DeepSpeed was imported before for another kind of device than the model's.
+    Args:
+        model: The model to train.
+        groups: Its process groups.
+        options: Those of the run.
+        settings: The engine's configuration, of `deepspeed_settings.read_settings`.
+        report: See `Trainer`.
+
+    Raises:
+        ValueError: DeepSpeed was imported before for another kind of device than the model's, or refuses the configuration.
     """
 
     def __init__(
@@ -78,13 +85,12 @@ class DeepSpeedTrainer(Trainer):
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
         optimizer = torch_adamw(self.model, self.options)
-        config = within_depth(self._settings, dict(loss.named_modules(remove_duplicate=False)))
         try:
-            self._engine, *_ = self._deepspeed.initialize(model=loss, optimizer=optimizer, config=config, mpu=self._mpu)
-        except ValidationError as error:  # of a section that `read_settings` passes on as it is
-            first = error.errors()[0]
-            key = shortened(".".join(map(str, first["loc"])))
-            raise ValueError(f"{self.options.deepspeed_config}: {key}: {first['msg']}") from None
+            self._engine, *_ = self._deepspeed.initialize(
+                model=loss, optimizer=optimizer, config=self._settings, mpu=self._mpu
+            )
+        except (ValidationError, AssertionError) as error:  # how DeepSpeed refuses a value, on every rank
+            raise ValueError(f"{self.options.deepspeed_config}: {' '.join(str(error).split())}") from None
         self._stage = int(self._engine.zero_optimization_stage())
         for partition in self._partitions():
             moments = {name: torch.zeros_like(partition) for name in MOMENTS}
@@ -116,7 +122,7 @@ class DeepSpeedTrainer(Trainer):
                 yield parameter, part
 
     def _is_updated(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer has it: it is not frozen, and this rank's part of it is not empty."""
+        """Return True if the optimizer has it: it is not frozen, and this rank's part of it is not empty."""
         return parameter.requires_grad and 0 not in self._shape(parameter)
 
     def _part_of_gradient(self, parameter: Any) -> torch.Tensor | None:
@@ -231,34 +237,25 @@ class DeepSpeedTrainer(Trainer):
         """With --save-deepspeed, write DeepSpeed's own checkpoint OUT/deepspeed/global_stepN; its name is in `latest`.
 
         What was in OUT/deepspeed is replaced once all files are complete. Each rank writes its own partitions. Failure on
-        every rank if one cannot write; nothing of the new checkpoint then remains. A full disk is reported as by
-        `Snapshot.write`.
+        every rank if one cannot write; nothing of the new checkpoint then remains.
         """
         if not self.options.save_deepspeed:
             return
         directory, hidden, old = out / "deepspeed", out / ".deepspeed", out / "deepspeed.old"
         failure, tag = f"cannot write {directory}", f"global_step{step}"
-        needed = sum(gather_objects(self._checkpoint_bytes(), dist.group.WORLD))
 
         @in_one_line(failure)
         def begin() -> None:
             if old.exists() and not directory.exists():  # a run was killed between the renames below
                 old.rename(directory)
             shutil.rmtree(hidden, ignore_errors=True)
-            with DiskSpace.of(out, needed).explained():
-                (hidden / tag).mkdir(parents=True)  # DeepSpeed makes it on every rank, whose errors would differ
-
-        @in_one_line(failure)
-        def save() -> None:
-            with space.explained():
-                self._save_checkpoint(hidden, tag)
+            (hidden / tag).mkdir(parents=True)  # DeepSpeed makes it on every rank, whose errors would differ
 
         @in_one_line(failure)
         def complete() -> None:
-            with space.explained():
-                config = json.dumps(self.model.config.to_dict("float32"), indent=2)
-                (hidden / "config.json").write_text(config, encoding="utf-8")
-                (hidden / "latest").write_text(tag, encoding="utf-8")
+            config = json.dumps(self.model.config.to_dict("float32"), indent=2)
+            (hidden / "config.json").write_text(config, encoding="utf-8")
+            (hidden / "latest").write_text(tag, encoding="utf-8")
             sync_directory(hidden)
             shutil.rmtree(old, ignore_errors=True)
             if directory.exists():
@@ -269,22 +266,11 @@ class DeepSpeedTrainer(Trainer):
         self._engine.global_steps = step  # DeepSpeed counts those of this process
         try:
             on_first(begin, dist.group.WORLD)
-            space = together(in_one_line(failure)(lambda: DiskSpace.of(out, needed)), [dist.group.WORLD])
-            together(save, [dist.group.WORLD])
+            together(in_one_line(failure)(lambda: self._save_checkpoint(hidden, tag)), [dist.group.WORLD])
             on_first(complete, dist.group.WORLD)
         except Failure:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-
-    def _checkpoint_bytes(self) -> int:
-        """The bytes of the tensors that this rank writes to DeepSpeed's checkpoint."""
-        parameters: Any = self.model.parameters()
-        held = [partition.nbytes * (1 + len(MOMENTS)) for partition in self._partitions()]
-        if self._stage == 3:
-            held += [p.ds_tensor.nbytes for p in parameters if not p.requires_grad]
-        elif self.groups.data_context_rank == 0:
-            held += [p.nbytes * (1 if self._stage or not p.requires_grad else 3) for p in parameters]
-        return sum(held)
 
     def _save_checkpoint(self, folder: Path, tag: str) -> None:
         """Let DeepSpeed write its files. OSError, after all ranks have tried, if this rank cannot write one of them.
@@ -353,8 +339,8 @@ def import_deepspeed(device: torch.device) -> Any:
     """The package, with nothing that it would compile. ValueError if it is too old, or works on another kind of device.
 
     On CPUs it would compile an extension for messages in shared memory, under a lock in TORCH_EXTENSIONS_DIR. If an earlier
-    run was killed meanwhile, the lock remains, and it would wait for ever. So its list of operations that it may compile,
-    which it makes by calls of the compiler, is empty. Our tensor-parallel ranks share memory without it.
+    run was killed meanwhile, the lock remains, and DeepSpeed would wait forever. So the list of operations that it may
+    compile, which it makes by calls of the compiler, is emptied. Our tensor-parallel ranks share memory without it.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -51,8 +51,11 @@ def average_replicated_gradients(model: Model, gradients: Gradients | None = Non
     NaN on all ranks (if they are frozen: the first gradient), so that each rank's scaler skips the step and lowers its
     scale.
 
-    gradients: (parameter, its gradient, or the same part of it on all tensor-parallel ranks); None: `whole_gradients`.
     All-reduces those of `replicated_parameters` over the tensor-parallel ranks, as one tensor.
+
+    Args:
+        model: The model.
+        gradients: (parameter, its gradient, or the same part of it on all tensor-parallel ranks); None: `whole_gradients`.
     """
     ranks, replicated = model.ranks, set(replicated_parameters(model))
     given = [(p, _local(gradient)) for p, gradient in (whole_gradients(model) if gradients is None else gradients)]
@@ -99,14 +102,20 @@ def average_divided_gradients(
 def grad_norm(
     model: Model, gradients: Gradients | None = None, divided_over: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """The 2-norm of the whole model's gradient: a scalar tensor, the same on every rank.
-
-    gradients: (parameter, the part of its gradient that this rank holds); None: `whole_gradients`. divided_over: the ranks
-    over which these parts are divided, of any shapes; None: this rank holds whole gradients, or DTensors.
+    """The 2-norm of the whole model's gradient.
 
     Each element counts once, however many ranks hold it: of a parameter that c tensor-parallel ranks hold, each rank adds
     1/c of the squares. All-reduces one element over `divided_over` or the mesh of the DTensors, one over the ranks that
     divide the experts, and one over the tensor-parallel ranks.
+
+    Args:
+        model: The model.
+        gradients: (parameter, the part of its gradient that this rank holds); None: `whole_gradients`.
+        divided_over: The ranks over which these parts are divided, of any shapes; None: this rank holds whole gradients, or
+            DTensors.
+
+    Returns:
+        A scalar tensor, the same on every rank.
     """
     ranks, fields, experts = model.ranks, fields_of(model), set(divided_experts(model))
     total = torch.zeros((), dtype=at_least_fp32(model.dtype), device=model.device)
@@ -130,9 +139,13 @@ def grad_norm(
 
 @torch.no_grad()
 def clip_gradients(model: Model, norm: torch.Tensor, limit: float, gradients: Gradients | None = None) -> None:
-    """Scale every gradient by limit / (norm + 1e-6) if norm > limit, as torch and Megatron do; limit 0 is no limit.
+    """Scale every gradient by limit / (norm + 1e-6) if norm > limit, as torch and Megatron do.
 
-    gradients: see `grad_norm`.
+    Args:
+        model: The model.
+        norm: The norm of its gradient, of `grad_norm`.
+        limit: The largest norm; 0: no limit.
+        gradients: See `grad_norm`.
     """
     if limit and norm > limit:
         for _, gradient in whole_gradients(model) if gradients is None else gradients:

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ def _option(default: Any, help: str, **more: Any) -> Any:
 class Options:
     """The options of `examples/pretrain.py`, under Megatron's names where Megatron has the option.
 
-    ValueError if a value is out of range or contradicts another one.
+    Raises:
+        ValueError: A value is out of range or contradicts another one.
     """
 
     data: tuple[str, ...] = _option(
@@ -157,69 +158,66 @@ class Options:
         for name, least in _MINIMUM.items():
             value = getattr(self, name)
             check_number(flag(name), value, least, LIMIT if isinstance(value, int) else math.inf)
+        if problem := next(self._problems(), ""):
+            raise ValueError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """The rules that the values break."""
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1")
+                yield f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1"
         if self.model_config and self.init_from:
-            raise ValueError("--model-config is for a new model, and --init-from for one that exists")
+            yield "--model-config is for a new model, and --init-from for one that exists"
         if self.lora_rank and not self.init_from:
-            raise ValueError(f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from")
+            yield f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from"
         pattern, layers = self.hybrid_override_pattern, self.num_layers
         if pattern and (self.model_config or self.init_from):
-            raise ValueError("--hybrid-override-pattern is for a new model that is made from options")
+            yield "--hybrid-override-pattern is for a new model that is made from options"
         if pattern and layers not in (2, len(pattern)):  # 2: the default
-            raise ValueError(
-                f"--hybrid-override-pattern {pattern} has {len(pattern)} blocks, not --num-layers {layers}"
-            )
+            yield f"--hybrid-override-pattern {pattern} has {len(pattern)} blocks, not --num-layers {layers}"
         if self.min_lr > self.lr:
-            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
+            yield f"--min-lr {self.min_lr} is above --lr {self.lr}"
         warmup, decayed = self.lr_warmup_iters, self.lr_decay_iters
         if self.lr_decay_style != "constant" and 0 < decayed <= warmup:
-            raise ValueError(f"--lr-warmup-iters {warmup} is not below --lr-decay-iters {decayed}")
+            yield f"--lr-warmup-iters {warmup} is not below --lr-decay-iters {decayed}"
         if self.bf16 and self.params_dtype != "float32":
-            raise ValueError(f"--bf16 does not compute with {self.params_dtype} parameters: --params-dtype float32")
+            yield f"--bf16 does not compute with {self.params_dtype} parameters: --params-dtype float32"
         if not 0 < self.lora_alpha < math.inf:
-            raise ValueError(f"--lora-alpha {self.lora_alpha} must be positive and finite")
+            yield f"--lora-alpha {self.lora_alpha} must be positive and finite"
         if self.sequence_parallel and self.reduce != "fp32":
-            raise ValueError(f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}")
+            yield f"--sequence-parallel sums in fp32, not in --reduce {self.reduce}"
         if self.profile_step_end < self.profile_step_start:
-            raise ValueError(
-                f"--profile-step-end {self.profile_step_end} is before --profile-step-start {self.profile_step_start}"
-            )
+            yield f"--profile-step-end {self.profile_step_end} is before --profile-step-start {self.profile_step_start}"
         if self.profile and self.profile_step_start > self.train_iters:
-            raise ValueError(
-                f"--profile-step-start {self.profile_step_start} is after --train-iters {self.train_iters}"
-            )
+            yield f"--profile-step-start {self.profile_step_start} is after --train-iters {self.train_iters}"
         if not 0 < self.gradient_density <= 1:
-            raise ValueError(f"--gradient-density {self.gradient_density} must be above 0 and at most 1")
-        self._check_engine()
+            yield f"--gradient-density {self.gradient_density} must be above 0 and at most 1"
+        yield from self._problems_of_engine()
         if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"--seed {shortened(self.seed)} is not a 64-bit integer")
+            yield f"--seed {shortened(self.seed)} is not a 64-bit integer"
 
-    def _check_engine(self) -> None:
-        """ValueError if an option does not work with the engine."""
+    def _problems_of_engine(self) -> Iterator[str]:
+        """Options that do not work with the engine."""
         if (self.engine == "deepspeed") != bool(self.deepspeed_config):
             rule = "needs" if self.engine == "deepspeed" else "has no use for"
-            raise ValueError(f"--engine {self.engine} {rule} --deepspeed-config")
+            yield f"--engine {self.engine} {rule} --deepspeed-config"
         for name, engine in dict(use_distributed_optimizer="megatron", save_deepspeed="deepspeed").items():
             if getattr(self, name) and self.engine != engine:
-                raise ValueError(f"{flag(name)} needs --engine {engine}, not {self.engine}")
+                yield f"{flag(name)} needs --engine {engine}, not {self.engine}"
         if self.use_distributed_optimizer and self.params_dtype != "float32":
-            raise ValueError(
-                f"--use-distributed-optimizer has no {self.params_dtype} parameters: --params-dtype float32"
-            )
+            yield f"--use-distributed-optimizer has no {self.params_dtype} parameters: --params-dtype float32"
         if self.engine == "deepspeed" and self.params_dtype != "float32":
-            raise ValueError(f"--engine deepspeed reduces no {self.params_dtype} gradients: --params-dtype float32")
+            yield f"--engine deepspeed reduces no {self.params_dtype} gradients: --params-dtype float32"
         if self.memory_budget and (self.engine == "deepspeed" or self.use_distributed_optimizer):
             divided = "--use-distributed-optimizer" if self.use_distributed_optimizer else "--engine deepspeed"
-            raise ValueError(f"--memory-budget has no formula for {divided}")
+            yield f"--memory-budget has no formula for {divided}"
         if self.moe_router_enable_expert_bias and self.engine == "deepspeed":
-            raise ValueError("--moe-router-enable-expert-bias is not implemented for --engine deepspeed")
+            yield "--moe-router-enable-expert-bias is not implemented for --engine deepspeed"
         if self.expert_model_parallel_size > 1:
-            self._check_experts()
+            yield from self._problems_of_experts()
 
-    def _check_experts(self) -> None:
-        """ValueError if an option does not work with --expert-model-parallel-size."""
+    def _problems_of_experts(self) -> Iterator[str]:
+        """Options that do not work with --expert-model-parallel-size."""
         others = {
             "--engine deepspeed, which knows only its own experts": self.engine == "deepspeed",
             "--use-distributed-optimizer": self.use_distributed_optimizer,
@@ -228,7 +226,7 @@ class Options:
         }
         if wrong := next((name for name, is_given in others.items() if is_given), ""):
             size = self.expert_model_parallel_size
-            raise ValueError(f"--expert-model-parallel-size {size} is not implemented for {wrong}")
+            yield f"--expert-model-parallel-size {size} is not implemented for {wrong}"
 
     @property
     def decay_steps(self) -> int:
@@ -298,7 +296,11 @@ def flag(name: str) -> str:
 def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") -> Options:
     """Options from the command line, which override those of --config F.yaml, which override the defaults.
 
-    argv: default sys.argv[1:]. Prints one line and exits with 2 if an option is wrong.
+    Prints one line and exits with 2 if an option is wrong.
+
+    Args:
+        argv: The words of the command line (None: sys.argv[1:]).
+        prog: The name of the program in errors.
     """
     parser = Parser(prog=prog, description="Pretrain a state-space language model on text.")
     parser.add_argument("--config", metavar="F.yaml", help="options in YAML, under the same names")

@@ -37,11 +37,11 @@ from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 
-from .inputs import Inputs, read_on_all_ranks, without_effect
 from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
 from .progress import Progress, is_due
+from .run_inputs import RunInputs, ignored_options, read_on_all_ranks
 from .saving import Saver, claim, only_run, resume, resumes_deepspeed
 from .trainer import Trainer
 
@@ -49,8 +49,11 @@ from .trainer import Trainer
 def pretrain(options: Options) -> None:
     """Train as the options say. Called on every rank that a launcher has started, or alone.
 
-    ValueError, on every rank, if an option or an input is wrong. Failure, on every rank, if training cannot go on. If a
-    rank is lost after all have met, the processes of the others end (see `parallel.heartbeat`).
+    If a rank is lost after all have met, the processes of the others end (see `parallel.heartbeat`).
+
+    Raises:
+        ValueError: An option or an input is wrong; on every rank.
+        Failure: Training cannot go on; on every rank.
     """
     tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
     expert = options.expert_model_parallel_size
@@ -82,7 +85,9 @@ def pretrain(options: Options) -> None:
         shut_down()
 
 
-def _run(inputs: Inputs, groups: Groups, device: torch.device, interruption: Interruption, is_restarted: bool) -> None:
+def _run(
+    inputs: RunInputs, groups: Groups, device: torch.device, interruption: Interruption, is_restarted: bool
+) -> None:
     """Build or load the model, train it, and write it."""
     options = inputs.options
     torch.manual_seed(options.seed)
@@ -91,7 +96,7 @@ def _run(inputs: Inputs, groups: Groups, device: torch.device, interruption: Int
         trainer = make_trainer(model, groups, options, inputs.deepspeed, progress.print_line)
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         progress.print_line(f"pretrain: {options.describe()}")
-        for line in without_effect(options, groups.data_context_ranks):
+        for line in ignored_options(options, groups.data_context_ranks):
             progress.print_line(line)
         if tasks := ranks_that_slurm_did_not_start():
             progress.print_line(f"one rank: SLURM_NTASKS is {tasks}, and this process was not started by srun")
@@ -127,8 +132,12 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of `options.engine`; all ranks make it together.
 
-    deepspeed: the configuration of DeepSpeed's engine, of `deepspeed_settings.read_settings`; None for another engine.
-    report: see `Trainer`.
+    Args:
+        model: The model to train.
+        groups: Its process groups.
+        options: Those of the run.
+        deepspeed: The configuration of DeepSpeed's engine, of `deepspeed_settings.read_settings`; None for another engine.
+        report: Called on rank 0 with lines for the terminal.
     """
     if deepspeed is not None:
         from .deepspeed_trainer import DeepSpeedTrainer  # imports deepspeed, which is optional
@@ -142,7 +151,7 @@ def make_trainer(
     return Trainer(model, groups, options, report)
 
 
-def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
+def _resume(trainer: Trainer, inputs: RunInputs, progress: Progress) -> RunInputs:
     """Load the checkpoint.
 
     Returns the inputs with the checkpoint that was loaded, which is an earlier one if the newest is damaged.
@@ -163,7 +172,7 @@ def _resume(trainer: Trainer, inputs: Inputs, progress: Progress) -> Inputs:
     return replace(inputs, checkpoint=checkpoint)
 
 
-def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: Interruption) -> int:
+def _train(trainer: Trainer, inputs: RunInputs, progress: Progress, interruption: Interruption) -> int:
     """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
     options, step = trainer.options, inputs.start
     saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements, inputs.start)
@@ -191,7 +200,7 @@ def _train(trainer: Trainer, inputs: Inputs, progress: Progress, interruption: I
     return step
 
 
-def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
+def _write_model(model: Model, inputs: RunInputs, progress: Progress) -> None:
     """Write the model or its adapters, and the tokenizer; then remove files of the other kind that an earlier run wrote.
 
     Readers would combine both kinds. The model of --init-from remains if the adapters are written beside it. Failure on
@@ -215,7 +224,7 @@ def _write_model(model: Model, inputs: Inputs, progress: Progress) -> None:
 
 
 def make_model(options: Options, config: Stack, groups: Groups, device: torch.device) -> Model:
-    """The model to train: that of --init-from, or a new one. All ranks of `groups` call it together."""
+    """The model to train: loaded from --init-from, or new. All ranks of `groups` call it together."""
     more: dict[str, Any] = dict(
         dtype=getattr(torch, options.params_dtype),
         device=device,
@@ -247,12 +256,12 @@ def _context_of(options: Options, config: Stack, groups: Groups) -> dict[str, An
 
 
 def _exchange_of(model: Model) -> str:
-    """How its context ranks share a sequence."""
+    """The schedule and the exchange by which its context ranks share a sequence."""
     exchanges = model.context_ranks is not None and model.context_ranks.exchanges_channels
     return f"{model.schedule}, {'exchanging channels' if exchanges else 'passing states'}"
 
 
-def _summary(model: Model, groups: Groups, inputs: Inputs) -> str:
+def _summary(model: Model, groups: Groups, inputs: RunInputs) -> str:
     """One line about the model, the ranks, the text and the output directory; for rank 0 alone, which renames folders."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
     experts = "" if groups.expert is None else f", {groups.expert.size()} of which divide the experts"

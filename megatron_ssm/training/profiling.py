@@ -1,4 +1,4 @@
-"""How fast a run is: its share of the devices' peak, and a trace that Perfetto and chrome://tracing show."""
+"""The speed of a run: its share of the devices' peak, and a trace that Perfetto and chrome://tracing show."""
 
 import contextlib
 import errno

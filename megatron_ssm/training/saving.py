@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
-from megatron_ssm.checkpoints.disk_space import DirectoryLock
+from megatron_ssm.checkpoints.disk import DirectoryLock
 from megatron_ssm.checkpoints.failures import first_line, in_one_line
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
@@ -34,7 +34,7 @@ from .options import Options
 from .progress import is_due
 from .trainer import Trainer
 
-BEGUN = ".begun"  # a file beside the checkpoints: `_names_of_run` of the run that has begun there, one a line
+BEGUN = ".begun"  # a file next to the checkpoints: the `_names_of_run` of the run that has begun there, one a line
 NO_ID = "none"  # the id of torchrun's runs that are started without one
 OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
 
@@ -105,7 +105,7 @@ def only_run(out: Path) -> Iterator[bool]:
     """Within this context, no other run begins in the directory `out`. Gives whether this run continues there.
 
     It does so if the mark there is its own, which shows that torchrun has restarted the ranks: whatever --resume says, as a
-    run that began anew would remove what it has done. torchrun's count of restarts shows less: the ranks of before may have
+    run that began anew would remove what it has done. torchrun's count of restarts shows less: the earlier ranks may have
     ended before they began, and nodes that join or leave do not count. A mark of an earlier run is removed.
 
     All ranks enter it together. Rank 0 alone holds a lock on the directory, and reads and removes the mark; the others learn
@@ -122,7 +122,7 @@ def only_run(out: Path) -> Iterator[bool]:
         is_own = False
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             is_own = not names.isdisjoint(mark.read_text(encoding="utf-8").splitlines())
-        with contextlib.suppress(OSError):  # `Inputs.read` reports it
+        with contextlib.suppress(OSError):  # `RunInputs.read` reports it
             out.mkdir(parents=True, exist_ok=True)
         try:
             locks.extend([DirectoryLock(out)] if out.is_dir() else [])
@@ -163,7 +163,7 @@ def logs_of_torchrun() -> str:
 
 
 def mark_begun(directory: Path) -> None:
-    """Note, if torchrun has started the ranks, that checkpoints in a directory are those of this run; see `only_run`."""
+    """Mark the checkpoints in a directory as this run's, if torchrun has started its ranks; see `only_run`."""
     names = _names_of_run()
 
     def write() -> None:
@@ -175,14 +175,16 @@ def mark_begun(directory: Path) -> None:
 
 
 def resumes_deepspeed(options: Options) -> bool:
-    """Whether --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
+    """Return True if --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
     return options.resume not in OWN
 
 
 def checkpoint_to_resume(
     how: str, directory: Path, requirements: dict[str, Any], train_iters: int
 ) -> tuple[Path, int] | None:
-    """What `Options.resume` says to load, and its step; None for a run that begins. directory: of the run's checkpoints.
+    """The checkpoint that `Options.resume` names, and its step; None for a run that begins.
+
+    directory: that of the run's checkpoints.
 
     In place of a folder `deepspeed` that is missing because a run was killed while it replaced it, it takes the folder
     before, `deepspeed.old`. ValueError if there is none, or none that fits the requirements, if it is of a step after
@@ -267,7 +269,7 @@ def resume(
 
 
 def claim(directory: Path, continues: bool) -> None:
-    """Make a directory that of this run's checkpoints, before its first step. Failure on every rank if that cannot be done.
+    """Take a directory for this run's checkpoints, before its first step. Failure on every rank if that is not possible.
 
     continues: whether the checkpoints in it are of this run; if not, the directory is renamed.
     """

@@ -1,4 +1,4 @@
-"""What people watch besides the log: TensorBoard and Weights & Biases. Rank 0 writes them."""
+"""The trackers beside the log: TensorBoard and Weights & Biases. Rank 0 writes them."""
 
 import contextlib
 import importlib.util
@@ -38,8 +38,8 @@ class Trackers:
     def begin(self, start: int) -> None:
         """The run begins after step `start`.
 
-        TensorBoard then hides later steps that were written to the directory before. Weights & Biases continues the run of
-        before, whose id is in OUT/wandb/run-id; a run that begins at 0 is a new one.
+        TensorBoard then hides later steps that were written to the directory before. Weights & Biases continues the
+        earlier run, whose id is in OUT/wandb/run-id; a run that begins at 0 is a new one.
         """
         options = self._options
         if options.wandb:  # first: if it cannot begin, TensorBoard has hidden nothing
@@ -53,7 +53,7 @@ class Trackers:
                 self._tensorboard = SummaryWriter(options.tensorboard, purge_step=start + 1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write the numbers of a logged step, which are those of the log."""
+        """Write the numbers of a logged step: the same as in the log."""
         values = {name: value for name, value in line.items() if name != "step" and value is not None}
         if self._tensorboard is not None:
             with _named(f"--tensorboard {self._options.tensorboard}"):
@@ -124,7 +124,7 @@ def _wandb_run(options: Options, id_file: Path, start: int) -> Any:
 
 
 def _wrong_setting(error: Any) -> str:
-    """What pydantic's error says about a setting, in one line: its variable, its value, and what it must be."""
+    """pydantic's error about a setting in one line: its variable, its value, and what it must be."""
     if not hasattr(error, "errors"):  # another ValueError
         return first_line(error)
     first = error.errors()[0]

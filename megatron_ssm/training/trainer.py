@@ -31,7 +31,7 @@ from sparsefusion import SparseFusion
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
-from .data import IGNORE_INDEX, Batches, Tokens, windows
+from .batches import IGNORE_INDEX, Batches, Tokens, windows
 from .gradients import (
     Gradients,
     average_replicated_gradients,
@@ -63,7 +63,7 @@ def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
 
 
 def torch_adamw(model: Model, options: Options) -> torch.optim.AdamW:
-    """The same as torch's AdamW, which the engines need that divide its state."""
+    """torch's AdamW of `parameter_groups`, for the engines that divide its state."""
     betas = (options.adam_beta1, options.adam_beta2)
     groups = parameter_groups(model, options.weight_decay)
     return torch.optim.AdamW(groups, options.lr, betas, options.adam_eps, fused=True)
@@ -97,7 +97,7 @@ class SequenceLoss(nn.Module):
 
 
 def unfilled_state(model: Model, groups: Groups) -> GatheredState:
-    """What `load_checkpoint` fills for an engine that divides the optimizer's state: this rank's whole part of the model."""
+    """This rank's whole part of the model, unfilled, for `load_checkpoint` of engines that divide the optimizer's state."""
     shapes = {p: field_of(p).local_shape(groups.tensor_rank, groups.tensor_ranks) for p in model.parameters()}
     return GatheredState({p: {name: torch.empty(shape) for name in entries(p)} for p, shape in shapes.items()})
 
@@ -105,10 +105,14 @@ def unfilled_state(model: Model, groups: Groups) -> GatheredState:
 def gathered_state(
     model: Model, groups: Groups, gather: Callable[[nn.Parameter], dict[str, torch.Tensor]], steps: int
 ) -> GatheredState:
-    """What `Snapshot.of` takes from an engine that divides the optimizer's state: this rank's share of the parameters.
+    """This rank's share of the parameters, for `Snapshot.of` of engines that divide the optimizer's state.
 
-    gather: returns the whole tensors of a parameter, by the names of `entries`; the ranks that hold the same part of the
-    model call it together, and each keeps its share on the CPU. steps: how many the optimizer has done.
+    Args:
+        model: The model in training.
+        groups: Its process groups.
+        gather: Returns the whole tensors of a parameter, by the names of `entries`. The ranks that hold the same part of
+            the model call it together, and each keeps its share on the CPU.
+        steps: The number of steps that the optimizer has done.
     """
     state = {}
     for index, parameter in enumerate(model.parameters()):
@@ -125,9 +129,14 @@ def entries(parameter: nn.Parameter) -> tuple[str, ...]:
 
 @dataclass
 class Step:
-    """The result of a step; `loss` and `grad_norm` (before clipping) are those of the whole global batch.
+    """The result of a step.
 
-    is_skipped: one of them is not finite, so the step has changed nothing. more: numbers of routers of experts, for the log.
+    Attributes:
+        loss: Of the whole global batch.
+        grad_norm: Likewise, before clipping.
+        lr: The learning rate.
+        is_skipped: True if the loss or the norm is not finite, so that the step has changed nothing.
+        more: Numbers of the routers of experts, for the log.
     """
 
     loss: float
@@ -143,9 +152,17 @@ class Trainer:
     The other engines are subclasses. They replace how gradients are averaged over `groups.data_context`, and where gradients
     and the optimizer's state are; this one does it with torch's DistributedDataParallel, and every rank holds them whole.
 
-    report: is called on rank 0 with the lines that sparse gradient reduction reports. loss: the module that computes the
-    loss and averages its gradients. fusion: the sparse gradient reduction, or None. pending_gradients: {name: flat gradient}
-    that an earlier run with sparse reduction had not sent yet; they are added to the next step's gradients.
+    Args:
+        model: The model to train.
+        groups: Its process groups.
+        options: Those of the run.
+        report: Called on rank 0 with the lines that sparse gradient reduction reports.
+
+    Attributes:
+        loss: The module that computes the loss and averages its gradients.
+        fusion: The sparse gradient reduction, or None.
+        pending_gradients: {name: flat gradient} that an earlier run with sparse reduction had not sent yet; they are added
+            to the next step's gradients.
     """
 
     def __init__(self, model: Model, groups: Groups, options: Options, report: Callable[[str], object] = print):
@@ -182,7 +199,10 @@ class Trainer:
 
         Context and data-parallel ranks sum their gradients, those of experts over `groups.expert_data`; the tensor-parallel
         ranks exchange what `Model.loss` and `grad_norm` send. A step whose loss or gradient norm is not finite, which all
-        ranks see alike, is skipped; Failure on every rank if there are more than `max_skipped_steps` of these in a row.
+        ranks see alike, is skipped.
+
+        Raises:
+            Failure: More than `max_skipped_steps` steps in a row are skipped; on every rank.
         """
         inputs, labels = batches.batch(step, self.groups.data_rank, self.groups.data_ranks)
         total: torch.Tensor | float = 0.0
@@ -213,7 +233,7 @@ class Trainer:
         return Step(loss, float(norm), rate, more=more)
 
     def _routing(self) -> tuple[dict[str, Any], dict[Any, torch.Tensor]]:
-        """What the log says of the routers of the step, and how many tokens chose each expert of each layer."""
+        """The log's numbers about the routers in this step, and how many tokens chose each expert of each layer."""
         if self.model.routing is None:
             return {}, {}
         values, loads = self.model.routing.take(self.groups.data_context, self.accumulation)
@@ -239,7 +259,7 @@ class Trainer:
         return evaluate(self.model, tokens, self.groups, self.options, leaves=leaves)
 
     def checkpoint_state(self) -> torch.optim.Optimizer | GatheredState:
-        """What `Snapshot.of` takes as the optimizer; all ranks call it together."""
+        """The optimizer, or its gathered state, for `Snapshot.of`; all ranks call it together."""
         return self.optimizer
 
     def load(self, path: Path, step: int) -> None:
@@ -329,11 +349,18 @@ def evaluate(
     loss: nn.Module | None = None,
     leaves: Callable[[], bool] | None = None,
 ) -> float | None:
-    """Nats per byte of a held-out text, the same on every rank; None if it was not read to its end.
+    """The loss on a held-out text. Replicas share its windows; all ranks call it together with the same tokens.
 
-    The text is read in windows of seq_length tokens, each from an empty state. Replicas share the windows; all ranks call it
-    together with the same tokens. loss: the module that computes the loss (None: `SequenceLoss`). leaves: whether to stop,
-    the same on all ranks; it is asked before each batch of windows.
+    Args:
+        model: The model.
+        tokens: The text, which is read in windows of seq_length tokens, each from an empty state.
+        groups: The process groups of the model.
+        options: Those of the run.
+        loss: The module that computes the loss (None: `SequenceLoss`).
+        leaves: Called before each batch of windows; returns True, on all ranks alike, to stop.
+
+    Returns:
+        Nats per byte, the same on every rank; None if the text was not read to its end.
     """
     loss = loss or SequenceLoss(model, options.bf16)
     inputs, labels = windows(tokens, options.seq_length)

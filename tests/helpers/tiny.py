@@ -8,7 +8,7 @@ import torch.distributed as dist
 import hf
 from megatron_ssm import families
 from megatron_ssm.parallel.groups import Groups, initialize
-from megatron_ssm.training.data import Batches, Tokens
+from megatron_ssm.training.batches import Batches, Tokens
 from megatron_ssm.training.deepspeed_settings import read_settings
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.pretraining import make_model, make_trainer

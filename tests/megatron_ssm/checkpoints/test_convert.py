@@ -146,7 +146,7 @@ BROKEN_STATE = {
         {"lm_head.weight": torch.zeros(64, 32)}
     ),
     "is torch.int64, not a floating-point type": lambda s: s.update({"backbone.norm_f.weight": torch.arange(32)}),
-    "something else than named tensors": lambda s: s.update({"step": 3}),
+    "other objects than named tensors": lambda s: s.update({"step": 3}),
     "backbone.norm_f.weight (32,) is an expanded view, not a tensor stored in full": lambda s: s.update(
         {"backbone.norm_f.weight": torch.ones(1).expand(32)}
     ),
@@ -270,29 +270,23 @@ def test_an_error_of_the_disk_leaves_nothing(theirs, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
 @pytest.mark.parametrize("kind", ("hf", "state-spaces"))
-@pytest.mark.parametrize("is_seen", (True, False), ids=("seen at once", "seen while it is written"))
-def test_a_full_disk(tmp_path, capsys, kind, is_seen):
-    """One line says what the model needs and what was free. The target is as before: missing, or with the user's file."""
+def test_a_full_disk(tmp_path, capsys, kind):
+    """One line says so. The target is as before: missing, or with the user's file."""
     hf_model("mamba2", num_hidden_layers=2, hidden_size=256, num_heads=64).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "state-spaces")
     source, model = tmp_path / kind, sum(t.nbytes for t in load_file(tmp_path / "hf/model.safetensors").values())
     capsys.readouterr()
-    with small_disk(tmp_path / "disk", -(-model // 4096) * 4 - (8 if is_seen else 0)) as disk:
+    with small_disk(tmp_path / "disk", -(-model // 4096) * 4) as disk:
         for out, kept in ((disk / "new", []), (disk / "mine", ["README.md"])):
             if kept:
                 out.mkdir()
                 (out / kept[0]).touch()
             assert main(["convert", "--model", str(source), "--out", str(out)]) == 1
             said = capsys.readouterr()
-            full = rf"megatron_ssm convert: cannot save to {out}: the disk is full \(No space left on device\)"
-            sizes = r"the model needs about (\d\.\d) MB,? and (\d\.\d) MB were free"
-            numbers = re.fullmatch(rf"{full}(: |, although ){sizes}(: others .*)?\n", said.err)
-            assert numbers and said.out == "", said.err
-            assert float(numbers[2]) == math.ceil(model / 1e5) / 10
-            assert (numbers[1] == ": ") == is_seen == (float(numbers[2]) > float(numbers[3]))
-            assert ([path.name for path in out.iterdir()] if out.exists() else []) == kept and out.exists() == bool(
-                kept
-            )
+            full = rf"megatron_ssm convert: cannot save to {out}: .*No space left on device.*\n"
+            assert re.fullmatch(full, said.err) and said.out == "", said.err
+            assert [path.name for path in disk.iterdir()] == ([out.name] if kept else [])
+            assert not kept or [path.name for path in out.iterdir()] == kept
 
 
 def test_converting_onto_the_source(theirs):

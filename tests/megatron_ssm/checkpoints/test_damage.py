@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import pickle
 import re
@@ -16,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import tiny
 from benchmarks.support.launched import disks_work, small_disk
-from megatron_ssm.checkpoints import disk_space
-from megatron_ssm.checkpoints.disk_space import DirectoryLock
+from megatron_ssm.checkpoints import disk
+from megatron_ssm.checkpoints.disk import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, read_training
 from megatron_ssm.checkpoints.pending_gradients import PendingFile
 from megatron_ssm.checkpoints.shards import ShardReader
@@ -26,8 +25,7 @@ from serving import attempt
 from sparsefusion.foundation.command_line import Failure
 
 RUN_SETTINGS = {"vocab_size": tiny.VOCAB}
-SIZES = r"the checkpoint needs about (\d\.\d) MB, and (\d\.\d) MB were free"
-FULL = rf"the disk is full \(No space left on device\): {SIZES}"
+FULL = "No space left on device"
 
 
 def options(**changes):
@@ -57,7 +55,7 @@ def flip_bit(path, position):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 2)])
 def test_a_flipped_bit_is_found_and_its_file_named(ranks, tmp_path, tp, dp):
     """Anywhere in a file, also where torch would read a wrong number, on a rank that did not write the file."""
     ranks(lambda rank: save(trained(tp), tmp_path), tp * dp)
@@ -91,7 +89,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(ranks, tmp_path, tp, dp):
 
 
 def test_a_flipped_bit_of_the_description_is_found(tmp_path):
-    """Every bit, also of what a run does not compare. Without its name, the checksum counts as what no run has."""
+    """A bit of every byte, also of what a run does not compare. Without its name, the checksum counts as what no run has."""
     described = {**RUN_SETTINGS, "text": "ä", "rate": 1e-5}
     trainer = trained(1)
     Snapshot.of(tmp_path, 1, trainer.model, trainer.optimizer, described, decay_steps=20).write()
@@ -100,7 +98,7 @@ def test_a_flipped_bit_of_the_description_is_found(tmp_path):
     name = range(whole.index(b"crc32", whole.index(b"metadata_crc32") + 14), len(whole))[: len(b"crc32")]
     same = read_training(file.parent)
     assert newest_checkpoint(tmp_path, described) == (file.parent, 1) and same.decay_steps == 20
-    for bit in range(8 * len(whole)):
+    for bit in (8 * byte + byte % 8 for byte in range(len(whole))):
         spoilt = bytearray(whole)
         spoilt[bit // 8] ^= 1 << bit % 8
         file.write_bytes(spoilt)
@@ -111,8 +109,7 @@ def test_a_flipped_bit_of_the_description_is_found(tmp_path):
             assert kind == "DamagedCheckpoint" or (kind == "ValueError" and bit // 8 in name), (spoilt, line)
 
 
-@pytest.mark.parametrize("tp", (1, 2))
-def test_a_checkpoint_without_checksums_is_read(ranks, tmp_path, tp):
+def test_a_checkpoint_without_checksums_is_read(ranks, tmp_path, tp=2):
     """Earlier versions wrote such checkpoints."""
     ranks(lambda rank: save(trained(tp, step=2), tmp_path, 2), tp)
     (path,) = find_checkpoints(tmp_path)
@@ -135,26 +132,24 @@ def test_a_checkpoint_without_checksums_is_read(ranks, tmp_path, tp):
 # Disks that cannot be read
 
 
-@pytest.mark.parametrize("world", (1, 2))
 @pytest.mark.parametrize("file", ("training.json", ".metadata"))
-def test_an_error_of_the_disk_is_no_damage(ranks, tmp_path, monkeypatch, world, file):
+def test_an_error_of_the_disk_is_no_damage(ranks, tmp_path, monkeypatch, file):
     """Its first bytes are those of memory that is not mapped: EIO."""
-    monkeypatch.setattr(disk_space, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(disk, "WAITS", (0.01, 0.01))
     trainer = trained(1)
     save(trainer, tmp_path)
     (path,) = find_checkpoints(tmp_path)
     (path / file).unlink()
     (path / file).symlink_to("/proc/self/mem")
-    for answer in ranks(lambda rank: attempt(load_training, path, 1, trainer.model, trainer.optimizer), world):
+    for answer in ranks(lambda rank: attempt(load_training, path, 1, trainer.model, trainer.optimizer), 2):
         name = path / file if file == "training.json" else path
         assert answer == ("Failure", f"cannot read {name}: Input/output error (tried 3 times)")
 
 
-@pytest.mark.parametrize("world", (2, 3))
-@pytest.mark.parametrize("failures", (2, 3))
+@pytest.mark.parametrize("world, failures", [(2, 3), (3, 2)])
 def test_a_shard_that_one_rank_cannot_read_for_a_while(ranks, tmp_path, monkeypatch, world, failures):
     """The file handle is stale two times, and the third attempt reads it; or all attempts fail, and so do all ranks."""
-    monkeypatch.setattr(disk_space, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(disk, "WAITS", (0.01, 0.01))
     good = trained(1, global_batch_size=2 * world)
     save(good, tmp_path)
     (path,) = find_checkpoints(tmp_path)
@@ -190,10 +185,10 @@ MACHINE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("world", (1, 2))
-@pytest.mark.parametrize("method", ("__init__", "_slice_file"))
-@pytest.mark.parametrize("line", MACHINE_ERRORS)
-def test_a_lack_of_memory_is_no_damage(ranks, tmp_path, monkeypatch, world, method, line):
+@pytest.mark.parametrize(
+    "method, line", [("__init__", "MemoryError"), *(("_slice_file", line) for line in MACHINE_ERRORS)]
+)
+def test_a_lack_of_memory_is_no_damage(ranks, tmp_path, monkeypatch, method, line, world=2):
     """On one rank, while it reads the metadata or an entry."""
     trainer = trained(1)
     save(trainer, tmp_path)
@@ -207,98 +202,44 @@ def test_a_lack_of_memory_is_no_damage(ranks, tmp_path, monkeypatch, world, meth
             monkeypatch.setattr(ShardReader, method, fail)
         return attempt(load_training, path, 1, trainer.model, trainer.optimizer)
 
-    assert ranks(load, world) == [("Failure", f"cannot read {path}: {line}")] * world
+    where = " (rank 1)" if method == "__init__" else ""  # DCP names no rank
+    assert ranks(load, world) == [("Failure", f"cannot read {path}: {line}{where}")] * world
 
 
 # Disks that are full
 
 
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 3)])
-def test_a_full_disk(ranks, tmp_path, tp, dp):
+@pytest.mark.parametrize("tp, dp, more", [(2, 1, {}), (1, 3, dict(gradient_mode="layerwise", gradient_density=0.05))])
+def test_a_full_disk(ranks, tmp_path, tp, dp, more):
     """Every rank says so in the same line; the checkpoints before it stay, and nothing else."""
     with small_disk(tmp_path / "disk", 1500) as disk:
 
         def run(rank):
-            trainer, step = trained(tp, hidden_size=64, global_batch_size=2 * dp), 0
+            trainer, step = trained(tp, hidden_size=64, global_batch_size=2 * dp, **more), 0
             with pytest.raises(Failure) as error:
                 for step in range(1, 9):
                     save(trainer, disk, step, keep=9)
-            return str(error.value), step, sum(math.prod(p.field.shape) for p in trainer.model.parameters())
+            return str(error.value), step
 
-        first, *others = ranks(run, tp * dp)
-        assert all(other == first for other in others)
-        line, step, elements = first
-        numbers = re.fullmatch(rf"cannot write {disk}/step-{step:06d}: {FULL}", line)
-        assert numbers, line
-        needed, free = float(numbers[1]), float(numbers[2])
-        assert free == pytest.approx(shutil.disk_usage(disk).free / 1e6, abs=0.1) and free < 1.0
-        files = sum(file.stat().st_size for file in (disk / "step-000001").iterdir())
-        assert needed == pytest.approx(files / 1e6, abs=0.2) and 3 * 8 * elements < files
+        ((line, step),) = set(ranks(run, tp * dp))
+        assert re.fullmatch(rf"cannot write {disk}/step-{step:06d}: {FULL}( \(rank \d\))?", line)
         assert sorted(os.listdir(disk)) == [f"step-{done:06d}" for done in range(1, step)]
 
 
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 3)])
-def test_what_is_written_around_the_tensors_needs_room_too(ranks, tmp_path, tp, dp):
-    """The disk has room for the tensors, and lacks a little for the files."""
-
-    def write(rank, directory):
-        return attempt(save, trained(tp, hidden_size=32, global_batch_size=2 * dp), directory)
-
-    ranks(write, tp * dp, tmp_path)
-    files = sum(file.stat().st_size for file in (tmp_path / "step-000001").iterdir())
-    with small_disk(tmp_path / "disk", files // 1024 - 8) as disk:
-        answers = ranks(write, tp * dp, disk)
+def test_a_disk_without_inodes(ranks, tmp_path):
+    """The disk has room for more bytes than the checkpoint needs."""
+    with small_disk(tmp_path / "disk", 20_000, files=3) as disk:
+        answers = ranks(lambda rank: attempt(save, trained(1, global_batch_size=4), disk), 2)
         assert os.listdir(disk) == []
-    numbers = re.fullmatch(rf"cannot write {disk}/step-000001: {FULL}", answers[0][1])
-    assert numbers and answers == [("Failure", numbers[0])] * tp * dp, answers
-    assert float(numbers[2]) < float(numbers[1]) <= files / 1e6 + 0.2
-
-
-@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("world, files", [(1, 2), (2, 3)])
-def test_a_disk_without_inodes(ranks, tmp_path, world, files):
-    """It has more room than the checkpoint needs, so the line does not give that as the reason. files: its inodes."""
-    with small_disk(tmp_path / "disk", 20_000, files) as disk:
-        answers = ranks(lambda rank: attempt(save, trained(1, global_batch_size=2 * world), disk), world)
-        assert os.listdir(disk) == []
-    sizes = r"although the checkpoint needs about 0\.\d MB and 20\.\d MB were free"
-    causes = "others may have filled it, or its inodes or a quota are used up"
-    line = rf"cannot write {disk}/step-000001: the disk is full \(No space left on device\), {sizes}: {causes}"
-    assert re.fullmatch(line, answers[0][1]) and set(answers) == {answers[0]}, answers
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2)])
-def test_gradients_that_are_not_sent_need_room_too(ranks, tmp_path, tp, dp):
-    """One file for each rank. The disk has room for the rest of the checkpoint, and for the file of one rank."""
-    sparse = dict(hidden_size=128, global_batch_size=2 * dp, gradient_mode="layerwise", gradient_density=0.05)
-    with small_disk(tmp_path / "disk", 3900) as disk:
-
-        def run(rank):
-            trainer = trained(tp, step=7, **sparse)
-            save(trainer, tmp_path)
-            with pytest.raises(Failure) as error:
-                save(trainer, disk)
-            return str(error.value)
-
-        lines = ranks(run, tp * dp)
-        assert len(set(lines)) == 1 and os.listdir(disk) == []
-    numbers, (path,) = re.fullmatch(rf"cannot write {disk}/step-000001: {FULL}", lines[0]), find_checkpoints(tmp_path)
-    assert numbers, lines[0]
-    sizes = {file: file.stat().st_size for file in path.iterdir()}
-    pending = sum(size for file, size in sizes.items() if file.suffix == ".pt")
-    assert float(numbers[1]) == pytest.approx(sum(sizes.values()) / 1e6, rel=0.06) and pending > 1.5e6
-    assert float(numbers[1]) > float(numbers[2]) > (sum(sizes.values()) - pending * (1 - 1 / (tp * dp))) / 1e6
+    assert set(answers) == {("Failure", f"cannot write {disk}/step-000001: {FULL}")}
 
 
 # What a crash of the machine leaves
 
 
-@pytest.mark.parametrize("world", (1, 2))
-def test_a_folder_gets_its_name_when_the_disk_has_all_its_files(ranks, tmp_path, world):
+def test_a_folder_gets_its_name_when_the_disk_has_all_its_files(ranks, tmp_path, world=2):
     """Every file has been synchronized with its last byte, then the folder's list of names, then that of the checkpoints."""
 
     def run(rank):

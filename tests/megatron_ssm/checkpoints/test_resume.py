@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from chosen import by_default
 
 import tiny
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, set_aside, set_damaged_aside
@@ -71,7 +72,7 @@ def assert_same(ours, theirs):
 # The same layout: bitwise
 
 
-@pytest.mark.parametrize("model", ("mamba", "mamba2 untied", "zamba2 untied"))
+@pytest.mark.parametrize("model", by_default(("mamba2 untied",), ("mamba", "mamba2 untied", "zamba2 untied")))
 def test_resuming_on_one_rank_is_bitwise(tmp_path, model):
     run = options(**MODELS[model])
     uninterrupted = tiny.trainer(run)
@@ -109,7 +110,6 @@ def check_bitwise(ranks, tmp_path, tp, dp, model):
         (1, 2, "mamba2"),
         (2, 2, "mamba"),
         (1, 3, "mamba2 untied"),
-        (1, 4, "mamba"),
         pytest.param(2, 1, "zamba2 untied", marks=pytest.mark.full),
     ],
 )
@@ -124,8 +124,7 @@ def test_resuming_is_bitwise_in_every_layout(ranks, tmp_path, tp, dp, model):
     check_bitwise(ranks, tmp_path, tp, dp, model)
 
 
-@pytest.mark.parametrize("tp", (1, 2))
-def test_the_random_state_comes_back(ranks, tmp_path, tp):
+def test_the_random_state_comes_back(ranks, tmp_path, tp=2):
     def save(rank):
         trainer = tiny.trainer_on(tp, options())
         torch.manual_seed(5)
@@ -195,7 +194,6 @@ def test_every_other_layout(ranks, tmp_path, before, tp, dp, model):
 @pytest.mark.parametrize(
     "tp, dp, model, vocab",
     [
-        (1, 1, "mamba2", 61),
         (2, 2, "mamba", 61),
         (4, 1, "mamba2 groups", 61),
         (4, 1, "mamba2 untied", 2),
@@ -326,7 +324,7 @@ def no_room_on_this_rank(directory):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("spoil", (in_the_way, no_final_name, no_room_on_this_rank))
 def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spoil):
     """Rank 0 cannot create or rename the folder, or the file of the last rank is too large."""
@@ -487,7 +485,7 @@ def refusals(trainer, paths):
     return lines
 
 
-@pytest.mark.parametrize("tp, dp", [(2, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2)])
 def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
     ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 2, tmp_path), tp * dp)
     for name, damage in DAMAGE.items():
@@ -499,16 +497,14 @@ def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
         assert all(re.search(r"\.distcp has \d+ bytes, not \d+$", line) for line in lines[:2])
 
 
-@pytest.mark.parametrize("tp", (1, 2))
-def test_a_checkpoint_of_another_step_is_refused_by_every_rank(ranks, tmp_path, tp):
+def test_a_checkpoint_of_another_step_is_refused_by_every_rank(ranks, tmp_path, tp=2):
     """For instance a copy under the name of another step."""
     ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 1, tmp_path), tp)
     for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000001"]), tp):
         assert [line.partition(": ")[2] for line in lines] == ["its training.json is of step 1"]
 
 
-@pytest.mark.parametrize("tp", (1, 2))
-def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, tp, monkeypatch):
+def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, monkeypatch, tp=2):
     trainer = tiny.trainer(options())
     tiny.curve(trainer, 2)
     damaged = torch.zeros_like(torch.get_rng_state())
@@ -519,8 +515,7 @@ def test_a_damaged_random_state_is_refused_by_every_rank(ranks, tmp_path, tp, mo
     assert all("Invalid mt19937 state" in line for (line,) in lines)
 
 
-@pytest.mark.parametrize("tp", (1, 2))
-def test_another_model_is_refused_by_every_rank(ranks, tmp_path, tp):
+def test_another_model_is_refused_by_every_rank(ranks, tmp_path, tp=2):
     save_after(tiny.trainer(options()), 2, tmp_path)
     changes = (dict(hidden_size=32), dict(num_layers=3), dict(model_type="mamba"))
 

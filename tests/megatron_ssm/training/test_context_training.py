@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from megatron_ssm.parallel.groups import initialize
-from megatron_ssm.training.data import Tokens
+from megatron_ssm.training.batches import Tokens
 from megatron_ssm.training.trainer import evaluate
 
 EXACT = 1e-10

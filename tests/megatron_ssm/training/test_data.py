@@ -20,19 +20,11 @@ from hypothesis import strategies as st
 
 from benchmarks.support.launched import TINY, disks_work, small_disk
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
+from megatron_ssm.training.batches import Batches, Tokens, tokenize, windows
 from megatron_ssm.training.corpus import Corpus
-from megatron_ssm.training.data import (
-    Batches,
-    Tokens,
-    bigram_nats_per_byte,
-    longest_shared,
-    ngram_overlap,
-    read_documents,
-    split_documents,
-    tokenize,
-    windows,
-)
+from megatron_ssm.training.documents import read_documents, split_documents
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.text_statistics import bigram_nats_per_byte, longest_shared, ngram_overlap
 
 settings.register_profile("patient", deadline=None)  # a slow machine is not an error
 settings.load_profile("patient")

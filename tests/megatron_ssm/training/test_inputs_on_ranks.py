@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models
 import tiny
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, read_pending
 from megatron_ssm.models.model import Model
-from megatron_ssm.training import inputs
-from megatron_ssm.training.inputs import read_on_all_ranks
+from megatron_ssm.training import run_inputs
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 from megatron_ssm.training.progress import Progress
+from megatron_ssm.training.run_inputs import read_on_all_ranks
 from megatron_ssm.training.trainer import Trainer
 from serving import attempt
 from sparsefusion.foundation.command_line import Failure
@@ -60,7 +60,6 @@ def nothing():
     pass
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize(
     "prepare, arguments, message",
     [
@@ -73,7 +72,7 @@ def nothing():
         (nothing, ["--resume"], "nothing to resume: out/checkpoints holds no checkpoint"),
     ],
 )
-def test_what_one_rank_cannot_read_or_write(ranks, text, world_size, prepare, arguments, message):
+def test_what_one_rank_cannot_read_or_write(ranks, text, prepare, arguments, message, world_size=2):
     prepare()
     last = world_size - 1
     found = errors(ranks, world_size, lambda rank: arguments if rank == last else [])
@@ -92,7 +91,6 @@ def other_held_out_text():
     Path("long").write_text("a" * 150)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize(
     "prepare, first, last",
     [
@@ -102,7 +100,7 @@ def other_held_out_text():
         (nothing, ["--lr", "1e-3"], ["--lr", "1e-2"]),
     ],
 )
-def test_inputs_that_differ_between_ranks(ranks, text, world_size, prepare, first, last):
+def test_inputs_that_differ_between_ranks(ranks, text, prepare, first, last, world_size=2):
     prepare()
     found = errors(ranks, world_size, lambda rank: last if rank == world_size - 1 else first)
     assert len(set(found)) == 1 and f"arguments differ across ranks: rank {world_size - 1} got " in found[0]
@@ -114,14 +112,13 @@ class Cuda(str):
     type = "cuda"
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_optimizers_that_differ_between_ranks(ranks, text, monkeypatch, world_size):
+def test_optimizers_that_differ_between_ranks(ranks, text, monkeypatch, world_size=2):
     """One rank has no FusedAdam installed. It matters only where FusedAdam is used."""
     last = world_size - 1
 
     def run(rank):
         name = "torch" if rank == last else "transformer-engine 2.0"
-        monkeypatch.setattr(inputs, "adamw_on_cuda", lambda dtype: (name, ""))
+        monkeypatch.setattr(run_inputs, "adamw_on_cuda", lambda dtype: (name, ""))
         options = parse_options(["--data", "text", *TINY])
         devices = Cuda("cpu"), torch.device("cpu")
         return [attempt(read_on_all_ranks, options, device) for device in devices]
@@ -148,9 +145,8 @@ def test_sequences_too_short_for_the_context_ranks_keep_old_checkpoints(ranks, t
     assert os.listdir("out/checkpoints") == ["step-000002"]
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("name", ["out/checkpoints", "out/checkpoints/global_step1", "out/checkpoints.old", "link"])
-def test_a_folder_of_deepspeeds_that_the_run_would_rename(ranks, text, world_size, name):
+def test_a_folder_of_deepspeeds_that_the_run_would_rename(ranks, text, name, world_size=2):
     """It is refused before anything is written, so the second start of the run still finds it."""
     Path("link").symlink_to("out/checkpoints")
     folder = Path(name.replace("link", "out/checkpoints"))
@@ -161,16 +157,14 @@ def test_a_folder_of_deepspeeds_that_the_run_would_rename(ranks, text, world_siz
     assert errors(ranks, world_size, lambda rank: ["--resume", name]) == [message] * world_size
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_a_log_that_rank_0_cannot_write(ranks, text, world_size):
+def test_a_log_that_rank_0_cannot_write(ranks, text, world_size=2):
     """/dev/full can be opened, but not written to."""
     found = errors(ranks, world_size, lambda rank: ["--log", "/dev/full"])
     assert found == ["cannot write to --log /dev/full: No space left on device"] * world_size
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_a_tokenizer_that_rank_0_cannot_write(ranks, text, world_size):
+def test_a_tokenizer_that_rank_0_cannot_write(ranks, text, world_size=2):
     Path("out/tokenizer_config.json").mkdir(parents=True)
     found = errors(ranks, world_size, lambda rank: [])
     assert len(set(found)) == 1 and found[0].startswith("cannot write the tokenizer to out: ")
@@ -224,8 +218,7 @@ def test_an_empty_tokenizer(text):
         pretrain(parse_options(["--data", "text", *TINY, "--tokenizer-model", "empty"]))
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_gradients_saved_on_another_gpu(ranks, text, world_size, monkeypatch):
+def test_gradients_saved_on_another_gpu(ranks, text, monkeypatch, world_size=2):
     """A file of residuals from a rank with CUDA names its GPU; a rank without that GPU reads the file all the same."""
 
     def on_gpu(rank):

@@ -28,7 +28,8 @@ import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from hf import save_hf
 from megatron_ssm.families import FAMILIES
 from megatron_ssm.inference.text import load_tokenizer
-from megatron_ssm.training.data import Batches, read_documents, split_documents, tokenize
+from megatron_ssm.training.batches import Batches, tokenize
+from megatron_ssm.training.documents import read_documents, split_documents
 from megatron_ssm.training.options import Options, parse_options
 from megatron_ssm.training.pretraining import pretrain
 from megatron_ssm.training.trainer import Trainer
@@ -356,9 +357,8 @@ def test_a_full_disk_ends_with_1_and_one_line(here, capsys, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", refuse)
     assert run("pretrain.py", lambda: pretrain(options())) == 1
-    cause = r"the disk is full \(No space left on device\), although the checkpoint needs .* MB were free: others .*"
-    line = f"pretrain.py: cannot write out/checkpoints/step-000004: {cause}\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
+    line = "pretrain.py: cannot write out/checkpoints/step-000004: No space left on device\n"
+    assert capsys.readouterr().err == line
 
 
 def test_old_checkpoints_that_cannot_be_set_aside(here, capsys):
@@ -509,41 +509,29 @@ def refused(capsys, *arguments):
         ("--out out", "--data is required"),
         ("--data text", "--out is required"),
         ("--data text --out out --context-parallel-size 0", "--context-parallel-size 0 must be at least 1"),
-        ("--data text --out out --seq-length 0", "--seq-length 0 must be at least 1"),
-        ("--data text --out out --mamba-head-dim 0", "--mamba-head-dim 0 must be at least 1"),
-        *[(f"--data text --out out --{name} -1", f"--{name} -1 must be at least 0")
-          for name in ("lr-warmup-iters", "lr-decay-iters", "save-interval", "exit-interval", "eval-interval")],
-        *[(f"--data text --out out --{name} -0.5", f"--{name} -0.5 must be at least 0")
-          for name in ("lr", "min-lr", "weight-decay", "clip-grad", "adam-eps")],
+        ("--data text --out out --save-interval -1", "--save-interval -1 must be at least 0"),
+        ("--data text --out out --clip-grad -0.5", "--clip-grad -0.5 must be at least 0"),
         ("--data text --out out --lr nan", "--lr nan must be at least 0"),
         ("--data text --out out --lr inf", "--lr inf must be at least 0 and finite"),
         (f"--data text --out out --train-iters {10**30}", f"--train-iters {10**30} must be at least 1 and below 2^31"),
-        (f"--data text --out out --profile-step-end {10**9}9",
-         f"--profile-step-end {10**9}9 must be at least 1 and below 2^31"),
         ("--data text --out out --adam-beta2 1.0", "--adam-beta2 1.0 must be at least 0 and below 1"),
         ("--data text --out out --lr 0.1 --min-lr 0.2", "--min-lr 0.2 is above --lr 0.1"),
-        *[(f"--data text --out out --train-iters 1 --lr-warmup-iters {warmup} --lr-decay-iters 100",
-           f"--lr-warmup-iters {warmup} is not below --lr-decay-iters 100")
-          for warmup in (100, 200)],
+        ("--data text --out out --train-iters 1 --lr-warmup-iters 100 --lr-decay-iters 100",
+         "--lr-warmup-iters 100 is not below --lr-decay-iters 100"),
         ("--data text --out out --train-iters 1 --bf16 --params-dtype float64",
          "--bf16 does not compute with float64 parameters: --params-dtype float32"),
-        *[(f"--data text --out out --gradient-density {density}",
-           f"--gradient-density {density} must be above 0 and at most 1") for density in ("0.0", "1.5", "nan")],
+        ("--data text --out out --gradient-density 1.5", "--gradient-density 1.5 must be above 0 and at most 1"),
         ("--data text --out out --seed 18446744073709551616", "--seed 18446744073709551616 is not a 64-bit integer"),
-        ("--data text --out out --gradient-density-warmup -1", "--gradient-density-warmup -1 must be at least 0"),
         *[(f"--data text --out out --train-iters 1 --model-type {family} {more}",
            f"--model-type {family} needs the shared block in at least {least} blocks; {found}")
           for family, least, more, found in (
-              ("zamba", 2, "--num-layers 1", "--num-layers 1 with --hybrid-interval 1 has it in 1"),
               ("zamba", 2, "--num-layers 5 --hybrid-interval 3", "--num-layers 5 with --hybrid-interval 3 has it in 1"),
-              ("zamba", 2, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
               ("zamba2", 1, "--hybrid-interval 3", "--num-layers 2 with --hybrid-interval 3 has it in 0"),
           )],
         ("--data text --out out --train-iters 1 --model-type gpt",
          "model type 'gpt' is not supported (supported: mamba, falcon_mamba, mamba2, zamba, zamba2, nemotron_h, "
          "granitemoehybrid, bamba, falcon_h1, jamba, qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, "
          "olmo_hybrid)"),
-        ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
         ("--config none.yaml", "cannot read --config none.yaml: No such file or directory"),
         ("--config text", "cannot read --config text: Is a directory"),
     ],
@@ -557,9 +545,8 @@ def test_wrong_flags(here, capsys, line, message):
     [
         ("hiden_size: 3", "run.yaml: unknown option hiden_size (did you mean hidden_size?)"),
         ("lr: fast", "run.yaml: lr: 'fast' is not a number"),
-        ("lr: .nan", "run.yaml: lr: nan is not a number"),
+        ("seed: 0x1" + "0" * 5000 + "\ndata: x\nout: y", f"--seed 0x1{'0' * 57}... is not a 64-bit integer"),
         ("train-iters: 2.5", "run.yaml: train-iters: 2.5 is not a whole number"),
-        ("train-iters: .inf", "run.yaml: train-iters: inf is not a whole number"),
         ("train-iters: true", "run.yaml: train-iters: True is not a whole number"),
         ("bf16: 1", "run.yaml: bf16: 1 is not true or false"),
         ("log:", "run.yaml: log: None is not text"),
@@ -580,7 +567,7 @@ SHAPED = "--hidden-size, --mamba-state-dim, --mamba-head-dim"  # by TINY
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_options_without_effect_are_said(ranks, here, capfd, world):
+def test_ignored_options_are_said(ranks, here, capfd, world):
     """Not those that have one, nor those that are not given."""
 
     def said(*more):
@@ -589,21 +576,21 @@ def test_options_without_effect_are_said(ranks, here, capfd, world):
             pretrain(options("--train-iters", "1", *more))
 
         ranks(train, world)
-        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("without effect: ")]
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("ignored: ")]
 
     assert said("--min-lr", "1e-4", "--lr-decay-iters", "9") == []
     sparse = "--gradient-mode", "layerwise", "--gradient-density", "0.5"
-    alone = ["without effect: --gradient-mode, --gradient-density, as no other rank has gradients to average"]
+    alone = ["ignored: --gradient-mode, --gradient-density (no other rank has gradients to average)"]
     constant = "--lr-decay-style", "constant", "--min-lr", "1e-4", "--lora-targets", "in_proj", "x_proj"
     assert sorted(said(*constant, *sparse)) == [
         *(alone if world == 1 else []),
-        "without effect: --lora-targets, as there is no --lora-rank",
-        "without effect: --min-lr, as --lr-decay-style is constant",
+        "ignored: --lora-targets (there is no --lora-rank)",
+        "ignored: --min-lr (--lr-decay-style is constant)",
     ]
     dense = "--gradient-mode is dense" if world == 2 else "no other rank has gradients to average"
-    shape = f"without effect: {SHAPED}, as --model-config says the shape of the model"
+    shape = f"ignored: {SHAPED} (--model-config says the shape of the model)"
     assert sorted(said("--gradient-density", "0.5", "--model-config", "out/config.json", "--out", "again")) == [
-        f"without effect: --gradient-density, as {dense}",
+        f"ignored: --gradient-density ({dense})",
         shape,
     ]
     adapters = "--init-from", "out", "--out", "next", "--lora-rank", "2", "--lora-alpha", "2"

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiny
 from megatron_ssm.parallel.groups import initialize
-from megatron_ssm.training.data import Tokens, windows
+from megatron_ssm.training.batches import Tokens, windows
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.trainer import adamw, clip_gradients, evaluate, grad_norm, learning_rate
 from sparsefusion.foundation.command_line import Failure

@@ -44,7 +44,9 @@ def saved(tp, run, folder, steps=3):
     return trainer
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), pytest.param(2, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tp, dp", [(2, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, 2), (2, 1)))]
+)
 @pytest.mark.parametrize("stage", by_default((0, 2, 3), (0, 1, 2, 3)))
 def test_deepspeed_loads_what_is_written(ranks, tmp_path, tp, dp, stage):
     """And goes on with the bitwise same curve."""
@@ -59,7 +61,9 @@ def test_deepspeed_loads_what_is_written(ranks, tmp_path, tp, dp, stage):
     ranks(train, tp * dp)
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "tp, dp", [(2, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, 2), (2, 1)))]
+)
 @pytest.mark.parametrize("first, then", [(0, "torch"), (1, 3), (2, "torch"), (3, 0)])
 def test_any_engine_goes_on(ranks, tmp_path, tp, dp, first, then):
     """On other ranks where there are several, with the moments."""
@@ -75,8 +79,7 @@ def test_any_engine_goes_on(ranks, tmp_path, tp, dp, first, then):
     assert close(ranks(go_on, tp * dp)[0], one_rank("mamba2 groups")[:, 3:6])
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_resume_from_different_runs(ranks, tmp_path, monkeypatch, world):
+def test_ranks_that_resume_from_different_runs(ranks, tmp_path, monkeypatch, world=2):
     """Each has its own disk, with a folder of the same name and step."""
     for seed in (7, 8):
         (tmp_path / str(seed)).mkdir()
@@ -120,7 +123,9 @@ def test_frozen_parameters(ranks, tmp_path, tp, dp, stage):
 # Weights
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "tp, dp", [(2, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, 2), (2, 1)))]
+)
 @pytest.mark.parametrize("stage", by_default((0, 1, 3), (0, 1, 2, 3)))
 def test_conversion_to_hugging_face(ranks, tmp_path, tp, dp, stage):
     """The tensors of `megatron_ssm.save`, and of DeepSpeed's tool, which knows one model-parallel rank."""
@@ -159,7 +164,7 @@ def engine_of(module, stage, rank, world):
     return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", by_default((2,), (1, 2)))
 @pytest.mark.parametrize("stage", (0, 2, 3))
 def test_a_loop_of_ones_own(ranks, tmp_path, monkeypatch, deepspeed, world, stage):
     """Our model in it: the run that goes on has DeepSpeed's parameters and moments."""
@@ -262,7 +267,7 @@ BROKEN = {
     "lacks files: of model-parallel rank 0 it has those of replicas \\[1\\]":
         in_step(OPTIMIZER.replace("rank_1", "rank_0"), Path.unlink),
     "holds 1 of the model states of 2 ranks": in_step(MODEL, lambda p: change(p, mp_world_size=2)),
-    "latest names '../elsewhere', which is no folder beside it": names_in_latest("../elsewhere"),
+    "latest names '../elsewhere', which is not a folder next to it": names_in_latest("../elsewhere"),
     "is damaged, or not of an AdamW in DeepSpeed 0.19 \\(KeyError: 'param_shapes'\\)":
         in_step(MODEL, lambda path: remove(path, "param_shapes")),
 }  # fmt: skip
@@ -281,15 +286,13 @@ def written(tmp_path_factory, ranks):
 def test_conversion_to_a_full_disk(written, tmp_path):
     """One line, and nothing of it remains."""
     with small_disk(tmp_path / "disk", 8) as disk:
-        sizes = r"the model needs about 0\.[1-9] MB, and 0\.0 MB were free"
-        with pytest.raises(Failure, match=rf"^cannot save to {disk}/out: the disk is full \(.*\): {sizes}$"):
+        with pytest.raises(Failure, match=rf"^cannot save to {disk}/out: .*No space left on device"):
             convert(written, disk / "out")
         assert os.listdir(disk) == []
 
 
-@pytest.mark.parametrize("world", (2, 3))
 @pytest.mark.parametrize("message", BROKEN)
-def test_broken_files(ranks, tmp_path, monkeypatch, written, message, world):
+def test_broken_files(ranks, tmp_path, monkeypatch, written, message, world=2):
     """One error on every rank, and nothing that a file says is run."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(written, "broken")
@@ -315,9 +318,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("world", (1, 2))
 @pytest.mark.parametrize("message", OTHERS)
-def test_another_model(ranks, written, message, world):
+def test_another_model(ranks, written, message, world=2):
     def load(rank):
         with pytest.raises(ValueError, match=f"^cannot resume from .*: {message}"):
             tiny.trainer_on(1, run_of("torch", **OTHERS[message])).load(written, 2)
@@ -325,8 +327,7 @@ def test_another_model(ranks, written, message, world):
     ranks(load, world)
 
 
-@pytest.mark.parametrize("world", (1, 2))
-def test_an_unknown_order_of_moments(ranks, tmp_path, world):
+def test_an_unknown_order_of_moments(ranks, tmp_path, world=2):
     """With ZeRO 0, of a loop that is not ours: the weights can be converted."""
     run = run_of(0, folder=tmp_path, save_deepspeed=True)
 

@@ -1,85 +1,25 @@
-"""The disk that checkpoints are on: its room, who may write, what survives a crash, and reads that fail for a while."""
+"""The disk that checkpoints are on: locks, hidden folders, files that survive a crash, and reads that are tried again."""
 
 import contextlib
 import errno
 import fcntl
-import math
 import os
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
 
-from sparsefusion.foundation.command_line import FULL, Failure, is_lack_of_memory
+from sparsefusion.foundation.command_line import Failure, is_lack_of_memory
 
 from .failures import first_line
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class DiskSpace:
-    """About how many bytes the files of all ranks need, and how many the disk had free before any of them was written.
-
-    what: the name of what is written, for the error.
-    """
-
-    needed: int
-    free: int
-    what: str = "the checkpoint"
-
-    @classmethod
-    def of(cls, directory: Path, needed: int, what: str = "the checkpoint") -> "DiskSpace":
-        """That of the disk with a directory, which need not exist yet, as this rank sees it. OSError if they do not fit."""
-        while not directory.exists():
-            directory = directory.parent
-        space = cls(needed, shutil.disk_usage(directory).free, what)
-        if space.free < needed:
-            free = math.floor(space.free / 1e5) / 10  # never the number that is needed
-            sizes = f"{what} needs about {_rounded_up(needed):,.1f} MB, and {free:,.1f} MB were free"
-            raise OSError(errno.ENOSPC, f"{_full(errno.ENOSPC)}: {sizes}")
-        return space
-
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """If the block raises an error because the disk is full, it is an OSError that gives possible causes.
-
-        The files seemed to fit, or `of` would have raised one.
-        """
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            number = error.errno if isinstance(error, OSError) else _number_in(error)
-            if number not in FULL:
-                raise
-            needed, free = _rounded_up(self.needed), _rounded_up(self.free)  # not more than was free
-            sizes = f"{self.what} needs about {needed:,.1f} MB and {free:,.1f} MB were free"
-            causes = "others may have filled it, or its inodes or a quota are used up"
-            raise OSError(number, f"{_full(number)}, although {sizes}: {causes}") from None
-
-
-def _rounded_up(nbytes: int) -> float:
-    """Bytes in MB, rounded up to a tenth, as a few bytes are not 0.0 MB."""
-    return math.ceil(nbytes / 1e5) / 10
-
-
-def _full(number: int) -> str:
-    return f"the disk is full ({os.strerror(number)})"
-
-
-def _number_in(error: SafetensorError) -> int:
-    """The system's number of an error that safetensors gives as text, or 0."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else 0
 
 
 def sync_directory(directory: Path) -> None:
@@ -95,7 +35,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def read_with_retries(read: Callable[[], Result], path: object) -> Result:
-    """What `read()` returns, which reads something at `path`.
+    """Call `read`, which reads something at `path`, and return its result.
 
     It is called again after an error of the disk or the network (EIO, ESTALE, a time-out), for about two seconds; then
     Failure. If memory is short or the GPU has failed, Failure at once. So such an error is not taken for a damaged file. A
@@ -118,7 +58,7 @@ def read_with_retries(read: Callable[[], Result], path: object) -> Result:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether an error says that memory is short or the GPU has failed, which shows nothing about the file that is read.
+    """Return True if memory is short or the GPU has failed, which says nothing about the file that is read.
 
     Some of these errors of torch are a RuntimeError like those about damaged files, and differ in their text only.
     """
@@ -170,7 +110,7 @@ class HiddenFolder:
         self.path = new.rename(directory / new.name.removeprefix(".new"))
 
     def remove(self) -> None:
-        """Remove it with what is in it, and also DIRECTORY if this made it and it is empty."""
+        """Remove the folder with its files, and DIRECTORY too if this object made it and it is empty."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
         self._remove_directory()

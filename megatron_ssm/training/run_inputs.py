@@ -1,4 +1,4 @@
-"""What a training run reads before training begins: text, configurations, the checkpoint to resume from; and its checks.
+"""The inputs of a training run: text, configurations, the checkpoint to resume from; and their checks.
 
 Every rank reads it. Before training, the ranks compare what they have read: if an input is wrong or unreadable on one rank,
 or differs between ranks, every rank raises the same error.
@@ -6,7 +6,6 @@ or differs between ranks, every rank raises the same error.
 
 import json
 import zlib
-from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attention2d.layout.token_order import local_length
 from megatron_ssm import families
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
-from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.launcher import launched_ranks
 
+from .batches import Batches, Tokens
 from .corpus import Corpus
-from .data import Batches, Tokens
 from .deepspeed_settings import read_settings
+from .memory_budget import check_memory_budget
 from .options import Options, flag
 from .progress import check_places, make_folder
 from .saving import checkpoint_to_resume
 from .tracking import check_trackers
 
-GB = 10**9
 # Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
 LOCAL_OPTIONS = {
     "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
@@ -51,12 +48,18 @@ SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a run reads before training begins.
+class RunInputs:
+    """The inputs of a run, which it reads before training begins.
 
-    options: those of the run (see `only_run`). requirements: what a run that resumes from this one's
-    checkpoints must have in common with it (JSON values). checkpoint: the one from which this run resumes, and its step;
-    None for a new run. deepspeed: the configuration of DeepSpeed's engine; None for another one.
+    Attributes:
+        options: Those of the run (see `only_run`).
+        out: The directory of --out.
+        corpus: The text and its tokenizer.
+        config: The model's configuration.
+        batches: The batch of each step.
+        requirements: JSON values that a run which resumes from this one's checkpoints must have in common with it.
+        checkpoint: The checkpoint from which this run resumes, and its step; None for a new run.
+        deepspeed: The configuration of DeepSpeed's engine; None for another engine.
     """
 
     options: Options
@@ -69,7 +72,7 @@ class Inputs:
     deepspeed: dict[str, Any] | None
 
     @classmethod
-    def read(cls, options: Options) -> "Inputs":
+    def read(cls, options: Options) -> "RunInputs":
         """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
         out = _make_output_directory(options.out)
         corpus = Corpus(options)
@@ -98,7 +101,7 @@ class Inputs:
         return self.checkpoint[1] if self.checkpoint else 0
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal on all ranks; what is most likely to differ comes first."""
+        """The values that must be equal on all ranks; those most likely to differ come first."""
         options, held_out = self.options, self.corpus.held_out
         training_text = self.requirements["training_tokens"], self.requirements["training_text"]
         return {
@@ -112,20 +115,20 @@ class Inputs:
         }
 
 
-def read_on_all_ranks(options: Options, device: torch.device) -> Inputs:
-    """`Inputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
+def read_on_all_ranks(options: Options, device: torch.device) -> RunInputs:
+    """`RunInputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
     inputs. With the engine of DeepSpeed, also what `import_deepspeed` raises.
     """
 
-    def read() -> Inputs:
-        inputs = Inputs.read(options)
+    def read() -> RunInputs:
+        inputs = RunInputs.read(options)
         if options.engine == "deepspeed":
             from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
 
             import_deepspeed(device)
         return inputs
 
-    def same(inputs: Inputs) -> dict[str, Any]:
+    def same(inputs: RunInputs) -> dict[str, Any]:
         return {"optimizer": _optimizer(options, device), **inputs.fingerprint()}
 
     return together(read, [dist.group.WORLD], same, device)
@@ -137,8 +140,8 @@ def _optimizer(options: Options, device: torch.device) -> str:
     return "torch" if is_torchs else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
 
-def without_effect(options: Options, replicas: int) -> list[str]:
-    """Lines about options of some groups that differ from their defaults and have no effect beside others.
+def ignored_options(options: Options, replicas: int) -> list[str]:
+    """Lines about options that differ from their defaults and that other options make meaningless.
 
     replicas: the ranks that average gradients, those of data and of context parallelism.
     """
@@ -154,7 +157,7 @@ def without_effect(options: Options, replicas: int) -> list[str]:
     }
     defaults = {option.name: option.default for option in fields(Options)}
     given = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
-    return [f"without effect: {', '.join(map(flag, names))}, as {reason}" for reason, names in given.items() if names]
+    return [f"ignored: {', '.join(map(flag, names))} ({reason})" for reason, names in given.items() if names]
 
 
 def _make_output_directory(path: str) -> Path:
@@ -166,7 +169,7 @@ def _make_output_directory(path: str) -> Path:
 
 
 def _resume_requirements(options: Options, config: Stack, corpus: Corpus) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that wrote its checkpoint, as JSON values."""
+    """The JSON values that a resumed run must have in common with the run that wrote its checkpoint."""
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
     if options.lora_rank:
         run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
@@ -175,7 +178,7 @@ def _resume_requirements(options: Options, config: Stack, corpus: Corpus) -> dic
 
 
 def _described(config: Stack) -> dict[str, Any]:
-    """What changes the results of a model: of the stack, and of the first of equal operators, under its path."""
+    """The values that change a model's results: of the stack, and of the first of equal operators, under its path."""
     named = "family vocab_size hidden_size num_layers norm_eps tie_embeddings residual_in_fp32".split()
     found = {name: getattr(config, name) for name in named + ["embedding_scale", "logits_scale"]}
     first: dict[Any, str] = {}
@@ -192,22 +195,6 @@ def _checksum(tokens: Tokens) -> int:
     return zlib.crc32(array)
 
 
-# The memory of a step
-
-
-def needed_memory(options: Options, config: Stack, context_ranks: int) -> int:
-    """Bytes on the rank that needs most, with `context_ranks` ranks for each sequence.
-
-    Parameters, gradients, AdamW's two moments, in sparse gradient modes the residual, and activations. Not counted:
-    messages, the text, what an attention schedule keeps, and PyTorch itself (about 0.3 GB). The activations are those of the
-    C kernels in the parameters' dtype.
-    """
-    ranks, itemsize = options.tensor_model_parallel_size, 8 if options.params_dtype == "float64" else 4
-    memory = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
-    tokens = local_length("zigzag", options.seq_length, context_ranks)
-    return memory.step(options.micro_batch_size, tokens, options.gradient_mode not in ("dense", "fp16"))
-
-
 def check_routers(options: Options, config: Stack) -> None:
     """ValueError for options of routers that have no effect on this model."""
     if not any(spec.experts for _, spec in config.operators):
@@ -216,23 +203,3 @@ def check_routers(options: Options, config: Stack) -> None:
                 raise ValueError(f"{flag(name)}: this {config.family} model has no experts")
     elif options.moe_router_enable_expert_bias and not any(f.name.endswith(".correction") for f in config.fields()):
         raise ValueError(f"--moe-router-enable-expert-bias: the routers of {config.family} models have no such bias")
-
-
-def check_memory_budget(options: Options, config: Stack) -> None:
-    """ValueError if a step needs more than --memory-budget; it names the fewest context ranks that would be enough."""
-    if not options.memory_budget:
-        return
-    used, budget = options.context_parallel_size, options.memory_budget * GB
-    needed = needed_memory(options, config, used)
-    if needed <= budget:
-        return
-    # A block has at least one token, and as many as the history of the convolution. More ranks never need more memory.
-    most = options.seq_length // (2 * max(1, config.history))
-    enough = 1 + bisect_left(
-        range(1, most + 1), True, key=lambda ranks: needed_memory(options, config, ranks) <= budget
-    )
-    hint = "no number of context ranks is enough" if enough > most else f"--context-parallel-size {enough} is enough"
-    raise ValueError(
-        f"{options.micro_batch_size} x {options.seq_length} tokens on {used} context ranks need {needed / GB:.2f} GB on "
-        f"each rank, more than --memory-budget {options.memory_budget:g}; {hint}"
-    )

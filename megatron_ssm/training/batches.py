@@ -1,0 +1,121 @@
+"""Tokens of documents as one stream, the batch of each training step, and the windows of an evaluation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Documents as one stream of tokens, in which every document is followed by the end-of-text id."""
+
+    ids: torch.Tensor  # (tokens,), the smallest of uint8, int16 and int32 that holds every id
+    text_bytes: int  # UTF-8 bytes of the documents: nats per byte = summed loss / text_bytes
+
+
+def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int) -> Tokens:
+    """The tokens of documents as one stream.
+
+    Args:
+        documents: The texts, in order.
+        tokenizer: A `tokenizers.Tokenizer`, whose `encode_batch` lets other threads run, unlike `encode`.
+        end_of_text_id: The token after each document.
+    """
+    parts = []
+    for document in documents:
+        (encoding,) = tokenizer.encode_batch([document], add_special_tokens=False)
+        parts += [np.asarray(encoding.ids, np.int32), np.array([end_of_text_id], np.int32)]
+    ids = torch.from_numpy(np.concatenate(parts))
+    dtype = next(d for d in (torch.uint8, torch.int16, torch.int32) if ids.max() <= torch.iinfo(d).max)
+    return Tokens(ids.to(dtype), sum(len(document.encode()) for document in documents))
+
+
+class Batches:
+    """Training batches as a function of (seed, step), so that resuming needs only the step.
+
+    The stream is read as a ring. An epoch starts at a random token, divides the ring into windows of seq_length tokens that
+    do not overlap, and takes them in random order. The last tokens, fewer than seq_length, are left out. A batch may contain
+    windows of two epochs, and a window may contain the end of a document.
+    """
+
+    def __init__(self, stream: Tokens, seq_length: int, global_batch: int, seed: int):
+        """Batches of `global_batch` sequences of `seq_length` tokens.
+
+        Raises:
+            ValueError: The stream is shorter than one sequence and the label after it.
+        """
+        self.ids, self.seq_length, self.global_batch, self.seed = stream.ids, seq_length, global_batch, seed
+        if len(self.ids) <= seq_length:
+            raise ValueError(
+                f"the training data has {len(self.ids)} tokens, and one sequence of {seq_length} with its last label "
+                f"needs {seq_length + 1}"
+            )
+        self.windows_per_epoch = len(self.ids) // seq_length
+        self._starts: dict[int, torch.Tensor] = {}  # of the windows of the current epoch
+
+    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch of a step on one data-parallel rank.
+
+        Rank r gets the r-th contiguous part of the step's global batch, which is the same for every number of ranks.
+
+        Args:
+            step: The number of the step, from 0.
+            rank: This data-parallel rank.
+            ranks: The number of data-parallel ranks.
+
+        Returns:
+            (inputs, labels), both int64 (global_batch / ranks, seq_length), with labels[i] = inputs[i + 1].
+
+        Raises:
+            ValueError: The batch does not divide over the ranks.
+        """
+        if self.global_batch % ranks:
+            raise ValueError(
+                f"a global batch of {self.global_batch} does not divide over {ranks} data-parallel ranks "
+                f"({self.global_batch} % {ranks} = {self.global_batch % ranks})"
+            )
+        rows = self.global_batch // ranks
+        first = step * self.global_batch + rank * rows
+        starts = torch.stack([self._start(sample) for sample in range(first, first + rows)])
+        indices = (starts[:, None] + torch.arange(self.seq_length + 1)) % len(self.ids)
+        tokens = self.ids[indices].long()  # (rows, seq_length + 1)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _start(self, sample: int) -> torch.Tensor:
+        """The index in the stream at which window number `sample`, counted from step 0, begins."""
+        epoch, index = divmod(sample, self.windows_per_epoch)
+        if epoch not in self._starts:
+            self._starts = {epoch: self._draw_starts(epoch)}
+        return self._starts[epoch][index]
+
+    def _draw_starts(self, epoch: int) -> torch.Tensor:
+        """(windows_per_epoch,): the indices at which the windows of an epoch begin, in the order in which they are taken."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        offset = torch.randint(len(self.ids), (), generator=generator)
+        return offset + self.seq_length * torch.randperm(self.windows_per_epoch, generator=generator)
+
+
+def windows(stream: Tokens, seq_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole stream in order, for evaluation.
+
+    Every token but the first is a label exactly once. The end of the last window is filled with id 0 and label -100.
+
+    Returns:
+        (inputs, labels), both int64 (windows, seq_length).
+
+    Raises:
+        ValueError: There is no token to predict.
+    """
+    tokens = len(stream.ids)
+    if tokens < 2:
+        raise ValueError(f"the held-out data has {tokens} token(s): at least 2 are needed to predict one")
+    count = -(-(tokens - 1) // seq_length)
+    inputs = torch.zeros(count * seq_length, dtype=torch.int64)
+    labels = torch.full_like(inputs, IGNORE_INDEX)
+    inputs[: tokens - 1] = stream.ids[:-1]
+    labels[: tokens - 1] = stream.ids[1:]
+    return inputs.view(count, seq_length), labels.view(count, seq_length)

@@ -1,0 +1,44 @@
+"""The memory that a training step needs by a formula, and its comparison with --memory-budget."""
+
+from bisect import bisect_left
+
+from attention2d.layout.token_order import local_length
+from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.stack.stack import Stack
+
+from .options import Options
+
+GB = 10**9
+
+
+def needed_memory(options: Options, config: Stack, context_ranks: int) -> int:
+    """Bytes on the rank that needs most, with `context_ranks` ranks for each sequence.
+
+    Parameters, gradients, AdamW's two moments, in sparse gradient modes the residual, and activations. Not counted:
+    messages, the text, what an attention schedule keeps, and PyTorch itself (about 0.3 GB). The activations are those of the
+    C kernels in the parameters' dtype.
+    """
+    ranks, itemsize = options.tensor_model_parallel_size, 8 if options.params_dtype == "float64" else 4
+    memory = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
+    tokens = local_length("zigzag", options.seq_length, context_ranks)
+    return memory.step(options.micro_batch_size, tokens, options.gradient_mode not in ("dense", "fp16"))
+
+
+def check_memory_budget(options: Options, config: Stack) -> None:
+    """ValueError if a step needs more than --memory-budget; it names the fewest context ranks that would be enough."""
+    if not options.memory_budget:
+        return
+    used, budget = options.context_parallel_size, options.memory_budget * GB
+    needed = needed_memory(options, config, used)
+    if needed <= budget:
+        return
+    # A block has at least one token, and as many as the history of the convolution. More ranks never need more memory.
+    most = options.seq_length // (2 * max(1, config.history))
+    enough = 1 + bisect_left(
+        range(1, most + 1), True, key=lambda ranks: needed_memory(options, config, ranks) <= budget
+    )
+    hint = "no number of context ranks is enough" if enough > most else f"--context-parallel-size {enough} is enough"
+    raise ValueError(
+        f"{options.micro_batch_size} x {options.seq_length} tokens on {used} context ranks need {needed / GB:.2f} GB on "
+        f"each rank, more than --memory-budget {options.memory_budget:g}; {hint}"
+    )
