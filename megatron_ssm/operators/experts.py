@@ -14,7 +14,7 @@ from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.stack.fields import Field, divides
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
-from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
+from megatron_ssm.tape.builder import Buffer, Builder
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
@@ -196,16 +196,17 @@ class Experts(Operator):
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
-        if self.experts.group is not None:
-            raise NotLowered("experts of several ranks")
         spec, is_wide = self.spec, self.router.weight.dtype is not tape.dtype
         given = tape.converted(x, self.router.weight.dtype) if is_wide else x
         logits = tape.matmul(given, self.router.weight)
-        routes = tape.route(logits, spec.router, self.correction)
+        ranks, held = self.experts, spec.experts // self.experts.size
+        routes = tape.route(logits, spec.router, self.correction, ranks.rank * held)
         tape.release(logits, *([given] if is_wide else []))
         read = tape.matmul(x, self.fc1.weight, self.fc1.bias) if spec.latent else x
         up, down = self.up.matrix(), self.down.matrix()
-        out = tape.experts(read, routes, spec.router, up, down, spec.activation, spec.gated)
+        out = tape.experts(read, routes, held, spec.router.chosen, up, down, spec.activation, spec.gated)
+        if ranks.size > 1:
+            tape.sum(ranks, out)
         tape.release(routes)
         if not spec.latent:
             return Lowered(out)
