@@ -544,6 +544,12 @@ def refused(capsys, *arguments):
          "granitemoehybrid, bamba, falcon_h1, jamba, qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, "
          "olmo_hybrid)"),
         ("--data text --out out --train-iters 1 --hybrid-interval 0", "--hybrid-interval 0 must be at least 1"),
+        *[(f"--data text --out out --train-iters 1 --hybrid-override-pattern ME --num-experts 4 {more}", message)
+          for more, message in (
+              ("--moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"),
+              ("--moe-router-num-groups 2 --moe-router-group-topk 3",
+               "--moe-router-group-topk 3 is more than --moe-router-num-groups 2"),
+          )],
         ("--config none.yaml", "cannot read --config none.yaml: No such file or directory"),
         ("--config text", "cannot read --config text: Is a directory"),
     ],
