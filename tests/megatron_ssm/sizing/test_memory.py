@@ -1,5 +1,7 @@
 """The memory of a rank. Oracle: the bytes of a model and its cache, and what torch's allocator recorded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from chosen import by_default
 
 import megatron_ssm
 from benchmarks.support.live_memory import peak_allocated
-from cases import MARKED, SEQ, oracle
+from cases import MARKED, SEQ, groups_of, oracle
 from hf import hf_model
 from megatron_ssm import families
 from megatron_ssm.native import kernels
@@ -91,6 +93,25 @@ def test_quantized_experts_that_ranks_have_in_whole_blocks(ranks, weights, bits,
 
     measured, formula = ranks(held, 2)[0]
     assert measured == formula
+
+
+@pytest.mark.parametrize("tp, ep", ((1, 2), (2, 2)))
+@pytest.mark.parametrize("name", ("nemotron-experts", "qwen3.5-experts"))
+@pytest.mark.parametrize("options", ({}, dict(dtype=torch.bfloat16), dict(weights="int8")), ids=str)
+def test_weights_of_ranks_that_divide_the_experts(ranks, tp, ep, name, options, tmp_path):
+    family, changes = CASES[name]
+    hf_model(family, **TWO_LAYERS | changes).save_pretrained(tmp_path)
+
+    def held(rank):
+        tensor, others = groups_of(rank, tp, ep)
+        model = megatron_ssm.load(tmp_path, tensor, expert_group=others, **options)
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        shape = Memory(model.config, tp, model.dtype.itemsize, quantized_bits=8 if "weights" in options else 0)
+        assert model.new_cache(3, SEQ).nbytes == shape.cache(3, SEQ)
+        return sum(tensors.values()), replace(shape, expert_ranks=ep).weights
+
+    for measured, formula in ranks(held, tp * ep):
+        assert measured == formula
 
 
 @torch.no_grad()
