@@ -49,7 +49,7 @@ FP32 = 4  # bytes
 
 
 class Computes(Protocol):
-    """What a rank computes with: `devices.Device` or `measured.MeasuredDevice`.
+    """The processor of a rank: `devices.Device` or `measured.MeasuredDevice`.
 
     `ranks` ranks split each layer, and `experts` groups of these divide the experts.
     """
@@ -148,7 +148,7 @@ class Division:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model reply to prompts of their own."""
+        """The number of copies of the model that reply to prompts of their own."""
         return self.data // self.expert
 
 
@@ -285,7 +285,7 @@ def _generation(
         return {name: exact + time for name, time in outputs.items()}
 
     def sums_of_experts(rows: int) -> dict[str, float]:
-        """{wire format: seconds of the sums of what the experts of all ranks make of `rows` tokens}."""
+        """{wire format: seconds of the sums of experts' outputs over expert-parallel ranks, for `rows` tokens}."""
         return across.by_format([*expert_outputs(config, tensor, expert)], expert, rows)
 
     states = (

@@ -177,7 +177,7 @@ def expert_outputs(config: Stack, tensor: int, experts: int) -> Iterator[tuple[i
 
 
 def dispatched_tokens(config: Stack, tensor: int, experts: int, tokens: int) -> Iterator[Message]:
-    """What expert-parallel ranks with `tokens` tokens each exchange in a forward and a backward pass, in fp32.
+    """The exchanges of expert-parallel ranks with `tokens` tokens each in a forward and a backward pass, in fp32.
 
     In each layer: how many tokens each rank gets; the tokens, and their sums back; their gradients. All choices of experts
     are taken to be equally likely.
@@ -202,7 +202,7 @@ def chosen_tokens(batch: int, tensor: int) -> Iterator[Message]:
 
 
 def agreed_tokens(batch: int, ranks: int) -> Iterator[Message]:
-    """By what context or expert-parallel ranks agree on the next token of `batch` sequences."""
+    """The messages by which context or expert-parallel ranks agree on the next token of `batch` sequences."""
     yield Message("all_gather", batch * TOKEN_BYTES, ranks)
 
 

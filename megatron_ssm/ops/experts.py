@@ -40,7 +40,7 @@ class Router:
     chosen_groups: int = 1
 
     def reached(self, ranks: int) -> float:
-        """To how many of the ranks that divide the experts a token goes, if all choices are equally likely."""
+        """The mean number of the ranks that divide the experts to which a token goes; all choices are equally likely."""
         elsewhere = math.comb(
             self.experts - self.experts // ranks, self.chosen
         )  # choices without the experts of a rank

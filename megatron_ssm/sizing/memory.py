@@ -47,8 +47,8 @@ class Memory:
 
     on_cuda: with the kernels of mamba-ssm and causal-conv1d. amx: on a CPU with AMX, where torch's attention in 16 bits
     copies keys and values. quantized_bits: 8 or 4 after `load(weights="int8")` or "int4"; 0: matrices are not quantized.
-    expert_ranks: how many groups of these ranks divide the experts (`--ep`). ValueError if the model cannot be split over so
-    many ranks.
+    expert_ranks: the number of groups of these ranks that divide the experts (`--ep`). ValueError if the model cannot be
+    split over so many ranks.
     """
 
     config: Stack
@@ -172,9 +172,10 @@ class Memory:
         config, s, H = self.config, self.itemsize, self.config.hidden_size
         residual = (self.wide_itemsize if config.residual_in_fp32 else s) * H
         found: dict[str, int] = {}
-        for unit in {unit for layer in config.layers for unit in layer}:
+        for unit, is_first in {(unit, not index) for layer in config.layers for index, unit in enumerate(layer)}:
+            input_of_layer = 0 if is_first else residual  # the unit's own input, if it is the first
             for name, size in self._stages_of(unit, residual):
-                found[name] = max(size, found.get(name, 0))
+                found[name] = max(input_of_layer + size, found.get(name, 0))
         return found
 
     def _stages_of(self, unit: Unit, residual: int) -> Iterator[tuple[str, int]]:
