@@ -118,7 +118,9 @@ class ExpertsSpec(Spec):
         rows = inner * (2 if self.gated else 1)
         choices = chosen * (24 + 2 * s)  # indices, their order and tokens; weights, also sorted
         common = s * (size + experts) + choices + wide * size
-        each = max(size + rows, rows + 2 * inner, rows + inner + size)
+        each = s * max(size + rows, rows + 2 * inner, rows + inner + size)
+        if wide > s:  # what one returns is converted before it is added
+            each = max(each, (s + wide) * size)
         weight = wide if self.router.form == SIGMOID else s
         stored: float = 2 * latent + experts + chosen * (rows + 6) + 1
         gradients: float = 2 * size + 7 * inner + 4 * chosen
@@ -135,7 +137,7 @@ class ExpertsSpec(Spec):
         return Sizes(
             stages={
                 "router": s * (size + experts) + 3 * wide * experts,
-                "experts": common + s * each,
+                "experts": common + each,
                 "output": s * (size + experts) + choices + (wide + s) * size + s * self.hidden_size * bool(latent),
             },
             projected=s * (size + experts),
