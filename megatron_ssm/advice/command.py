@@ -58,11 +58,13 @@ class _Inputs:
         measured = max((curve.ranks for curve in fabric.curves), default=1)
         ranks = measured if arguments.ranks is None else arguments.ranks
         check_number("--ranks", ranks, 1, RANKS_LIMIT)
+        if arguments.draft_head:
+            config.with_draft_head()  # ValueError if there is none
         return cls(
             config,
             fabric,
             Training(arguments.seq_length, arguments.global_batch_size, arguments.micro_batch_size),
-            Generation(arguments.prompt, arguments.new_tokens, arguments.batch),
+            Generation(arguments.prompt, arguments.new_tokens, arguments.batch, arguments.draft_head),
             ranks,
             None if name == MEASURED else DEVICES.get(name) or read_device(name),
             "cpu" if on_cpu or not torch.cuda.is_available() else "cuda",

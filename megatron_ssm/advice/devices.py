@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ssm.sizing.activations import TrainingMemory
-from megatron_ssm.sizing.advise import decoding_shape
-from megatron_ssm.sizing.flops import BF16_TFLOPS, forward_flops
+from megatron_ssm.sizing.flops import BF16_TFLOPS, expert_elements, forward_flops
 from megatron_ssm.sizing.memory import Memory
 from megatron_ssm.stack.sizes import Workload
 from megatron_ssm.stack.stack import Stack
@@ -47,11 +46,15 @@ class Device:
         """How `ranks` tensor-parallel ranks sum: over the fabric."""
         return Sums(fabric, self.wait)
 
-    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> float:
-        """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks."""
+    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
+        """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks.
+
+        experts: the ranks that divide the experts, of which the tokens of a prompt choose equally many.
+        """
         rows = batch * tokens
         stored = TrainingMemory(config, ranks).stored
-        products = rows * forward_flops(config, seq) / ranks
+        elsewhere = (1 - 1 / experts) * 2 * expert_elements(config)
+        products = rows * (forward_flops(config, seq) - elsewhere) / ranks
         moved = rows * stored * MOVES * self.itemsize
         return products / self.flops + moved / self.bandwidth + KERNELS * config.num_layers * self.launch
 
@@ -70,19 +73,22 @@ class Device:
                 seconds += count * (read / self.bandwidth + self.launch)
         return seconds, seconds
 
-    def optimizer(self, config: Stack, ranks: int) -> float:
+    def optimizer(self, config: Stack, ranks: int, experts: int = 1) -> float:
         """Seconds of the gradient norm, clipping and AdamW, in fp32.
 
         AdamW reads weights, gradients and two moments, and writes three of them. The norm reads the gradients, and writes
         and reads their squares; clipping reads and writes them, and they are set to zero.
         """
-        return (7 + 3 + 2 + 1) * Memory(config, ranks, 4).weights / self.bandwidth
+        return (7 + 3 + 2 + 1) * Memory(config, ranks, 4, expert_ranks=experts).weights / self.bandwidth
 
-    def token(self, config: Stack, ranks: int, batch: int, length: int) -> float:
-        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens, in a CUDA graph."""
-        shape = decoding_shape(self.name, config, ranks, self.itemsize, length)
+    def token(self, config: Stack, ranks: int, batch: int, length: int, experts: int = 1) -> float:
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens, in a CUDA graph.
+
+        experts: as for `forward`; the rank with the most chosen experts counts.
+        """
+        memory = Memory(config, ranks, self.itemsize, expert_ranks=experts)
         kernels = sum(self.graph[each.head_dim > 1] for each in config.recurrences)
-        return kernels + (shape.weight_bytes + batch * shape.state_bytes) / (ranks * self.bandwidth)
+        return kernels + (memory.weights_read(batch) + batch * memory.moved_per_token(length)) / self.bandwidth
 
 
 # Decoding with batch 1 on an H200 (docs/results/gpu.md): 0.87 ms a token for Mamba-1 130m and 1.46 ms for Mamba-2 130m, of

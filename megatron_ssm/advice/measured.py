@@ -47,12 +47,14 @@ SIZES = [1 << bits for bits in range(8, 23, 2)]  # bytes of the sums in shared m
 BACKWARD_ATTENTION = 2.5  # backward of attention has 5 products of matrices, and forward has 2
 
 
-def part_of(config: Stack, ranks: int, device: torch.device, dtype: torch.dtype) -> Model:
+def part_of(config: Stack, ranks: int, device: torch.device, dtype: torch.dtype, experts: int = 1) -> Model:
     """The part of a model that the first of `ranks` tensor-parallel ranks has, alone and with random weights.
 
-    It computes what that rank does, and sends nothing. It knows the first rank's part of the vocabulary only.
+    It computes what that rank does, and sends nothing. It knows the first rank's part of the vocabulary only. experts: the
+    ranks that divide its experts, if it has some.
     """
-    model = Model(config, Ranks(size=ranks), dtype=dtype, device=device)
+    divided = Ranks(size=experts if any(spec.experts for _, spec in config.operators) else 1)
+    model = Model(config, Ranks(size=ranks), dtype=dtype, device=device, experts=divided)
     with torch.no_grad(), device:  # weights of a GPU are drawn there
         for parameter in model.parameters():
             shape = tuple(parameter.shape)
@@ -74,7 +76,7 @@ class MeasuredDevice:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shares: bool = True
     _known: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
-    _models: dict[tuple[Stack, int], Model] = field(default_factory=dict)  # those that were used last
+    _models: dict[tuple[Stack, int, int], Model] = field(default_factory=dict)  # those that were used last
 
     @property
     def name(self) -> str:
@@ -86,10 +88,13 @@ class MeasuredDevice:
         """Bytes of an element of weights and activations in generation."""
         return self.dtype.itemsize
 
-    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> float:
-        """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
+    def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
+        """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens.
+
+        experts: the ranks that divide the experts; the first one is timed, with as many of the tokens as choose its experts.
+        """
         run = _reply if ranks == 1 and tokens == seq else _divided_reply
-        ttft, _ = self._of_layers(run, config, ranks, *_sequences(config, batch, tokens, seq))
+        ttft, _ = self._of_layers(run, config, ranks, *_sequences(config, batch, tokens, seq), experts)
         return ttft + self._attention(config, ranks, batch, tokens, seq)
 
     def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
@@ -110,18 +115,21 @@ class MeasuredDevice:
         forward, backward = self._known[key]
         return forward, backward
 
-    def optimizer(self, config: Stack, ranks: int) -> float:
+    def optimizer(self, config: Stack, ranks: int, experts: int = 1) -> float:
         """Seconds of the gradient norm, clipping and AdamW, in proportion to the weights."""
         key = (fused_adam.adamw, config, ranks)
         if key not in self._known:
             part = config.with_layers([config.kinds[0][0]] * LAYERS[-1])
             seconds = self._slowest([self._times(_training, part, ranks, 1, 2 * (config.history + 1))])[0, 2]
-            self._known[key] = (float(seconds) * Memory(config, ranks).weights / Memory(part, ranks).weights,)
-        return self._known[key][0]
+            self._known[key] = (float(seconds) / Memory(part, ranks).weights,)
+        return self._known[key][0] * Memory(config, ranks, expert_ranks=experts).weights
 
-    def token(self, config: Stack, ranks: int, batch: int, length: int) -> float:
-        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens."""
-        return self._of_layers(_reply if ranks == 1 else _divided_reply, config, ranks, batch, length)[1]
+    def token(self, config: Stack, ranks: int, batch: int, length: int, experts: int = 1) -> float:
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens.
+
+        experts: as for `forward`.
+        """
+        return self._of_layers(_reply if ranks == 1 else _divided_reply, config, ranks, batch, length, experts)[1]
 
     @cached_property
     def wait(self) -> float:
@@ -178,14 +186,15 @@ class MeasuredDevice:
         ranks: int,
         batch: int,
         tokens: int,
+        experts: int = 1,
     ) -> tuple[float, ...]:
         """The times of `run` for all layers of the part of a model, from those for few layers."""
-        key = (run, config, ranks, batch, tokens)
+        key = (run, config, ranks, batch, tokens, experts)
         if key not in self._known:
             (first, _), *others = config.kinds
             chosen = [[first] * layers for layers in LAYERS] + [[index] * LAYERS[0] for index, _ in others]
             models = [config.with_layers(indices) for indices in chosen]
-            times = self._slowest([self._times(run, each, ranks, batch, tokens) for each in models])
+            times = self._slowest([self._times(run, each, ranks, batch, tokens, experts) for each in models])
             layer = (times[1] - times[0]).clamp(min=0) / (LAYERS[1] - LAYERS[0])
             total = times[0] + (config.num_layers - LAYERS[0]) * layer
             for (_, count), seconds in zip(others, times[2:], strict=True):
@@ -193,20 +202,22 @@ class MeasuredDevice:
             self._known[key] = tuple(total.tolist())
         return self._known[key]
 
-    def _times(self, run: Callable, config: Stack, ranks: int, batch: int, tokens: int) -> list[tuple[float, ...]]:
+    def _times(
+        self, run: Callable, config: Stack, ranks: int, batch: int, tokens: int, experts: int = 1
+    ) -> list[tuple[float, ...]]:
         """For each of the times that `run` returns, those of all runs with a model of random weights and random prompts."""
-        model = self._model(config, ranks)
+        model = self._model(config, ranks, experts)
         ids = torch.randint(model.embeddings.stop, (batch, tokens), generator=torch.Generator().manual_seed(0))
         found = [run(model, ids.to(self.device)) for _ in range(1 + REPEATED)][1:]
         return list(zip(*found, strict=True))
 
-    def _model(self, config: Stack, ranks: int) -> Model:
+    def _model(self, config: Stack, ranks: int, experts: int) -> Model:
         """The part of a model on one of `ranks` ranks, with random weights."""
-        key = config, ranks
+        key = config, ranks, experts
         if key not in self._models:
             if len(self._models) == KEPT:
                 self._models.pop(next(iter(self._models)))
-            self._models[key] = part_of(config, ranks, self.device, self.dtype)
+            self._models[key] = part_of(config, ranks, self.device, self.dtype, experts)
         return self._models[key]
 
     def _slowest(self, times: Sequence[Any]) -> torch.Tensor:

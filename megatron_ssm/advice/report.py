@@ -51,6 +51,7 @@ def training_text(found: list[Division], job: Training, is_bf16: bool) -> str:
     """The advice for training, as lines. is_bf16: the device's rates are those of bfloat16."""
     best, *_ = found
     options = [f"--tensor-model-parallel-size {best.tensor}", f"--context-parallel-size {best.context}"]
+    options += [f"--expert-model-parallel-size {best.expert}"] * (best.expert > 1)
     options += [
         f"--seq-length {job.seq}",
         f"--global-batch-size {job.global_batch}",
@@ -70,12 +71,13 @@ def generation_text(found: list[Division], job: Generation, is_bf16: bool) -> st
     """The advice for generation, as lines. is_bf16: as for `training_text`."""
     best, *_ = found
     options = [f"--tp {best.tensor}"] + [f"--cp {best.context}"] * (best.context > 1)
-    options += [f"--reduce {best.format}"] if best.tensor > 1 and best.format != "fp32" else []
-    options += ["--dtype bfloat16"] * is_bf16
+    options += [f"--ep {best.expert}"] * (best.expert > 1)
+    options += [f"--reduce {best.format}"] if best.tensor * best.expert > 1 and best.format != "fp32" else []
+    options += ["--draft-head"] * job.draft_head + ["--dtype bfloat16"] * is_bf16
     facts = [_reply(best), f"{best.memory / 1e9:.3g} GB"]
     facts += [f"attention in a grid of {best.attention}"] if best.attention else []
     text = _text("generation", found, job, facts, options, "TTFT, TPOT", _reply)
-    if best.data == 1 or best.excluded:
+    if best.replicas == 1 or best.excluded:
         return text
     first, command, *rest = text.splitlines()
     return "\n".join([first, command, f"  {_replicas(best)}", *rest])
@@ -83,9 +85,9 @@ def generation_text(found: list[Division], job: Generation, is_bf16: bool) -> st
 
 def _replicas(best: Division) -> str:
     """How to run them: the ranks of one command are those of one replica."""
-    ranks = best.tensor * best.context
+    ranks, count = best.tensor * best.context * best.expert, best.replicas
     each = f"each on {ranks} rank{'s' * (ranks > 1)} of its own"
-    return f"{best.data} replicas: start `serve` or `generate` {best.data} times, {each}, and divide the requests"
+    return f"{count} replicas: start `serve` or `generate` {count} times, {each}, and divide the requests"
 
 
 def _reply(each: Division) -> str:

@@ -7,7 +7,7 @@ ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums 
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from attention2d.cost.volume import messages
 from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import Candidate
-from megatron_ssm.sizing.advise import SUM_BYTES, block_outputs, inner_sums
+from megatron_ssm.sizing.advise import SUM_BYTES, inner_sums
 from megatron_ssm.sizing.memory import sizes_of
 from megatron_ssm.stack.sizes import Workload
 from megatron_ssm.stack.stack import Stack
@@ -27,6 +27,7 @@ TOKEN_BYTES, AGREEMENT_BYTES = 8, 16
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients after which torch's DDP sums them: at first, and later
 
 
+Outputs = Sequence[tuple[int, int]]  # (bytes of a token, count) of sums in a wire format, such as `block_outputs`
 WIRE_FORMATS = tuple(name for name in FORMATS if name != "auto")  # the most exact first
 
 
@@ -45,11 +46,9 @@ class Sums:
         """The time of messages one after the other."""
         return seconds_of(messages, self.fabric, self.wait)
 
-    def by_format(self, config: Stack, ranks: int, tokens: int) -> dict[str, float]:
-        """{wire format: seconds of the sums of block outputs in a forward pass over `tokens` tokens}."""
-        return {
-            name: seconds_of_block_sums(config, ranks, tokens, name, self.fabric, self.wait) for name in self.formats
-        }
+    def by_format(self, outputs: "Outputs", ranks: int, tokens: int) -> dict[str, float]:
+        """{wire format: seconds of the sums of outputs in a forward pass over `tokens` tokens}."""
+        return {name: seconds_of_outputs(outputs, ranks, tokens, name, self.fabric, self.wait) for name in self.formats}
 
 
 @dataclass(frozen=True)
@@ -90,16 +89,16 @@ def _measured_instead(message: Message, known: Collection[str]) -> tuple[str, fl
     return "all_reduce", nbytes * (ranks if operation == "all_gather" else 1), ranks, 0.5
 
 
-def seconds_of_block_sums(
-    config: Stack, ranks: int, tokens: int, format: str, fabric: Fabric, wait: float = 0.0
+def seconds_of_outputs(
+    outputs: Outputs, ranks: int, tokens: int, format: str, fabric: Fabric, wait: float = 0.0
 ) -> float:
-    """The time of the sums of block outputs in a forward pass over `tokens` tokens, in a wire format.
+    """The time of the sums of outputs in a forward pass over `tokens` tokens, in a wire format.
 
     Exact ones are all-reduces. The others are an exchange of pieces and an all-gather of their sums, or an all-gather of
     everything, whichever is faster.
     """
     total = 0.0
-    for nbytes, count in ((tokens * nbytes, count) for nbytes, count in block_outputs(config, ranks)):
+    for nbytes, count in ((tokens * nbytes, count) for nbytes, count in outputs):
         sent = nbytes / SUM_BYTES * wire_format(format, torch.float32).nbytes(BLOCK) / BLOCK
         exact = [Message("all_reduce", nbytes, ranks, count)]
         two_shot = [Message("all_to_all", sent, ranks, count), Message("all_gather", sent / ranks, ranks, count)]
@@ -170,14 +169,41 @@ def passed_states(config: Stack, tensor: int, context: int, batch: int, training
         yield Message("p2p", SUM_BYTES * batch * 2 * config.history * sizes.convolved, context, times)
 
 
+def expert_outputs(config: Stack, tensor: int, experts: int) -> Iterator[tuple[int, int]]:
+    """(bytes of a token, count) of the sums over expert-parallel ranks that have the same tokens."""
+    for sizes, count in sizes_of(config, Workload(tensor, expert_ranks=experts)):
+        if sizes.summed:
+            yield SUM_BYTES * sizes.summed, count
+
+
+def dispatched_tokens(config: Stack, tensor: int, experts: int, tokens: int) -> Iterator[Message]:
+    """The exchanges of expert-parallel ranks with `tokens` tokens each in a forward and a backward pass, in fp32.
+
+    In each layer: how many tokens each rank gets; the tokens, and their sums back; their gradients. All choices of experts
+    are taken to be equally likely.
+    """
+    for sizes, count in sizes_of(config, Workload(tensor, expert_ranks=experts)):
+        if sizes.reached:
+            yield Message("all_to_all", TOKEN_BYTES * experts, experts, count)
+            for nbytes in (sizes.dispatched, sizes.returned, sizes.returned, sizes.dispatched_gradients):
+                yield Message("all_to_all", tokens * sizes.reached * nbytes, experts, count)
+
+
+def expert_gradients(config: Stack, tensor: int, experts: int, ranks: int) -> Iterator[Message]:
+    """The sums, once per step, of the gradients of divided experts over the `ranks` ranks that have the same."""
+    for field in config.fields():
+        if field.by_expert:
+            yield Message("all_reduce", SUM_BYTES * math.prod(field.local_shape(0, tensor, 0, experts)), ranks)
+
+
 def chosen_tokens(batch: int, tensor: int) -> Iterator[Message]:
     """What chooses the next token of `batch` sequences: each tensor-parallel rank's largest logit and its id."""
     yield Message("all_gather", batch * 2 * SUM_BYTES, tensor)
 
 
-def agreed_tokens(batch: int, context: int) -> Iterator[Message]:
-    """By what context ranks agree on the next token of `batch` sequences."""
-    yield Message("all_gather", batch * TOKEN_BYTES, context)
+def agreed_tokens(batch: int, ranks: int) -> Iterator[Message]:
+    """The messages by which context or expert-parallel ranks agree on the next token of `batch` sequences."""
+    yield Message("all_gather", batch * TOKEN_BYTES, ranks)
 
 
 def attended_tokens(config: Stack, batch: int, tensor: int, context: int) -> Iterator[Message]:

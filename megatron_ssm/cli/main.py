@@ -158,6 +158,9 @@ def _add_advise(advise: argparse.ArgumentParser) -> None:
         "--new-tokens", type=int, default=256, metavar="N", help="generation: tokens of a reply (default: 256)"
     )
     advise.add_argument("--batch", type=int, default=1, metavar="N", help="generation: prompts at once (default: 1)")
+    advise.add_argument(
+        "--draft-head", action="store_true", help="generation: memory for the checkpoint's draft head (mtp.*)"
+    )
     advise.add_argument("--json", action="store_true", help="print one JSON object")
 
 

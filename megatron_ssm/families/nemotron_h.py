@@ -131,6 +131,7 @@ def new_config(options: Any) -> dict:
     of_expert = options.moe_ffn_hidden_size or width
     experts: dict[str, Any] = {}
     if EXPERTS in kinds:
+        _check_choices(options)
         experts = dict(
             n_routed_experts=options.num_experts, num_experts_per_tok=options.moe_router_topk,
             moe_intermediate_size=of_expert,
@@ -147,6 +148,14 @@ def new_config(options: Any) -> dict:
         num_key_value_heads=options.num_query_groups or options.num_attention_heads,
         intermediate_size=width,
     )  # fmt: skip
+
+
+def _check_choices(options: Any) -> None:
+    """ValueError if tokens choose more experts, or groups of them, than there are."""
+    for chosen, count in dict(moe_router_topk="num_experts", moe_router_group_topk="moe_router_num_groups").items():
+        if getattr(options, chosen) > getattr(options, count):
+            first, second = (f"--{name.replace('_', '-')} {getattr(options, name)}" for name in (chosen, count))
+            raise ValueError(f"{first} is more than {second}")
 
 
 NEMOTRON_H = Family(

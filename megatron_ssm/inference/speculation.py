@@ -17,7 +17,7 @@ import torch
 
 from megatron_ssm.native.products import instructions
 from megatron_ssm.operators.cache import Cache
-from megatron_ssm.sizing.flops import matrix_elements
+from megatron_ssm.sizing.flops import expert_elements, matrix_elements
 from megatron_ssm.stack.stack import Stack
 
 from .draft_by_head import DraftByHead
@@ -170,11 +170,8 @@ class SpeculativeDecoder:
     def _of_experts(self) -> tuple[float, float]:
         """(fraction of a token's matrix elements that belong to experts, fraction of the experts that it chooses)."""
         config = self._model.config
-        experts = [field for field in config.fields() if field.used < 1]
-        if not experts:
-            return 0.0, 1.0
-        elements = sum(field.used * math.prod(field.shape) for field in experts)
-        return elements / matrix_elements(config), experts[0].used
+        used = next((field.used for field in config.fields() if field.by_expert), 1.0)
+        return expert_elements(config) / matrix_elements(config), used
 
     def decode(self, slots: Iterable[Slot], room: int | None) -> int:
         """Call the model once for all slots, which then have logits; returns the number of tokens that it read.

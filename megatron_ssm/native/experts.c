@@ -56,9 +56,10 @@ static void weigh(const Op *o, const float *logits, const float *scores, const i
   for (ptrdiff_t j = 0; j < chosen; j++) weights[j] = rounded(weights[j] * scale, o->type);
 }
 
-/* x: logits of from_type. y: of each token, the chosen experts in ascending order as int32, and then their weights as float32. n:
-   experts, chosen ones, form, whether weights are divided by their sum, groups, chosen groups. f: what multiplies weights of SIGMOIDS.
-   weight: what is added to the scores of SIGMOIDS for the choice, as float32. */
+/* x: logits of from_type. y: of each token, the chosen experts in ascending order as int32, counted from the first one of this rank,
+   and then their weights as float32. n: experts, chosen ones, form, whether weights are divided by their sum, groups, chosen groups,
+   the first expert of this rank. f: what multiplies weights of SIGMOIDS. weight: what is added to the scores of SIGMOIDS for the
+   choice, as float32. */
 void route(const Tape *t, const Op *o) {
   ptrdiff_t rows = tape_rows(t), experts = o->n[0], chosen = o->n[1], share = rows_per_thread(rows, 16 * experts, t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
@@ -77,15 +78,16 @@ void route(const Tape *t, const Op *o) {
       for (ptrdiff_t j = 0; j < chosen; j++) {
         ptrdiff_t place = 0;
         for (ptrdiff_t k = 0; k < chosen; k++) place += index[k] < index[j];
-        to[place] = index[j], memcpy(to + chosen + place, weights + j, sizeof(float));
+        to[place] = index[j] - (int32_t)o->n[6], memcpy(to + chosen + place, weights + j, sizeof(float));
       }
     }
 }
 
 /* What they make of the tokens */
 
-/* Pairs of a token and an expert that it chose are sorted by expert. Expert e has pairs first[e] to first[e + 1]. each, inner: rows of
-   a pair, (in) and then (out), and (width). place: of a token's j-th choice among the pairs. */
+/* Pairs of a token and an expert of this rank that it chose are sorted by expert. Expert e has pairs first[e] to first[e + 1]. each,
+   inner: rows of a pair, (in) and then (out), and (width). place: of a token's j-th choice among the pairs, or ELSEWHERE. */
+enum { ELSEWHERE = -1 }; /* an expert of another rank */
 typedef struct {
   ptrdiff_t first[MOST_EXPERTS + 1];
   int32_t active[MOST_EXPERTS], *place;
@@ -95,19 +97,26 @@ typedef struct {
 
 static const int32_t *choice(const Tape *t, const Op *o, ptrdiff_t r) { return row(t, &o->z, r, FLOAT32); }
 
+/* Whether this rank has an expert. */
+INLINE int is_own(const Op *o, int32_t expert) { return expert >= 0 && expert < o->n[0]; }
+
 /* Sorts the pairs; their order within an expert is that of the tokens. */
 static void sort_pairs(const Tape *t, const Op *o, Pairs *p) {
   ptrdiff_t rows = tape_rows(t), experts = o->n[0], chosen = o->n[1], next[MOST_EXPERTS];
   memset(p->first, 0, (experts + 1) * sizeof *p->first);
   for (ptrdiff_t r = 0; r < rows; r++)
-    for (ptrdiff_t j = 0; j < chosen; j++) p->first[choice(t, o, r)[j] + 1]++;
+    for (ptrdiff_t j = 0; j < chosen; j++)
+      if (is_own(o, choice(t, o, r)[j])) p->first[choice(t, o, r)[j] + 1]++;
   p->count = 0;
   for (ptrdiff_t e = 0; e < experts; e++) {
     if (p->first[e + 1]) p->active[p->count++] = (int32_t)e;
     p->first[e + 1] += p->first[e], next[e] = p->first[e];
   }
   for (ptrdiff_t r = 0; r < rows; r++)
-    for (ptrdiff_t j = 0; j < chosen; j++) p->place[r * chosen + j] = (int32_t)next[choice(t, o, r)[j]]++;
+    for (ptrdiff_t j = 0; j < chosen; j++) {
+      int32_t expert = choice(t, o, r)[j];
+      p->place[r * chosen + j] = is_own(o, expert) ? (int32_t)next[expert]++ : ELSEWHERE;
+    }
 }
 
 /* The product by the matrix (out, in) of expert e, of which the matrices of others lie before and after. */
@@ -143,6 +152,7 @@ INLINE void sum_columns(const char *each, const int32_t *place, const float *wei
     ptrdiff_t count = size - start < COLUMNS ? size - start : COLUMNS;
     float sums[COLUMNS] = {0};
     for (ptrdiff_t j = 0; j < chosen; j++) {
+      if (place[j] == ELSEWHERE) continue;
       const void *from = at(each, place[j] * size + start, type);
 #pragma omp simd
       for (ptrdiff_t i = 0; i < count; i++) sums[i] += rounded(weights[j] * get(from, i, type), type);
@@ -157,9 +167,10 @@ CLONES static void sum_choices(const char *each, const int32_t *place, const flo
   else sum_columns(each, place, weights, y, size, chosen, BFLOAT16);
 }
 
-/* x: tokens, y: the weighted sums of what the chosen experts make of them, z: what `route` wrote. matrix, down: of all experts, one below
-   the other. flag: whether they are gated. n: experts, chosen ones, in = out, channels, activation; of temporaries the places: of each,
-   inner and place of the pairs. Experts are computed at the same time, unless they are fewer than threads. */
+/* x: tokens, y: the weighted sums of what the chosen experts of this rank make of them, z: what `route` wrote. matrix, down: of its
+   experts, one below the other. flag: whether they are gated. n: its experts, chosen ones of all ranks, in = out, channels, activation;
+   of temporaries the places: of each, inner and place of the pairs. Experts are computed at the same time, unless they are fewer than
+   threads. */
 int experts(const Tape *t, const Op *o) {
   ptrdiff_t rows = tape_rows(t), chosen = o->n[1], size = o->n[2], share = rows_per_thread(rows, chosen * size, t->threads);
   Pairs p;
@@ -171,7 +182,8 @@ int experts(const Tape *t, const Op *o) {
     for (ptrdiff_t start = 0; start < rows; start += share)
       for (ptrdiff_t r = start; r < rows && r < start + share; r++)
         for (ptrdiff_t j = 0; j < chosen; j++)
-          memcpy(at(p.each, p.place[r * chosen + j] * size, o->type), row(t, &o->x, r, o->type), bytes_of(size, o->type));
+          if (p.place[r * chosen + j] != ELSEWHERE)
+            memcpy(at(p.each, p.place[r * chosen + j] * size, o->type), row(t, &o->x, r, o->type), bytes_of(size, o->type));
 #pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1) if (at_once) reduction(| : failed)
   for (ptrdiff_t i = 0; i < p.count; i++) failed |= one_expert(t, o, &p, p.active[i], at_once ? 1 : t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)

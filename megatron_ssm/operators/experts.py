@@ -14,7 +14,7 @@ from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.stack.fields import Field, divides
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec
-from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
+from megatron_ssm.tape.builder import Buffer, Builder
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
@@ -109,25 +109,47 @@ class ExpertsSpec(Spec):
         """See `Spec`. At the worst, all tokens chose the same experts, one of which is computed at a time.
 
         In a prompt, beside the sum, the router's logits and the choices: what one expert reads, projects, and returns.
-        Training stores what every chosen expert projects, the scores of all experts, and the choices.
+        Training stores what every chosen expert projects, the scores of all experts, and the choices. Where expert-parallel
+        ranks have other tokens, every rank computes as many chosen experts, and stores the rows that have arrived instead of
+        its tokens.
         """
         chosen, s, wide, experts = self.router.chosen, work.itemsize, work.wide_itemsize, self.router.experts
         inner, size, latent = -(-self.channels // work.ranks), self.size, self.latent
         rows = inner * (2 if self.gated else 1)
         choices = chosen * (24 + 2 * s)  # indices, their order and tokens; weights, also sorted
         common = s * (size + experts) + choices + wide * size
-        each = max(size + rows, rows + 2 * inner, rows + inner + size)
+        each = s * max(size + rows, rows + 2 * inner, rows + inner + size)
+        if wide > s:  # what one returns is converted before it is added
+            each = max(each, (s + wide) * size)
+        weight = wide if self.router.form == SIGMOID else s
+        stored: float = 2 * latent + experts + chosen * (rows + 6) + 1
+        gradients: float = 2 * size + 7 * inner + 4 * chosen
+        kept = reached = 0.0
+        if (
+            work.expert_ranks > 1
+        ):  # rows that arrive, and their sums; gradients of both, or what the exchange of one takes
+            reached, busiest = self.router.reached(work.expert_ranks), max(1, work.expert_ranks * chosen / experts)
+            stored += reached * (2 * size + 3 * chosen + 2) - 2 * chosen
+            kept = reached * (2 * size + 2 * chosen)
+            of_one = busiest * (size + 7 * inner)
+            gradients = reached * (2 * size + 4 * chosen) + max(2 * reached * size, of_one)
         replicated = [experts * self.hidden_size, *(a * b for a, b in self.projections().values())]
         return Sizes(
             stages={
                 "router": s * (size + experts) + 3 * wide * experts,
-                "experts": common + s * each,
+                "experts": common + each,
                 "output": s * (size + experts) + choices + (wide + s) * size + s * self.hidden_size * bool(latent),
             },
             projected=s * (size + experts),
-            stored=2 * latent + experts + chosen * (rows + 6) + 1,
-            gradients=self.hidden_size * work.share + 2 * size + 7 * inner + 4 * chosen,
+            stored=stored,
+            kept=kept,
+            gradients=self.hidden_size * work.share + gradients,
             parameters=tuple(replicated) if work.ranks > 1 else (),
+            summed=size if work.expert_ranks > 1 else 0,
+            reached=reached,
+            dispatched=s * size + chosen * (weight + 4),
+            dispatched_gradients=s * size + chosen * weight,
+            returned=s * size,
         )
 
 
@@ -196,16 +218,17 @@ class Experts(Operator):
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
-        if self.experts.group is not None:
-            raise NotLowered("experts of several ranks")
         spec, is_wide = self.spec, self.router.weight.dtype is not tape.dtype
         given = tape.converted(x, self.router.weight.dtype) if is_wide else x
         logits = tape.matmul(given, self.router.weight)
-        routes = tape.route(logits, spec.router, self.correction)
+        ranks, held = self.experts, spec.experts // self.experts.size
+        routes = tape.route(logits, spec.router, self.correction, ranks.rank * held)
         tape.release(logits, *([given] if is_wide else []))
         read = tape.matmul(x, self.fc1.weight, self.fc1.bias) if spec.latent else x
         up, down = self.up.matrix(), self.down.matrix()
-        out = tape.experts(read, routes, spec.router, up, down, spec.activation, spec.gated)
+        out = tape.experts(read, routes, held, spec.router.chosen, up, down, spec.activation, spec.gated)
+        if ranks.size > 1:
+            tape.sum(ranks, out)
         tape.release(routes)
         if not spec.latent:
             return Lowered(out)

@@ -3,6 +3,7 @@
 The routers are those of transformers' Qwen3.5, Granite, Jamba and Nemotron-3, and round as these do.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,13 @@ class Router:
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
+
+    def reached(self, ranks: int) -> float:
+        """The mean number of the ranks that divide the experts to which a token goes; all choices are equally likely."""
+        elsewhere = math.comb(
+            self.experts - self.experts // ranks, self.chosen
+        )  # choices without the experts of a rank
+        return ranks * (1 - elsewhere / math.comb(self.experts, self.chosen))
 
     def route(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits (tokens, experts) -> (weights, in at least fp32 for SIGMOID, else like logits; experts int64), both

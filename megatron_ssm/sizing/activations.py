@@ -31,7 +31,8 @@ class TrainingMemory:
     """What a rank holds, if `ranks` tensor-parallel ranks split a model. Its properties are numbers for each token.
 
     sequence_parallel, recompute: as for `load`. itemsize: bytes of an element. P context ranks need no argument: each has
-    1/P of the tokens. ValueError if the model cannot be split over so many ranks.
+    1/P of the tokens. expert_ranks: those with other tokens that divide the experts, of which tokens choose equally many.
+    ValueError if the model cannot be split over so many ranks.
     """
 
     config: Stack
@@ -39,9 +40,10 @@ class TrainingMemory:
     sequence_parallel: bool = False
     recompute: bool = False
     itemsize: int = 4
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
-        self.config.check_ranks(self.ranks)
+        self.config.check_ranks(self.ranks, self.expert_ranks)
 
     def step(self, batch: int, tokens: int, has_residuals: bool = False) -> int:
         """Bytes of a step: parameters, gradients, AdamW's two moments, and the activations of a micro-batch.
@@ -50,7 +52,8 @@ class TrainingMemory:
         large as the parameters.
         """
         copies = 5 if has_residuals else 4
-        return copies * Memory(self.config, self.ranks, self.itemsize).weights + self.peak(batch, tokens)
+        weights = Memory(self.config, self.ranks, self.itemsize, expert_ranks=self.expert_ranks).weights
+        return copies * weights + self.peak(batch, tokens)
 
     def peak(self, batch: int, tokens: int) -> int:
         """Bytes of activations at the worst moment of a step. tokens: of each sequence on this rank."""
@@ -68,7 +71,9 @@ class TrainingMemory:
     @property
     def work(self) -> Workload:
         """What operators are asked for."""
-        return Workload(self.ranks, self.itemsize, sequence_parallel=self.sequence_parallel)
+        return Workload(
+            self.ranks, self.itemsize, sequence_parallel=self.sequence_parallel, expert_ranks=self.expert_ranks
+        )
 
     @property
     def _units(self) -> Counter[Unit]:

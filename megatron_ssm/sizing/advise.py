@@ -21,7 +21,7 @@ def decoding_shape(name: str, config: Stack, ranks: int, itemsize: int = 2, leng
     ValueError if the model cannot be split over so many ranks.
     """
     memory = Memory(config, ranks, itemsize)
-    moved = 2 * memory.state_per_sequence + length * memory.keys_and_values_per_token
+    moved = memory.moved_per_token(length)
     return Shape(name, ranks * memory.weights_read_per_token, ranks * moved, tuple(all_reduces(config, ranks)))
 
 

@@ -47,6 +47,11 @@ def matrix_elements(config: Stack) -> float:
     return sum(uses(field) * field.used * math.prod(field.shape) for field in config.fields())
 
 
+def expert_elements(config: Stack) -> float:
+    """The part of `matrix_elements` that is of routed experts."""
+    return sum(field.used * math.prod(field.shape) for field in config.fields() if field.by_expert)
+
+
 def forward_flops(config: Stack, seq: int) -> float:
     """Operations for one token in a sequence of `seq` tokens."""
     sizes = sizes_of(config, Workload())

@@ -23,9 +23,12 @@ every 256 tokens. torch's scans need more. It assumes that attention does not ne
 """
 
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import fmean
 
 from megatron_ssm.stack.fields import Field
 from megatron_ssm.stack.sizes import Sizes, Workload
@@ -33,6 +36,7 @@ from megatron_ssm.stack.stack import Spec, Stack, Unit
 
 BLOCK = 64  # numbers of a quantized matrix that share a scale of 4 bytes
 SMALL = {"x_proj", "dt_proj"}  # matrices that a quantized model keeps in 16 bits
+CHOICES = 1000  # of tokens, at random, of which a mean is taken
 KEPT = SMALL | {"gates", "conv", "use"}  # matrices that are not quantized
 
 
@@ -43,7 +47,8 @@ class Memory:
 
     on_cuda: with the kernels of mamba-ssm and causal-conv1d. amx: on a CPU with AMX, where torch's attention in 16 bits
     copies keys and values. quantized_bits: 8 or 4 after `load(weights="int8")` or "int4"; 0: matrices are not quantized.
-    ValueError if the model cannot be split over so many ranks.
+    expert_ranks: the number of groups of these ranks that divide the experts (`--ep`). ValueError if the model cannot be
+    split over so many ranks.
     """
 
     config: Stack
@@ -52,16 +57,17 @@ class Memory:
     on_cuda: bool = False
     amx: bool = False
     quantized_bits: int = 0
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
-        self.config.check_ranks(self.ranks)
+        self.config.check_ranks(self.ranks, self.expert_ranks)
         if self.quantized_bits:
             object.__setattr__(self, "config", self.config.in_granules(BLOCK, self.ranks))
 
     @property
     def work(self) -> Workload:
         """What operators are asked for."""
-        return Workload(self.ranks, self.itemsize, self.on_cuda, self.amx)
+        return Workload(self.ranks, self.itemsize, self.on_cuda, self.amx, expert_ranks=self.expert_ranks)
 
     @property
     def wide_itemsize(self) -> int:
@@ -70,31 +76,55 @@ class Memory:
 
     @property
     def weights(self) -> int:
-        """Bytes of all parameters on rank 0; the last ranks may have fewer rows of the vocabulary."""
-        return sum(map(self._bytes_of, self.config.fields()))
+        """Bytes of all parameters on rank 0; the last ranks may have fewer rows of the vocabulary.
+
+        With a draft head also those of its copy of the vocabulary in 4 bits, of a model on a CPU.
+        """
+        return sum(map(self._bytes_of, self.config.fields())) + self._copied_vocabulary
+
+    @property
+    def _copied_vocabulary(self) -> int:
+        """Bytes of the draft head's copy of this rank's part of the model's head, unless that has 4 bits itself."""
+        rows, columns = -(-self.config.vocab_size // self.ranks), self.config.hidden_size
+        is_copied = self.config.has_draft_head and not self.on_cuda and self.itemsize < 8 and self.quantized_bits != 4
+        return rows * _bytes_of_row(columns, 4) if is_copied and columns % BLOCK == 0 else 0
 
     def _bytes_of(self, field: Field) -> int:
-        shape = field.local_shape(0, self.ranks)
+        shape = field.local_shape(0, self.ranks, 0, self.expert_ranks)
         if self.quantized_bits and _is_quantized(field) and shape[-1] % BLOCK == 0:
-            return math.prod(shape) * self.quantized_bits // 8 + math.prod(shape) // BLOCK * 4
+            return math.prod(shape[:-1]) * _bytes_of_row(shape[-1], self.quantized_bits)
         if self.quantized_bits and len(shape) > 1 and set(field.name.split(".")) & SMALL and shape[-1] % 2 == 0:
             return 2 * math.prod(shape)
         return math.prod(shape) * (self.wide_itemsize if field.fp32 else self.itemsize)
 
     @property
     def weights_read_per_token(self) -> int:
-        """Bytes of weights that decoding one token reads.
+        """`weights_read` for one token."""
+        return self.weights_read(1)
 
-        A shared block is read at each use, and of experts those that the token chooses. Of an untied embedding only one row
-        is read, which is not counted.
+    def weights_read(self, tokens: int) -> int:
+        """Bytes of weights that decoding a token of each of `tokens` sequences reads, on the rank that reads most.
+
+        A shared block is read at each use, and of experts those that the tokens choose, at random. Of an untied embedding
+        only a row of each token is read, which is not counted; nor is a draft head, which proposes further tokens.
         """
-        config = self.config
-        shared = -sum(int((1 - each.used) * self._bytes_of(each)) for each in config.fields())
+        config, read = replace(self.config, has_draft_head=False), 0
+        for each in config.fields():
+            size = self._bytes_of(each)
+            read += size - int((1 - self._share_read(each, tokens)) * size)
         for index, part in enumerate(config.shared):
             size = sum(map(self._bytes_of, part.fields("shared.")))
-            shared += (len(config.uses(index)) - 1) * size
+            read += (len(config.uses(index)) - 1) * size
         looked_up = 0 if config.tie_embeddings else self._bytes_of(config.fields()[0])
-        return self.weights + shared - looked_up
+        return read - looked_up
+
+    def _share_read(self, field: Field, tokens: int) -> float:
+        """The share of a rank's part of a field that some tokens are multiplied with."""
+        if field.used == 1:
+            return 1
+        experts = field.shape[0]
+        read = experts_read(experts, round(field.used * experts), self.expert_ranks, tokens)
+        return read / (experts // self.expert_ranks)
 
     @property
     def state_per_sequence(self) -> int:
@@ -109,6 +139,10 @@ class Memory:
             parts = [part for unit in head.units for part in unit.operators]
             of_head = self.itemsize * self.config.hidden_size + sum(part.spec.sizes(self.work).keys for part in parts)
         return of_head + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
+
+    def moved_per_token(self, length: int) -> int:
+        """Bytes of the cache that decoding a token of one sequence of `length` tokens reads or writes."""
+        return 2 * self.state_per_sequence + length * self.keys_and_values_per_token
 
     def cache(self, batch: int, length: int) -> int:
         """Bytes of the cache that `model.new_cache(batch, length)` creates for `batch` sequences of `length` tokens."""
@@ -138,9 +172,10 @@ class Memory:
         config, s, H = self.config, self.itemsize, self.config.hidden_size
         residual = (self.wide_itemsize if config.residual_in_fp32 else s) * H
         found: dict[str, int] = {}
-        for unit in {unit for layer in config.layers for unit in layer}:
+        for unit, is_first in {(unit, not index) for layer in config.layers for index, unit in enumerate(layer)}:
+            input_of_layer = 0 if is_first else residual  # the unit's own input, if it is the first
             for name, size in self._stages_of(unit, residual):
-                found[name] = max(size, found.get(name, 0))
+                found[name] = max(input_of_layer + size, found.get(name, 0))
         return found
 
     def _stages_of(self, unit: Unit, residual: int) -> Iterator[tuple[str, int]]:
@@ -167,6 +202,21 @@ class Memory:
         """Bytes of one position's logits: this rank's slice; with several ranks also all slices, and their concatenation."""
         width = -(-self.config.vocab_size // self.ranks)
         return self.wide_itemsize * (width if self.ranks == 1 else width + 2 * width * self.ranks)
+
+
+@lru_cache
+def experts_read(experts: int, chosen: int, ranks: int, tokens: int) -> float:
+    """The number of experts that tokens choose on the busiest of the ranks that divide them: the mean of random choices."""
+    draw, held, found = random.Random(0), experts // ranks, []
+    for _ in range(max(1, CHOICES // tokens)):
+        read = {expert for _ in range(tokens) for expert in draw.sample(range(experts), chosen)}
+        found.append(max(Counter(expert // held for expert in read).values()))
+    return fmean(found)
+
+
+def _bytes_of_row(columns: int, bits: int) -> int:
+    """Bytes of a row of a quantized matrix, with its scales."""
+    return columns * bits // 8 + columns // BLOCK * 4
 
 
 def _is_quantized(field: Field) -> bool:

@@ -41,7 +41,8 @@ class Workload:
     """The workload whose sizes are computed: one of `ranks` tensor-parallel ranks, with elements of `itemsize` bytes.
 
     on_cuda: with the kernels of mamba-ssm and causal-conv1d. amx: on a CPU with AMX, where torch's attention in 16 bits
-    copies keys and values. sequence_parallel: each rank has a share of the tokens between the layers.
+    copies keys and values. sequence_parallel: each rank has a share of the tokens between the layers. expert_ranks: those
+    that divide the experts.
     """
 
     ranks: int = 1
@@ -49,6 +50,7 @@ class Workload:
     on_cuda: bool = False
     amx: bool = False
     sequence_parallel: bool = False
+    expert_ranks: int = 1
 
     @property
     def wide_itemsize(self) -> int:
@@ -84,6 +86,10 @@ class Sizes:
     Context ranks: passed, the numbers of a state; mapped, those of the matrix by which a block maps one; convolved, the
     channels whose last inputs are passed.
 
+    Expert-parallel ranks: summed, the numbers of a token in their sum if they have the same tokens. Otherwise a token goes
+    to `reached` of them on average, this rank included, in `dispatched` bytes, and comes back in `returned` ones; so do
+    their gradients, in `returned` and `dispatched_gradients` bytes.
+
     operations(seq): floating-point operations for one token, besides products with matrices, are scan + attention * seq.
     """
 
@@ -103,5 +109,10 @@ class Sizes:
     passed: int = 0
     mapped: int = 0
     convolved: int = 0
+    summed: int = 0
+    reached: float = 0
+    dispatched: int = 0
+    dispatched_gradients: int = 0
+    returned: int = 0
     scan: int = 0
     attention: int = 0

@@ -392,28 +392,34 @@ class Builder:
         """x *= the sigmoid of a buffer of one number."""
         self._add("score", x=x, y=x, z=score, n=(x.width,))
 
-    def route(self, logits: Buffer, router: Router, correction: Tensor | None) -> Buffer:
-        """The experts that each token chooses, and their weights. correction: of `Router.route`, in float32."""
+    def route(self, logits: Buffer, router: Router, correction: Tensor | None, first: int = 0) -> Buffer:
+        """The experts that each token chooses, counted from `first`, this rank's, and their weights.
+
+        correction: of `Router.route`, in float32.
+        """
         if router.experts > MOST_EXPERTS:
             raise NotLowered("many experts")
         self._floats(*[] if correction is None else [correction])
         y = self.buffer(2 * router.chosen, torch.float32)
         n: tuple = router.experts, router.chosen, FORMS.index(router.form), router.renormalized
-        n = *n, router.groups, router.chosen_groups
+        n = *n, router.groups, router.chosen_groups, first
         self._add("route", x=logits, y=y, from_type=TYPES[logits.dtype], weight=correction, n=n, f=(router.scale,))
         return y
 
     def experts(
-        self, x: Buffer, routes: Buffer, router: Router, up: Any, down: Any, activation: str, gated: bool
+        self, x: Buffer, routes: Buffer, held: int, chosen: int, up: Any, down: Any, activation: str, gated: bool
     ) -> Buffer:
-        """The weighted sums of what the experts chosen by `route` make of x; up, down: as of `ops.experts.apply_experts`."""
+        """The weighted sums of what the experts of this rank, `held`, that `route` has chosen make of x.
+
+        up, down: as of `ops.experts.apply_experts`.
+        """
         number, size, channels = self._activation(activation), x.width, down.shape[1]
-        chosen, width = router.chosen, up.shape[0] // router.experts
+        width = up.shape[0] // held
         y, each, inner = self.buffer(size), self.buffer(chosen * size), self.buffer(chosen * width)
         places = self.buffer(chosen, torch.float32)
-        n = router.experts, chosen, size, channels, number, each.place, inner.place, places.place
+        n = held, chosen, size, channels, number, each.place, inner.place, places.place
         matrices: dict[str, Any] = dict(matrix=self._matrix(up), down=self._matrix(down))
-        detail = f"{chosen} of {router.experts} ({width}, {size})"
+        detail = f"{chosen} of {held} ({width}, {size})"
         self._add("experts", detail, x=x, y=y, z=routes, **matrices, n=n, flag=gated)
         self.release(each, inner, places)
         self.has_experts = True

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +34,10 @@ from megatron_ssm.advice.traffic import (
     attended_tokens,
     backward_sums,
     chosen_tokens,
+    dispatched_tokens,
     exact_sums,
+    expert_gradients,
+    expert_outputs,
     gradient_sums,
     passed_states,
     replicated_gradients,
@@ -63,6 +67,7 @@ MODELS = {
     "zamba": tiny.ZAMBA,
     "zamba2": tiny.ZAMBA2,
 }
+EXPERTS = dict(hybrid_override_pattern="ME", num_experts=4, moe_router_topk=4)
 SEQ, BATCH, NORM_BYTES = 16, 2, 4  # the last: of the gradient's norm, which the ranks sum once per step
 
 
@@ -142,6 +147,38 @@ def test_messages_of_a_decoded_token(ranks, tp, context, name):
     assert set(ranks(counted_tokens, tp * context, tp, context, MODELS[name])) == {predicted}
 
 
+@pytest.mark.parametrize("world, tp, ep", [(2, 1, 2), (4, 1, 4), (4, 2, 2)])
+@pytest.mark.parametrize("latent", (0, 10))
+def test_tokens_that_go_to_experts_in_a_step(ranks, world, tp, ep, latent):
+    """Each token chooses experts of all ranks. Beside the tokens, the gradient's norm of the experts is summed."""
+    changes = dict(EXPERTS, moe_latent_size=latent, global_batch_size=BATCH * world // tp)
+    messages = dispatched_tokens(config_of(**changes), tp, ep, SEQ * BATCH)
+    predicted = sum(each.nbytes * each.count for each in messages)
+    whole, divided = (
+        ranks(counted, world, tp, dict(changes, expert_model_parallel_size=experts)) for experts in (1, ep)
+    )
+    more = {mine[0] - before[0] - NORM_BYTES for mine, before in zip(divided, whole, strict=True)}
+    assert more == {predicted}
+
+
+@pytest.mark.parametrize("tp, ep", [(1, 2), (1, 4), (2, 2)])
+def test_messages_of_a_token_whose_experts_are_on_several_ranks(ranks, tp, ep):
+    config = config_of(**EXPERTS)
+    messages = [Message("all_reduce", nbytes, ep, count) for nbytes, count in expert_outputs(config, tp, ep)]
+    messages += agreed_tokens(1, ep)
+    more = sum(each.nbytes * each.count for each in messages)
+    alone = ranks(counted_tokens, tp, tp, 1, EXPERTS)[0]
+    changes = dict(EXPERTS, expert_model_parallel_size=ep, global_batch_size=BATCH * ep)
+    assert set(ranks(counted_tokens, tp * ep, tp, 1, changes)) == {alone + more}
+
+
+@pytest.mark.parametrize("tp, ep", [(1, 2), (2, 2)])
+def test_the_part_of_a_model_with_divided_experts(tp, ep):
+    config = config_of(**EXPERTS)
+    part = part_of(config, tp, torch.device("cpu"), torch.float32, ep)
+    assert sum(each.nbytes for each in part.parameters()) == Memory(config, tp, 4, expert_ranks=ep).weights
+
+
 @pytest.mark.parametrize("tp", (1, 2, 4))
 @pytest.mark.parametrize("name", ("mamba", "mamba2, groups", "falcon"))
 def test_the_part_of_a_model_has_the_weights_of_a_rank(name, tp):
@@ -175,7 +212,7 @@ class Fixed:
     def sums(self, fabric, ranks):
         return Sums(fabric, self.wait)
 
-    def forward(self, config, ranks, batch, tokens, seq):
+    def forward(self, config, ranks, batch, tokens, seq, experts=1):
         return batch * tokens / seq / ranks
 
     def micro_batch(self, config, ranks, batch, tokens, seq):
@@ -184,10 +221,10 @@ class Fixed:
     def passing(self, config, ranks, batch, tokens):
         return 0.125, 0.25
 
-    def optimizer(self, config, ranks):
+    def optimizer(self, config, ranks, experts=1):
         return 0.0
 
-    def token(self, config, ranks, batch, length):
+    def token(self, config, ranks, batch, length, experts=1):
         return 1e-3 / ranks
 
 
@@ -270,6 +307,53 @@ def test_slow_links_choose_other_divisions_than_fast_ones():
     assert (fast.tensor, slow.tensor) == (4, 1) and slow.data == 4
     first = training_divisions(config, 4, Training(64, 4), fabric(1e-9, 1e-4), Fixed())[0]
     assert first.tensor == 1  # sums of activations take longer than those of gradients
+
+
+def too_small_for_the_whole(config, job):
+    """A `Fixed` device whose memory is enough for the model on two ranks, but not on one."""
+    found = generation_divisions(config, 2, job, fabric(), Fixed())
+    divided = [each.memory for each in found if each.tensor * each.expert == 2]
+    return type("Small", (Fixed,), {"memory": max(divided)})()
+
+
+@pytest.mark.parametrize("alpha, is_tensor", ((1e-4, True), (1e-2, False)))
+def test_tensor_or_expert_parallel_replies_by_hand(alpha, is_tensor):
+    """TP 2 computes a token in 0.5 ms and sends 3 sums; EP 2 takes 1 ms, and 1 sum. Both agree on the token by a message."""
+    config, job = config_of(**EXPERTS, hidden_size=64), Generation(64, 32)
+    device = too_small_for_the_whole(config, job)
+    first, second, *others = generation_divisions(config, 2, job, fabric(alpha, 1e-12), device)
+    by_sizes = {each.sizes: each for each in (first, second)}
+    tensor, expert = by_sizes["TP 2 x CP 1 x DP 1"], by_sizes["TP 1 x CP 1 x DP 2, EP 2"]
+    assert tensor.tpot == pytest.approx(0.5e-3 + 4 * alpha, rel=1e-4)
+    assert expert.tpot == pytest.approx(1e-3 + 2 * alpha, rel=1e-4)
+    assert first is (tensor if is_tensor else expert) and all(each.excluded for each in others)
+    command = generation_text([first, second], job, False).splitlines()[1].split()
+    assert command == (["--tp", "2"] if is_tensor else ["--tp", "1", "--ep", "2"])
+
+
+def test_replicas_whose_experts_ranks_divide():
+    config, job = config_of(**EXPERTS), Generation(64, 32)
+    found = {each.sizes: each for each in generation_divisions(config, 4, job, fabric(), Fixed())}
+    text = generation_text([found["TP 1 x CP 1 x DP 4, EP 2"]], job, False)
+    assert "--ep 2" in text and "2 times, each on 2 ranks of its own" in text
+    assert not any("EP" in sizes for sizes in found if "CP 1" not in sizes)  # `generate` has one of them
+
+
+def test_a_step_with_divided_experts_by_hand():
+    """Half of the data ranks hold the same experts. Tokens and sums travel in both directions, after the tokens' numbers."""
+    config, job = config_of(**EXPERTS), Training(SEQ, 8, BATCH)
+    found = {each.sizes: each for each in training_divisions(config, 4, job, fabric(), Fixed())}
+    division, whole = found["TP 1 x CP 1 x DP 4, EP 2"], found["TP 1 x CP 1 x DP 4"]
+    size, chosen, tokens = config.hidden_size, 4, SEQ * BATCH
+    row, numbers = 4 * size, 4 * chosen
+    rows = 2 * tokens * (4 * row + 2 * numbers + 4 * chosen)  # to both ranks; the indices only in forward
+    assert division.parts["tokens to experts"] == pytest.approx(5 * ALPHA + BETA * (rows + 2 * 8))
+    gradients = [*expert_gradients(config, 1, 2, 2)]
+    assert [each.ranks for each in gradients] == [2, 2]
+    assert 2 * sum(each.nbytes for each in gradients) == 4 * 4 * 2 * size * 4 * size  # up and down of 4 experts
+    shape = TrainingMemory(config, expert_ranks=2)
+    assert division.memory == shape.step(BATCH, SEQ) and division.gradients == "dense"
+    assert "--expert-model-parallel-size 2" in training_text([division, whole], job, False)
 
 
 def test_formats_are_advised_where_they_pay():
@@ -382,8 +466,27 @@ def test_replicas_come_with_how_to_start_them():
     assert "replica" not in generation_text([one], Generation(64, 32), False)
 
 
+def test_the_memory_of_a_draft_head():
+    """Of the head, its copy of the vocabulary, its keys and values, and the hidden states that it reads."""
+    raw = dict(tiny.RAW["qwen3_5_text"], hidden_size=64, mtp_num_hidden_layers=1)
+    config, plain = families.from_dict(raw), Generation(64, 32)
+    job = replace(plain, draft_head=True)
+    without, found = (
+        {each.sizes: each for each in generation_divisions(config, 2, each, fabric(), Fixed())} for each in (plain, job)
+    )
+    sizes, shape = "TP 2 x CP 1 x DP 1", Memory(config.with_draft_head(), 2, Fixed.itemsize)
+    own = shape.weights - Memory(config, 2, Fixed.itemsize).weights
+    kept = shape.keys_and_values_per_token - Memory(config, 2, Fixed.itemsize).keys_and_values_per_token
+    assert own > 0 and found[sizes].memory - without[sizes].memory == own + 96 * kept
+    assert found[sizes].seconds == without[sizes].seconds
+    assert "not supported on context ranks" in found["TP 1 x CP 2 x DP 1"].excluded
+    assert "--draft-head" in generation_text([found[sizes]], job, False)
+
+
 def test_context_ranks_decode_with_their_share_of_the_prompt():
-    by_length = type("ByLength", (Fixed,), {"token": lambda self, config, ranks, batch, length: 1e-3 * length})()
+    by_length = type(
+        "ByLength", (Fixed,), {"token": lambda self, config, ranks, batch, length, experts: 1e-3 * length}
+    )()
     for name in ("mamba", "zamba2"):
         found = generation_divisions(config_of(**MODELS[name]), 4, Generation(64, 9), fabric(), by_length)
         times = {each.context: each.parts["tokens, computed"] for each in found if not each.excluded}
@@ -487,10 +590,10 @@ def test_ranks_of_one_machine_sum_in_memory(ranks, world):
     assert all(found[1] for found in ranks(sums_on, world, False))
 
 
-@pytest.mark.parametrize("name", ("mamba", "zamba2"))
+@pytest.mark.parametrize("name", ("mamba", "zamba2", "experts"))
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_measure_agree(ranks, world, name):
-    first, *others = ranks(measured, world, MODELS[name])
+    first, *others = ranks(measured, world, MODELS.get(name, EXPERTS))
     assert all(other == first for other in others)
 
 
@@ -610,6 +713,7 @@ def test_text_measured_on_this_machine(files, capsys):
             "cannot read --fabric nofab.json: No such file or directory; torchrun --nproc-per",
         ),
         (["--model", "nowhere"], "no model configuration"),
+        (["--draft-head"], "draft_head=True: config.json of this zamba2 model names no draft head"),
         (["--model", "l1"], "l1 holds LoRA adapters, of the model base"),
         (
             ["--device", "abacus"],

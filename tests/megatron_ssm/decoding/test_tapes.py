@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_ssm
-from cases import CASES, EXPERTS, with_layers
+from cases import CASES, EXPERTS, groups_of, with_layers
+from megatron_ssm import families
 from megatron_ssm.decoding import tapes
 from megatron_ssm.models.adapters import adapter_parameters
 from megatron_ssm.native import kernels, products
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {ker
 
 HYBRID = dict(layers_block_type=["hybrid"] * 2)
 ROTARY = dict(HYBRID, use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=2, add_bias_linear=True)
+WITH_EXPERTS = [(family, with_layers(changes)) for name, (family, changes) in CASES.items() if "expert" in name]
+WIDE_EXPERTS = dict(hidden_size=256, moe_intermediate_size=128, shared_expert_intermediate_size=128)
 MODELS = [
     ("mamba", dict(use_bias=True)),
     ("mamba", dict(residual_in_fp32=False)),
@@ -41,7 +44,7 @@ MODELS = [
     ("qwen3_5_text", dict(linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32)),
     ("qwen3_next", dict()),
     ("olmo_hybrid", dict()),
-    *((family, with_layers(changes)) for name, (family, changes) in CASES.items() if "expert" in name),
+    *WITH_EXPERTS,
 ]
 models = pytest.mark.parametrize("family, changes", MODELS)
 DTYPES = (dict(), pytest.param(dict(dtype=torch.bfloat16), marks=pytest.mark.full))
@@ -169,6 +172,44 @@ def test_quantized_experts_that_ranks_split_in_blocks(ranks, tp, weights, tmp_pa
         torch.testing.assert_close(by_tape[0], by_layers[0], rtol=0, atol=2e-3)
         torch.testing.assert_close(by_tape[0], alone, rtol=0, atol=2e-3)
         assert torch.equal(by_tape[1], by_layers[1])
+
+
+@pytest.mark.parametrize("tp, ep", [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family, changes, options",
+    [
+        *((*each, {}) for each in WITH_EXPERTS),
+        ("qwen3_5_moe_text", WIDE_EXPERTS, dict(weights="int8")),
+        ("qwen3_5_moe_text", WIDE_EXPERTS, dict(dtype=torch.bfloat16)),
+    ],
+)
+def test_experts_of_several_ranks(ranks, tp, ep, family, changes, options, tmp_path):
+    """A prompt in pieces, decoded tokens, and tokens that are read speculatively, of ranks with the same tokens."""
+    config = families.read(saved(tmp_path, family, **changes))
+    if any(spec.experts % ep for _, spec in config.operators):
+        pytest.skip("the experts do not divide over the ranks")
+    prompt = torch.arange(2 * 300).view(2, -1) % 61
+
+    @torch.no_grad()
+    def results(model):
+        cache = model.new_cache(2)
+        return model(prompt, cache=cache), one_by_one(model, model), *kept(model, ahead=True)
+
+    def run(rank):
+        tensor, others = groups_of(rank, tp, ep)
+        model = megatron_ssm.load(tmp_path, tensor, expert_group=others, **options)
+        found = results(model), results(model)
+        left = [stops(model, kind) for kind in (tapes.DECODE, tapes.SPECULATE)]
+        return *found, results(without_tapes(model)), left
+
+    everywhere = ranks(run, tp * ep)
+    for by_tape, again, by_layers, left in everywhere:
+        assert left == [0, 0] and all(map(torch.equal, by_tape, again))
+        for pair in zip(by_tape, by_layers, strict=True):
+            ours, theirs = (each.nan_to_num(neginf=0) for each in pair)  # of a rank with fewer words than others
+            assert (ours - theirs).norm() <= (0.03 if options else 1e-6) * theirs.norm()
+        if tp == 1:
+            assert all(map(torch.equal, by_tape, everywhere[0][0]))
 
 
 @pytest.mark.parametrize("options", DTYPES, ids=str)

@@ -205,6 +205,24 @@ def test_saving_and_memory(ranks, tp, shipped, tmp_path):
     assert plain.keys() == {name for name in whole if not name.startswith("mtp.")}
 
 
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize(
+    "options", ({}, dict(dtype=torch.bfloat16), dict(weights="int8"), dict(weights="int4")), ids=str
+)
+def test_memory_of_the_copied_vocabulary(ranks, tp, options, tmp_path):
+    """In 4 bits, unless the model's own head has them."""
+    directory = save_wide(tmp_path)
+
+    def run(rank):
+        model = load(directory, dist.group.WORLD, draft_head=True, **options)
+        held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        bits = {None: 0, "int8": 8, "int4": 4}[options.get("weights")]
+        return sum(held.values()), Memory(model.config, tp, model.dtype.itemsize, quantized_bits=bits).weights
+
+    measured, formula = ranks(run, tp)[0]
+    assert measured == formula
+
+
 def test_a_model_without_one(tmp_path):
     hf_model("qwen3_5_text").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="config.json of this qwen3_5_text model names no draft head"):

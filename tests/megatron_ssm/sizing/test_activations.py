@@ -75,6 +75,30 @@ def test_the_peak_of_a_step(ranks, name, vocab_size, world, sequence_parallel, r
 
 
 @needs_kernels
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize(
+    "name, all_experts",
+    (
+        ("qwen3.5-experts", dict(num_experts=4, num_experts_per_tok=4)),
+        ("nemotron-experts", dict(n_routed_experts=4, num_experts_per_tok=4)),
+    ),
+)
+def test_ranks_divide_the_experts(ranks, name, all_experts, recompute, tmp_path):
+    """Every token goes to all experts, and so to both ranks."""
+    family, changes = CASES[name]
+    hf_model(family, **SMALL | changes | all_experts).save_pretrained(tmp_path)
+
+    def run(rank):
+        world = dist.group.WORLD
+        model = megatron_ssm.load(tmp_path, data_group=world, expert_group=world, recompute=recompute)
+        measured = peak(model, torch.zeros(1, TOKENS, dtype=torch.int64))
+        return measured, TrainingMemory(model.config, recompute=recompute, expert_ranks=2).peak(1, TOKENS)
+
+    for measured, formula in ranks(run, 2):
+        assert formula == pytest.approx(measured, rel=0.1)
+
+
+@needs_kernels
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("name", by_default({"mamba", "zamba2"}, [*CASES][::-1]))  # the largest first: on two ranks
 def test_context_ranks_divide_the_tokens(ranks, name, world, tmp_path):

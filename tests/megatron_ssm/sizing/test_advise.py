@@ -7,7 +7,9 @@ import torch.distributed as dist
 import megatron_ssm
 from cases import MARKED, oracle
 from megatron_ssm import families
+from megatron_ssm.ops.experts import Router
 from megatron_ssm.sizing.advise import decoding_shape
+from megatron_ssm.sizing.memory import experts_read
 
 __all__ = ["oracle"]
 LENGTH = 4
@@ -44,6 +46,26 @@ def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
     if world_size > 1:
         assert {"all_reduce": shape.calls} == calls
         assert sum(size * count for size, count in shape.reductions) == nbytes
+
+
+@pytest.mark.parametrize(
+    "experts, chosen, ranks, tokens, expected",
+    [
+        (8, 3, 1, 1, 3),  # without other ranks
+        (8, 1, 4, 1, 1),  # one rank reads the only one
+        (8, 8, 4, 1, 2),  # every rank reads all of its own
+        (4, 2, 2, 1, 4 / 3),  # both are of one rank in a third of all choices
+        (8, 2, 2, 100, 4),  # many tokens choose all
+    ],
+)
+def test_experts_that_the_busiest_rank_reads(experts, chosen, ranks, tokens, expected):
+    assert experts_read(experts, chosen, ranks, tokens) == pytest.approx(expected, rel=0.03)
+
+
+def test_the_ranks_to_which_a_token_goes():
+    """By hand: of 28 pairs of experts, 15 are without the two of a rank."""
+    assert Router(8, 2).reached(4) == pytest.approx(4 * 13 / 28)
+    assert Router(8, 8).reached(2) == 2 and Router(8, 1).reached(4) == pytest.approx(1)
 
 
 def test_ranks_that_cannot_split_the_model(oracle):

@@ -1,5 +1,7 @@
 """The memory of a rank. Oracle: the bytes of a model and its cache, and what torch's allocator recorded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from chosen import by_default
 
 import megatron_ssm
 from benchmarks.support.live_memory import peak_allocated
-from cases import MARKED, SEQ, oracle
+from cases import MARKED, SEQ, groups_of, oracle
 from hf import hf_model
 from megatron_ssm import families
 from megatron_ssm.native import kernels
@@ -93,15 +95,34 @@ def test_quantized_experts_that_ranks_have_in_whole_blocks(ranks, weights, bits,
     assert measured == formula
 
 
+@pytest.mark.parametrize("tp, ep", ((1, 2), (2, 2)))
+@pytest.mark.parametrize("name", ("nemotron-experts", "qwen3.5-experts"))
+@pytest.mark.parametrize("options", ({}, dict(dtype=torch.bfloat16), dict(weights="int8")), ids=str)
+def test_weights_of_ranks_that_divide_the_experts(ranks, tp, ep, name, options, tmp_path):
+    family, changes = CASES[name]
+    hf_model(family, **TWO_LAYERS | changes).save_pretrained(tmp_path)
+
+    def held(rank):
+        tensor, others = groups_of(rank, tp, ep)
+        model = megatron_ssm.load(tmp_path, tensor, expert_group=others, **options)
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        shape = Memory(model.config, tp, model.dtype.itemsize, quantized_bits=8 if "weights" in options else 0)
+        assert model.new_cache(3, SEQ).nbytes == shape.cache(3, SEQ)
+        return sum(tensors.values()), replace(shape, expert_ranks=ep).weights
+
+    for measured, formula in ranks(held, tp * ep):
+        assert measured == formula
+
+
 @torch.no_grad()
-def peaks(rank, directory, dtype):
+def peaks(rank, directory, dtype, experts=1):
     """The peaks of torch's allocator while a batch of prompts is read by modules only, and as usual; and the formula.
 
     The ranks use shared memory, because gloo's thread frees buffers at unpredictable times. The cache is added, because on
-    Linux it is allocated in huge pages, which torch's allocator does not record.
+    Linux it is allocated in huge pages, which torch's allocator does not record. experts: ranks that divide the experts.
     """
-    group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    model = megatron_ssm.load(directory, group, dtype=dtype)
+    tensor, others = groups_of(rank, dist.get_world_size() // experts, experts)
+    model = megatron_ssm.load(directory, tensor, dtype=dtype, expert_group=others)
     ids = torch.zeros(BATCH, PROMPT, dtype=torch.int64)
     caches = [model.new_cache(BATCH, PROMPT) for _ in range(2)]
     hooks = [layer.norm.register_forward_hook(lambda *_: None) for layer in model.layers]  # C would not call them
@@ -109,7 +130,8 @@ def peaks(rank, directory, dtype):
     for hook in hooks:
         hook.remove()
     usual = peak_allocated(lambda: model(ids, cache=caches[1], logits_to_keep=1))
-    memory = Memory(model.config, dist.get_world_size(), dtype.itemsize, amx=torch.cpu._is_amx_tile_supported())
+    options = dict(amx=torch.cpu._is_amx_tile_supported(), expert_ranks=experts)
+    memory = Memory(model.config, dist.get_world_size() // experts, dtype.itemsize, **options)
     return by_modules + caches[0].nbytes, usual + caches[1].nbytes, memory.prefill(BATCH, PROMPT)
 
 
@@ -118,20 +140,35 @@ MULTIPLIES_BF16 = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many more tokens than are summed, or converted to another dtype, at once."""
+    for module, constant in ((operators, "PIECE_NUMEL"), (matrices, "NUMBERS")):
+        monkeypatch.setattr(module, constant, 2**14)
+    monkeypatch.setattr(matrices, "TOKENS", 256)
+
+
 @pytest.mark.skipif(kernels.LIBRARY.functions is None, reason="the formula is that of the C kernels")
 @pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=MULTIPLIES_BF16)), ids=str)
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("name", by_default({"mamba", "mamba2-1-group", "zamba2"}, CASES))
-def test_prefill(name, world_size, dtype, ranks, tmp_path, monkeypatch):
-    """With many more tokens than are summed, or converted to another dtype, at once."""
-    for module, constant in ((operators, "PIECE_NUMEL"), (matrices, "NUMBERS")):
-        monkeypatch.setattr(module, constant, 2**14)
-    monkeypatch.setattr(matrices, "TOKENS", 256)
+def test_prefill(name, world_size, dtype, ranks, tmp_path, small_pieces):
     family, changes = CASES[name]
     hf_model(family, **TWO_LAYERS | changes).save_pretrained(tmp_path)
     for by_modules, usual, formula in ranks(peaks, world_size, tmp_path, dtype):
         assert formula == pytest.approx(by_modules, rel=0.03)
         assert usual < 1.05 * formula  # with the temporaries of a piece, which C keeps
+
+
+@pytest.mark.skipif(kernels.LIBRARY.functions is None, reason="the formula is that of the C kernels")
+@pytest.mark.parametrize("tp, ep", ((1, 2), pytest.param(2, 2, marks=pytest.mark.full)))
+@pytest.mark.parametrize("name", ("nemotron-experts", "qwen3.5-experts"))
+def test_prefill_of_ranks_that_divide_the_experts(name, tp, ep, ranks, tmp_path, small_pieces):
+    family, changes = CASES[name]
+    hf_model(family, **TWO_LAYERS | changes).save_pretrained(tmp_path)
+    for by_modules, usual, formula in ranks(peaks, tp * ep, tmp_path, torch.float32, ep):
+        assert formula == pytest.approx(by_modules, rel=0.03)
+        assert usual < 1.05 * formula
 
 
 @pytest.mark.parametrize("on_cuda", (False, True))

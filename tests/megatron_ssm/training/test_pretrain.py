@@ -532,6 +532,12 @@ def refused(capsys, *arguments):
          "model type 'gpt' is not supported (supported: mamba, falcon_mamba, mamba2, zamba, zamba2, nemotron_h, "
          "granitemoehybrid, bamba, falcon_h1, jamba, qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, "
          "olmo_hybrid)"),
+        *[(f"--data text --out out --train-iters 1 --hybrid-override-pattern ME --num-experts 4 {more}", message)
+          for more, message in (
+              ("--moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4"),
+              ("--moe-router-num-groups 2 --moe-router-group-topk 3",
+               "--moe-router-group-topk 3 is more than --moe-router-num-groups 2"),
+          )],
         ("--config none.yaml", "cannot read --config none.yaml: No such file or directory"),
         ("--config text", "cannot read --config text: Is a directory"),
     ],
