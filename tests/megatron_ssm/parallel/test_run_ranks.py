@@ -18,12 +18,15 @@ worlds = pytest.mark.parametrize("world_size", (2, 4))
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """Assert after every test that no child process, zombie or open pipe is left."""
-    before = len(os.listdir("/dev/fd"))
+    """Assert after every test that it leaves no child process, zombie or open pipe."""
+
+    def resources():
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return children, len(os.listdir("/dev/fd"))
+
+    before = resources()
     yield
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
-    assert len(os.listdir("/dev/fd")) == before
+    assert resources() == before
 
 
 def barrier():
