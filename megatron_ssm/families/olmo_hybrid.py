@@ -49,7 +49,7 @@ def read(fields: FieldReader) -> Stack:
         attended = replace(attended, rope_theta=rope_theta(fields))
     delta = delta_spec(_with_heads(fields), norm_eps=GATE_EPS, files=APART, dt_range=dt_range(fields))
     delta = replace(
-        delta, most_beta=2.0 if fields.boolean("allow_neg_eigval") else 1.0,
+        delta, max_beta=2.0 if fields.boolean("allow_neg_eigval") else 1.0,
         A_range=_range(fields),
     )  # fmt: skip
     mlp, layers = MlpSpec(hidden, fields.positive("intermediate_size")), []

@@ -6,7 +6,7 @@ from typing import Any
 from megatron_ssm.operators.attention import AttentionSpec
 from megatron_ssm.operators.mamba1 import Mamba1Spec
 from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
-from megatron_ssm.operators.shared_block import SharedBlockSpec, SharedBlockUseSpec
+from megatron_ssm.operators.shared_block import SharedBlockInvocationSpec, SharedBlockSpec
 from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Part, Side, Spec, Stack, Unit
@@ -77,7 +77,9 @@ def shared_block_stack(
             number = hybrid.index(index)
             files = f"model.layers.{hybrid[number % copies]}.{name}."
             others = range(number % blocks, 0 if tied else len(hybrid), blocks) if use.get("adapter_rank") else ()
-            spec = SharedBlockUseSpec(block, number, idle=tuple(other for other in others if other != number), **use)
+            spec = SharedBlockInvocationSpec(
+                block, number, idle=tuple(other for other in others if other != number), **use
+            )
             side = Side(Part("use", spec, path, (("block.", files),)), number % copies)
             path += "mamba_decoder."
         names = tuple((usual, f"{path}mamba.{theirs}") for usual, theirs in renamed)
