@@ -610,7 +610,7 @@ def test_text_measured_on_this_machine(files, capsys):
             "cannot read --fabric nofab.json: No such file or directory; torchrun --nproc-per",
         ),
         (["--model", "nowhere"], "no model configuration"),
-        (["--model", "l1"], "l1 holds LoRA adapters, of the model base"),
+        (["--model", "l1"], "l1 holds LoRA adapters of the model base"),
         (
             ["--device", "abacus"],
             "--device abacus is none of a100, h100, h200, measured, and no file: No such file or directory",
