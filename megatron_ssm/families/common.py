@@ -125,7 +125,7 @@ def router(fields: FieldReader, experts: str, **overrides: Any) -> Router:
     """The router of experts. experts: the field with their number. overrides: further fields of the router."""
     count, chosen = fields.positive(experts), fields.positive("num_experts_per_tok")
     if chosen > count:
-        raise ValueError(f"num_experts_per_tok={chosen} is overrides than {fields.hf_name(experts)}={count}")
+        raise ValueError(f"num_experts_per_tok={chosen} is more than {fields.hf_name(experts)}={count}")
     return Router(count, chosen, **overrides)
 
 
@@ -137,7 +137,7 @@ def attention_spec(fields: FieldReader, **overrides: Any) -> AttentionSpec:
     divides(heads, kv_heads, "attention heads", "key/value heads")
     head_dim = hidden // heads if fields["head_dim"] is None else fields.positive("head_dim")
     if not head_dim:
-        raise ValueError(f"{heads} attention heads are overrides than hidden_size={hidden}")
+        raise ValueError(f"{heads} attention heads are more than hidden_size={hidden}")
     if overrides.get("rope_theta") and head_dim % 2:
         raise ValueError(f"rotary embeddings need heads of even size, not {head_dim}")
     bias = "attention_bias" in fields and fields.boolean("attention_bias")

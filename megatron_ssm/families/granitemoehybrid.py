@@ -43,7 +43,7 @@ def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     embedding, logits, residual, scale = (fields.number(name) for name in MULTIPLIERS)
     if not logits:
-        raise ValueError("config.json: logits_scaling=0 must not be 0")
+        raise ValueError("config.json: logits_scaling must not be 0")
     rotated = fields.choice("position_embedding_type", ("none", "nope", "rope")) == "rope"
     attention = attention_spec(fields, scale=scale, rope_theta=rope_theta(fields) if rotated else 0.0)
     specs = {MAMBA: hybrid_mamba2(fields, channels(fields)), ATTENTION: attention}

@@ -315,7 +315,7 @@ def test_refused_values(base, changes, words):
     [
         (None, FileNotFoundError, "config.json does not exist"),
         ("{", ValueError, "is not JSON"),
-        ("[]", ValueError, "is a JSON object, not list"),
+        ("[]", ValueError, "config.json must be an object, not list"),
         ("[" * 100_000, ValueError, "is not JSON"),
     ],
 )
