@@ -1,7 +1,6 @@
-"""The families of models, one file each: how a config.json becomes a stack, and the names of tensors in files.
+"""The families of models, one file each: a config.json becomes a stack, with the names of tensors in files.
 
-In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family of the caller's own; nothing else in the package
-knows which families there are.
+In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family from outside; no other module names a family.
 """
 
 import json
@@ -35,14 +34,14 @@ FAMILIES: dict[str, Family] = {each.name: each for each in _ALL}
 
 
 def register(family: Family) -> None:
-    """Add a family, or replace the one of its name: directories with this model_type can then be loaded."""
+    """Add a family, or replace the family of this name, so that directories with this model_type can be loaded."""
     FAMILIES[family.name] = family
 
 
 def family_of(raw: object) -> Family:
-    """The family that a config.json names; ValueError if it is not registered."""
+    """The family of a config.json; ValueError if its model_type is not registered."""
     if not isinstance(raw, Mapping):
-        raise ValueError(f"a model configuration is a JSON object, not {type(raw).__name__}")
+        raise ValueError(f"config.json must be an object, not {type(raw).__name__}")
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = ""
@@ -53,27 +52,27 @@ def family_of(raw: object) -> Family:
 
 
 def from_dict(raw: Mapping[str, Any]) -> Stack:
-    """The stack of a Hugging Face config.json, where null means that a field is left out.
+    """The stack of a Hugging Face config.json. Fields that are null count as missing.
 
-    ValueError if a field has a wrong type, a value that is not supported, or one that contradicts other fields.
+    ValueError if a field has a wrong type, an unsupported value, or one that contradicts other fields.
     """
     family = family_of(raw)
     if family.nested is not None:
         return from_dict(family.nested.fields(raw))
-    given = {name: value for name, value in raw.items() if value is not None}
-    family.check_supported(given)
-    return replace(family.read(FieldReader(family, given, raw.keys() - given.keys())), raw=dict(raw))
+    fields = {name: value for name, value in raw.items() if value is not None}
+    family.check_supported(fields)
+    return replace(family.read(FieldReader(family, fields, raw.keys() - fields.keys())), raw=dict(raw))
 
 
 def read(directory: str | Path) -> Stack:
-    """From `directory`/config.json, or from the path of a JSON file; errors as `read_json` and `from_dict`."""
+    """The stack of `directory`/config.json, or of the JSON file at this path. Raises like `read_json` and `from_dict`."""
     return from_dict(read_json(directory))
 
 
 def read_json(directory: str | Path) -> Any:
-    """The content of `directory`/config.json, or of the JSON file at that path.
+    """The content of `directory`/config.json, or of the JSON file at this path.
 
-    FileNotFoundError or ValueError, of one line, if there is no such file or it is not JSON.
+    FileNotFoundError or ValueError, with one line, if the file does not exist or is not JSON.
     """
     path = Path(directory)
     path = path / "config.json" if path.is_dir() else path
@@ -88,7 +87,7 @@ def read_json(directory: str | Path) -> Any:
 def read_for_ranks(model: str, ranks: int, experts: int = 1) -> Stack:
     """The stack of --model DIR; a one-line ValueError unless `ranks` tensor-parallel ranks can split the model.
 
-    experts: the ranks that divide its experts.
+    experts: The number of expert-parallel ranks, over which its experts must divide.
     """
     if not Path(model).is_dir():
         fetch = f"hf download {model} --local-dir {Path(model).name or 'model'}"

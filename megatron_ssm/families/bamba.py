@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 or attention in each layer, and then an MLP; transformers' BambaForCausalLM."""
+"""Bamba: Mamba-2 or attention in each layer, followed by an MLP; transformers' BambaForCausalLM."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,8 @@ from megatron_ssm.stack.stack import Part, Stack
 from .common import (
     ATTENTION,
     HYBRID,
+    HYBRID_IGNORED,
     HYBRID_NAMES,
-    IGNORED_OF_HYBRIDS,
     MAMBA,
     ROPE,
     attention_spec,
@@ -27,25 +27,25 @@ from .common import (
 DEFAULTS: dict[str, Any] = HYBRID | ROPE | dict(
     vocab_size=128000, intermediate_size=14336, num_key_value_heads=8, attn_layer_indices=None, mlp_bias=False
 )  # fmt: skip
-ROTATED = 0.5  # the part of each head that is rotated
+ROTATED = 0.5  # the fraction of each head that is rotated
 
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    attended = attention_spec(fields)
-    size = rope_size(fields, attended.head_dim, ROTATED)
+    attention = attention_spec(fields)
+    size = rope_size(fields, attention.head_dim, ROTATED)
     specs = {
         MAMBA: hybrid_mamba2(fields, channels(fields)),
-        ATTENTION: replace(attended, rope_theta=rope_theta(fields), rope_size=size),
+        ATTENTION: replace(attention, rope_theta=rope_theta(fields), rope_size=size),
     }
     inner, activation = fields.positive("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS)
     mlp = MlpSpec(fields.positive("hidden_size"), inner, activation, bias=fields.boolean("mlp_bias"))
-    attending = fields["attn_layer_indices"] or []
-    if not isinstance(attending, list):
-        raise ValueError(f"config.json: attn_layer_indices={attending!r} must be a list of layers")
+    attention_layers = fields["attn_layer_indices"] or []
+    if not isinstance(attention_layers, list):
+        raise ValueError(f"config.json: attn_layer_indices={attention_layers!r} must be a list of layers")
     layers, eps = [], fields.number("layer_norm_epsilon")
     for index in range(layer_count(fields)):
-        path, kind = f"model.layers.{index}.", ATTENTION if index in attending else MAMBA
+        path, kind = f"model.layers.{index}.", ATTENTION if index in attention_layers else MAMBA
         name, hf = ("mixer", "mamba") if kind == MAMBA else ("attention", "self_attn")
         mixer = Part(name, specs[kind], f"{path}{hf}.")
         layers.append(mixer_and_mlp(path, eps, (mixer,), (Part("mlp", mlp, f"{path}feed_forward."),)))
@@ -54,5 +54,5 @@ def read(fields: FieldReader) -> Stack:
 
 BAMBA = Family(
     "bamba", read, DEFAULTS, HYBRID_NAMES,
-    ignored=IGNORED_OF_HYBRIDS | {"partial_rotary_factor", "z_loss_coefficient", "attn_rotary_emb"},
+    ignored=HYBRID_IGNORED | {"partial_rotary_factor", "z_loss_coefficient", "attn_rotary_emb"},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba-2 and attention side by side in each layer, and then an MLP; transformers' FalconH1ForCausalLM."""
+"""Falcon-H1: Mamba-2 and attention in parallel in each layer, then an MLP; transformers' FalconH1ForCausalLM."""
 
 import math
 from dataclasses import replace
@@ -11,8 +11,8 @@ from megatron_ssm.stack.stack import Part, Stack
 
 from .common import (
     HYBRID,
+    HYBRID_IGNORED,
     HYBRID_NAMES,
-    IGNORED_OF_HYBRIDS,
     ROPE,
     attention_spec,
     channels,
@@ -42,9 +42,9 @@ def read(fields: FieldReader) -> Stack:
         fields, inner, norm=norm if fields.boolean("mamba_rms_norm") else NO_NORM,
         scales=constants(fields, "ssm_multipliers", 5), out_bias=fields.boolean("projectors_bias"),
     )  # fmt: skip
-    attended = attention_spec(fields, rope_theta=rope_theta(fields))
-    # q (key_multiplier * k)^T is computed as a scale, so that the cache holds the keys themselves
-    attended = replace(attended, scale=scale["key_multiplier"] / math.sqrt(attended.head_dim))
+    attention = attention_spec(fields, rope_theta=rope_theta(fields))
+    # q (key_multiplier * k)^T is computed as a scale, so that the cache holds unscaled keys
+    attention = replace(attention, scale=scale["key_multiplier"] / math.sqrt(attention.head_dim))
     mlp = MlpSpec(
         fields.positive("hidden_size"), fields.positive("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS),
         bias=fields.boolean("mlp_bias"), gate_scale=gate_scale,
@@ -54,7 +54,7 @@ def read(fields: FieldReader) -> Stack:
         parts = []
         for name, spec, hf, kind in (
             ("mixer", mixer, "mamba", "ssm"),
-            ("attention", attended, "self_attn", "attention"),
+            ("attention", attention, "self_attn", "attention"),
         ):
             scales: Any = dict(input_scale=scale[f"{kind}_in_multiplier"], output_scale=scale[f"{kind}_out_multiplier"])
             parts.append(Part(name, spec, f"{path}{hf}.", **scales))
@@ -75,6 +75,6 @@ def constants(fields: FieldReader, name: str, count: int) -> tuple[float, ...]:
 
 
 FALCON_H1 = Family(
-    "falcon_h1", read, DEFAULTS, HYBRID_NAMES, ignored=IGNORED_OF_HYBRIDS | {"mamba_use_mlp", "mlp_expansion_factor"},
+    "falcon_h1", read, DEFAULTS, HYBRID_NAMES, ignored=HYBRID_IGNORED | {"mamba_use_mlp", "mlp_expansion_factor"},
     unsupported_by_peft=("out_proj",),
 )  # fmt: skip

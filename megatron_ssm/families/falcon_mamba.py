@@ -6,7 +6,7 @@ from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Stack
 
 from .common import backbone_stack
-from .mamba import DEFAULTS, OF_MAMBAS, mixer_spec
+from .mamba import COMMON, DEFAULTS, mixer_spec
 
 
 def read(fields: FieldReader) -> Stack:
@@ -25,5 +25,5 @@ FALCON_MAMBA = Family(
     DEFAULTS | dict(mixer_rms_eps=1e-6),
     ignored=frozenset({"use_falcon_mambapy"}),
     from_options=new_config,
-    **OF_MAMBAS,
+    **COMMON,
 )

@@ -1,4 +1,4 @@
-"""Granite 4.0 H: Mamba-2 or attention in each layer, and then an MLP, or one beside experts.
+"""Granite 4.0 H: Mamba-2 or attention in each layer, then an MLP, with or without routed experts.
 
 transformers' GraniteMoeHybridForCausalLM.
 """
@@ -14,8 +14,8 @@ from megatron_ssm.stack.stack import Part, Stack
 from .common import (
     ATTENTION,
     HYBRID,
+    HYBRID_IGNORED,
     HYBRID_NAMES,
-    IGNORED_OF_HYBRIDS,
     MAMBA,
     ROPE,
     attention_spec,
@@ -43,16 +43,16 @@ def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     embedding, logits, residual, scale = (fields.number(name) for name in MULTIPLIERS)
     if not logits:
-        raise ValueError("config.json: logits_scaling=0 divides the logits")
+        raise ValueError("config.json: logits_scaling must not be 0")
     rotated = fields.choice("position_embedding_type", ("none", "nope", "rope")) == "rope"
-    attended = attention_spec(fields, scale=scale, rope_theta=rope_theta(fields) if rotated else 0.0)
-    specs = {MAMBA: hybrid_mamba2(fields, channels(fields)), ATTENTION: attended}
+    attention = attention_spec(fields, scale=scale, rope_theta=rope_theta(fields) if rotated else 0.0)
+    specs = {MAMBA: hybrid_mamba2(fields, channels(fields)), ATTENTION: attention}
     inner, activation = fields.positive("shared_intermediate_size"), fields.choice("hidden_act", ACTIVATIONS)
     hidden, experts = fields.positive("hidden_size"), None
     mlp = MlpSpec(hidden, inner, activation, packed=True)
     if fields["num_local_experts"]:
-        chooses, width = router(fields, "num_local_experts", form=CHOSEN_SOFTMAX), fields.positive("intermediate_size")
-        experts = ExpertsSpec(hidden, chooses, width, activation, router_name="router.layer", merged=True)
+        routing, width = router(fields, "num_local_experts", form=CHOSEN_SOFTMAX), fields.positive("intermediate_size")
+        experts = ExpertsSpec(hidden, routing, width, activation, router_name="router.layer", merged=True)
     kinds = layer_kinds(fields, fields["layer_types"] or fields["layers_block_type"] or [MAMBA] * layer_count(fields))
     layers, eps = [], fields.number("layer_norm_epsilon")
     for index, kind in enumerate(kinds):
@@ -70,6 +70,6 @@ def read(fields: FieldReader) -> Stack:
 
 GRANITE = Family(
     "granitemoehybrid", read, DEFAULTS, HYBRID_NAMES,
-    ignored=IGNORED_OF_HYBRIDS
+    ignored=HYBRID_IGNORED
     | {"output_router_logits", "router_aux_loss_coef", "init_method"},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Jamba: Mamba or attention in each layer, and then an MLP or experts; transformers' JambaForCausalLM."""
+"""Jamba: Mamba or attention in each layer, then an MLP or experts; transformers' JambaForCausalLM."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Part, Stack
 
 from .common import (
+    HYBRID_IGNORED,
     HYBRID_NAMES,
-    IGNORED_OF_HYBRIDS,
     MIXER,
     NORMAL,
     attention_spec,
@@ -40,7 +40,7 @@ def read(fields: FieldReader) -> Stack:
         conv_kernel=fields.positive("conv_kernel"), dt_rank=dt_rank(fields), bias=fields.boolean("use_bias"),
         conv_bias=fields.boolean("use_conv_bias"), inner_norm_eps=eps, inner_norm_weights=True,
     )  # fmt: skip
-    attended, inner = attention_spec(fields), fields.positive("intermediate_size")
+    attention, inner = attention_spec(fields), fields.positive("intermediate_size")
     mlp, experts = MlpSpec(hidden, inner, activation), None
     if fields.positive("num_experts") > 1:
         experts = ExpertsSpec(
@@ -56,7 +56,7 @@ def read(fields: FieldReader) -> Stack:
         path = f"model.layers.{index}."
         part = Part("mixer", mixer, f"{path}mamba.")
         if index % period == offset:
-            part = Part("attention", attended, f"{path}self_attn.")
+            part = Part("attention", attention, f"{path}self_attn.")
         second = Part("mlp", mlp, f"{path}feed_forward.")
         if experts is not None and index % every == first:
             second = Part("experts", experts, f"{path}feed_forward.")
@@ -67,6 +67,6 @@ def read(fields: FieldReader) -> Stack:
 
 JAMBA = Family(
     "jamba", read, DEFAULTS, HYBRID_NAMES | dict(time_step_rank="mamba_dt_rank"),
-    ignored=IGNORED_OF_HYBRIDS | {"output_router_logits", "router_aux_loss_coef"},
+    ignored=HYBRID_IGNORED | {"output_router_logits", "router_aux_loss_coef"},
     supported={"mamba_inner_layernorms": (True,)},
 )  # fmt: skip

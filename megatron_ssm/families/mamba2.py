@@ -7,7 +7,7 @@ from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Stack
 
 from .common import MIXER, backbone_stack, channels, mamba2_spec
-from .mamba import OF_MAMBAS
+from .mamba import COMMON
 
 DEFAULTS: dict[str, Any] = MIXER | dict(
     vocab_size=32768, hidden_size=4096, state_size=128, num_hidden_layers=64, tie_word_embeddings=False,
@@ -39,4 +39,4 @@ def new_config(options: Any) -> dict:
     )  # fmt: skip
 
 
-MAMBA2 = Family("mamba2", read, DEFAULTS, from_options=new_config, **OF_MAMBAS)
+MAMBA2 = Family("mamba2", read, DEFAULTS, from_options=new_config, **COMMON)

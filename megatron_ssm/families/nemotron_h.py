@@ -14,7 +14,7 @@ from megatron_ssm.stack.stack import Norm, Part, Spec, Stack, Unit
 from .common import (
     ATTENTION,
     BACKBONE,
-    IGNORED_OF_HYBRIDS,
+    HYBRID_IGNORED,
     KINDS,
     MAMBA,
     MIXER,
@@ -43,11 +43,11 @@ MLP, EXPERTS = "mlp", "moe"
 LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of Megatron's --hybrid-override-pattern
 
 
-def pattern_kinds(pattern: object, where: str) -> list[str]:
-    """The kind of each layer of a pattern such as "M-M*-"; ValueError, which names it as `where`."""
+def pattern_kinds(pattern: object, source: str) -> list[str]:
+    """The kind of each layer of a pattern such as "M-M*-". source: the name of the pattern in errors."""
     if not isinstance(pattern, str) or not pattern or any(letter not in LETTERS for letter in pattern):
         raise ValueError(
-            f"{where} {pattern!r} must consist of the letters M (Mamba-2), * (attention), - (MLP) and E (experts)"
+            f"{source} {pattern!r} must consist of the letters M (Mamba-2), * (attention), - (MLP) and E (experts)"
         )
     return [LETTERS[letter] for letter in pattern]
 
@@ -94,21 +94,21 @@ def read(fields: FieldReader) -> Stack:
 
 def _experts(fields: FieldReader, activation: str) -> ExpertsSpec:
     """The routed experts."""
-    chooses, groups = _router(fields), fields.positive("n_group")
-    divides(chooses.experts, groups, "experts", "groups")
-    of_group, chosen = chooses.experts // groups, chooses.chosen_groups
+    routing, groups = _router(fields), fields.positive("n_group")
+    divides(routing.experts, groups, "experts", "groups")
+    group_size, chosen = routing.experts // groups, routing.chosen_groups
     if chosen > groups:
         raise ValueError(f"topk_group={chosen} is more than n_group={groups}")
-    if groups > 1 and of_group < GROUP_SCORES:
-        raise ValueError(f"n_group={groups} groups of {chooses.experts} experts have fewer than {GROUP_SCORES} each")
-    if chooses.chosen > of_group * chosen:
+    if groups > 1 and group_size < GROUP_SCORES:
+        raise ValueError(f"n_group={groups} groups of {routing.experts} experts have fewer than {GROUP_SCORES} each")
+    if routing.chosen > group_size * chosen:
         raise ValueError(
-            f"num_experts_per_tok={chooses.chosen} is more than the {of_group * chosen} experts of topk_group={chosen} "
+            f"num_experts_per_tok={routing.chosen} is more than the {group_size * chosen} experts of topk_group={chosen} "
             "groups"
         )
     latent = 0 if fields["moe_latent_size"] is None else fields.positive("moe_latent_size")
     return ExpertsSpec(
-        fields.positive("hidden_size"), chooses, fields.positive("moe_intermediate_size"), activation, False, latent,
+        fields.positive("hidden_size"), routing, fields.positive("moe_intermediate_size"), activation, False, latent,
         fields.boolean("mlp_bias"),
     )  # fmt: skip
 
@@ -128,20 +128,20 @@ def new_config(options: Any) -> dict:
     for size, name in (2 * options.hidden_size, "mamba_head_dim"), (options.hidden_size, "num_attention_heads"):
         divides(size, getattr(options, name), "channels", f"--{name.replace('_', '-')}")
     width = options.ffn_hidden_size or 4 * options.hidden_size
-    of_expert = options.moe_ffn_hidden_size or width
+    expert_width = options.moe_ffn_hidden_size or width
     experts: dict[str, Any] = {}
     if EXPERTS in kinds:
         _check_choices(options)
         experts = dict(
             n_routed_experts=options.num_experts, num_experts_per_tok=options.moe_router_topk,
-            moe_intermediate_size=of_expert,
-            moe_shared_expert_intermediate_size=options.moe_shared_expert_intermediate_size or of_expert,
+            moe_intermediate_size=expert_width,
+            moe_shared_expert_intermediate_size=options.moe_shared_expert_intermediate_size or expert_width,
             moe_latent_size=options.moe_latent_size or None, n_group=options.moe_router_num_groups,
             topk_group=options.moe_router_group_topk, routed_scaling_factor=options.moe_router_topk_scaling_factor,
         )  # fmt: skip
     return experts | dict(
         architectures=["NemotronHForCausalLM"], layers_block_type=kinds, num_hidden_layers=len(kinds),
-        tie_word_embeddings=False,  # which transformers would ignore
+        tie_word_embeddings=False,  # transformers does not support True
         ssm_state_size=options.mamba_state_dim, mamba_head_dim=options.mamba_head_dim, n_groups=options.mamba_num_groups,
         mamba_num_heads=2 * options.hidden_size // options.mamba_head_dim,
         num_attention_heads=options.num_attention_heads, head_dim=options.hidden_size // options.num_attention_heads,
@@ -165,7 +165,7 @@ NEMOTRON_H = Family(
         "mamba_hidden_act": ("silu", "swish"), "tie_word_embeddings": (False,), "attention_bias": (False,),
         "mamba_proj_bias": (False,), "residual_in_fp32": (False,), "sliding_window": (None,),
     },
-    ignored=IGNORED_OF_HYBRIDS | OLD_NAMES.keys() | frozenset(
+    ignored=HYBRID_IGNORED | OLD_NAMES.keys() | frozenset(
         """time_step_limit expand hidden_dropout norm_eps moe_shared_expert_overlap num_nextn_predict_layers
         mtp_layers_block_type output_router_logits use_mamba_kernels
         mtp_hybrid_override_pattern rope_theta partial_rotary_factor""".split()

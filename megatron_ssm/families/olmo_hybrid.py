@@ -1,4 +1,4 @@
-"""OLMo Hybrid: a gated delta net or attention in each layer, and then an MLP; transformers' OlmoHybridForCausalLM.
+"""OLMo Hybrid: a gated delta net or attention in each layer, then an MLP; transformers' OlmoHybridForCausalLM.
 
 Layers with attention normalize the outputs of attention and MLP, the others their inputs.
 """
@@ -38,23 +38,23 @@ NAMES = DELTA_NAMES | dict(
     time_step_min="linear_dt_min", time_step_max="linear_dt_max", time_step_floor="linear_dt_init_floor",
     A_min="linear_a_log_min", A_max="linear_a_log_max", allow_neg_eigval="linear_allow_neg_eigval",
 )  # fmt: skip
-GATE_EPS = 1e-5  # of the norm of the gated delta net's heads, whatever config.json says
+GATE_EPS = 1e-5  # the eps of the norm of the gated delta net, which config.json cannot change
 
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     hidden, eps = fields.positive("hidden_size"), fields.number("layer_norm_epsilon")
-    attended = attention_spec(fields, qk_norm_eps=eps, whole_norms=True)
+    attention = attention_spec(fields, qk_norm_eps=eps, whole_norms=True)
     if rope_parameters(fields).get("rope_theta") is not None or fields["rope_theta"] is not None:
-        attended = replace(attended, rope_theta=rope_theta(fields))
+        attention = replace(attention, rope_theta=rope_theta(fields))
     delta = delta_spec(_with_heads(fields), norm_eps=GATE_EPS, files=APART, dt_range=dt_range(fields))
     delta = replace(
-        delta, most_beta=2.0 if fields.boolean("allow_neg_eigval") else 1.0,
+        delta, max_beta=2.0 if fields.boolean("allow_neg_eigval") else 1.0,
         A_range=_range(fields),
     )  # fmt: skip
     mlp, layers = MlpSpec(hidden, fields.positive("intermediate_size")), []
-    others: list[tuple[str, tuple[str, ...]]] = []  # other names of norms in files; transformers writes the first ones
-    cut: list[tuple[str, ...]] = []  # what transformers saves as equal parts
+    others: list[tuple[str, tuple[str, ...]]] = []  # (name of a norm that transformers writes, its other names)
+    recut: list[tuple[str, ...]] = []  # tensors that transformers saves as equal parts of their concatenation
     for index, kind in enumerate(_kinds(fields)):
         path = f"model.layers.{index}."
         dense = Part("mlp", mlp, f"{path}mlp.")
@@ -63,22 +63,22 @@ def read(fields: FieldReader) -> Stack:
                 (ours, f"{path}linear_attn.{theirs}") for ours, theirs in (("out_proj", "o_proj"), ("norm", "o_norm"))
             )
             mixer = Part("mixer", delta, f"{path}linear_attn.", names)
-            cut.append(tuple(f"{path}linear_attn.{part}_conv1d.weight" for part in "qkv"))
+            recut.append(tuple(f"{path}linear_attn.{part}_conv1d.weight" for part in "qkv"))
             layers.append(
                 mixer_and_mlp(path, eps, (mixer,), (dense,), "feedforward_layer_norm", norm="attention_layer_norm")
             )
         else:
-            mixer = Part("attention", attended, f"{path}self_attn.")
+            mixer = Part("attention", attention, f"{path}self_attn.")
             first, second = f"{path}feedforward_layer_norm.weight", f"{path}post_feedforward_layernorm.weight"
-            attention = Unit((mixer,), post_norm=Norm("norm", first, eps))
-            layers.append((attention, Unit((dense,), post_norm=Norm("mlp_norm", second, eps))))
+            first_unit = Unit((mixer,), post_norm=Norm("norm", first, eps))
+            layers.append((first_unit, Unit((dense,), post_norm=Norm("mlp_norm", second, eps))))
             others.append((first, (f"{path}post_attention_layernorm.weight",)))
     stack = hybrid_stack(fields, layers)
-    return replace(stack, aliases=(*stack.aliases, *others), recut=tuple(cut))
+    return replace(stack, aliases=(*stack.aliases, *others), recut=tuple(recut))
 
 
 def _with_heads(fields: FieldReader) -> FieldReader:
-    """The fields with sizes of the gated delta net that follow from others."""
+    """The fields, with the sizes of the gated delta net that are derived from others."""
     raw = dict(fields.raw)
 
     def default(name: str, value: int) -> None:

@@ -1,7 +1,7 @@
-"""Qwen3.5 and 3.6, and Qwen3-Next: a gated delta net or gated attention in each layer, and then an MLP or experts.
+"""Qwen3.5 and 3.6, and Qwen3-Next: a gated delta net or gated attention in each layer, then an MLP or experts.
 
-transformers' Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM and Qwen3NextForCausalLM. Of multimodal checkpoints, the
-language model is read.
+transformers' Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM and Qwen3NextForCausalLM. Of multimodal checkpoints, only the
+language model is loaded.
 """
 
 from dataclasses import replace
@@ -36,11 +36,11 @@ DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
     full_attention_interval=4, partial_rotary_factor=0.25, draft_layers=None, num_mtp_layers=None,
     draft_embeddings=None,
 )  # fmt: skip
-OF_MOE: dict[str, Any] = dict(
+MOE_DEFAULTS: dict[str, Any] = dict(
     hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2, num_experts=256, num_experts_per_tok=8,
     moe_intermediate_size=512, shared_expert_intermediate_size=512,
 )  # fmt: skip
-OF_NEXT: dict[str, Any] = OF_MOE | dict(
+NEXT_DEFAULTS: dict[str, Any] = MOE_DEFAULTS | dict(
     vocab_size=151936, num_hidden_layers=48, intermediate_size=5632, num_experts=512, num_experts_per_tok=10,
     norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=None,
 )  # fmt: skip
@@ -53,12 +53,12 @@ VISION = (("model.visual.", "the vision tower"), ("visual.", "the vision tower")
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    attended = attention_spec(fields, qk_norm_eps=fields.number("layer_norm_epsilon"), norm_offset=1.0, gated=True)
-    size = rope_size(fields, attended.head_dim, fields.number("partial_rotary_factor"))
+    attention = attention_spec(fields, qk_norm_eps=fields.number("layer_norm_epsilon"), norm_offset=1.0, gated=True)
+    size = rope_size(fields, attention.head_dim, fields.number("partial_rotary_factor"))
     delta = delta_spec(fields)
     specs: dict[str, tuple[str, str, Spec]] = {
         MAMBA: ("mixer", "linear_attn", _by_key_head(delta) if "norm_topk_prob" in fields else delta),
-        ATTENTION: ("attention", "self_attn", replace(attended, rope_theta=rope_theta(fields), rope_size=size)),
+        ATTENTION: ("attention", "self_attn", replace(attention, rope_theta=rope_theta(fields), rope_size=size)),
     }
     eps, kinds = fields.number("layer_norm_epsilon"), _kinds(fields)
 
@@ -84,7 +84,7 @@ def _mlp(fields: FieldReader, path: str) -> Part:
 
 
 def _experts(fields: FieldReader, path: str) -> tuple[Part, Part]:
-    """Routed experts, and the shared one."""
+    """The routed experts and the shared expert."""
     hidden = fields.positive("hidden_size")
     renormalized = "norm_topk_prob" not in fields or fields.boolean("norm_topk_prob")
     routed = ExpertsSpec(
@@ -97,7 +97,7 @@ def _experts(fields: FieldReader, path: str) -> tuple[Part, Part]:
 
 
 def _layers_with_experts(fields: FieldReader, count: int) -> list[bool]:
-    """The layers that have experts."""
+    """Return True for each layer with experts."""
     if "num_experts" not in fields or not fields["num_experts"]:
         return [False] * count
     if "decoder_sparse_step" not in fields:
@@ -128,6 +128,6 @@ IGNORED = frozenset(
 )
 QWEN3_5_TEXT = Family("qwen3_5_text", read, DEFAULTS, NAMES, SUPPORTED, IGNORED)
 QWEN3_5 = replace(QWEN3_5_TEXT, name="qwen3_5", nested=Nested("text_config", "qwen3_5_text"))
-QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, name="qwen3_5_moe_text", defaults=DEFAULTS | OF_MOE)
+QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, name="qwen3_5_moe_text", defaults=DEFAULTS | MOE_DEFAULTS)
 QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, name="qwen3_5_moe", nested=Nested("text_config", "qwen3_5_moe_text"))
-QWEN3_NEXT = replace(QWEN3_5_TEXT, name="qwen3_next", defaults=DEFAULTS | OF_NEXT)
+QWEN3_NEXT = replace(QWEN3_5_TEXT, name="qwen3_next", defaults=DEFAULTS | NEXT_DEFAULTS)

@@ -1,4 +1,4 @@
-"""Zamba: Mamba-1 mixers of several heads, and one transformer block that the hybrid layers share; ZambaForCausalLM."""
+"""Zamba: Mamba-1 mixers with several heads, and one transformer block that the hybrid layers share; ZambaForCausalLM."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from megatron_ssm.operators.attention import AttentionSpec
 from megatron_ssm.operators.mamba1 import Mamba1Spec
 from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec
-from megatron_ssm.operators.shared_block import SharedBlockSpec, SharedBlockUseSpec
+from megatron_ssm.operators.shared_block import SharedBlockInvocationSpec, SharedBlockSpec
 from megatron_ssm.stack.fields import divides
 from megatron_ssm.stack.reader import Family, FieldReader
 from megatron_ssm.stack.stack import Part, Side, Spec, Stack, Unit
@@ -30,7 +30,7 @@ NAMES = dict(
 
 
 def hybrid_layers(fields: FieldReader, kinds: list[str]) -> tuple[int, ...]:
-    """The layers that use a shared block. kinds: of the layers, if config.json does not say them."""
+    """The indices of the layers that invoke a shared block. kinds: the kinds of the layers if config.json has none."""
     kinds = fields.raw.get("layer_types") or fields["layers_block_type"] or kinds  # transformers prefers the first
     if not isinstance(kinds, list) or not all(kind in (PLAIN, "mamba", "hybrid") for kind in kinds):
         raise ValueError(f"config.json: layers_block_type={kinds!r} must be a list of 'linear_attention' and 'hybrid'")
@@ -42,7 +42,7 @@ def hybrid_layers(fields: FieldReader, kinds: list[str]) -> tuple[int, ...]:
 
 
 def shared_block(fields: FieldReader, bias: bool = False, packed: bool = False, **attention: Any) -> SharedBlockSpec:
-    """The shared block. bias, packed: of its MLP. attention: more of its attention."""
+    """The shared block. bias, packed: as in `MlpSpec`. attention: further fields of its attention."""
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     fields.check_derived("attention_hidden_size", 2 * hidden, "2 * hidden_size")
     head_dim = fields.positive("attention_head_dim") if fields["attention_head_dim"] else 2 * hidden // heads
@@ -60,13 +60,22 @@ def shared_block(fields: FieldReader, bias: bool = False, packed: bool = False, 
 
 def shared_block_stack(
     fields: FieldReader, mixer: Spec, hybrid: tuple[int, ...], block: SharedBlockSpec | None, blocks: int, name: str,
-    renamed: tuple[tuple[str, str], ...] = (), **use: Any,
+    renamed: tuple[tuple[str, str], ...] = (), **adapters: Any,
 ) -> Stack:  # fmt: skip
-    """Layers with a mixer each, of which the hybrid ones use the shared blocks in turn.
+    """Layers with one mixer each; the hybrid ones invoke the shared blocks in turn.
 
-    The blocks' tensors have the name of the first layer that uses them; where embeddings are not tied, transformers unties
-    the blocks as well, so that each hybrid layer has its own. name: of a block in a layer. renamed: of the mixer's tensors,
-    after the mixer's own path. use: more of each use.
+    The tensors of a block have the name of the first layer that invokes it. Without tied embeddings, transformers does not
+    share the blocks either, so each hybrid layer has its own.
+
+    Args:
+        fields: The fields of config.json.
+        mixer: The specification of the mixer.
+        hybrid: The indices of the hybrid layers.
+        block: The specification of the shared block; None without hybrid layers.
+        blocks: The number of shared blocks.
+        name: The name of a block in its layer.
+        renamed: Pairs (usual prefix, this family's prefix) for tensors of the mixer.
+        adapters: Further fields of each `SharedBlockInvocationSpec`.
     """
     tied, eps = fields.boolean("tie_word_embeddings"), fields.number("layer_norm_epsilon")
     copies = min(blocks, len(hybrid)) if tied else len(hybrid)
@@ -76,8 +85,10 @@ def shared_block_stack(
         if index in hybrid and block is not None:
             number = hybrid.index(index)
             files = f"model.layers.{hybrid[number % copies]}.{name}."
-            others = range(number % blocks, 0 if tied else len(hybrid), blocks) if use.get("adapter_rank") else ()
-            spec = SharedBlockUseSpec(block, number, idle=tuple(other for other in others if other != number), **use)
+            others = range(number % blocks, 0 if tied else len(hybrid), blocks) if adapters.get("adapter_rank") else ()
+            spec = SharedBlockInvocationSpec(
+                block, number, idle=tuple(other for other in others if other != number), **adapters
+            )
             side = Side(Part("use", spec, path, (("block.", files),)), number % copies)
             path += "mamba_decoder."
         names = tuple((usual, f"{path}mamba.{theirs}") for usual, theirs in renamed)
@@ -111,12 +122,12 @@ def read(fields: FieldReader) -> Stack:
     return shared_block_stack(fields, mixer, hybrid, block, 1, "shared_transf", projections)
 
 
-def new_hybrid_config(options: Any, least: int) -> dict:
-    """The fields of both Zamba families; least: hybrid layers that a model must have, because transformers has no others."""
+def new_hybrid_config(options: Any, minimum: int) -> dict:
+    """The fields of both Zamba families. minimum: the number of hybrid layers that transformers requires."""
     every, count = options.hybrid_interval, options.num_layers // options.hybrid_interval
-    if count < least:
+    if count < minimum:
         raise ValueError(
-            f"--model-type {options.model_type} needs the shared block in at least {least} blocks; --num-layers "
+            f"--model-type {options.model_type} needs the shared block in at least {minimum} blocks; --num-layers "
             f"{options.num_layers} with --hybrid-interval {every} has it in {count}"
         )
     return dict(

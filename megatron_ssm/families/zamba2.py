@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2 mixers, and shared transformer blocks with low-rank adapters for each use; Zamba2ForCausalLM."""
+"""Zamba2: Mamba-2 mixers, and shared transformer blocks with low-rank adapters per invocation; Zamba2ForCausalLM."""
 
 import math
 from typing import Any
@@ -43,7 +43,7 @@ def read(fields: FieldReader) -> Stack:
     if not hybrid:
         return shared_block_stack(fields, mixer, hybrid, None, 1, "shared_transformer")
     bias, theta = fields.boolean("use_bias"), rope_theta(fields) if fields.boolean("use_mem_rope") else 0.0
-    if theta and fields.boolean("use_long_context"):  # Zyphra's code scales the base; transformers only warns
+    if theta and fields.boolean("use_long_context"):  # Zyphra's code scales the base; transformers warns and does not
         raise ValueError(f"{fields.family.name} with use_long_context=True is not implemented (only False)")
     block, hidden = shared_block(fields, bias, packed=True, rope_theta=theta), fields["hidden_size"]
     attended = block.attended
@@ -51,22 +51,22 @@ def read(fields: FieldReader) -> Stack:
     query, key = attended.heads * attended.head_dim, attended.kv_heads * attended.head_dim
     if adapted and not query == key == 2 * hidden:
         raise ValueError(
-            f"attention adapters are 2 * hidden_size = {2 * hidden} wide, {attended.heads} heads of {attended.head_dim} and "
-            f"{attended.kv_heads} key/value heads are {query} and {key}"
+            f"use_shared_attention_adapter needs queries and keys of 2 * hidden_size = {2 * hidden} channels, not "
+            f"{attended.heads} heads and {attended.kv_heads} key/value heads of {attended.head_dim}"
         )
     if theta and attended.head_dim % 2:
         raise ValueError(f"rotary embeddings need heads of even size, not {attended.head_dim}")
-    use: dict[str, Any] = dict(adapter_rank=fields.positive("adapter_rank"), attention_adapters=adapted)
+    adapters: dict[str, Any] = dict(adapter_rank=fields.positive("adapter_rank"), attention_adapters=adapted)
     return shared_block_stack(
-        fields, mixer, hybrid, block, fields.positive("num_mem_blocks"), "shared_transformer", **use
+        fields, mixer, hybrid, block, fields.positive("num_mem_blocks"), "shared_transformer", **adapters
     )
 
 
 def new_config(options: Any) -> dict:
     """See `Family.from_options`."""
-    own = dict(mamba_ngroups=options.mamba_num_groups, num_mem_blocks=options.shared_blocks, use_mem_rope=True)
-    own |= dict(adapter_rank=options.adapter_rank, architectures=["Zamba2ForCausalLM"])
-    return new_hybrid_config(options, 1) | own
+    sizes = dict(mamba_ngroups=options.mamba_num_groups, num_mem_blocks=options.shared_blocks, use_mem_rope=True)
+    sizes |= dict(adapter_rank=options.adapter_rank, architectures=["Zamba2ForCausalLM"])
+    return new_hybrid_config(options, 1) | sizes
 
 
 ZAMBA2 = Family(

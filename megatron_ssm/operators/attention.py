@@ -1,7 +1,7 @@
 """Attention with grouped key/value heads, split by head over the tensor-parallel ranks.
 
-Each of T ranks holds 1/T of the query heads, and their key/value heads. With fewer key/value heads than ranks, consecutive
-ranks hold the same one and add up its gradients.
+Each of T ranks holds 1/T of the query heads and the key/value heads that they use. With fewer key/value heads than ranks,
+consecutive ranks hold the same head and sum its gradients.
 """
 
 import itertools
@@ -16,7 +16,6 @@ from torch import nn
 
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
-    Product,
     RowParallelLinear,
     apply_layer,
     bias_of,
@@ -38,15 +37,23 @@ from .state import State
 
 @dataclass(frozen=True)
 class AttentionSpec(Spec):
-    """The sizes of an attention: causal, softmax(scale * q k^T) v.
+    """The sizes of causal attention, softmax(scale * q k^T) v.
 
-    heads, kv_heads: of queries, and of keys and values; heads/kv_heads consecutive query heads use the same key/value head.
-    input_size: of the operator's input, if it is not hidden_size. scale: None is 1/sqrt(head_dim). rope_theta: the base of
-    the rotary embedding (0: there are no positions), of the first rope_size elements of each head (0: all). qk_norm_eps: of
-    norms of queries and of keys, over the elements of each head; None: there are none. norm_offset: what these norms add to
-    their weights. whole_norms: whether they are over all heads. gated: whether the output is multiplied by the sigmoid of a
-    gate, whose rows stand behind those of each head's query in files. qkv_bias, bias: whether the projections of queries,
-    keys and values have biases, and that of the output.
+    Attributes:
+        hidden_size: The size of the output.
+        heads, kv_heads: The number of query heads and of key/value heads. heads/kv_heads consecutive query heads use the
+            same key/value head.
+        head_dim: The size of a head.
+        input_size: The size of the input; 0: hidden_size.
+        scale: The scale of the scores; None: 1/sqrt(head_dim).
+        rope_theta: The base of the rotary embedding; 0: no rotary embedding.
+        rope_size: The number of rotated elements of each head; 0: all.
+        qk_norm_eps: The eps of the norms of queries and keys; None: no norms.
+        norm_offset: The number that these norms add to their weights.
+        whole_norms: True if they normalize over all heads together, False if over each head.
+        gated: True if the output is multiplied by the sigmoid of a gate. In files, the rows of a head's gate follow those
+            of its query.
+        qkv_bias, bias: True if the projections of queries, keys and values have biases, and if o_proj has one.
     """
 
     hidden_size: int
@@ -104,7 +111,7 @@ class AttentionSpec(Spec):
         return {"q": self.heads, "gate": self.heads, "k": self.kv_heads, "v": self.kv_heads}
 
     def adapted(self, ranks: int) -> dict[str, int]:
-        """{projection in files: its rows on one of `ranks` ranks}, for adapters beside them."""
+        """{projection in files: its rows on one of `ranks` ranks}, for the low-rank adapters of projections."""
         rows = self.rows(ranks)
         return {"q_proj": rows["q"] + rows.get("gate", 0), "k_proj": rows["k"], "v_proj": rows["v"]}
 
@@ -112,11 +119,11 @@ class AttentionSpec(Spec):
         """See `Spec`.
 
         In a prompt, the projection stays until the output is computed. Norms make two copies in at least fp32; rotation
-        needs what it rotates and one more copy of keys; after attention there are queries, keys, and what the gate makes.
+        needs its input and one more copy of keys; after attention there are queries, keys, and the gated output.
 
-        Training stores queries, keys and values, what norms make of them before their weights, what attention reads if that
-        is something else, cosines and sines of both, the output, a number for each head and norm, and a gate's sigmoid and
-        product; also where activations are recomputed. A gate's are freed when attention itself is in backward.
+        Training stores queries, keys and values; the normalized ones before their weights; the inputs of attention if they
+        differ; cosines and sines of both; the output; a number for each head and norm; and the sigmoid of the gate and its
+        product, also where activations are recomputed. Those of a gate are freed before the backward pass of attention.
         """
         s, wide, rows, hidden = work.itemsize, work.wide_itemsize, self.rows(work.ranks), self.hidden_size
         q, kv, heads = rows["q"], rows["k"], self.heads // work.ranks
@@ -136,11 +143,11 @@ class AttentionSpec(Spec):
         if normed and s != wide:
             each = 2 * wide + s  # the copies of a number while its norm is computed
             in_norms = 2 * wide * normed + s * q if self.whole_norms else max(each * q, s * q + each * kv)
-        in_rotation, after = normed + rotated + kv if rotated else 0, changed + q + max(copied, 2 * gate)
+        in_rotation, gated = normed + rotated + kv if rotated else 0, changed + q + max(copied, 2 * gate)
         return Sizes(
             keys=2 * kv * s,
             stages={
-                "attention": s * projected + max(in_norms, s * in_rotation, s * after),
+                "attention": s * projected + max(in_norms, s * in_rotation, s * gated),
                 "output": s * (projected + q + hidden * (1 + self.bias)),
             },
             projected=s * projected, stored=stored, kept=stored, inner=summed, backward=summed,
@@ -150,11 +157,11 @@ class AttentionSpec(Spec):
 
 
 class Attention(Operator):
-    """Attention between the projections `qkv` and `o_proj`; its parameters may also be those of a larger block.
+    """Attention between the projections `qkv` and `o_proj`. Its parameters may also be those of a larger block.
 
-    Forward sends nothing, but for the attention over context ranks (`Place.core`). Backward sends, with fewer key/value
-    heads than ranks, one all-reduce for the weight of qkv, and one for its bias; and one for each weight of the norms. Norms
-    over all heads send the squares of queries and keys, and in backward their gradients, in one all-reduce each.
+    Forward sends nothing, except the messages of attention over context ranks (`Place.core`) and, for norms over all heads,
+    one all-reduce of squares. Backward sends one all-reduce of their gradients, one for each weight of norms over single
+    heads, and, with fewer key/value heads than ranks, one for the weight of qkv and one for its bias.
     """
 
     q_norm: nn.Parameter  # None if there are no norms
@@ -167,7 +174,7 @@ class Attention(Operator):
         self.build_attention(spec, place)
 
     def build_attention(self, spec: AttentionSpec, place: Place) -> None:
-        """Make the parameters."""
+        """Create the parameters."""
         ranks, where = place.ranks, place.where
         self.core = place.core or attend_with_cache
         self.attention_spec, self.rows = spec, spec.rows(ranks.size)
@@ -182,14 +189,15 @@ class Attention(Operator):
 
     def new_state(self, batch: int) -> State:
         """keys, values: (batch, 0, this rank's key/value heads, head_dim)."""
-        spec, like = self.attention_spec, self.o_proj.weight
+        spec, weight = self.attention_spec, self.o_proj.weight  # the dtype of a quantized weight is that of activations
         shape = batch, 0, self.rows["k"] // spec.head_dim, spec.head_dim
-        return State(per_token={name: _zeros(like, shape) for name in ("keys", "values")})
+        names = "keys", "values"
+        return State(per_token={name: torch.zeros(shape, dtype=weight.dtype, device=weight.device) for name in names})
 
-    def project(self, x: torch.Tensor, extra: Product | None = None) -> torch.Tensor:
-        """[q | k | v] of this rank. extra: a low-rank product that is added."""
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """[q | k | v] of this rank."""
         adapted = self.attention_spec.adapted(self.ranks.size)
-        return apply_layer(self.qkv, x, extra or adapter_of_parts(self.lora, adapted))
+        return apply_layer(self.qkv, x, adapter_of_parts(self.lora, adapted))
 
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
         """See `Operator`."""
@@ -206,7 +214,7 @@ class Attention(Operator):
         return Lowered(out, bias=self.o_proj.bias)
 
     def lower_attention(self, tape: Builder, qkv: Buffer) -> Buffer:
-        """`attended` on a tape; releases qkv. Prompts are attended in Python."""
+        """`attended` on a tape; releases qkv. In prompts, the tape stops and Python computes attention."""
         spec, rows = self.attention_spec, self.rows
         if tape.prompt:
             y, path = tape.buffer(rows["q"]), tape.path
@@ -219,7 +227,7 @@ class Attention(Operator):
             tape.release(qkv)
             return y
         if self.core is not attend_with_cache:
-            raise NotLowered("an attention with a core of its own")
+            raise NotLowered("attention over context ranks")
         starts = itertools.accumulate(rows.values(), initial=0)
         parts = {name: qkv.columns(first, rows[name]) for name, first in zip(rows, starts, strict=False)}
         q, k, v = (parts[name] for name in "qkv")
@@ -258,7 +266,7 @@ class Attention(Operator):
     def attended(self, projected: torch.Tensor, call: Call, state: State | None) -> torch.Tensor:
         """[q | k | v] -> (batch, seq, this rank's heads * head_dim), the input of o_proj."""
         spec, positions = self.attention_spec, call.positions
-        assert positions is not None, "attention needs the positions of the tokens"
+        assert positions is not None
         parts = dict(zip(self.rows, projected.split(list(self.rows.values()), dim=-1), strict=True))
         if spec.whole_norms:
             parts["q"], parts["k"] = self._whole_norms(parts["q"], parts["k"])
@@ -271,13 +279,13 @@ class Attention(Operator):
         return y * torch.sigmoid(parts["gate"]) if spec.gated else y
 
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """The norm of each head, times a weight that every rank has."""
+        """The norm of each head, times a weight that is replicated on all ranks."""
         spec = self.attention_spec
         assert spec.qk_norm_eps is not None
         return weighted(rms_norm(x, spec.qk_norm_eps), self.copied(getattr(self, name)), spec.norm_offset)
 
     def _whole_norms(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norms of all queries, and of all keys, of a token. The ranks sum their squares in one message."""
+        """The norms over all queries and over all keys of a token. One all-reduce of the squares of both."""
         spec, wide = self.attention_spec, at_least_fp32(q.dtype)
         assert spec.qk_norm_eps is not None
         both = q.to(wide), k.to(wide)
@@ -292,11 +300,6 @@ class Attention(Operator):
         return q, k
 
 
-def _zeros(like: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """Zeros of a weight's dtype and device; a quantized weight's activations have the dtype `like.dtype`."""
-    return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -305,11 +308,14 @@ def attend(
     scale: float,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T) v on one rank, exactly: (batch, seq, heads, head_dim). Sends nothing.
+    """softmax(scale * q k^T) v on one rank, exact: (batch, seq, heads, head_dim). Sends nothing.
 
-    q: (batch, seq, heads, head_dim). k, v: (batch, keys, kv_heads, head_dim); heads/kv_heads consecutive query heads use the
-    same key/value head. causal: a query sees the keys up to its own position, and there are as many keys as queries. mask:
-    (batch or 1, 1, seq, keys) bool, True where a query may look.
+    Args:
+        q: (batch, seq, heads, head_dim).
+        k, v: (batch, keys, kv_heads, head_dim); heads/kv_heads consecutive query heads use the same key/value head.
+        causal: True if a query attends only to the keys up to its own position; then there are as many keys as queries.
+        scale: The scale of the scores.
+        mask: (batch or 1, 1, seq, keys) bool, True where a query may attend; or None.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -325,9 +331,9 @@ def attend_with_cache(
     call: Call,
     state: State | None,
 ) -> torch.Tensor:
-    """`attend` of the tokens of a call to each other and to the keys and values in the state, to which theirs are added."""
+    """`attend` to the keys and values in the state, after adding those of the call; without a state, only to those."""
     positions = call.positions
-    assert positions is not None, "attention needs the positions of the tokens"
+    assert positions is not None
     if state is not None:
         padded = call.mask is not None
         k, v = state.append(positions.new, positions.longest, call.rows, padded, keys=k, values=v)
@@ -337,7 +343,7 @@ def attend_with_cache(
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, size: int = 0) -> torch.Tensor:
     """Rotary position embedding of x (batch, seq, heads, head_dim): the same shape.
 
-    Of the first `size` elements of each head (0: all), elements i and i + size/2 are rotated by the angle positions *
+    Elements i and i + size/2 of the first `size` elements of each head (0: all) are rotated by the angle positions *
     theta^(-2i/size). positions: (batch, seq); padding has position 0. The angles are computed in at least fp32, as in
     transformers.
     """

@@ -19,9 +19,12 @@ from .state import Pending, State
 class Snapshot:
     """The state of one sequence on this rank after `length` tokens.
 
-    fixed: the fixed tensors of each state, in order. segments: the per-token tensors of all states (tokens, ...), for
-    consecutive parts of the sequence. Snapshots of longer prefixes of the same sequence share segments, so these must not be
-    overwritten. kv_lengths: as in `Cache`, (ranks,).
+    Attributes:
+        length: The number of tokens.
+        fixed: The fixed tensors of each state, in order.
+        segments: The per-token tensors of all states (tokens, ...), for consecutive parts of the sequence. Snapshots of
+            longer prefixes of a sequence share segments, so segments must not be overwritten.
+        kv_lengths: (ranks,), as in `Cache`.
     """
 
     length: int
@@ -87,7 +90,7 @@ class Cache:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of a row's states that do not grow with its length."""
+        """The bytes of the fixed tensors of a row."""
         return sum(tensor[:1].nbytes for tensor in self._fixed())
 
     @property
@@ -107,7 +110,7 @@ class Cache:
 
     @property
     def capacity(self) -> int | None:
-        """The most tokens of a row; None: unlimited, because no operator keeps something of each token."""
+        """The number of tokens of a row for which there is memory; None: no operator stores anything per token."""
         return next((tensor.shape[1] for tensor in self._per_token()), None)
 
     def select(self, rows: Iterable[int]) -> "Cache":
@@ -119,7 +122,7 @@ class Cache:
         if not isinstance(self.rows, slice) or self.rows != EVERY_ROW:
             raise ValueError("select() of a selection: call it on the whole cache")
         if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
-            raise ValueError(f"rows {rows} are not one or more distinct rows of a cache of {len(self.lengths)}")
+            raise ValueError(f"rows {rows}: expected distinct rows of a cache of {len(self.lengths)}, at least one")
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
         where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
         return replace(self, rows=where)
@@ -127,7 +130,7 @@ class Cache:
     def advance(self, tokens: int, mask: torch.Tensor | None = None, new_per_rank: torch.Tensor | None = None) -> None:
         """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding.
 
-        new_per_rank: (ranks, batch), how many keys and values each context rank has got.
+        new_per_rank: (ranks, batch), the number of keys and values that each context rank has stored.
         """
         # The sum of a mask in 16 bits would be rounded to 8 or 11 bits.
         added = tokens if mask is None else (mask != 0).sum((1, 2)).cpu()
@@ -139,10 +142,10 @@ class Cache:
             self.kv_lengths[:, self.rows] += new_per_rank
 
     def accept(self, counts: Sequence[int]) -> None:
-        """After a speculative call: keep the first counts[i] tokens of row i, as if it had decoded only these.
+        """After a speculative call, keep the first counts[i] tokens of row i and remove the others.
 
-        States are computed again from those before the call, so the result is exact. RuntimeError, before anything changes,
-        if tensors of the cache or the model were reallocated since the call.
+        The states are computed again from the states before the call, so they are exact. Raises RuntimeError, before
+        anything changes, if tensors of the cache or of the model were reallocated since the call.
         """
         parts: tuple[Any, ...] = (*self.states.values(), self.layout)
         pending = [each.pending for each in parts if each.pending is not None]
@@ -161,8 +164,8 @@ class Cache:
     def reserve(self, length: int) -> None:
         """Allocate memory for `length` tokens per row, and copy the keys and values there, unless there is enough.
 
-        If context ranks share the rows, that is for this rank's part of them. ValueError if `length` exceeds max_length.
-        After any error the cache is as it was.
+        If context ranks split the rows, this rank allocates its share. ValueError if `length` exceeds max_length. After any
+        error the cache is unchanged.
         """
         if self.capacity is None:
             return
@@ -176,7 +179,7 @@ class Cache:
         if self.capacity is None or length <= self.capacity:
             return
         states = self.states.values()
-        longer = [{name: _longer(t, length) for name, t in state.per_token.items()} for state in states]  # all, or none
+        longer = [{name: _longer(t, length) for name, t in state.per_token.items()} for state in states]  # may fail
         for state, tensors in zip(states, longer, strict=True):
             state.per_token.update(tensors)
         self.layout.version += 1
@@ -214,7 +217,7 @@ class Cache:
             self.kv_lengths[:, target] = self.kv_lengths[:, source]
 
     def snapshot(self, row: int, after: Snapshot | None = None) -> Snapshot:
-        """A copy of the state of a row. after: an earlier snapshot of this sequence, whose keys and values are shared."""
+        """A copy of the state of a row. after: an earlier snapshot of this sequence, whose segments are shared."""
         start = 0 if after is None else sum(len(segment[0]) for segment in after.segments if segment)
         new = [tensor[row, start : self.stored(row)].clone() for tensor in self._per_token()]
         kv_lengths = None if self.kv_lengths is None else self.kv_lengths[:, row].clone()
@@ -248,7 +251,7 @@ def share_of_rank(length: int, ranks: int) -> int:
 
 
 def _longer(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """A copy whose dimension 1 has `length` elements, zeros after those of the tensor."""
+    """A copy with `length` entries in dimension 1; the new ones are zeros."""
     longer = tensor.new_zeros(tensor.shape[0], length, *tensor.shape[2:])
     longer[:, : tensor.shape[1]] = tensor
     return longer

@@ -16,9 +16,11 @@ Rows = slice | torch.Tensor  # rows of a cache: consecutive ones, or (batch,) in
 class Positions:
     """The positions of the tokens of one call in their sequences; the same for all layers.
 
-    new: (batch, seq) int64, the position of each token; padding is not counted, and has negative positions. longest: the
-    most keys that a row has after the call. causal: whether a query sees only the keys up to its own position. mask:
-    (batch or 1, 1, seq, keys) bool, True where a query may look; None: `causal` decides alone.
+    Attributes:
+        new: (batch, seq) int64, the position of each token. Padding is not counted, and has negative positions.
+        longest: The largest number of keys of a row after the call.
+        causal: True if a query attends only to the keys up to its own position.
+        mask: (batch or 1, 1, seq, keys) bool, True where a query may attend. None: only `causal` limits it.
     """
 
     new: torch.Tensor
@@ -32,8 +34,11 @@ class Positions:
     ) -> "Positions":
         """The positions in a call with `seq` new tokens per row.
 
-        starts: (batch,) int64 on the CPU, how many tokens each row has read; None: there is no cache. mask: (batch, seq, 1),
-        0 at padding; None: no padding.
+        Args:
+            starts: (batch,) int64 on the CPU, the number of tokens that each row has read; None without a cache.
+            batch, seq: The shape of the new tokens.
+            mask: (batch, seq, 1), 0 at padding; None without padding.
+            device: The device of the result.
         """
         padding = torch.zeros(batch, dtype=torch.int64) if mask is None else (mask == 0).sum((1, 2)).cpu()
         has_cache = starts is not None
@@ -43,23 +48,25 @@ class Positions:
         if mask is None and (starts == starts[:1]).all() and (seq == 1 or not starts.any()):
             return cls(new, longest, seq > 1, None)
         keys = torch.arange(longest, device=device).expand(batch, -1) if has_cache else new
-        seen = (keys.unsqueeze(1) <= new.clamp(min=0).unsqueeze(2)) & (keys >= 0).unsqueeze(1)  # padding sees token 0
+        seen = (keys.unsqueeze(1) <= new.clamp(min=0).unsqueeze(2)) & (keys >= 0).unsqueeze(
+            1
+        )  # padding attends to token 0
         return cls(new, longest, False, seen.unsqueeze(1))
 
     @classmethod
     def of_sharded(
         cls, sharding: TokenSharding, starts: torch.Tensor | None, batch: int, device: torch.device
     ) -> "Positions":
-        """The positions of this rank's tokens of a chunk that context ranks share; starts: as for `of`."""
+        """The positions of this rank's tokens of a chunk that is split over context ranks. starts: as for `of`."""
         starts = torch.zeros(batch, dtype=torch.int64) if starts is None else starts
         new = sharding.positions + starts.unsqueeze(1)
         return cls(new.to(device), max(starts.tolist(), default=0) + sharding.length, True, None)
 
     @classmethod
     def of_one(cls, new: torch.Tensor, keys: int) -> "Positions":
-        """The positions in a call with one token per row, at `new` (batch, 1), which sees itself and the keys before it.
+        """The positions in a call with one token per row, at `new` (batch, 1). The token attends to all keys up to its own.
 
-        keys: at least as many as each row has. The host and the GPU exchange no values, so a CUDA graph can capture this.
+        keys: An upper bound of the keys of a row. Host and GPU exchange no values, so a CUDA graph can capture this.
         """
         seen = torch.arange(keys, device=new.device) <= new.unsqueeze(2)
         return cls(new, keys, False, seen.unsqueeze(1))
@@ -69,18 +76,18 @@ class Positions:
 class Call:
     """The tokens of one call of the model.
 
-    mask: (batch, seq, 1), 0 at padding; None: there is no padding. decoding: whether the tokens continue sequences one by
-    one (some operators clamp step sizes only in prompts). rows: the rows of the cache that are continued; consecutive ones
-    are a slice, which needs no copy. positions: those of the tokens, in models with attention. begins: whether all rows are
-    empty.
-
-    sharding: how the tokens are sharded over context ranks (None: every rank has all of them). placement: in models with
-    attention and with a cache that context ranks share, where the keys and values are kept. lengths: how many keys and
-    values this rank then holds of each sequence, before the call.
-
-    speculative: whether the tokens may be taken back; see `Cache.accept`. routing: what routers of experts report to, an
-    `operators.routing.Routing`. same_tokens: whether ranks that divide the experts are known to have the same tokens, which
-    then are not sent to each other.
+    Attributes:
+        mask: (batch, seq, 1), 0 at padding; None without padding.
+        decoding: True if the tokens continue sequences one by one. Some operators clamp step sizes only in prompts.
+        rows: The rows of the cache that are continued. Consecutive rows are a slice, which needs no copy.
+        positions: The positions of the tokens, in models with attention.
+        begins: True if all rows are empty.
+        sharding: The split of the tokens over context ranks; None if every rank has all of them.
+        placement: The context ranks that store the new keys and values, in models with attention and a split cache.
+        lengths: The number of keys and values that this rank holds of each sequence before the call, with `placement`.
+        speculative: True if tokens may be rejected; see `Cache.accept`.
+        routing: The `operators.routing.Routing` to which routers of experts report; or None.
+        same_tokens: True if all expert-parallel ranks have the same tokens, so that they need not exchange tokens.
     """
 
     mask: torch.Tensor | None = None

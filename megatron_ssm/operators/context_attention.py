@@ -1,4 +1,4 @@
-"""Attention on context ranks: of sharded tokens, and of tokens that every rank has."""
+"""Attention on context ranks, for tokens that are split over them and for tokens that every rank has."""
 
 import torch
 
@@ -15,11 +15,15 @@ Result = tuple[torch.Tensor, torch.Tensor]  # out (batch, tokens, heads, head_di
 
 
 class ContextAttention:
-    """Causal attention on context ranks; it has the arguments of `attention.attend_with_cache`.
+    """Causal attention on context ranks, with the arguments of `attention.attend_with_cache`.
 
-    If the tokens of a call are sharded, the schedule computes their attention to each other; if every rank has all of them,
-    each rank computes it alone. Keys and values of earlier calls stay on the ranks that keep them (`KeyValuePlacement`), and
-    `Tree` attends these. counter: counts what `Tree` sends; the schedule counts what it sends.
+    The schedule computes the attention of split tokens to each other; if every rank has all tokens, each rank computes it
+    alone. Keys and values of earlier calls stay on the ranks that store them (`KeyValuePlacement`), and `Tree` computes the
+    attention to them.
+
+    Args:
+        schedule: The schedule for split tokens, which counts its messages itself.
+        counter: A counter of the messages of `Tree`.
     """
 
     def __init__(self, schedule: Attention2D, counter: Counter):
@@ -40,9 +44,9 @@ class ContextAttention:
     ) -> torch.Tensor:
         """q (batch, tokens, heads, head_dim) -> the same shape. k, v: (batch, tokens, kv_heads, head_dim).
 
-        Differentiable for sharded tokens without a cache. A state gets k and v appended.
+        Differentiable for split tokens without a cache. k and v are appended to a state.
         """
-        if not len(q) and state is None:  # all context ranks have no rows, which schedules refuse
+        if not len(q) and state is None:  # an empty batch on all context ranks, which schedules reject
             return attend_with_cache(q, k, v, scale, call, state)
         if state is None and call.sharding is not None:
             out = self.schedule(q, k, v, causal=True, scale=scale)
@@ -54,12 +58,12 @@ class ContextAttention:
         if not call.begins:
             out, lse = (t.to(lse.dtype, copy=True, memory_format=torch.contiguous_format) for t in (out, lse))
             merge(out, lse, *self._attend_earlier(q, scale, call, state))
-        assert call.placement is not None, "a placement of keys and values is missing"
+        assert call.placement is not None
         state.append(call.placement.local_indices.to(k.device), 0, call.rows, keys=k, values=v)
         return out.to(q.dtype)
 
     def _attend_new(self, q, k, v, scale: float, sharding: TokenSharding | None) -> Result:
-        """The tokens of this call to each other."""
+        """The attention of this call's tokens to each other."""
         if sharding is not None:
             result = self.schedule(q, k, v, causal=True, scale=scale, seq=sharding.length, return_lse=True)
             assert isinstance(result, tuple)
@@ -69,7 +73,7 @@ class ContextAttention:
         return out.transpose(0, 1), lse.transpose(0, 1)
 
     def _attend_earlier(self, q, scale: float, call: Call, state: State) -> Result:
-        """The tokens of this call to the keys and values in the cache."""
+        """The attention of this call's tokens to the keys and values in the cache."""
         assert call.lengths is not None
         longest = max(call.lengths)
         k, v = (state[name][call.rows, :longest] for name in ("keys", "values"))

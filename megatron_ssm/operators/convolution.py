@@ -16,7 +16,13 @@ from .state import State
 class Convolution(TrackedModule):
     """The depthwise causal convolution over this rank's channels, followed by SiLU.
 
-    channels: this rank's number of channels of each field. kernel: the number of taps K. shared, pieces: see `Packed`.
+    Args:
+        channels: {field: this rank's number of channels}.
+        kernel: The number of taps K.
+        bias: True for a convolution with a bias.
+        ranks: The tensor-parallel ranks.
+        dtype, device: Those of the parameters.
+        shared, pieces: See `Packed`.
     """
 
     def __init__(
@@ -39,18 +45,18 @@ class Convolution(TrackedModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x (batch, seq, channels) -> the same shape, and the last K-1 inputs (batch, K-1, channels).
 
-        history: the K-1 inputs before x (None: zeros). overwrite: whether history may be overwritten; see `causal_conv`.
+        history: The K-1 inputs before x; None: zeros. overwrite: True if history may be overwritten; see `causal_conv`.
         """
         return causal_conv(x, *self.tensors(), history, overwrite)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """weight (channels, 1, K) and bias (channels,) or None, of all fields."""
+        """The weight (channels, 1, K) of all fields, and the bias (channels,) or None."""
         return self.weight(), None if self.bias is None else self.bias()
 
 
 def keep_last_inputs(x: torch.Tensor, call: Call, state: State) -> None:
-    """Keep the last inputs of the convolution of a sharded chunk in `conv`: x (batch, tokens of this rank, channels)."""
-    assert call.sharding is not None, "the chunk is not sharded"
+    """Store the last inputs of the convolution of a sharded chunk: x (batch, this rank's tokens, channels)."""
+    assert call.sharding is not None
     conv = state["conv"]
     last = call.sharding.gather_last(x, conv.shape[1])
     conv[call.rows] = torch.cat([conv[call.rows], last], dim=1)[:, last.shape[1] :]

@@ -1,9 +1,9 @@
 """The gated delta net, split by key head over the tensor-parallel ranks.
 
-Each of T ranks holds 1/T of the key heads, and the value heads that use them: their rows of q, k, v, z, a and b, their
-channels of the convolution, and their states. With fewer key heads than ranks, consecutive ranks hold the same q and k, add
-up their gradients, and have 1/T of the value heads each. The norm is over one head, so that nothing is summed but the
-output of out_proj: one all-reduce per layer.
+Each of T ranks holds 1/T of the key heads and the value heads that use them: their rows of q, k, v, z, a and b, their
+channels of the convolution, and their states. With fewer key heads than ranks, consecutive ranks hold the same q and k, sum
+their gradients, and have 1/T of the value heads each. The norm is over one head, so only the output of out_proj is summed:
+one all-reduce per layer.
 """
 
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ from .low_rank import adapter_of, adapter_of_parts
 from .operator import Lowered, Operator, Partial, Place, add_parts, lowered_linear
 from .state import State
 
-# How files store the rows of q, k, v, z, b and a: in four tensors, with q, k and v in one; in six, and also the
-# convolution of each apart; or in two, with the rows of each key head together
+# How files store the rows of q, k, v, z, b and a: in four tensors, of which one has q, k and v; in six, with a convolution
+# for each of q, k and v; or in two, with the rows of each key head together
 QKV_TOGETHER, APART, BY_KEY_HEAD = "q, k and v together", "apart", "by key head"
 FILES: dict[str, dict[str, str]] = {  # {layout: {tensor in files: our parts in it}}
     QKV_TOGETHER: {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"},
@@ -52,11 +52,18 @@ FILES: dict[str, dict[str, str]] = {  # {layout: {tensor in files: our parts in 
 
 @dataclass(frozen=True)
 class GatedDeltaSpec(Spec):
-    """The sizes of a gated delta net. key_dim, value_dim: of one head; the state of a value head is (key_dim, value_dim).
+    """The sizes of a gated delta net. value_heads/key_heads consecutive value heads use the same q and k.
 
-    value_heads/key_heads consecutive value heads use the same q and k. most_beta: beta is that times sigmoid(b). files: one
-    of FILES. dt_range: of new models, the smallest and largest dt, and a floor; None: dt_bias begins as 1. A_range: of new
-    models, the smallest and largest exp(A_log).
+    Attributes:
+        hidden_size: The size of the input and the output.
+        key_heads, value_heads: The number of key heads and of value heads.
+        key_dim, value_dim: The size of a key and of a value; the state of a value head is (key_dim, value_dim).
+        conv_kernel: The number of taps of the convolution.
+        norm_eps: The eps of the norm.
+        max_beta: The factor in beta = max_beta * sigmoid(b).
+        files: The layout in checkpoint files, a key of FILES.
+        dt_range: (smallest dt, largest dt, floor) for the initialization of dt_bias; None: ones.
+        A_range: The smallest and largest exp(A_log) of a new model.
     """
 
     hidden_size: int
@@ -66,7 +73,7 @@ class GatedDeltaSpec(Spec):
     value_dim: int
     conv_kernel: int
     norm_eps: float
-    most_beta: float = 1.0
+    max_beta: float = 1.0
     files: str = QKV_TOGETHER
     dt_range: tuple[float, float, float] | None = field(default=None, compare=False)
     A_range: tuple[float, float] = field(default=(0.01, 16.0), compare=False)
@@ -109,11 +116,11 @@ class GatedDeltaSpec(Spec):
             yield from rows_of("conv.weight", f"{tensor}.weight", inside, units, (1, self.conv_kernel))
         yield from row_parallel("out_proj", (self.hidden_size, rows["v"]), heads, init="mixer_out_proj")
 
-    def adapted(self, ranks: int, of_gates: bool) -> dict[str, int]:
-        """{tensor in files: rows of one of `ranks` ranks} of b and a, or of the others, for adapters beside them."""
+    def adapted(self, ranks: int, gates: bool) -> dict[str, int]:
+        """{tensor in files: its rows on one of `ranks` ranks}, for adapters: of b and a if `gates`, else of the others."""
         rows = self.rows(ranks)
         tensors = FILES[self.files].items()
-        return {name: sum(rows[p] for p in parts) for name, parts in tensors if (parts[0] in "ba") == of_gates}
+        return {name: sum(rows[p] for p in parts) for name, parts in tensors if (parts[0] in "ba") == gates}
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""
@@ -127,16 +134,16 @@ class GatedDeltaSpec(Spec):
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`.
 
-        In a prompt, at the recurrence: q, k, v, z, b and a, the convolution's outputs, g and beta in at least fp32, and y.
-        In training: the projections but for b and a, the convolution, g and beta and what they are made of, and after the
-        recurrence y, the normalized y, that times its weight, silu(z), their product, and one number for each head.
+        In a prompt, the recurrence needs q, k, v, z, b and a, the convolution's outputs, g and beta in at least fp32, and y.
+        Training stores the projections except b and a, the convolution, g and beta and their inputs, and after the
+        recurrence y, the normalized y, its product with the weight, silu(z), their product, and one number for each head.
 
-        Backward needs most in torch's chunks, beside what is stored before the recurrence and the gradients of y and z. Of
-        each token and value head, the chunks need seven numbers per key dimension (both sides of the triangular system, what
-        reads and writes the state, three gradients), five per value dimension (both sides, D, y, a gradient), five rows of
-        matrices within a chunk (one is a gradient), 1/CHUNK of a state, and a gradient that is being added to another. Of
-        each key head, they need q and k, four copies for products, and two rows. With several sequences it is up to a tenth
-        more, because products copy what they read.
+        The peak of backward is in torch's chunks, in addition to the tensors stored before the recurrence and the gradients
+        of y and z. For each token and value head, the chunks need seven numbers per key dimension (both sides of the
+        triangular system, the inputs and outputs of the state, three gradients), five per value dimension (both sides, D, y,
+        a gradient), five rows of matrices within a chunk (one is a gradient), 1/CHUNK of a state, and a gradient that is
+        added to another. For each key head, they need q and k, four copies for products, and two rows. With several
+        sequences it is up to a tenth more, because products copy their inputs.
         """
         ranks, s, wide = work.ranks, work.itemsize, work.wide_itemsize
         rows = self.rows(ranks)
@@ -144,7 +151,7 @@ class GatedDeltaSpec(Spec):
         projected, convolved, state = 2 * q + 2 * v + 2 * heads, 2 * q + v, heads * K * V
         copied = 2 * self.key_heads * K if self.key_heads % ranks else 0  # rows that several ranks hold
         parameters = tuple(copied * width for width in (hidden, self.conv_kernel)) if copied else ()
-        after = 5 * v + heads
+        gated = 5 * v + heads
         in_chunks = heads * (7 * K + 5 * V + 5 * CHUNK + max(K, V, CHUNK) + 3) + state / CHUNK
         in_chunks += 6 * q + q // K * 2 * (CHUNK + 1)
         return Sizes(
@@ -153,8 +160,8 @@ class GatedDeltaSpec(Spec):
                 "scan": s * (projected + convolved + v) + 4 * wide * heads,
                 "output": s * (v + hidden),
             },
-            projected=s * projected, stored=2 * q + 2 * v + convolved + (4 + (self.most_beta != 1.0)) * heads + after,
-            gradients=hidden * work.share + 2 * v - after + in_chunks,
+            projected=s * projected, stored=2 * q + 2 * v + convolved + (4 + (self.max_beta != 1.0)) * heads + gated,
+            gradients=hidden * work.share + 2 * v - gated + in_chunks,
             parameters=parameters + ((V,) if ranks > 1 else ()), passed=state, mapped=heads * K**2, convolved=convolved,
             scan=8 * self.value_heads * K * V,
         )  # fmt: skip
@@ -188,8 +195,10 @@ class GatedDelta(Operator):
         self.out_proj = RowParallelLinear(self.rows["v"], spec.hidden_size, False, ranks, **where)
 
     def new_state(self, batch: int) -> State:
-        """conv: (batch, taps - 1, channels of q, k and v), the last inputs of the convolution. state: (batch, this rank's
-        value heads, K, V), at least fp32.
+        """An empty state.
+
+        conv: (batch, taps - 1, channels of q, k and v), the last inputs of the convolution. state: (batch, this rank's value
+        heads, key_dim, value_dim), at least fp32.
         """
         spec, device = self.spec, self.A_log.device
         channels = sum(self.rows[name] for name in "qkv")
@@ -200,12 +209,12 @@ class GatedDelta(Operator):
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Operator`: [q | k | v | z] and [b | a] of this rank."""
         ranks = self.ranks.size
-        large = apply_layer(self.in_proj, x, adapter_of_parts(self.lora, self.spec.adapted(ranks, of_gates=False)))
-        adapter = adapter_of_parts(self.lora, self.spec.adapted(ranks, of_gates=True))
+        large = apply_layer(self.in_proj, x, adapter_of_parts(self.lora, self.spec.adapted(ranks, gates=False)))
+        adapter = adapter_of_parts(self.lora, self.spec.adapted(ranks, gates=True))
         return large, with_adapter(linear(x, self.gates()), adapter, x)
 
     def mix(self, projected: tuple[torch.Tensor, torch.Tensor], call: Call, state: State | None = None) -> Partial:
-        """See `Operator`. projected: what `project` returns."""
+        """See `Operator`. projected: [q | k | v | z] and [b | a]."""
         large, gates = projected
         normed = self._normed(*self._scanned(large, gates, call, state))
         return Partial(apply_layer(self.out_proj, normed, adapter_of(self.lora, "out_proj")))
@@ -213,12 +222,12 @@ class GatedDelta(Operator):
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
         spec, ranks, (q, v) = self.spec, self.ranks.size, (self.rows["q"], self.rows["v"])
-        lora = adapter_of_parts(self.lora, spec.adapted(ranks, of_gates=False))
+        lora = adapter_of_parts(self.lora, spec.adapted(ranks, gates=False))
         large = lowered_linear(tape, self.in_proj, x, lora)
         gates = tape.matmul(x, self.gates())
-        add_parts(tape, gates, x, adapter_of_parts(self.lora, spec.adapted(ranks, of_gates=True)))
+        add_parts(tape, gates, x, adapter_of_parts(self.lora, spec.adapted(ranks, gates=True)))
         convolved = tape.conv(large.columns(0, 2 * q + v), *self.conv.tensors())
-        rates = tape.delta_rates(gates, self.A_log, self.dt_bias, spec.most_beta)
+        rates = tape.delta_rates(gates, self.A_log, self.dt_bias, spec.max_beta)
         sizes = q // spec.key_dim, self.heads, spec.key_dim, spec.value_dim
         y = tape.gated_delta(convolved, rates, *sizes)
         normed = tape.norm_gated(y, large.columns(2 * q + v, v), self.norm_weight, spec.norm_eps)
@@ -231,57 +240,57 @@ class GatedDelta(Operator):
     def _rates(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """g and beta, (batch, seq, this rank's value heads) in at least fp32."""
         b, a = gates.to(self.A_log.dtype).split(self.heads, dim=-1)
-        beta = b.sigmoid() if self.spec.most_beta == 1.0 else self.spec.most_beta * b.sigmoid()
+        beta = b.sigmoid() if self.spec.max_beta == 1.0 else self.spec.max_beta * b.sigmoid()
         return -torch.exp(self.A_log) * F.softplus(a + self.dt_bias), beta
 
     def _scanned(
-        self, large: torch.Tensor, gates: torch.Tensor, call: Call, held: State | None
+        self, large: torch.Tensor, gates: torch.Tensor, call: Call, cache: State | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of the recurrence and z, (batch, seq, this rank's value heads * V) each."""
+        """The output of the recurrence and z, both (batch, seq, this rank's value heads * value_dim)."""
         mixed, z = large.split([2 * self.rows["q"] + self.rows["v"], self.rows["z"]], dim=-1)
         g, beta = self._rates(gates)
         if self.context is not None and call.sharding is not None:
-            return self._scanned_over_context(mixed, g, beta, call, held), z
-        conv, state = (None, None) if held is None else (held["conv"][call.rows], held["state"][call.rows])
+            return self._scanned_over_context(mixed, g, beta, call, cache), z
+        conv, state = (None, None) if cache is None else (cache["conv"][call.rows], cache["state"][call.rows])
         mixed = mixed if call.mask is None else mixed * call.mask
-        mixed, conv = self.conv(mixed, conv, overwrite=held is not None)
+        mixed, conv = self.conv(mixed, conv, overwrite=cache is not None)
         inputs = *self._parts(mixed), g, beta
-        y, state = gated_delta(*inputs, state, overwrite=held is not None, one_by_one=call.speculative)
-        if held is not None:
-            held.update(call.rows, conv=conv, state=state)
+        y, state = gated_delta(*inputs, state, overwrite=cache is not None, one_by_one=call.speculative)
+        if cache is not None:
+            cache.update(call.rows, conv=conv, state=state)
         return y.flatten(2), z
 
     def _scanned_over_context(
-        self, mixed: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, call: Call, held: State | None
+        self, mixed: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, call: Call, cache: State | None
     ) -> torch.Tensor:
-        """The output for this rank's tokens of a sequence that is spread over the context ranks."""
+        """The output for this rank's tokens of a sequence that is split over the context ranks."""
         context: Any = self.context
-        assert call.sharding is not None, "the chunk is not sharded"
+        assert call.sharding is not None
         history, state = None, None
-        if held is not None and not call.begins:
-            history, state = held["conv"][call.rows], held["state"][call.rows]
+        if cache is not None and not call.begins:
+            history, state = cache["conv"][call.rows], cache["state"][call.rows]
         blocks = context.to_blocks(mixed)
         blocks, _ = self.conv(blocks, halo(blocks, self.spec.history, context, history))
-        if held is not None:
+        if cache is not None:
             g, beta = call.sharding.mask_padding(g), call.sharding.mask_padding(beta)
         inputs = *self._parts(blocks), context.to_blocks(g), context.to_blocks(beta)
-        if held is None and context.exchanges_channels:
+        if cache is None and context.exchanges_channels:
             return context.from_blocks(gated_delta_by_heads(*inputs, context)).flatten(2)
         y, passed = gated_delta_over_context(*inputs, context, state)
-        if held is not None:
-            keep_last_inputs(mixed, call, held)
-            held["state"][call.rows] = passed.whole_final().unflatten(2, held["state"].shape[2:])
+        if cache is not None:
+            keep_last_inputs(mixed, call, cache)
+            cache["state"][call.rows] = passed.whole_final().unflatten(2, cache["state"].shape[2:])
         return context.from_blocks(y).flatten(2)
 
     def _parts(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q and k (batch, seq, this rank's key heads, K), and v (batch, seq, this rank's value heads, V)."""
+        """q and k (batch, seq, this rank's key heads, key_dim), v (batch, seq, this rank's value heads, value_dim)."""
         spec = self.spec
         q, k, v = mixed.split([self.rows[name] for name in "qkv"], dim=-1)
         q, k = (t.unflatten(2, (-1, spec.key_dim)) for t in (q, k))
         return q, k, v.unflatten(2, (-1, spec.value_dim))
 
     def _normed(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """The norm of each head, times a weight that every rank has, and then times silu(z)."""
+        """The norm of each head, times a weight that is replicated on all ranks, times silu(z)."""
         if not torch.is_grad_enabled() and kernels.usable(y, z, self.norm_weight):
             return kernels.norm_gated(y, z, self.norm_weight, self.spec.norm_eps)
         weight = self.copied(self.norm_weight)

@@ -1,15 +1,16 @@
-"""LoRA: trained low-rank products beside linear layers, split over the tensor-parallel ranks as the layers are.
+"""LoRA: trained low-rank products that are added to linear layers, split over the tensor-parallel ranks like the layers.
 
-y = x W^T + scale * (x A^T) B^T with A (rank, in) and B (out, rank). B x A is split like W: one of them is split, and every
-rank has all of the other.
+y = x W^T + scale * (x A^T) B^T with A (rank, in) and B (out, rank). The product B A is split like W: one factor is split,
+and every rank has all of the other.
 
-| the layer | A | B | who sums what |
+| layer | A | B | all-reduce in backward |
 |---|---|---|---|
-| column-parallel: rows of W split | whole | rows split | backward: the gradient of A, over the ranks |
-| row-parallel: columns of W split | columns split | whole | backward: the gradient of B, over the ranks |
-| whole on every rank | whole | whole | nobody |
+| column-parallel: rows of W split | replicated | rows split | gradient of A |
+| row-parallel: columns of W split | columns split | replicated | gradient of B |
+| replicated | replicated | replicated | none |
 
-The product is added before the layer's own all-reduce, or takes its input after it, so activations are never sent for it.
+The product is added before a row-parallel layer's all-reduce, and reads the input of a column-parallel layer after its
+communication, so no activations are sent for it.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), section 4.1.
 """
 
@@ -28,9 +29,9 @@ from megatron_ssm.parallel.tracked import TrackedModule
 
 
 class PartsProduct:
-    """The products beside linear layers that we compute as one, side by side; zeros for those that have none.
+    """The low-rank products of linear layers that are merged into one, concatenated; zeros for layers without a product.
 
-    parts: {name: this rank's rows}. x (..., columns) -> (..., rows of all parts on this rank).
+    x (..., columns) -> (..., rows of all layers on this rank). parts: {name of a layer: this rank's rows}.
     """
 
     def __init__(self, adapters: "Adapters", parts: Mapping[str, int]):
@@ -38,27 +39,34 @@ class PartsProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         adapters = self.adapters
-        made = [
+        products = [
             adapters[name](x) if name in adapters else x.new_zeros(*x.shape[:-1], rows)
             for name, rows in self.parts.items()
         ]
-        return torch.cat(made, dim=-1)
+        return torch.cat(products, dim=-1)
 
     @property
     def by_column(self) -> list[tuple[int, "LowRank"]]:
-        """(first row, product) of those that there are."""
+        """(first row, product) of each layer with a product."""
         starts = list(itertools.accumulate(self.parts.values(), initial=0))
         named = zip(starts, self.parts, strict=False)
         return [(start, self.adapters[name]) for start, name in named if name in self.adapters]  # type: ignore[misc]
 
 
 class LowRank(TrackedModule):
-    """scale * (x A^T) B^T: x (..., this rank's inputs) -> (..., this rank's rows), partial where the layer's output is.
+    """scale * (x A^T) B^T: x (..., this rank's inputs) -> (..., this rank's rows), a summand if the layer's output is one.
 
-    split: the dimension of W that is split (0: rows, 1: columns, None: neither). rank: of the product. inputs: this rank's
-    columns of A. rows: this rank's rows of B, for each field of the layer. shared, pieces: see `Packed`.
+    Forward sends nothing. Backward all-reduces the gradient of A (split=0) or of B (split=1).
 
-    Forward sends nothing. Backward all-reduces the gradient of A (split 0) or of B (split 1).
+    Args:
+        split: The dimension of W that is split (0: rows, 1: columns, None: neither).
+        rank: The rank of the product.
+        inputs: This rank's columns of A.
+        rows: This rank's rows of B for each field of the layer.
+        scale: The constant that multiplies the product.
+        ranks: The tensor-parallel ranks.
+        dtype, device: Those of the parameters.
+        shared, pieces: See `Packed`.
     """
 
     def __init__(
@@ -85,7 +93,7 @@ class LowRank(TrackedModule):
         return self.scale * linear(low, self._whole(self.up(), is_split=self.split == 0))
 
     def _whole(self, parameter: torch.Tensor, is_split: bool) -> torch.Tensor:
-        """A parameter whose gradient is summed over the ranks, if every rank has all of it and uses it for its own part."""
+        """The parameter. Backward sums its gradient over the ranks if they all hold it and use it for their own parts."""
         if is_split:
             return parameter
         if self.split is None:
@@ -94,21 +102,21 @@ class LowRank(TrackedModule):
 
     @torch.no_grad()
     def product(self) -> torch.Tensor:
-        """scale * B A: this rank's part of what is added to W, (this rank's rows, this rank's inputs)."""
+        """scale * B A, (this rank's rows, this rank's inputs): this rank's part of the update of W."""
         return self.scale * self.up() @ self.down
 
 
 class Adapters(nn.ModuleDict):
-    """{what the operator calls a linear layer, such as in_proj: its `LowRank`}."""
+    """{the operator's name of a linear layer, such as "in_proj": its `LowRank`}."""
 
 
 def adapter_of(adapters: Adapters | None, name: str) -> Product | None:
-    """The low-rank product beside one linear layer; None if it has none."""
+    """The low-rank product that is added to a linear layer, or None."""
     return adapters[name] if adapters is not None and name in adapters else None
 
 
 def adapter_of_parts(adapters: Adapters | None, parts: Mapping[str, int]) -> PartsProduct | None:
-    """See `PartsProduct`; None if no part has a product. parts: {name: this rank's rows}."""
+    """A `PartsProduct`, or None if no part has a product. parts: {name: this rank's rows}."""
     if adapters is None or not any(name in adapters for name in parts):
         return None
     return PartsProduct(adapters, parts)

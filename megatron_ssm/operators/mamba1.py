@@ -1,9 +1,9 @@
 """The Mamba-1 mixer, split by channel over the tensor-parallel ranks.
 
 Each of T ranks holds I/T of the I inner channels: their rows of in_proj, their convolution, their A, D and dt. Two
-projections mix channels, so their outputs are summed over the ranks: x_proj, whose output (dt, B and C) every channel reads,
-and out_proj. That is two all-reduces per block, of R + 2N and of H elements per token, with dt of rank R, N states per
-channel and hidden size H. docs/concepts/splitting-an-ssm.md describes each step.
+projections mix channels, so their outputs are summed over the ranks: x_proj, whose output (dt, B and C) every channel
+reads, and out_proj. These are two all-reduces per block, of R + 2N and of H elements per token, with dt of rank R, N states
+per channel and hidden size H. docs/concepts/splitting-an-ssm.md describes each step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,10 +47,21 @@ SELECTIVE_NUMBERS = 256  # the C kernel of the scan keeps a state for SELECTIVE_
 
 @dataclass(frozen=True)
 class Mamba1Spec(Spec):
-    """The sizes of a Mamba-1 mixer. heads: each has an x_proj of its own. inner_norm_eps: of norms of dt, B and C; None:
-    there are none. inner_norm_weights: whether these norms have weights, in mixers of one head. dt_range: of new models,
-    the smallest and largest dt, and a floor. interleaved: whether files store the rows of x and z in turn. stored_by_head:
-    whether they store what is split by channel with the heads as the first dimension.
+    """The sizes of a Mamba-1 mixer.
+
+    Attributes:
+        hidden_size: The size of the input and the output.
+        channels: The number of inner channels.
+        state_size: N; the state of a channel has N elements.
+        conv_kernel: The number of taps of the convolution.
+        dt_rank: The rank of dt.
+        heads: The number of heads; each has its own x_proj.
+        bias, conv_bias: True if in_proj and out_proj have biases, and if the convolution has one.
+        inner_norm_eps: The eps of the norms of dt, B and C; None: no norms.
+        inner_norm_weights: True if these norms have weights, in mixers with one head.
+        dt_range: (smallest dt, largest dt, floor) for the initialization of dt_bias.
+        interleaved: True if files store the rows of x and z alternately.
+        stored_by_head: True if parameters that are split by channel have the heads as first dimension in files.
     """
 
     hidden_size: int
@@ -78,9 +89,9 @@ class Mamba1Spec(Spec):
         return RecurrenceSizes(self.channels, 1, self.state_size, self.heads, "channels")
 
     def fields(self) -> Iterator[Field]:
-        """Everything is split by channel, x_proj and out_proj by input channel.
+        """Parameters are split by channel, x_proj and out_proj by input channel.
 
-        The x_proj of several heads stand side by side; a rank that holds only some channels of a head has its columns.
+        The x_proj of several heads are concatenated; a rank with only some channels of a head has their columns.
         """
         inner, rank, state = self.channels, self.dt_rank, self.state_size
         by_channel: dict[str, Any] = dict(units=inner, heads=self.heads if self.stored_by_head else 0)
@@ -111,12 +122,12 @@ class Mamba1Spec(Spec):
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`.
 
-        In a prompt, at the scan: x and z, the convolution's output (which y overwrites), dt, and the projection that holds
-        dt, B and C; on CUDA also copies of x, dt, z, B and C with channels first, y, and the gated y.
+        In a prompt, the scan needs x and z, the convolution's output (which y overwrites), dt, and the projection to dt, B
+        and C; on CUDA also copies of x, dt, z, B and C with channels first, y, and the gated y.
         """
         s, i, N, rank = work.itemsize, self.channels // work.ranks, self.state_size, self.dt_rank
         heads, hidden = max(1, self.heads // work.ranks), self.hidden_size
-        copies = s * (5 * i // heads + 2 * N) if work.on_cuda else 0  # heads run one after the other
+        copies = s * (5 * i // heads + 2 * N) if work.on_cuda else 0  # heads are computed one after the other
         parameters = heads * (rank + 2 * N)  # dt, B and C of this rank's channels, before dt is projected
         normalized = parameters + 3 if self.inner_norm_eps is not None else 0
         parts = 5 if self.inner_norm_weights else 1  # copies of dt, B and C
@@ -138,12 +149,11 @@ class Mamba1Spec(Spec):
 class MambaMixer(Operator):
     """The selective state-space mixer.
 
-    With inner norms, dt, B and C are normalized after their sum, the same on every rank, so nothing more is sent. Channels
-    may form heads with an x_proj each. A rank with whole heads needs no sum there; with more ranks than heads, the ranks
-    that hold the same head (`head_ranks`) sum among themselves.
+    Inner norms apply to dt, B and C after their sum over the ranks, so they send nothing more. With several heads, a rank
+    that holds whole heads needs no sum of x_proj; with more ranks than heads, the ranks of one head (`head_ranks`) sum it.
 
-    Sends the all-reduce of x_proj, if there are fewer heads than ranks; so does backward, of its gradient. Over context
-    ranks, both directions also pass the convolution's inputs and states, or exchange channels (see `context`).
+    Forward sends the all-reduce of x_proj if there are fewer heads than ranks, and backward that of its gradient. Over
+    context ranks, both directions also pass the convolution's inputs and states, or exchange channels (see `context`).
     """
 
     small_matrices = ("x_proj", "dt_proj")
@@ -171,8 +181,10 @@ class MambaMixer(Operator):
         self.out_proj = RowParallelLinear(inner, spec.hidden_size, spec.bias, ranks, **where)
 
     def new_state(self, batch: int) -> State:
-        """conv: (batch, K-1, this rank's channels), the last inputs of the convolution of K taps. state: (batch, N, this
-        rank's channels), at least fp32.
+        """An empty state.
+
+        conv: (batch, K-1, this rank's channels), the last inputs of the convolution of K taps. state: (batch, N, this rank's
+        channels), at least fp32.
         """
         device, dtype = self.D.device, self.conv.weight.fields[0].dtype
         conv = torch.zeros(batch, self.kernel - 1, self.channels, dtype=dtype, device=device)
@@ -214,36 +226,38 @@ class MambaMixer(Operator):
         out = lowered_linear(tape, self.out_proj, y, adapter_of(self.lora, "out_proj"))
         return Lowered(out, bias=self.out_proj.bias)
 
-    def _gated(self, x: torch.Tensor, z: torch.Tensor, call: Call, held: State | None) -> torch.Tensor:
-        """The input of out_proj, (batch, seq, this rank's channels). Its temporaries are freed when it returns."""
-        conv, state = (None, None) if held is None else (held["conv"][call.rows], held["state"][call.rows])
+    def _gated(self, x: torch.Tensor, z: torch.Tensor, call: Call, cache: State | None) -> torch.Tensor:
+        """The input of out_proj (batch, seq, this rank's channels). Its temporaries are freed when it returns."""
+        conv, state = (None, None) if cache is None else (cache["conv"][call.rows], cache["state"][call.rows])
         state = None if call.begins and cuda_kernels.on_cuda(x) else state  # mamba-ssm's scan starts from zeros
         x = x if call.mask is None else x * call.mask
-        x, conv = self.conv(x, conv, overwrite=held is not None)
+        x, conv = self.conv(x, conv, overwrite=cache is not None)
         x = x if call.mask is None else x * call.mask
         heads = self._head_slices()
         scans = [self._scan(x[..., h], z[..., h], h, None if state is None else state[..., h]) for h in heads]
         y, state = map(_side_by_side, zip(*scans, strict=True))
-        if held is not None:
-            held.update(call.rows, conv=conv, state=state)
+        if cache is not None:
+            cache.update(call.rows, conv=conv, state=state)
         return y
 
-    def _gated_over_context(self, mixed: torch.Tensor, z: torch.Tensor, call: Call, held: State | None) -> torch.Tensor:
-        """`_gated` of this rank's tokens of a sequence that is spread over the context ranks."""
+    def _gated_over_context(
+        self, mixed: torch.Tensor, z: torch.Tensor, call: Call, cache: State | None
+    ) -> torch.Tensor:
+        """`_gated` for this rank's tokens of a sequence that is split over the context ranks."""
         context: Any = self.context
         history, state = None, None
-        if held is not None and not call.begins:
-            history, state = held["conv"][call.rows], held["state"][call.rows]
+        if cache is not None and not call.begins:
+            history, state = cache["conv"][call.rows], cache["state"][call.rows]
         x = context.to_blocks(mixed)
         x, _ = self.conv(x, halo(x, self.kernel - 1, context, history))
-        sharding = None if held is None else call.sharding  # without a cache, nobody reads the final state
+        sharding = None if cache is None else call.sharding  # without a cache, the final state is unused
         inputs = [self._scan_inputs(x[..., h], context.to_blocks(z)[..., h], h, sharding) for h in self._head_slices()]
-        if held is None and context.exchanges_channels:
+        if cache is None and context.exchanges_channels:
             return context.from_blocks(selective_scan_by_channels(inputs, context))
         y, passed = selective_scan_over_context(inputs, context, state)
-        if held is not None and call.sharding is not None:
-            keep_last_inputs(mixed, call, held)
-            held["state"][call.rows] = passed.whole_final().transpose(1, 2)
+        if cache is not None and call.sharding is not None:
+            keep_last_inputs(mixed, call, cache)
+            cache["state"][call.rows] = passed.whole_final().transpose(1, 2)
         return context.from_blocks(y)
 
     def _head_slices(self) -> list[slice]:
@@ -252,7 +266,7 @@ class MambaMixer(Operator):
         return [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
 
     def _sum(self, parameters: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of their parts of [dt | B | C] (..., R + 2N); then each is normalized if it has a norm."""
+        """The sum over the ranks of their summands of [dt | B | C] (..., R + 2N), then the inner norms if there are any."""
         ranks = self.head_ranks
         if self.inner_norm_eps is None:
             return sum_over_ranks(parameters, ranks.group, ranks.all_reduce_exact_once)
@@ -265,16 +279,16 @@ class MambaMixer(Operator):
     def _scan(self, x, z, head: slice, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The gated output and the next state of one head's channels (batch, seq, width). Its temporaries are freed.
 
-        A state from a cache is overwritten, and so is x, the output of the convolution, unless a hook may have kept it.
+        The state is overwritten, and so is x, the output of the convolution, unless a hook may have stored it.
         """
         return self._scan_inputs(x, z, head).scan(state, state is not None, is_plain(self.conv, Convolution))
 
     def _scan_inputs(
         self, x: torch.Tensor, z: torch.Tensor, head: slice, sharding: TokenSharding | None = None
     ) -> ScanInputs:
-        """x_proj and dt_proj of one head's channels (batch, seq, width), and what else its scan reads.
+        """The inputs of the scan of one head's channels (batch, seq, width), after x_proj and dt_proj.
 
-        sharding: whose padding does not change the state.
+        sharding: The split of the tokens, whose padding must not change the state.
         """
         parameters = linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj)
         parameters = self._sum(with_adapter(parameters, adapter_of(self.lora, "x_proj"), x))
@@ -286,5 +300,5 @@ class MambaMixer(Operator):
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The channels of several heads in one tensor; that of a single head is not copied."""
+    """The concatenation of the channels of several heads; a single head is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)

@@ -1,9 +1,9 @@
 """The Mamba-2 mixer, split by head over the tensor-parallel ranks.
 
 Each of T ranks holds 1/T of the heads: their rows of z, x and dt, and the B and C of their groups. With fewer groups G
-than ranks, T/G consecutive ranks hold the same B and C and add up their gradients. in_proj computes dt, B and C, so
-nothing has to be summed before the scan. The ranks sum the output of out_proj and, if a group of the gated norm spans
-several ranks, the sums of squares of the norm:
+than ranks, T/G consecutive ranks hold the same B and C and sum their gradients. in_proj computes dt, B and C, so nothing
+has to be summed before the scan. The ranks sum the output of out_proj and, if a group of the gated norm spans several
+ranks, the sums of squares of the norm:
 
 - G % T = 0: the norm is local. One all-reduce per block.
 - G = 1: 1/sqrt(mean square) is one number per token, and multiplying by it commutes with out_proj. So the sum of squares is
@@ -52,11 +52,21 @@ GATE_FIRST, NORM_FIRST, NO_NORM = "gate first", "norm first", "no norm"
 
 @dataclass(frozen=True)
 class Mamba2Spec(Spec):
-    """The sizes of a Mamba-2 mixer. groups: heads of a group share B and C, and the gated norm is over a group's channels.
+    """The sizes of a Mamba-2 mixer. The heads of a group share B and C, and the gated norm is over a group's channels.
 
-    norm: what precedes out_proj. GATE_FIRST is norm(y * silu(z)), NORM_FIRST norm(y) * silu(z), NO_NORM y * silu(z). bias:
-    whether in_proj has biases; out_bias: whether out_proj has them, None: as in_proj. scales: constants that multiply z, x,
-    B, C and dt after in_proj. dt_limit: of the step sizes in prompts. dt_range: as for `Mamba1Spec`.
+    Attributes:
+        hidden_size: The size of the input and the output.
+        heads, head_dim: The number of heads and the size of a head.
+        state_size: N; the state of a head is (N, head_dim).
+        groups: The number of groups.
+        conv_kernel: The number of taps of the convolution.
+        norm_eps: The eps of the gated norm.
+        bias, out_bias: True if in_proj has a bias, and if out_proj has one; None: as in_proj.
+        conv_bias: True if the convolution has a bias.
+        dt_limit: The limits of dt in prompts.
+        dt_range: (smallest dt, largest dt, floor) for the initialization of dt_bias.
+        norm: The input of out_proj. GATE_FIRST: norm(y * silu(z)), NORM_FIRST: norm(y) * silu(z), NO_NORM: y * silu(z).
+        scales: Constants that multiply z, x, B, C and dt after in_proj.
     """
 
     hidden_size: int
@@ -76,7 +86,7 @@ class Mamba2Spec(Spec):
 
     @property
     def channels(self) -> int:
-        """The values of all heads."""
+        """The number of channels of all heads."""
         return self.heads * self.head_dim
 
     @property
@@ -121,9 +131,10 @@ class Mamba2Spec(Spec):
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`.
 
-        In a prompt, at the scan: z, x, B, C, dt; the convolution's outputs; two copies of dt in at least fp32; y. On CUDA
-        also, in fp32, the state of each chunk alone and with all earlier chunks, and C B^T within chunks. In training: the
-        projection, the convolution, dt, and after the scan y, silu(z), their product, the norm's products, and a sum.
+        In a prompt, the scan needs z, x, B, C, dt; the convolution's outputs; two copies of dt in at least fp32; y. On CUDA
+        it also needs, in fp32, the state of each chunk alone and with all earlier chunks, and C B^T within chunks. Training
+        stores the projection, the convolution, dt, and after the scan y, silu(z), their product, the norm's products, and a
+        sum.
         """
         ranks, s, N, hidden = work.ranks, work.itemsize, self.state_size, self.hidden_size
         i, heads, groups = self.channels // ranks, self.heads // ranks, max(1, self.groups // ranks)
@@ -135,7 +146,7 @@ class Mamba2Spec(Spec):
         if work.on_cuda:
             scan += 4 * (2 * i * N // CUDA_SSD_CHUNK + groups * CUDA_SSD_CHUNK)
         wide_copies = 3 + (s != work.wide_itemsize)
-        # There is no kernel for NORM_FIRST, and torch makes copies in at least fp32.
+        # NORM_FIRST has no kernel, so torch makes copies in at least fp32.
         normed = (wide_copies * work.wide_itemsize - s) * i if self.norm == NORM_FIRST else 0
         steps, whole = 2 if self.dt_limit == NO_LIMIT else 3, hidden * work.share
         gated = 4 * i + 1 + whole + 2 * work.share if is_fused else 5 * i + groups if has_norm else 3 * i
@@ -158,17 +169,17 @@ class Mamba2Spec(Spec):
 class Mamba2Mixer(Operator):
     """The mixer of state-space duality.
 
-    Forward sends nothing, or with 1 < groups < ranks an all-reduce; its partial output has the sums of squares beside it if
-    there is one group. Backward sends, with fewer groups than ranks, one all-reduce for each tensor that holds B and C (the
-    weights, and biases if there are any, of in_proj and of the convolution); and with 1 < groups < ranks one of the
-    gradients of the sums of squares. Over context ranks, both directions also pass the convolution's inputs and states, or
+    Forward sends nothing, or one all-reduce if 1 < groups < ranks. With one group, its partial output has the sums of
+    squares as a column. Backward sends one all-reduce of the gradients of the sums of squares if 1 < groups < ranks. With
+    fewer groups than ranks it also sends one all-reduce for each parameter with rows of B and C: the weights and biases of
+    in_proj and of the convolution. Over context ranks, both directions also pass the convolution's inputs and states, or
     exchange channels (see `context`).
     """
 
     A_log: nn.Parameter
     D: nn.Parameter
     dt_bias: nn.Parameter
-    norm_weight: nn.Parameter  # None if there is no norm
+    norm_weight: nn.Parameter  # None without a norm
 
     def __init__(self, spec: Mamba2Spec, place: Place):
         ranks, where, wide = place.ranks, place.where, at_least_fp32(place.dtype)
@@ -191,8 +202,10 @@ class Mamba2Mixer(Operator):
         self.out_proj = RowParallelLinear(inner, spec.hidden_size, spec.has_out_bias, ranks, **where)
 
     def new_state(self, batch: int) -> State:
-        """conv: (batch, K-1, channels of x, B and C), the last inputs of the convolution of K taps. state: (batch, this
-        rank's heads, N, head_dim), at least fp32.
+        """An empty state.
+
+        conv: (batch, K-1, channels of x, B and C), the last inputs of the convolution of K taps. state: (batch, this rank's
+        heads, N, head_dim), at least fp32.
         """
         device, wide = self.D.device, at_least_fp32(self.D.dtype)
         channels = sum(self.rows[name] for name in "xBC")
@@ -212,7 +225,7 @@ class Mamba2Mixer(Operator):
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
         """See `Operator`. projected: [z | x | B | C | dt] of this rank.
 
-        dt is clamped to the specification's limits, except while decoding. That is what transformers does, so the logits of
+        dt is clamped to the specification's limits, except while decoding: transformers does so, and the logits of
         checkpoints with limits depend on it.
         """
         normed, squares = self._normed(*self._scanned(projected, call, state))
@@ -222,9 +235,9 @@ class Mamba2Mixer(Operator):
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
         if not (self.local_norm or self.fused_norm):
-            raise NotLowered("a norm over a group on some of the ranks")
+            raise NotLowered("a norm over a group that spans some of the ranks")
         if self.norm == NORM_FIRST:
-            raise NotLowered("a gate after the norm")
+            raise NotLowered("norm before gate")
         inner, bc = self.rows["x"], self.rows["B"]
         projected, first = lowered_linear(tape, self.in_proj, x, adapter_of(self.lora, "in_proj")), 0
         for scale, rows in zip(self.scales, self.rows.values(), strict=True):
@@ -253,45 +266,45 @@ class Mamba2Mixer(Operator):
         """out * 1/sqrt(mean square + eps) of each token."""
         return out * torch.rsqrt(squares / self.group_channels + self.eps)
 
-    def _scanned(self, projected, call: Call, held: State | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of the scan and the gate z, (batch, seq, this rank's channels) each. Frees its temporaries."""
+    def _scanned(self, projected, call: Call, cache: State | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output of the scan and the gate z, both (batch, seq, this rank's channels). Frees its temporaries."""
         inner, bc = self.rows["x"], self.rows["B"]
-        conv, state = (None, None) if held is None else (held["conv"][call.rows], held["state"][call.rows])
+        conv, state = (None, None) if cache is None else (cache["conv"][call.rows], cache["state"][call.rows])
         z, xBC, dt = projected.split([inner, inner + 2 * bc, self.heads], dim=-1)
         if self.context is not None and call.sharding is not None:
-            return self._scanned_over_context(xBC, dt, call, held), z
+            return self._scanned_over_context(xBC, dt, call, cache), z
         dt = self._step_sizes(dt, call.decoding)
         xBC = xBC if call.mask is None else xBC * call.mask
-        xBC, conv = self.conv(xBC, conv, overwrite=held is not None)
+        xBC, conv = self.conv(xBC, conv, overwrite=cache is not None)
         xBC = xBC if call.mask is None else xBC * call.mask
         x, B, C = self._parts(xBC)
-        may_round = isinstance(getattr(self.out_proj, "weight", None), QuantizedMatrix)  # whose products round as well
+        may_round = isinstance(getattr(self.out_proj, "weight", None), QuantizedMatrix)  # its products round as well
         how: dict[str, Any] = dict(one_by_one=True) if call.speculative else dict(may_round=may_round)
-        y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=held is not None, **how)
-        if held is not None:
-            held.update(call.rows, conv=conv, state=state)
+        y, state = ssd(x, dt, self.A_log, B, C, self.D, state, overwrite=cache is not None, **how)
+        if cache is not None:
+            cache.update(call.rows, conv=conv, state=state)
         return y.flatten(2), z
 
     def _scanned_over_context(
-        self, mixed: torch.Tensor, dt: torch.Tensor, call: Call, held: State | None
+        self, mixed: torch.Tensor, dt: torch.Tensor, call: Call, cache: State | None
     ) -> torch.Tensor:
-        """The output of the scan for this rank's tokens of a sequence that is spread over the context ranks."""
+        """The output of the scan for this rank's tokens of a sequence that is split over the context ranks."""
         context: Any = self.context
         history, state = None, None
-        if held is not None and not call.begins:
-            history, state = held["conv"][call.rows], held["state"][call.rows]
+        if cache is not None and not call.begins:
+            history, state = cache["conv"][call.rows], cache["state"][call.rows]
         xBC, dt = context.to_blocks(mixed), self._step_sizes(dt)
         xBC, _ = self.conv(xBC, halo(xBC, self.kernel - 1, context, history))
         x, B, C = self._parts(xBC)
-        if held is not None and call.sharding is not None:
+        if cache is not None and call.sharding is not None:
             dt = call.sharding.mask_padding(dt)
         inputs = x, context.to_blocks(dt), self.A_log, B, C, self.D, context
-        if held is None and context.exchanges_channels:
+        if cache is None and context.exchanges_channels:
             return context.from_blocks(ssd_by_heads(*inputs)).flatten(2)
         y, passed = ssd_over_context(*inputs, state)
-        if held is not None and call.sharding is not None:
-            keep_last_inputs(mixed, call, held)
-            held["state"][call.rows] = passed.whole_final().unflatten(2, held["state"].shape[2:])
+        if cache is not None and call.sharding is not None:
+            keep_last_inputs(mixed, call, cache)
+            cache["state"][call.rows] = passed.whole_final().unflatten(2, cache["state"].shape[2:])
         return context.from_blocks(y).flatten(2)
 
     def _parts(self, xBC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -307,7 +320,7 @@ class Mamba2Mixer(Operator):
 
     @property
     def local_norm(self) -> bool:
-        """True if this rank holds all channels of its groups, so that it normalizes them alone; or there is no norm."""
+        """True if this rank holds all channels of its groups, or there is no norm, so that the norm is local."""
         return self.all_groups >= self.ranks.size or self.norm == NO_NORM
 
     @property
@@ -316,10 +329,10 @@ class Mamba2Mixer(Operator):
         return self.ranks.size > 1 and self.all_groups == 1 and self.norm != NO_NORM
 
     def _normed(self, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(norm(y * silu(z)) * weight, None); the norm is over all channels of a group, on all ranks that hold them.
+        """The input of out_proj (batch, seq, this rank's channels), and the sums of squares for its all-reduce or None.
 
-        With `fused_norm`: (the same without the factor 1/sqrt(mean square), this rank's sum of squares (batch, seq, 1)).
-        Or what else the specification's `norm` says.
+        See `Mamba2Spec.norm`. The norm is over all channels of a group, on all ranks that hold them. With `fused_norm`, the
+        first lacks the factor 1/sqrt(mean square), and the second is this rank's sum of squares (batch, seq, 1).
         """
         if self.norm == NO_NORM:
             gate = F.silu(z)
@@ -341,7 +354,7 @@ class Mamba2Mixer(Operator):
         return y if gates_first else y * gate.to(y.dtype), squares if fused else None
 
     def _sum_of_group(self, squares: torch.Tensor) -> torch.Tensor:
-        """This rank's sum of squares (batch, seq, 1) -> that of its group, by an all-reduce of one column per group."""
+        """This rank's sum of squares (batch, seq, 1) -> its group's sum. One all-reduce of a column for each group."""
         group = self.ranks.piece_index(self.all_groups)
         columns = F.pad(squares, (group, self.all_groups - 1 - group))
         return sum_over_ranks(columns, self.ranks.group, self.ranks.all_reduce_exact_once)[..., group : group + 1]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
-    Product,
     ReplicatedLinear,
     RowParallelLinear,
     apply_layer,
@@ -21,7 +20,7 @@ from megatron_ssm.stack.stack import Spec
 from megatron_ssm.tape.builder import Buffer, Builder
 
 from .call import Call
-from .low_rank import adapter_of, adapter_of_parts
+from .low_rank import Adapters, adapter_of, adapter_of_parts
 from .operator import Lowered, Operator, Partial, Place, lowered_linear
 from .state import State
 
@@ -45,8 +44,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class MlpSpec(Spec):
     """The sizes of an MLP: down(activation(gate_scale * gate(x)) * up(x)), or down(activation(up(x))) if it is not gated.
 
-    channels: of the inner dimension. packed: whether files store gate and up in one tensor. scored: whether the output is
-    multiplied by the sigmoid of a product with the input, one number for each token.
+    Attributes:
+        hidden_size: The size of the input and the output.
+        channels: The inner dimension.
+        activation: A name of ACTIVATIONS.
+        gated: True if there is a gate projection.
+        bias: True if all projections have biases.
+        packed: True if checkpoint files store gate and up in one tensor.
+        gate_scale: A constant that multiplies the gate projection.
+        scored: True if the output is multiplied by sigmoid(score(x)), one number per token.
     """
 
     hidden_size: int
@@ -64,7 +70,7 @@ class MlpSpec(Spec):
         return ("gate", "up") if self.gated else ("up",)
 
     def fields(self) -> Iterator[Field]:
-        """Everything is split by channel."""
+        """All parameters but the score are split by channel."""
         rows = dict.fromkeys(self.inputs, self.channels)
         if self.packed:
             yield from packed("gate_up", rows, rows, (self.hidden_size,), self.bias, hf="gate_up_proj")
@@ -107,9 +113,9 @@ class MlpSpec(Spec):
 
 
 class Mlp(Operator):
-    """The MLP between the projections `gate_up` and `down_proj`; its parameters may also be those of a larger block.
+    """The MLP between the projections `gate_up` and `down_proj`. Its parameters may also be those of a larger block.
 
-    Sends nothing, forward and backward, but one all-reduce in backward for the weight of `score`, if it has one.
+    Sends nothing, except one all-reduce in backward for the weight of `score` if it exists.
     """
 
     score: ReplicatedLinear
@@ -121,18 +127,21 @@ class Mlp(Operator):
             self.score = ReplicatedLinear((1, spec.hidden_size), False, place.ranks, **place.where)
 
     def build_mlp(self, spec: MlpSpec, place: Place) -> None:
-        """Make the parameters."""
+        """Create the parameters."""
         ranks, where = place.ranks, place.where
         self.mlp_spec, self.mlp_rows = spec, spec.rows(ranks.size)
         self.activation = ACTIVATIONS[spec.activation]
         self.gate_up = ColumnParallelLinear(spec.hidden_size, self.mlp_rows, spec.bias, ranks, **where)
         self.down_proj = RowParallelLinear(self.mlp_rows["up"], spec.hidden_size, spec.bias, ranks, **where)
 
-    def project(self, x: torch.Tensor, extra: Product | None = None) -> Any:
-        """[gate | up] of this rank, or [up]; beside it the score, if any. extra: a low-rank product that is added."""
+    def input_adapter(self, lora: Adapters | None) -> Any:
+        """The low-rank product of `gate_up` among adapters: its own, or those of its projections; or None."""
         parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
-        adapter = extra or adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts)
-        projected = apply_layer(self.gate_up, x, adapter)
+        return adapter_of(lora, "gate_up_proj") or adapter_of_parts(lora, parts)
+
+    def project(self, x: torch.Tensor) -> Any:
+        """[gate | up] or [up] of this rank; a tuple with the score if it exists."""
+        projected = apply_layer(self.gate_up, x, self.input_adapter(self.lora))
         return (projected, self.score(x)) if self.mlp_spec.scored else projected
 
     def mix(self, projected: Any, call: Call, state: State | None = None) -> Partial:
@@ -143,9 +152,7 @@ class Mlp(Operator):
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
-        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
-        lora = adapter_of(self.lora, "gate_up_proj") or adapter_of_parts(self.lora, parts)
-        inner = self.lower_activated(tape, lowered_linear(tape, self.gate_up, x, lora))
+        inner = self.lower_activated(tape, lowered_linear(tape, self.gate_up, x, self.input_adapter(self.lora)))
         out = lowered_linear(tape, self.down_proj, inner, adapter_of(self.lora, "down_proj"))
         tape.release(inner)
         if self.mlp_spec.scored:

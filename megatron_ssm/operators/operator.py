@@ -27,7 +27,7 @@ from .state import State, read_speculatively
 
 @dataclass
 class Place:
-    """The ranks of an operator, and the dtype and device of its parameters.
+    """The arguments with which operators are built: their ranks, and the dtype and device of their parameters.
 
     Attributes:
         ranks: The tensor-parallel ranks that its parameters are split over.
@@ -88,7 +88,10 @@ class Partial:
 class Lowered:
     """`Partial` on a tape.
 
-    columns: sums of squares for a grouped RMSNorm of the output; each covers `group` channels, and `eps` is added.
+    Attributes:
+        out, columns, bias: As in `Partial`. The columns are sums of squares for a grouped RMSNorm of the output.
+        group: The number of channels that a column covers.
+        eps: The number that the norm adds to the mean of squares.
     """
 
     out: Buffer
@@ -162,7 +165,7 @@ def check_plain(*modules: torch.nn.Module) -> None:
 
 
 def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) -> Buffer:
-    """A column- or row-parallel layer and its adapter on a tape. The bias of a row-parallel layer is left to the unit."""
+    """A column- or row-parallel layer and its adapter on a tape. The unit adds the bias of a row-parallel layer."""
     if any(isinstance(each, Packed) and not each.is_packed for each in layer.modules()):
         raise NotLowered("packed parameters that were replaced")
     is_column = isinstance(layer, ColumnParallelLinear)
@@ -176,7 +179,7 @@ def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) ->
 
 
 def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -> None:
-    """Add low-rank products to the columns of their parts on a tape."""
+    """Add the low-rank products of merged layers to their columns of y on a tape."""
     for first, each in parts.by_column if parts else ():
         add_low_rank(tape, y.columns(first, each.rows), x, each.down, each.up(), each.scale)
 
@@ -184,9 +187,9 @@ def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -
 def add_low_rank(tape: Builder, y: Buffer, x: Buffer, down: torch.Tensor, up: torch.Tensor, scale: float = 1.0) -> None:
     """y += scale * (x down^T) up^T on a tape."""
     low = tape.matmul(x, down)
-    more = tape.matmul(low, up)
-    tape.add(y, more, scale, into=True)
-    tape.release(low, more)
+    product = tape.matmul(low, up)
+    tape.add(y, product, scale, into=True)
+    tape.release(low, product)
 
 
 def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
@@ -201,7 +204,7 @@ def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tens
 
 
 def mix(operator: Operator, projected: Any, call: Call, state: State | None) -> Partial:
-    """`operator.mix`, also in speculative calls, whose tokens may be rejected."""
+    """Call `operator.mix`. In speculative calls, keep the information that rollback needs (`read_speculatively`)."""
     if call.speculative and state is not None and state.fixed:
         return read_speculatively(operator.mix, projected, call, state, operator.ranks.recomputation)
     return operator.mix(projected, call, state)
@@ -218,11 +221,11 @@ def run(operator: Operator, x: torch.Tensor, call: Call, state: State | None = N
 def sum_of(
     partials: Sequence[Partial], ranks: Ranks, scales: Sequence[float] = (), keep_for_recomputation: bool = False
 ) -> torch.Tensor:
-    """The sum over ranks and operators of each operator's output times its scale: (batch, seq, hidden), whole.
+    """The sum over ranks and operators of each operator's output times its scale: (batch, seq, hidden).
 
-    It takes one message: the summands of operators without a `finish` are added up first; those of the others, and all exact
-    columns, are further columns of the message. The sum is in the model's wire format. With sequence parallelism it is an
-    exact reduce-scatter, and the result has this rank's tokens.
+    It sends one message. The summands of operators without `finish` are added up before it; the summands of the others, and
+    all exact columns, are further columns of the message. Without sequence parallelism the message is an all-reduce in the
+    model's wire format; with it, an exact reduce-scatter, and the result has this rank's tokens.
 
     keep_for_recomputation: Store the sum, because recomputation of later operations needs it.
     """

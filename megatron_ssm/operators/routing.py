@@ -1,4 +1,4 @@
-"""The reports of routers of experts in training: losses that let them use all experts, and how often each was chosen.
+"""Reports of the routers of experts in training: auxiliary losses, and the number of tokens of each expert.
 
 Sources: Megatron-Core 0.16, `transformer/moe/moe_utils.py` and `router.py`; transformers' `load_balancing_loss_func`.
 """
@@ -20,13 +20,18 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """The losses that are added to the model's, times `balance` and `z`; 0: not at all.
+    """The auxiliary losses of routers: coefficients, and the form of the load-balancing loss.
 
-    form: of the load-balancing loss. With f_e, the share of the choices that expert e got, and P_e, its mean score, aux_loss
-    is the sum over layers of E sum_e f_e P_e over the tokens of a micro-batch on all context ranks (Megatron's definition);
-    seq_aux_loss is its mean over sequences, each by itself; pooled_aux_loss takes f and P over all layers together, and
-    multiplies by the number of chosen experts (transformers' definition). The z loss is the sum over layers of the mean of
-    logsumexp(logits)^2.
+    With f_e the fraction of the choices that select expert e, and P_e its mean score, the forms are
+
+    - aux_loss: the sum over layers of E sum_e f_e P_e over the tokens of a micro-batch on all context ranks (Megatron),
+    - seq_aux_loss: the mean of aux_loss over sequences, each computed alone (Megatron),
+    - pooled_aux_loss: with f and P over all layers together, times the number of chosen experts (transformers).
+
+    Attributes:
+        form: The form of the load-balancing loss.
+        balance: The coefficient of the load-balancing loss; 0 disables it.
+        z: The coefficient of the z-loss, the sum over layers of the mean of logsumexp(logits)^2; 0 disables it.
     """
 
     form: str = "aux_loss"
@@ -36,10 +41,12 @@ class RouterLosses:
 
 @dataclass
 class Routing:
-    """The reports of routers in calls of `Model.loss`.
+    """The reports of routers in calls of `Model.loss`, since `take` last emptied them.
 
-    losses: to add. loads: {operator: how many tokens of this rank chose each of its experts, int64}, since it was emptied.
-    values: {"load_balancing_loss" or "z_loss": this rank's share of the mean over replicas, since it was emptied}.
+    Attributes:
+        losses: The auxiliary losses to add.
+        loads: {operator: the number of tokens of this rank that chose each of its experts, int64}.
+        values: {"load_balancing_loss" or "z_loss": this rank's share of the mean over replicas}.
     """
 
     losses: RouterLosses = field(default_factory=RouterLosses)
@@ -49,18 +56,18 @@ class Routing:
     _terms: dict[str, list[Any]] = field(default_factory=dict)
 
     def begin(self, valid: Tensor) -> None:
-        """A call of the model begins. valid: (seq,), which of this rank's tokens of a row are no padding; later ones are."""
+        """Begin a call of the model. valid: (seq,) bool, False at padding; tokens after it are padding as well."""
         self._valid, self._terms = valid, {name: [] for name in ("balance", "z")}
 
     def report(self, operator: Any, router: Router, logits: Tensor, index: Tensor) -> None:
-        """A router has chosen the experts `index` (tokens, chosen) by logits (batch, seq, experts).
+        """Record that a router chose the experts `index` (tokens, chosen) by logits (batch, seq, experts).
 
-        Adds its losses. Sends one all-reduce of the choices over the context ranks, if there is a load-balancing loss.
+        Adds its losses. Sends one all-reduce of the choices over the context ranks if there is a load-balancing loss.
         """
         if not torch.is_grad_enabled():
             return
         batch, seq = logits.shape[:2]
-        assert self._valid is not None, "a call of `Model.loss` has begun"
+        assert self._valid is not None
         valid = F.pad(self._valid, (0, seq - len(self._valid))).expand(batch, seq)
         recomputation, losses = operator.ranks.recomputation, self.losses
         is_first = not recomputation.is_repeating
@@ -86,10 +93,10 @@ class Routing:
                 self._terms["z"].append(term)
 
     def added_to(self, loss: Tensor, ranks: Ranks, replicas: int) -> Tensor:
-        """The loss, whose gradients are also those of the routers' losses.
+        """The loss of the model. Its backward pass also gives routers the gradients of the auxiliary losses.
 
-        The gradients of all replicas and context ranks add up to those of the mean over replicas. Those of tensor-parallel
-        ranks, each of which has all tokens, add up in backward, so that each has its share of them.
+        The sum of the gradients over replicas and context ranks is the gradient of the mean over replicas. Every
+        tensor-parallel rank has all tokens, so each gets an equal share, and backward adds them up.
         """
         total = loss.new_zeros(())
         for name, weight, value in self._of_call():
@@ -108,10 +115,9 @@ class Routing:
         return found
 
     def take(self, group: ProcessGroup | None, micro_batches: int) -> tuple[dict[str, float], dict[Any, Tensor]]:
-        """(values, as the mean over micro-batches; loads) of all ranks of `group`, and forget them.
+        """(values, averaged over micro-batches; loads), summed over the ranks of `group`; then forget them.
 
-        group: the ranks that have other tokens; they call it together. Sends one all-reduce of the loads, and one of the
-        values.
+        group: The ranks with different tokens, which all call this. Sends one all-reduce of the loads and one of the values.
         """
         loads, values = self.loads, self.values
         self.loads, self.values = {}, {}
@@ -128,9 +134,9 @@ class Routing:
     @staticmethod
     @torch.no_grad()
     def correct(loads: dict[Any, Tensor], rate: float) -> None:
-        """Raise by `rate` the bias with which experts are chosen that got fewer tokens than the mean, and lower the others.
+        """Raise the selection bias of experts with fewer tokens than the mean by `rate`, and lower that of the others.
 
-        Source: Wang et al., "Auxiliary-Loss-Free Load Balancing" (2024), as Megatron does it: once for each step.
+        Source: Wang et al., "Auxiliary-Loss-Free Load Balancing" (2024); like Megatron, once per step.
         """
         for operator, load in loads.items():
             if operator.correction is not None:
@@ -139,13 +145,13 @@ class Routing:
 
 
 def _summed(tensor: Tensor, operator: Any) -> Tensor:
-    """The sum over the ranks that share sequences."""
+    """The sum over the context ranks."""
     context = operator.context
     return tensor if context is None else collectives.all_reduce(tensor, context.group, context.counter)
 
 
 def _balance(choices: Tensor, means: Tensor, router: Router) -> Tensor:
-    """E sum_e f_e P_e of sums over tokens (..., experts)."""
+    """E sum_e f_e P_e from sums over tokens (..., experts) of choices and of scores."""
     count = choices.sum(-1) / router.chosen
     return (choices * means).sum(-1) * router.experts / (router.chosen * count.square())
 
@@ -170,7 +176,7 @@ _FORMS: dict[str, Callable[[list], Tensor]] = {
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """The first argument; backward gives its gradient to both."""
+    """The first argument; backward passes its gradient to both."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor) -> Tensor:

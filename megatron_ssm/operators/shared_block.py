@@ -1,8 +1,8 @@
-"""A shared transformer block: attention and an MLP whose weights several units use, each with keys and values of its own.
+"""A shared transformer block: attention and an MLP that several units invoke with one set of weights.
 
-The input of a use is [hidden state | embeddings], 2 * hidden wide and whole on every rank. Attention and MLP follow one
-another without residual connections, and the output is whole again. Each use sends two all-reduces, of `hidden` elements per
-token each.
+The input of an invocation is [hidden state | embeddings], (batch, seq, 2 * hidden), the same on every rank. Attention and
+MLP follow one another without residual connections, and the output is whole. Each invocation has its own keys and values,
+and sends two all-reduces of `hidden` elements per token.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,7 +42,7 @@ from .state import State
 
 @dataclass(frozen=True)
 class SharedBlockSpec(Spec):
-    """norm -> attention -> norm -> MLP. The attention's input is 2 * hidden wide."""
+    """The sizes of norm -> attention -> norm -> MLP. The input of the attention has size 2 * hidden."""
 
     attended: AttentionSpec
     mlp: MlpSpec
@@ -71,23 +71,26 @@ class SharedBlockSpec(Spec):
         return SharedBlock(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
-        """Nothing: each use counts for itself; see `SharedBlockUseSpec`."""
+        """Nothing: the sizes are those of the invocations; see `SharedBlockInvocationSpec`."""
         return Sizes()
 
 
 @dataclass(frozen=True)
-class SharedBlockUseSpec(Spec):
-    """The modules of one invocation of a shared block: a linear layer, and low-rank adapters.
+class SharedBlockInvocationSpec(Spec):
+    """The modules of one invocation of a shared block: a linear layer, and low-rank adapters of the block.
 
-    use: its number among the uses of all blocks. adapter_rank: of the adapter of the MLP (0: there are none).
-    attention_adapters: whether q, k and v have adapters too. idle: the numbers of other uses whose adapters files repeat
-    with this one; the model keeps them, to save them again.
+    In files, names of the linear layer begin with `linear`, those of adapters with `block.`.
 
-    The names of the linear layer in files begin with `linear`, those of adapters with `block.`.
+    Attributes:
+        block: The specification of the shared block.
+        index: The number of the invocation among those of all blocks.
+        adapter_rank: The rank of the adapters; 0: none.
+        attention_adapters: True if q, k and v have adapters, and not only the MLP.
+        idle: The numbers of other invocations whose adapters files repeat here. They are kept only to be saved again.
     """
 
     block: SharedBlockSpec
-    use: int
+    index: int
     adapter_rank: int = 0
     attention_adapters: bool = False
     idle: tuple[int, ...] = ()
@@ -98,15 +101,15 @@ class SharedBlockUseSpec(Spec):
         return self.block.attention
 
     def fields(self) -> Iterator[Field]:
-        """See `Spec`. Every rank holds the whole linear layer, and one factor of each adapter."""
+        """See `Spec`. Every rank holds the whole linear layer and one factor of each adapter."""
         attended, mlp, rank = self.block.attended, self.block.mlp, self.adapter_rank
         hidden, name = mlp.hidden_size, "block.self_attn.linear_{}_adapter_list.{}."
         yield Field("linear", "linear.weight", (hidden, hidden), init="out_proj")
         for part in "qkv" if self.attention_adapters else "":
-            files = name.format(part, self.use)
+            files = name.format(part, self.index)
             yield Field(f"qkv.down.{part}", files + "0.weight", (rank, 2 * hidden))
             yield Field(f"qkv.up.{part}", files + "1.weight", (2 * hidden, rank), 0, attended.heads)
-        files = f"block.feed_forward.gate_up_proj_adapter_list.{self.use}."
+        files = f"block.feed_forward.gate_up_proj_adapter_list.{self.index}."
         if rank:
             yield Field("gate_up.down.low", files + "0.weight", (rank, hidden))
             rows = dict.fromkeys(mlp.inputs, mlp.channels)
@@ -114,29 +117,29 @@ class SharedBlockUseSpec(Spec):
         for other in self.idle:
             yield from self._idle_fields(other)
 
-    def _idle_fields(self, use: int) -> Iterator[Field]:
-        """The adapters for another use: every rank holds them unsplit."""
+    def _idle_fields(self, index: int) -> Iterator[Field]:
+        """The adapters of another invocation, not split over the ranks."""
         hidden, rank = self.block.mlp.hidden_size, self.adapter_rank
         parts = {part: f"self_attn.linear_{part}_adapter_list" for part in "qkv"} if self.attention_adapters else {}
         wide = dict.fromkeys(parts, 2 * hidden) | {"gate_up": len(self.block.mlp.inputs) * self.block.mlp.channels}
         inputs = dict.fromkeys(parts, 2 * hidden) | {"gate_up": hidden}
         for part, files in {**parts, "gate_up": "feed_forward.gate_up_proj_adapter_list"}.items():
-            yield Field(f"idle.{use}_{part}_down", f"block.{files}.{use}.0.weight", (rank, inputs[part]))
-            yield Field(f"idle.{use}_{part}_up", f"block.{files}.{use}.1.weight", (wide[part], rank))
+            yield Field(f"idle.{index}_{part}_down", f"block.{files}.{index}.0.weight", (rank, inputs[part]))
+            yield Field(f"idle.{index}_{part}_up", f"block.{files}.{index}.1.weight", (wide[part], rank))
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""
         self.block.check_ranks(size)
 
-    def build(self, place: Place) -> "SharedBlockUse":
+    def build(self, place: Place) -> "SharedBlockInvocation":
         """See `Spec`."""
-        return SharedBlockUse(self, place)
+        return SharedBlockInvocation(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
-        """See `Spec`: those of the block, for one use.
+        """See `Spec`: the sizes of the block, for one invocation.
 
-        The input of attention is twice as wide as the model, and stays in memory while it is projected. Adapters are as wide
-        as what they are added to.
+        The input of attention is twice as wide as the model, and stays in memory while it is projected. Adapters have as
+        many outputs as their layers.
         """
         attended, s, H, low = (
             self.block.attended.sizes(work),
@@ -166,13 +169,19 @@ class SharedBlockUseSpec(Spec):
 
 
 class Adapter(TrackedModule):
-    """A low-rank adapter, x down^T up^T, which is added to the output of a column-parallel layer.
+    """A low-rank adapter, x down^T up^T, whose output is added to that of a column-parallel layer.
 
-    rank: of the adapter. rows: this rank's rows of each field of the layer. downs: the names of the low-rank activations:
-    one for each field, or one that all fields use. Every rank has all of `down`; `up` is split like the layer.
+    Every rank has all of `down`; `up` is split like the layer. Forward sends nothing. Backward sends one all-reduce of the
+    gradient of the low-rank activations, which makes the gradients of `down` and of x whole. So the layer's own all-reduce
+    of the gradient of x must not include this one.
 
-    Forward sends nothing. Backward sends one all-reduce of the gradient of the low-rank activations, which makes the
-    gradients of `down` and of x whole. So the layer's own all-reduce of x's gradient must not include this one.
+    Args:
+        in_features: The size of the input.
+        rank: The rank of the adapter.
+        downs: The names of the low-rank activations: one for each field, or one for all fields.
+        rows: This rank's rows of each field of the layer.
+        ranks: The tensor-parallel ranks.
+        dtype, device: Those of the parameters.
     """
 
     def __init__(
@@ -204,27 +213,27 @@ def lower_adapter(tape: Builder, adapter: Adapter | None, y: Buffer, x: Buffer) 
     if adapter is None:
         return
     if not (adapter.down.is_packed and adapter.up.is_packed):
-        raise NotLowered("packed parameters that lie apart")
+        raise NotLowered("packed parameters that were replaced")
     low, first = tape.matmul(x, adapter.down()), 0
     for index, up in enumerate(adapter.up().split(adapter.rows)):
-        more = tape.matmul(low.columns(index * adapter.rank, adapter.rank), up)
-        tape.add(y.columns(first, len(up)), more, into=True)
-        tape.release(more)
+        product = tape.matmul(low.columns(index * adapter.rank, adapter.rank), up)
+        tape.add(y.columns(first, len(up)), product, into=True)
+        tape.release(product)
         first += len(up)
     tape.release(low)
 
 
-class SharedBlockUse(TrackedModule):
-    """The parameters of one unit's own for its use of the shared block: a linear layer, and adapters.
+class SharedBlockInvocation(TrackedModule):
+    """The parameters of one invocation of a shared block: a linear layer, which is not split, and adapters.
 
-    Every rank has all of the linear layer. idle: tensors that files have and the unit does not use; they are kept to be
-    saved again, and get no gradient. lora: low-rank products beside this unit's linear layers, and beside those of the
-    shared block when this unit uses it; None: there are none.
+    Attributes:
+        idle: Tensors of files that the unit does not use. They are kept to be saved again, and get no gradient.
+        lora: Low-rank adapters of this unit's linear layers, and of those of the block in this invocation; or None.
     """
 
     lora: Adapters | None
 
-    def __init__(self, spec: SharedBlockUseSpec, place: Place):
+    def __init__(self, spec: SharedBlockInvocationSpec, place: Place):
         super().__init__()
         ranks, where, block = place.ranks, place.where, spec.block
         hidden, rank = block.mlp.hidden_size, spec.adapter_rank
@@ -252,9 +261,8 @@ class SharedBlockUse(TrackedModule):
 class SharedBlock(Attention, Mlp):
     """norm -> attention -> norm -> MLP, without residual connections. A rank has 1/T of the heads and of the MLP.
 
-    Its parameters are those of both operators side by side, under the names of their own. Forward sends two all-reduces
-    (o_proj, down_proj). Backward sends two, of the gradients of the inputs of qkv and gate_up, and one for each adapter. The
-    communication of the attention over context ranks comes on top.
+    It has the parameters of both operators. Forward sends two all-reduces (o_proj, down_proj). Backward sends two, of the
+    gradients of the inputs of qkv and gate_up, and one for each adapter; attention over context ranks adds its messages.
     """
 
     def __init__(self, spec: SharedBlockSpec, place: Place):
@@ -267,80 +275,88 @@ class SharedBlock(Attention, Mlp):
         self.build_mlp(spec.mlp, place)
 
     def forward(
-        self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse, call: Call, state: State | None = None
+        self,
+        x: torch.Tensor,
+        embeddings: torch.Tensor,
+        invocation: SharedBlockInvocation,
+        call: Call,
+        state: State | None = None,
     ) -> torch.Tensor:
-        """x, embeddings: (batch, seq, hidden), whole -> the same shape, whole.
+        """x, embeddings: (batch, seq, hidden), the same on every rank -> the same shape.
 
-        use: of the unit that calls the block. state: of that use; its keys and values are read and extended.
+        invocation: The parameters of this invocation. state: Its keys and values, to which the new ones are appended.
         """
-        run = self.ranks.recomputation.run  # without the attention itself, which would send keys and values again
-        y = self._attention(run(self._projected, x, embeddings, use), use, call, state)
-        return run(self._mlp, y, use)
+        run = self.ranks.recomputation.run  # not for attention itself, which would send keys and values again
+        y = self._attention(run(self._projected, x, embeddings, invocation), invocation, call, state)
+        return run(self._mlp, y, invocation)
 
-    def lower_use(self, tape: Builder, x: Buffer, embeddings: Buffer, use: SharedBlockUse) -> Buffer:
+    def lower_invocation(
+        self, tape: Builder, x: Buffer, embeddings: Buffer, invocation: SharedBlockInvocation
+    ) -> Buffer:
         """The output for x and the embeddings on a tape."""
         if x.dtype is not tape.dtype:
             raise NotLowered("a residual stream in another dtype")
         both = tape.concat(x, embeddings)
         normed = tape.norm(both, self.norm)
         tape.release(both)
-        lora: Any = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
+        lora: Any = adapter_of_parts(invocation.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
         qkv = lowered_linear(tape, self.qkv, normed, lora)
-        lower_adapter(tape, use.qkv, qkv, normed)
+        lower_adapter(tape, invocation.qkv, qkv, normed)
         tape.release(normed)
         attended = self.lower_attention(tape, qkv)
-        y = self._lower_whole(tape, self.o_proj, attended, adapter_of(use.lora, "o_proj"))
+        y = self._lower_whole(tape, self.o_proj, attended, adapter_of(invocation.lora, "o_proj"))
         normed = tape.norm(y, self.mlp_norm)
-        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
-        lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
-        gate_up = lowered_linear(tape, self.gate_up, normed, lora)
-        lower_adapter(tape, use.gate_up, gate_up, normed)
+        gate_up = lowered_linear(tape, self.gate_up, normed, self.input_adapter(invocation.lora))
+        lower_adapter(tape, invocation.gate_up, gate_up, normed)
         tape.release(y, normed)
         inner = self.lower_activated(tape, gate_up)
-        y = self._lower_whole(tape, self.down_proj, inner, adapter_of(use.lora, "down_proj"))
-        out = tape.matmul(y, use.linear)
-        adapter: Any = adapter_of(use.lora, "linear")
+        y = self._lower_whole(tape, self.down_proj, inner, adapter_of(invocation.lora, "down_proj"))
+        out = tape.matmul(y, invocation.linear)
+        adapter: Any = adapter_of(invocation.lora, "linear")
         if adapter is not None:
             add_low_rank(tape, out, y, adapter.down, adapter.up(), adapter.scale)
         tape.release(y)
         return out
 
     def _lower_whole(self, tape: Builder, layer: Any, x: Buffer, lora: Any) -> Buffer:
-        """The output of a row-parallel layer, whole; releases its input."""
+        """The output of a row-parallel layer, summed over the ranks; releases its input."""
         part = lowered_linear(tape, layer, x, lora)
         tape.release(x)
         y = tape.whole(tape.sum(self.ranks, part), [] if layer.bias is None else [layer.bias])
         tape.release(part)
         return y
 
-    def _attention(self, qkv: torch.Tensor, use: SharedBlockUse, call: Call, state: State | None) -> torch.Tensor:
-        """The output of the attention, whole. Its temporaries are freed when it returns."""
-        out = apply_layer(self.o_proj, self.attended(qkv, call, state), adapter_of(use.lora, "o_proj"))
+    def _attention(
+        self, qkv: torch.Tensor, invocation: SharedBlockInvocation, call: Call, state: State | None
+    ) -> torch.Tensor:
+        """The output of the attention, summed over the ranks. Its temporaries are freed when it returns."""
+        out = apply_layer(self.o_proj, self.attended(qkv, call, state), adapter_of(invocation.lora, "o_proj"))
         return sum_of([Partial(out, bias=bias_of(self.o_proj))], self.ranks)
 
-    def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
-        """Queries, keys and values."""
-        lora = adapter_of_parts(use.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
-        return self._adapted(self.qkv, use.qkv, self.norm(torch.cat([x, embeddings], dim=-1)), lora)
+    def _projected(self, x: torch.Tensor, embeddings: torch.Tensor, invocation: SharedBlockInvocation) -> torch.Tensor:
+        """[q | k | v] of this rank."""
+        lora = adapter_of_parts(invocation.lora, {f"{name}_proj": rows for name, rows in self.rows.items()})
+        return self._adapted(self.qkv, invocation.qkv, self.norm(torch.cat([x, embeddings], dim=-1)), lora)
 
-    def _mlp(self, y: torch.Tensor, use: SharedBlockUse) -> torch.Tensor:
-        parts = {f"{name}_proj": rows for name, rows in self.mlp_rows.items()}
-        lora = adapter_of(use.lora, "gate_up_proj") or adapter_of_parts(use.lora, parts)
-        y = self.activated(self._adapted(self.gate_up, use.gate_up, self.mlp_norm(y), lora))
-        part = apply_layer(self.down_proj, y, adapter_of(use.lora, "down_proj"))
+    def _mlp(self, y: torch.Tensor, invocation: SharedBlockInvocation) -> torch.Tensor:
+        lora = self.input_adapter(invocation.lora)
+        y = self.activated(self._adapted(self.gate_up, invocation.gate_up, self.mlp_norm(y), lora))
+        part = apply_layer(self.down_proj, y, adapter_of(invocation.lora, "down_proj"))
         y = sum_of([Partial(part, bias=bias_of(self.down_proj))], self.ranks, keep_for_recomputation=True)
-        return with_adapter(linear(y, replicated(use.linear, self.ranks)), adapter_of(use.lora, "linear"), y)
+        return with_adapter(
+            linear(y, replicated(invocation.linear, self.ranks)), adapter_of(invocation.lora, "linear"), y
+        )
 
     def _adapted(
         self, layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tensor, lora: Product | None
     ) -> torch.Tensor:
-        """The output of a layer plus that of its adapter; added in place without gradients, unless a hook may have kept it.
+        """The output of a layer plus that of its adapter. lora: a low-rank product that is added as well.
 
-        lora: is added to the layer's own product.
+        Without gradients it adds in place, unless a hook may have stored the layer's output.
         """
         with as_input(x, self.ranks) as whole:
             y = apply_layer(layer, whole, lora)
             if adapter is None:
                 return y
-            more = adapter(divide_gradient(whole, self.ranks) if self.ranks.sequence_parallel else x)
-        return y + more if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(more)
+            product = adapter(divide_gradient(whole, self.ranks) if self.ranks.sequence_parallel else x)
+        return y + product if torch.is_grad_enabled() or not is_plain(layer, ColumnParallelLinear) else y.add_(product)

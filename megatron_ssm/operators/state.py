@@ -1,8 +1,8 @@
-"""The state of one operator between two calls of the model, for any operator: tensors with one row per sequence.
+"""The state of one operator between two calls of the model: tensors with one row per sequence.
 
-Tensors are of two kinds. Fixed ones have one size whatever the length of a sequence (the last inputs of a convolution, a
-recurrent state). Per-token ones have an entry for each token (keys, values). Everything that is done to states without
-computing (copies, snapshots, other rows) is done alike for every operator; see `Cache`.
+Fixed tensors have the same size for sequences of any length (the last inputs of a convolution, a recurrent state).
+Per-token tensors have an entry for each token (keys, values). Copies, snapshots and selections of rows work alike for the
+states of all operators; see `Cache`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from .call import EVERY_ROW, Call, Rows
 
 
 class Pending(Protocol):
-    """Tokens that one or several operators have read, and that may be taken back; see `Cache.accept`."""
+    """Speculative tokens that operators have read, and some of which may be rejected; see `Cache.accept`."""
 
     def check(self, cache: Any) -> None:
-        """RuntimeError unless `advance` is possible."""
+        """Raise RuntimeError if `advance` is impossible."""
 
     def advance(self, cache: Any, counts: Sequence[int]) -> None:
         """Advance the states by the first counts[i] >= 1 tokens of row i of the call."""
@@ -31,9 +31,11 @@ class Pending(Protocol):
 class State:
     """The tensors of one operator, with a row for each sequence.
 
-    fixed: {name: (rows, ...)}. per_token: {name: (rows, capacity, ...)}; index p holds position p of the sequence, where
-    padding is not counted. If context ranks share the sequences, a rank has the entries of some positions only, in the order
-    in which it got them. pending: the tokens of a speculative call until they are accepted.
+    Attributes:
+        fixed: {name: (rows, ...)}.
+        per_token: {name: (rows, capacity, ...)}. Entry p belongs to position p of the sequence, where padding is not
+            counted. If context ranks split the sequences, a rank has only its entries, in the order of addition.
+        pending: The tokens of a speculative call until some of them are accepted.
     """
 
     fixed: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -49,38 +51,45 @@ class State:
         return [*self.fixed.values(), *self.per_token.values()]
 
     def update(self, rows: Rows, **new: torch.Tensor) -> None:
-        """Overwrite some rows of fixed tensors in place; nothing to do for those that were computed in place."""
+        """Overwrite some rows of fixed tensors in place, unless the kernel has already updated them."""
         for name, tensor in new.items():
-            held = self.fixed[name]
-            if held[rows].data_ptr() != tensor.data_ptr():
-                held[rows] = tensor.detach()
+            old = self.fixed[name]
+            if old[rows].data_ptr() != tensor.data_ptr():
+                old[rows] = tensor.detach()
 
     def append(
         self, positions: torch.Tensor, longest: int, rows: Rows = EVERY_ROW, padded: bool = True, **new: torch.Tensor
     ) -> list[torch.Tensor]:
         """Store new entries (batch, new, ...) of some rows at `positions` (batch, new).
 
-        padded: negative positions are padding, which is not stored. False: there are none, so that the host need not wait
-        for the GPU to find out. Returns the entries of these rows at positions 0 to longest - 1, of each tensor.
+        Args:
+            positions: The positions of the entries. Negative ones are padding, which is not stored.
+            longest: The number of entries of each row to return.
+            rows: The rows of the state.
+            padded: False if there is no padding; then the host need not wait for the GPU to find out.
+            new: {name of a per-token tensor: its new entries}.
+
+        Returns:
+            Positions 0 to longest - 1 of these rows, of each tensor.
         """
         first = next(iter(self.per_token.values()))
-        where = torch.arange(len(first), device=positions.device)[rows].unsqueeze(1).expand_as(positions)
+        row_indices = torch.arange(len(first), device=positions.device)[rows].unsqueeze(1).expand_as(positions)
         real = positions >= 0 if padded else None
         if real is not None and not real.all():
-            where, positions = where[real], positions[real]
+            row_indices, positions = row_indices[real], positions[real]
             new = {name: tensor[real] for name, tensor in new.items()}
         for name, tensor in new.items():
-            held = self.per_token[name]
-            held[where, positions] = tensor.detach().to(held.dtype)  # under autocast it may be narrower
+            entries = self.per_token[name]
+            entries[row_indices, positions] = tensor.detach().to(entries.dtype)  # under autocast it may be narrower
         return [self.per_token[name][rows, :longest] for name in new]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The tokens that an operator has read speculatively: it reads those that are kept once more.
+    """The speculative tokens of one operator. To accept some of them, the operator reads these once more.
 
-    Rollback so needs no states after each token, and sends nothing: mix is the operator's, called with `projected`, what it
-    was called with; the sums over ranks that it made are in `sums`, and are not made again.
+    So no state after each token is stored, and no message is sent again: `mix` is called with the same `projected`, and
+    `sums` has the results of the messages that it sent.
     """
 
     mix: Callable[[Any, Call, State], Any]
@@ -91,16 +100,16 @@ class Replay:
     sums: list[torch.Tensor]
 
     def check(self, cache: Any) -> None:
-        """See `Pending`: it is always possible."""
+        """See `Pending`; always possible."""
 
     def advance(self, cache: Any, counts: Sequence[int]) -> None:
-        """See `Pending`. Rows of which as many tokens are kept are read together."""
+        """See `Pending`. Rows with equal counts are read together."""
         rows = torch.arange(cache.rows_held)[self.call.rows]
         for count in sorted(set(counts)):
             chosen = torch.tensor([index for index, each in enumerate(counts) if each == count])
             kept = _first_tokens(chosen, count)
-            held = {name: tensor[rows[chosen]] for name, tensor in self.state.fixed.items()}
-            scratch = State(held, {name: tensor[rows[chosen]] for name, tensor in self.state.per_token.items()})
+            fixed = {name: tensor[rows[chosen]] for name, tensor in self.state.fixed.items()}
+            scratch = State(fixed, {name: tensor[rows[chosen]] for name, tensor in self.state.per_token.items()})
             call = replace(self.call, rows=EVERY_ROW, positions=self._positions(chosen, count))
             with self.recomputation.replaying([kept(each) for each in self.sums]):
                 self.mix(tree_map(kept, self.projected), call, scratch)
@@ -108,24 +117,24 @@ class Replay:
                 self.state.fixed[name][rows[chosen]] = tensor
 
     def _positions(self, chosen: torch.Tensor, count: int) -> Any:
-        where = self.call.positions
-        if where is None:
+        positions = self.call.positions
+        if positions is None:
             return None
-        mask = where.mask
+        mask = positions.mask
         if mask is not None:
             mask = (mask if len(mask) == 1 else mask[chosen.to(mask.device)])[:, :, :count]
-        return replace(where, new=where.new[chosen.to(where.new.device), :count], mask=mask)
+        return replace(positions, new=positions.new[chosen.to(positions.new.device), :count], mask=mask)
 
 
 def _first_tokens(rows: torch.Tensor, count: int) -> Callable[[Any], Any]:
-    """A function that takes the first `count` tokens of some rows of a tensor (batch, seq, ...)."""
+    """A function that selects the first `count` tokens of some rows of a tensor (batch, seq, ...)."""
     return lambda t: t[rows.to(t.device), :count] if isinstance(t, torch.Tensor) else t
 
 
 def read_speculatively(
     mix: Callable[[Any, Call, State], Any], projected: Any, call: Call, state: State, recomputation: Recomputation
 ) -> Any:
-    """mix(projected, call, state) of an operator for tokens that may be taken back: its fixed tensors stay as they are."""
+    """mix(projected, call, state) for tokens that may be rejected: the fixed tensors of the state do not change."""
     before = {name: tensor[call.rows].clone() for name, tensor in state.fixed.items()}
     sums: list[torch.Tensor] = []
     with recomputation.recording(sums):

@@ -18,10 +18,10 @@ from .state import State
 
 
 class Layer(TrackedModule):
-    """The units of a layer, one after the other. Its modules are the norms and operators of all of them, under their names.
+    """The units of a layer, one after the other. Its modules are the norms and operators of all units.
 
-    x is the same on every rank, or with sequence parallelism this rank's share of the tokens. Each unit sends what its
-    operators send, and one all-reduce of their sum (with sequence parallelism an all-gather and a reduce-scatter).
+    x is the same on every rank; with sequence parallelism it is this rank's share of the tokens. Each unit sends the
+    messages of its operators and one all-reduce of their sum (with sequence parallelism an all-gather and a reduce-scatter).
     """
 
     def __init__(self, units: Iterable[Unit], hidden: int, residual_in_fp32: bool, place: Place):
@@ -31,14 +31,14 @@ class Layer(TrackedModule):
         for unit in self.units:
             for norm in (unit.norm, unit.post_norm):
                 if norm is not None:
-                    made = RMSNorm(hidden, norm.eps, **place.where, ranks=place.ranks, offset=norm.offset)
-                    self.add_module(norm.name, made)
+                    module = RMSNorm(hidden, norm.eps, **place.where, ranks=place.ranks, offset=norm.offset)
+                    self.add_module(norm.name, module)
             for part in (*unit.operators, *([unit.side.part] if unit.side else [])):
                 self.add_module(part.name, part.spec.build(place))
 
     @property
     def names_with_state(self) -> list[str]:
-        """The names of the operators, and uses of shared blocks, that have a state."""
+        """The names of the operators, and of the invocations of shared blocks, that have a state."""
         modules: Any = self._modules
         names = [
             part.name for unit in self.units for part in (*([unit.side.part] if unit.side else []), *unit.operators)
@@ -60,9 +60,14 @@ class Layer(TrackedModule):
         shared: Any = (),
         embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (batch, seq, hidden) -> the same shape. states: {name of an operator: its state}, which are read and updated.
+        """x (batch, seq, hidden) -> the same shape.
 
-        shared, embeddings: the shared blocks, and their second input (batch, seq, hidden).
+        Args:
+            x: The residual stream.
+            call: The tokens of the call.
+            states: {name of an operator: its state}. States are read and updated.
+            shared: The shared blocks of the model.
+            embeddings: The second input of shared blocks, (batch, seq, hidden).
         """
         for unit in self.units:
             x = self._unit(unit, x, call, states or {}, shared, embeddings)
@@ -71,24 +76,26 @@ class Layer(TrackedModule):
     def lower(
         self, tape: Builder, path: str, x: Buffer, embeddings: Buffer | None, shared: Sequence[SharedBlock]
     ) -> None:
-        """Write the operations of the layer to a tape: they update the residual stream x in place. path: "layers.3.".
+        """Write the operations of the layer to a tape; they update the residual stream x in place. path: its prefix.
 
-        NotLowered if C does not compute all of it.
+        Raises NotLowered if an operation has no kernel in C.
         """
         check_plain(self)
         for unit in self.units:
-            given = x
+            inputs = x
             if unit.side is not None and embeddings is not None:
                 block, name = shared[unit.side.shared], unit.side.part.name
                 check_plain(block)
                 tape.path = path + name
-                more = block.lower_use(tape, x, embeddings, getattr(self, name))
-                given = tape.add(x, more)
-                tape.release(more)
+                output = block.lower_invocation(tape, x, embeddings, getattr(self, name))
+                inputs = tape.add(x, output)
+                tape.release(output)
             tape.path = path + unit.operators[0].name
-            normed = tape.converted(given, tape.dtype) if unit.norm is None else tape.norm(given, self._norm(unit.norm))
-            if given is not x:
-                tape.release(given)
+            normed = (
+                tape.converted(inputs, tape.dtype) if unit.norm is None else tape.norm(inputs, self._norm(unit.norm))
+            )
+            if inputs is not x:
+                tape.release(inputs)
             low, scale, biases = self._lower_operators(unit, tape, path, normed)
             summed = tape.sum(self.ranks, low.out, low.columns)
             if unit.post_norm is None:
@@ -102,8 +109,8 @@ class Layer(TrackedModule):
     ) -> None:
         """Add the norm of a sum to x."""
         if low.columns is not None:
-            raise NotLowered("a norm of what exact columns normalize")
-        assert unit.post_norm is not None, "there is no norm after the sum"
+            raise NotLowered("a norm after a norm with exact columns")
+        assert unit.post_norm is not None
         whole = tape.whole(summed, biases)
         normed = tape.norm(whole, self._norm(unit.post_norm))
         tape.add(x, normed, unit.residual_scale, into=True)
@@ -112,14 +119,14 @@ class Layer(TrackedModule):
     def _lower_operators(
         self, unit: Unit, tape: Builder, path: str, normed: Buffer
     ) -> tuple[Lowered, float, list[torch.Tensor]]:
-        """The operators of a unit and their sum on this rank, what multiplies the sum over the ranks, and what is added."""
+        """(this rank's sum of the operators of a unit, the scale of the sum over the ranks, the biases to add)."""
         lows = []
         for part, operator in zip(unit.operators, self._operators(unit), strict=True):
             tape.path = path + part.name
-            given = normed if part.input_scale == 1.0 else tape.converted(normed, tape.dtype, part.input_scale)
-            low = operator.lower(tape, given)
-            if given is not normed:
-                tape.release(given)
+            inputs = normed if part.input_scale == 1.0 else tape.converted(normed, tape.dtype, part.input_scale)
+            low = operator.lower(tape, inputs)
+            if inputs is not normed:
+                tape.release(inputs)
             if low.bias is not None and part.output_scale != 1.0:
                 raise NotLowered("a scaled bias")
             if low.columns is None:
@@ -142,7 +149,7 @@ class Layer(TrackedModule):
         """x + r * post(sum_i o_i * operator_i(i_i * pre(x + side(x, e))))."""
         residual = x.to(self.sum_dtype)
         if unit.side is not None:
-            assert embeddings is not None, "a shared block needs the embeddings"
+            assert embeddings is not None
             block: SharedBlock = shared[unit.side.shared]
             name = unit.side.part.name
             x = x + block(x, embeddings, getattr(self, name), call, states.get(name))
@@ -152,9 +159,10 @@ class Layer(TrackedModule):
         return residual + (out if unit.residual_scale == 1.0 else unit.residual_scale * out)
 
     def _recomputed(self, unit: Unit, x: torch.Tensor, call: Call, states: Mapping[str, State]) -> Any:
-        """The part that recomputation repeats: all of the unit, except for operators that must not repeat what they send.
+        """The part of a unit that recomputation repeats: everything but `mix` of operators whose messages must not repeat.
 
-        Returns the unit's output; or, if there is such an operator, what each operator projected or mixed.
+        Returns the output of the unit, or, if it has such operators, a list of the outputs of `mix` and, for these
+        operators, of `project`.
         """
         operators = self._operators(unit)
         normed = x if unit.norm is None else self._norm(unit.norm)(x)
@@ -175,7 +183,7 @@ class Layer(TrackedModule):
         ]
 
     def _mixed(self, unit: Unit, projected: list, call: Call, states: Mapping[str, State]) -> list[Partial]:
-        """The output of each operator, of what it projected; what is mixed already stays as it is."""
+        """Call `mix` of the operators for which the list has the output of `project`."""
         mixed = []
         for index, (part, operator) in enumerate(zip(unit.operators, self._operators(unit), strict=True)):
             each, projected[index] = projected[index], None  # so that it is freed

@@ -1,6 +1,6 @@
 """The description of a model before any tensor exists: parameters, units and layers as data, from a config.json.
 
-In: the fields of a config.json, as a family reads them. Out: a `Stack`, from which models, checkpoints and sizes are made.
+In: the fields of a config.json, as read by a family. Out: a `Stack`, from which models, checkpoints and sizes are made.
 """
 
 from sparsefusion.foundation.lazy import lazy_exports

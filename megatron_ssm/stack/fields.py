@@ -1,9 +1,9 @@
 """The name, shape and split of a parameter, and its place in a tensor of a Hugging Face checkpoint.
 
 A `Field` is one parameter. Several fields may be rows of one tensor in a file: in_proj holds the rows of z, x, B, C and dt,
-one block below the other. An operator's specification lists its fields under names of its own (`in_proj.weight.x`); the
-stack adds where the operator stands (`layers.3.mixer.`). Fields drive loading, saving, training checkpoints, initial values,
-LoRA and sizes. How each is split is explained in docs/concepts/splitting-an-ssm.md.
+one block below the other. An operator's specification names its fields (`in_proj.weight.x`), and the stack adds the prefix
+of the operator (`layers.3.mixer.`). Fields drive loading, saving, training checkpoints, initial values, LoRA and sizes.
+docs/concepts/splitting-an-ssm.md explains the split of each parameter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,24 +15,29 @@ from typing import Any
 class Field:
     """One parameter: `name` in our model, its unsplit `shape`, and its rows in Hugging Face's tensor `hf`.
 
-    split: the dimension that is split over the tensor-parallel ranks (None: every rank holds the whole parameter).
-    units: the number of indivisible units along `split` (heads, groups, channels). With fewer units than ranks,
-        ranks/units consecutive ranks hold the same unit. None: rows are split into ceil(rows/ranks) for each rank, and
-        the last ranks may get fewer (the vocabulary).
-    granule: with units None, the parts of all ranks but the last ones are multiples of it.
-    start, block, stride: the rows come in blocks of `block` (0: in one block). The first begins at row `start` of Hugging
-        Face's tensor, and each other one `stride` rows after the one before it.
-    by_expert: dimension 0 is also split, over the expert-parallel ranks, each of which has equally many experts.
-    heads: Hugging Face's tensor has dimension `split` divided into this many heads, and the heads as its first dimension:
-        (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it has not.
-    merged: Hugging Face's tensor has dimensions 1 and 2 in one.
-    apart: names of tensors, with {} for an index of dimension 0, which files may have instead: each one is such a part of
-        the field, or a part of dimension 1 of it if there are several names. written_apart: whether they are written.
-    adaptable: whether a linear layer of this weight may have LoRA adapters.
-    used: the share of it that a token is multiplied with: of the matrices of experts.
-    fp32: is stored in at least float32 (A_log, D, the dt bias).
-    usual: the operator's own name of Hugging Face's tensor, which a family may have changed ("": it is `hf`).
-    init, init_range: how a new model initializes it (see `models.initialization`), and the numbers for it.
+    Attributes:
+        name: The name of the parameter in our model.
+        hf: The name of Hugging Face's tensor.
+        shape: The unsplit shape.
+        split: The dimension that is split over the tensor-parallel ranks; None: every rank holds the whole parameter.
+        units: The number of indivisible units along `split` (heads, groups, channels). With fewer units than ranks,
+            ranks/units consecutive ranks hold the same unit. None: each rank gets ceil(rows/ranks) rows, and the last ranks
+            may get fewer (the vocabulary).
+        start, block, stride: The rows are in blocks of `block` rows (0: in one block). The first begins at row `start` of
+            Hugging Face's tensor, and each following one `stride` rows after the previous one.
+        by_expert: True if dimension 0 is also split over the expert-parallel ranks, in equal parts.
+        heads: In Hugging Face's tensor, dimension `split` is divided into this number of heads, which are its first
+            dimension: (heads, ..., split/heads, ...). Such a field is all of its tensor. 0: it is not divided.
+        merged: True if Hugging Face's tensor has dimensions 1 and 2 merged into one.
+        apart: Names of tensors, with {} for an index of dimension 0, that files may have instead of `hf`. Each tensor is the
+            part of the field at this index, and if there are several names, an equal part of its dimension 1.
+        written_apart: True if the tensors `apart` are written instead of `hf`.
+        adaptable: True if a linear layer with this weight may have LoRA adapters.
+        used: The fraction of the parameter that multiplies a token; below 1 for experts.
+        granule: With units=None, the number of rows of each rank but the last ones is a multiple of it.
+        fp32: True if it is stored in at least float32 (A_log, D, the dt bias).
+        usual: The operator's own name of Hugging Face's tensor, if the family has another; "": it is `hf`.
+        init, init_range: The initialization of a new model and its parameters (see `models.initialization`).
     """
 
     name: str
@@ -57,9 +62,11 @@ class Field:
     init_range: tuple[float, ...] = ()
 
     def piece(self, rank: int, size: int, expert_rank: int = 0, experts: int = 1) -> tuple[slice, ...]:
-        """The part that `rank` of `size` tensor-parallel ranks holds: one slice for each dimension of the unsplit field.
+        """This rank's part: one slice for each dimension of the unsplit field.
 
-        expert_rank, experts: this rank among those that divide the experts, and how many there are.
+        Args:
+            rank, size: The tensor-parallel rank and the number of ranks.
+            expert_rank, experts: The expert-parallel rank and the number of ranks.
         """
         whole = tuple(slice(0, n) for n in self.shape)
         if self.by_expert:
@@ -78,25 +85,25 @@ class Field:
         return whole[: self.split] + (slice(start, stop),) + whole[self.split + 1 :]
 
     def copies(self, size: int) -> int:
-        """The number of tensor-parallel ranks, of `size`, that hold each element."""
+        """The number of tensor-parallel ranks, out of `size`, that hold each element."""
         if self.split is None:
             return size
         return 1 if self.units is None else max(1, size // self.units)
 
     def local_shape(self, *part: int) -> tuple[int, ...]:
-        """The shape of a rank's part; part: the arguments of `piece`."""
+        """The shape of a rank's part. part: the arguments of `piece`."""
         return tuple(s.stop - s.start for s in self.piece(*part))
 
     @property
     def has_weight_decay(self) -> bool:
-        """True if the optimizer's weight decay applies: to matrices, but never to A_log, D, norms and biases."""
+        """True if the optimizer's weight decay applies: for matrices except A_log, not for norms and biases."""
         return len(self.shape) > 1 and not self.name.endswith("A_log")
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of Hugging Face's tensor up to this field's last row."""
         if self.heads:
-            assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
+            assert self.split is not None
             channels = self.shape[self.split] // self.heads
             return (self.heads, *self.shape[: self.split], channels, *self.shape[self.split + 1 :])
         if self.merged:
@@ -105,26 +112,26 @@ class Field:
         return (self.start + self.stride * (blocks - 1) + (self.block or self.shape[0]), *self.shape[1:])
 
     def read(self, tensor: Any, *part: int, rows: slice | None = None) -> Any:
-        """A rank's part (see `piece`), out of Hugging Face's tensor or a safetensors slice object.
+        """A rank's part (see `piece`) of Hugging Face's tensor or of a safetensors slice object.
 
-        rows: only these of the part's dimension 0, where they are consecutive in Hugging Face's tensor. Slice objects do not
-        support steps, which are applied later.
+        rows: Some rows of the part, in files where they are consecutive; None: all. Slice objects do not support steps, so
+        steps are applied after reading.
         """
         runs = []
         for first, *rest in self.places(*part):
             if rows is not None:
                 first = slice(first.start + rows.start, min(first.start + rows.stop, first.stop), 1)
             runs.append(tensor[(slice(first.start, first.stop), *rest)][:: first.step])
-        found = runs[0] if len(runs) == 1 else _joined(runs, 1 if self.merged else 0)
+        tensor = runs[0] if len(runs) == 1 else _joined(runs, 1 if self.merged else 0)
         if self.merged:
-            return found.unflatten(1, (self.shape[1], -1))
+            return tensor.unflatten(1, (self.shape[1], -1))
         if not self.heads:
-            return found
-        assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
-        return found.movedim(0, self.split).reshape(self.local_shape(*part))
+            return tensor
+        assert self.split is not None
+        return tensor.movedim(0, self.split).reshape(self.local_shape(*part))
 
     def write(self, tensor: Any, piece: Any, *part: int) -> None:
-        """Copy `piece`, a rank's part (see the method `piece`), into Hugging Face's full tensor."""
+        """Copy `piece`, a rank's part (see the method `piece`), into the whole Hugging Face tensor."""
         targets = [tensor[place] for place in self.places(*part)]
         if self.heads:
             piece = piece.unflatten(self.split, (len(targets[0]), -1)).movedim(self.split, 0)
@@ -133,17 +140,17 @@ class Field:
             target.copy_(rows)
 
     def apart_tensors(self, tensor: Any) -> dict[str, Any]:
-        """{name of one of the tensors `apart`: its part} of Hugging Face's whole tensor."""
-        found = {}
+        """{name of a tensor of `apart`: its part of the whole Hugging Face tensor}."""
+        tensors = {}
         for index in range(self.shape[0]):
             for name, part in zip(self.apart, tensor[index].chunk(len(self.apart)), strict=True):
-                found[name.format(index)] = part.contiguous()
-        return found
+                tensors[name.format(index)] = part.contiguous()
+        return tensors
 
     def places(self, *part: int) -> list[tuple[slice, ...]]:
-        """The slices of a rank's part (see `piece`) in Hugging Face's tensor, one tuple for each run of rows in it.
+        """The slices of a rank's part (see `piece`) in Hugging Face's tensor, one tuple for each run of rows.
 
-        With `heads`, they are whole heads or part of one head.
+        With `heads`, they cover whole heads or part of one head.
         """
         piece = self.piece(*part)
         if self.merged:
@@ -153,7 +160,7 @@ class Field:
         if not self.heads:
             first, *rest = piece
             return [(rows, *rest) for rows in self._runs(first)]
-        assert self.split is not None, "only split fields have heads in Hugging Face's tensor"
+        assert self.split is not None
         channels, mine = self.shape[self.split] // self.heads, piece[self.split]
         heads = slice(mine.start // channels, -(-mine.stop // channels), 1)
         first = mine.start % channels
@@ -161,7 +168,7 @@ class Field:
         return [(heads, *piece[: self.split], within, *piece[self.split + 1 :])]
 
     def _runs(self, rows: slice) -> list[slice]:
-        """The place of some of our rows in Hugging Face's tensor."""
+        """The slices of some rows of this field in Hugging Face's tensor."""
         if self.block == 1:  # one row of each block
             first, count = self.start + self.stride * rows.start, rows.stop - rows.start
             return [slice(first, first + self.stride * (count - 1) + 1 if count else first, self.stride)]
@@ -178,14 +185,14 @@ class Field:
 
 
 def _joined(parts: list[Any], dim: int) -> Any:
-    """Tensors one after the other along a dimension."""
-    import torch  # not before: what only names fields, such as the server's launcher, starts without it
+    """Tensors concatenated along a dimension."""
+    import torch  # here, so that the server's launcher, which only needs names of fields, starts without torch
 
     return torch.cat(parts, dim)
 
 
 def field_of(parameter: Any) -> Field:
-    """The field that a model's parameter holds; models attach it."""
+    """The field of a parameter, which models attach to it."""
     return parameter.field
 
 
@@ -195,9 +202,14 @@ def packed(
 ) -> Iterator[Field]:  # fmt: skip
     """The fields of a weight that packs several parameters, and of its bias: `name`.weight.PART and `name`.bias.PART.
 
-    rows: {part: its number of rows}, one below the other in the file; each part in `blocks` equal blocks, of which the first
-    one of every part comes before the second ones. units: along the rows, see `Field`. trailing: the other dimensions of the
-    weight. hf: the name of the layer in files, if it is not `name`.
+    Args:
+        name: The name of the layer in our model.
+        rows: {part: its number of rows}. In the file, the parts are concatenated in this order.
+        units: {part: its units along the rows}; see `Field.units`.
+        trailing: The other dimensions of the weight.
+        bias: True for a layer with a bias.
+        blocks: The number of equal blocks of each part. Block i of every part comes before block i + 1 of any part.
+        hf: The name of the layer in files; "": `name`.
     """
     hf = hf or name
     yield from rows_of(f"{name}.weight", f"{hf}.weight", rows, units, trailing, blocks)
@@ -209,7 +221,7 @@ def rows_of(
     name: str, hf: str, rows: Mapping[str, int], units: Mapping[str, int], trailing: tuple[int, ...],
     blocks: int = 1, init: str = "linear",
 ) -> Iterator[Field]:  # fmt: skip
-    """The fields `name`.PART that are rows of the one tensor `hf`; arguments as for `packed`."""
+    """The fields `name`.PART that are rows of one tensor `hf`. Arguments as for `packed`."""
     start, stride = 0, sum(rows.values()) // blocks
     for part, count in rows.items():
         block, step = (count // blocks, stride) if blocks > 1 else (0, 0)
@@ -220,7 +232,7 @@ def rows_of(
 def row_parallel(
     name: str, shape: tuple[int, int], units: int, bias: bool = False, hf: str = "", init: str = "out_proj"
 ) -> Iterator[Field]:
-    """The fields of a linear layer that is split by input column; every rank holds the whole bias. hf: as for `packed`."""
+    """The fields of a linear layer that is split by input column; every rank holds the whole bias. hf: as in `packed`."""
     hf = hf or name
     yield Field(f"{name}.weight", f"{hf}.weight", shape, 1, units, init=init)
     if bias:
@@ -228,12 +240,12 @@ def row_parallel(
 
 
 def norm_field(name: str, hf: str, size: int, offset: float = 0.0) -> Field:
-    """The weight of a norm that multiplies by offset + weight; at first that is 1."""
+    """The weight of a norm that multiplies by offset + weight, initially 1."""
     return Field(name, hf, (size,), init="zero" if offset else "one")
 
 
 def hf_shapes(fields: Iterable[Field]) -> dict[str, tuple[int, ...]]:
-    """The full shape of every Hugging Face tensor of a layout, in layout order."""
+    """The full shapes of the Hugging Face tensors of some fields, in the order of the fields."""
     shapes: dict[str, tuple[int, ...]] = {}
     for field in fields:
         shapes[field.hf] = max(shapes.get(field.hf, (0,)), field.hf_shape)

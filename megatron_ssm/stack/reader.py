@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The value of quantization_config, {format of the matrices: value}, in directories that `convert --weights` writes.
+# The values of quantization_config, by format of the matrices, in directories that `convert --weights` writes.
 QUANTIZATION = {
     weights: {"quant_method": "megatron_ssm", "weights": weights, "block_size": 64} for weights in ("int8", "int4")
 }
-# Fields of every family that change what the model computes, and the values that are implemented.
+# Fields of every family that change the outputs of a model, with the values that are implemented.
 COMMON_VALUES: dict[str, tuple] = {
     "hidden_mamba_act": ("silu", "swish"),
     "rms_norm": (True,),
@@ -26,9 +26,9 @@ COMMON_VALUES: dict[str, tuple] = {
     "attention_dropout": (0,),
 }
 
-# Known fields that do not change what the model computes: names in old checkpoints of the Hub, whose sizes the tensors
-# repeat, options of training, initialization and generation, and transformers' own switches. (norm_before_gate is among
-# them, because transformers always gates before the norm, whatever it says.)
+# Known fields that do not change the outputs: old names, sizes that follow from tensors, options of training, initialization
+# and generation, and transformers' own switches. norm_before_gate is one of them, because transformers ignores it and always
+# gates before the norm.
 IGNORED_FIELDS = frozenset(
     """_attn_implementation_autoset _name_or_path architectures attn_implementation auto_map bad_words_ids
     begin_suppress_tokens bos_token_id chunk_size chunk_size_feed_forward cross_attention_hidden_size d_conv d_inner
@@ -45,44 +45,51 @@ IGNORED_FIELDS = frozenset(
 )
 
 
-MAX_SIZE = 2**31 - 1  # of any size in a config.json, so that a damaged file is an error and not an endless allocation
+MAX_SIZE = 2**31 - 1  # the largest size in a config.json, so that a damaged file raises an error before any allocation
 MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class Nested:
-    """A multimodal config.json, of which the field `name` has the fields of the language model, a `model_type`."""
+    """The config.json of a multimodal model. Its field `name` has the config.json of a language model, a `model_type`."""
 
     name: str
     model_type: str
 
     def fields(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of the language model; fields of both that only the outer one has are taken from there."""
+        """The config.json of the language model, with the outer values of fields that it lacks."""
         inner = raw.get(self.name)
         if not isinstance(inner, Mapping):
             raise ValueError(f"config.json: {self.name}={inner!r} must be an object")
         outer = {
             name: raw[name] for name in ("eos_token_id", "dtype", "torch_dtype", "quantization_config") if name in raw
         }
-        given = {name: value for name, value in inner.items() if value is not None}
-        tied = raw.get("tie_word_embeddings")  # transformers ties by the outer one
-        return {"model_type": self.model_type} | outer | given | ({} if tied is None else {"tie_word_embeddings": tied})
+        inner = {name: value for name, value in inner.items() if value is not None}
+        tied = raw.get("tie_word_embeddings")  # transformers uses the outer value
+        return {"model_type": self.model_type} | outer | inner | ({} if tied is None else {"tie_word_embeddings": tied})
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: how its config.json becomes a `Stack`.
+    """A family of models, which maps a config.json to a `Stack`.
 
-    name: the model_type. read: makes the stack from the fields; ValueError for a value that is wrong or not implemented.
-    defaults: {our name of a field: its default}, as in transformers' configuration class (None: derived from others).
-    hf_names: {our name: config.json's}, where they differ. supported: {config.json's name: the values that are implemented}
-    of fields that change the model and that `read` does not read. ignored: config.json's names of fields that do not change
-    the model, besides `IGNORED_FIELDS`. unsupported_by_peft: names of linear layers whose adapters PEFT refuses to load.
-    from_options: makes the family's own fields of a new model's config.json from training options; None: it cannot.
-    shares_blocks: whether some layers use a shared block. pattern: {symbol of Megatron's layer patterns: the name of such a
-    layer in config.json}; None: the family has no layer specs for Megatron. made_from_pattern: whether
-    --hybrid-override-pattern makes a new model of it. nested: where config.json has the fields of the language model, whose
-    own model_type then is the family. tokenizer_class: transformers' class where no file names one.
+    Attributes:
+        name: The model_type.
+        read: A function that makes the stack from the fields; ValueError for a value that is wrong or not implemented.
+        defaults: {our name of a field: its default in transformers' configuration class}. None: derived from other fields.
+        hf_names: {our name: the name in config.json}, where they differ.
+        supported: {name in config.json: the implemented values}, for fields that change the outputs and that `read` does
+            not read.
+        ignored: Names in config.json of fields that do not change the outputs, in addition to `IGNORED_FIELDS`.
+        unsupported_by_peft: Names of linear layers whose adapters PEFT does not load.
+        from_options: A function that makes the family's own fields of a new model's config.json from training options;
+            None: new models need a config.json.
+        shares_blocks: True if some layers invoke a shared block.
+        pattern: {symbol of Megatron's layer patterns: the name of this layer type in config.json}; None: the family has no
+            layer specs for Megatron.
+        made_from_pattern: True if --hybrid-override-pattern makes a new model of this family.
+        nested: The place of the language model in a multimodal config.json, whose model_type is the family; or None.
+        tokenizer_class: transformers' class for checkpoints that name none.
     """
 
     name: str
@@ -100,7 +107,7 @@ class Family:
     tokenizer_class: str | None = None
 
     def sizes_from_options(self, options: Any) -> dict:
-        """The fields of a new model's config.json that are this family's own. ValueError if there is no way to make them."""
+        """The family's own fields of a new model's config.json. ValueError without `from_options`."""
         if self.from_options is None:
             raise ValueError(f"a new {self.name} model needs --model-config F.json")
         return self.from_options(options)
@@ -111,7 +118,7 @@ class Family:
 
     @property
     def known(self) -> set[str]:
-        """The names in config.json of the fields that are read."""
+        """The names in config.json of the fields that `read` reads."""
         return {self.hf_name(name) for name in self.defaults}
 
     def check_supported(self, raw: Mapping[str, Any]) -> None:
@@ -125,12 +132,12 @@ class Family:
                 raise ValueError(f"{self.name} with {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
 
     def unknown_fields(self, names: Mapping[str, Any] | list[str]) -> tuple[str, ...]:
-        """The names, sorted, that are not known fields of this family's config.json."""
+        """The sorted names that are not known fields of this family's config.json."""
         known = self.known | COMMON_VALUES.keys() | self.supported.keys() | IGNORED_FIELDS | self.ignored
         return tuple(sorted(set(names) - known))
 
     def describe_unknown(self, names: tuple[str, ...]) -> str:
-        """One line about unknown fields, each with the known field that it resembles; empty if there are none."""
+        """One line about unknown fields, with suggestions of known fields; "" if there are none."""
         notes = []
         for name in names:
             close = difflib.get_close_matches(name, sorted(self.known), 1)
@@ -141,8 +148,12 @@ class Family:
 class FieldReader:
     """The fields of a config.json under our names, with transformers' defaults and checks of their types.
 
-    nulls: config.json's names of fields that it gives as null, which is seldom something else than leaving them out. Errors
-    are ValueErrors that name the field as the file does.
+    Errors are ValueErrors that name the field as in the file.
+
+    Args:
+        family: The family.
+        raw: The content of config.json without nulls.
+        nulls: The names of fields that are null, for the few families where null differs from a missing field.
     """
 
     def __init__(self, family: Family, raw: Mapping[str, Any], nulls: Collection[str] = ()):
@@ -157,17 +168,17 @@ class FieldReader:
         return name in self.defaults
 
     def __getitem__(self, name: str) -> Any:
-        """The field's value, unchecked; its default if the file leaves it out or says null."""
+        """The value of the field, unchecked; its default if the file has none."""
         value = self.raw.get(self.hf_name(name))
         return self.defaults[name] if value is None else value
 
-    def positive(self, name: str, most: int = MAX_SIZE) -> int:
-        """A positive integer, at most `most`."""
+    def positive(self, name: str, limit: int = MAX_SIZE) -> int:
+        """A positive integer, at most `limit`."""
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._error(name, "must be a positive integer")
-        if value > most:
-            raise self._error(name, f"must be at most {most}")
+        if value > limit:
+            raise self._error(name, f"must be at most {limit}")
         return value
 
     def integer(self, name: str) -> int:
@@ -184,7 +195,7 @@ class FieldReader:
         return self[name]
 
     def number(self, name: str) -> float:
-        """A finite number. Python's JSON reader accepts NaN and Infinity; they are refused here."""
+        """A finite number. Python's JSON reader accepts NaN and Infinity; this method does not."""
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._error(name, "must be a number")
@@ -203,7 +214,7 @@ class FieldReader:
         return low, high
 
     def check_derived(self, name: str, expected: object, equation: str) -> None:
-        """ValueError unless the file leaves the field out or gives it the value that follows from other fields."""
+        """ValueError if the file gives the field another value than the one that follows from other fields."""
         if self[name] not in (None, expected):
             raise self._error(name, f"is not {equation} = {expected!r}")
 
@@ -211,7 +222,7 @@ class FieldReader:
         return ValueError(f"config.json: {self.hf_name(name)}={self[name]!r} {problem}")
 
     def choice(self, name: str, allowed: Mapping[str, Any] | tuple) -> Any:
-        """One of some values; ValueError naming them."""
+        """One of the allowed values; ValueError, which lists them, for another."""
         if self[name] not in allowed:
             raise ValueError(
                 f"{self.family.name} with {self.hf_name(name)}={self[name]!r} is not implemented (only {', '.join(allowed)})"
@@ -223,5 +234,5 @@ def token_ids(value: object) -> tuple[int, ...]:
     """The token ids in a config's eos_token_id, which may be None, an id, or a list of ids."""
     ids: tuple = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(type(i) is int for i in ids):
-        raise ValueError(f"eos_token_id={value!r} is neither a token id nor a list of them")
+        raise ValueError(f"eos_token_id={value!r} must be a token id or a list of token ids")
     return ids

@@ -1,31 +1,34 @@
-"""The work, memory and messages of an operator on one rank, as numbers that `sizing` and `advice` add up."""
+"""The work, memory and messages of an operator on one rank, which `sizing` and `advice` add up."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Logits of a rank that the loss computes piece by piece, and of a piece
+# Logits of a rank above which the loss is computed in pieces, and the size of a piece
 LARGE_LOGITS, LOGITS_PIECE = 2**27, 2**24
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """The sizes of an attention before it is split over tensor-parallel ranks."""
+    """The sizes of attention before the split over tensor-parallel ranks."""
 
     heads: int
     kv_heads: int
     head_dim: int
 
     def on_ranks(self, ranks: int) -> "AttentionSizes":
-        """The heads of one of `ranks` tensor-parallel ranks, of which several may hold the same key/value head."""
+        """The heads on one of `ranks` tensor-parallel ranks; several ranks may hold the same key/value head."""
         return AttentionSizes(self.heads // ranks, max(1, self.kv_heads // ranks), self.head_dim)
 
 
 @dataclass(frozen=True)
 class RecurrenceSizes:
-    """The sizes of a recurrence before it is split. A state is (heads, head_dim, state); groups of heads share B and C.
+    """The sizes of a recurrence before the split. A state is (heads, head_dim, state); groups of heads share B and C.
 
-    unit: what the heads are called in errors. is_mapped: whether a block maps an incoming state by a matrix (state, state)
-    of each head, and not by a factor of each head or number.
+    Attributes:
+        heads, head_dim, state, groups: The sizes.
+        unit: The name of the heads in errors.
+        is_mapped: True if a block of tokens maps an incoming state by a matrix (state, state) of each head, False if by a
+            factor of each head or element.
     """
 
     heads: int
@@ -38,11 +41,15 @@ class RecurrenceSizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """The workload whose sizes are computed: one of `ranks` tensor-parallel ranks, with elements of `itemsize` bytes.
+    """The conditions under which sizes are computed.
 
-    on_cuda: with the kernels of mamba-ssm and causal-conv1d. amx: on a CPU with AMX, where torch's attention in 16 bits
-    copies keys and values. sequence_parallel: each rank has a share of the tokens between the layers. expert_ranks: those
-    that divide the experts.
+    Attributes:
+        ranks: The number of tensor-parallel ranks.
+        itemsize: The bytes of an element.
+        on_cuda: True with the kernels of mamba-ssm and causal-conv1d.
+        amx: True on a CPU with AMX, where torch's attention in 16 bits copies keys and values.
+        sequence_parallel: True if each rank has a share of the tokens between the layers.
+        expert_ranks: The number of expert-parallel ranks.
     """
 
     ranks: int = 1
@@ -59,11 +66,11 @@ class Workload:
 
     @property
     def share(self) -> float:
-        """The share of the tokens that a rank has between the layers."""
+        """The fraction of the tokens that a rank has between the layers."""
         return 1 / self.ranks if self.sequence_parallel else 1
 
     def norm(self, width: int) -> float:
-        """The numbers that a norm over `width` stores in training: input, normalized input, output and one factor."""
+        """The number of elements that a norm over `width` stores in training: input, normalized, output and a factor."""
         return (3 * width + 1) * self.share
 
 
@@ -71,26 +78,28 @@ class Workload:
 class Sizes:
     """The sizes of an operator on one rank.
 
-    Generation, in bytes: state, of one sequence, whatever its length; keys, of each token of a sequence; stages, {stage: of
-    one token of a prompt, besides the operator's input}; projected, what waits of one token while other operators of the
-    unit compute.
-
-    Training, in numbers for each token of the rank: stored from forward to backward; kept, the same where activations are
-    recomputed (sums over ranks, and what attention stores); gradients, the most that exists in backward minus what is freed
-    by then. peaks: the same of functions that are recomputed one by one, everything included.
-
-    Messages, in numbers for each token: columns, exact ones in the sum of the unit; outputs, of further sums that may be
-    quantized; inner, of exact sums; backward, of sums in backward besides that of the unit's input. parameters: numbers of
-    each sum of gradients of parameters that several ranks hold.
-
-    Context ranks: passed, the numbers of a state; mapped, those of the matrix by which a block maps one; convolved, the
-    channels whose last inputs are passed.
-
-    Expert-parallel ranks: summed, the numbers of a token in their sum if they have the same tokens. Otherwise a token goes
-    to `reached` of them on average, this rank included, in `dispatched` bytes, and comes back in `returned` ones; so do
-    their gradients, in `returned` and `dispatched_gradients` bytes.
-
-    operations(seq): floating-point operations for one token, besides products with matrices, are scan + attention * seq.
+    Attributes:
+        state: In generation, the bytes of the fixed tensors of a sequence.
+        keys: In generation, the bytes for each token of a sequence.
+        stages: In prompts, {stage: the bytes for each token, in addition to the operator's input}.
+        projected: In prompts, the bytes for each token between `project` and `mix`.
+        stored: In training, the elements for each token that are stored from forward to backward.
+        kept: The same with recomputation: sums over ranks, and the tensors of attention.
+        gradients: In training, the peak of elements for each token in backward, minus the ones freed by then.
+        peaks: With recomputation, the peaks of functions that are recomputed one by one, including their stored elements.
+        columns: Elements for each token of exact columns in the all-reduce of the unit.
+        outputs: Elements for each token of further all-reduces in forward that may be quantized.
+        inner: Elements for each token of exact all-reduces in forward.
+        backward: Elements for each token of all-reduces in backward, except that of the unit's input.
+        parameters: Elements of each all-reduce of gradients of parameters that several ranks hold.
+        passed: With context ranks, the elements of a state.
+        mapped: With context ranks, the elements of the matrix by which a block maps a state.
+        convolved: With context ranks, the channels whose last inputs are passed.
+        scan, attention: One token takes scan + attention * seq floating-point operations, except products with matrices.
+        summed: With expert-parallel ranks that have the same tokens, the elements for each token in their sum.
+        reached: With other tokens, the average number of these ranks that a token is sent to, including its own.
+        dispatched, returned: The bytes of a token on its way to such a rank, and back.
+        dispatched_gradients: The bytes of the gradient of a dispatched token; that of a returned one takes `returned`.
     """
 
     state: int = 0

@@ -253,10 +253,10 @@ class Stack:
     @property
     def kinds(self) -> list[tuple[int, int]]:
         """(index of the first, number) of layers of equal sizes, the most frequent first."""
-        found: dict[str, list[int]] = {}
+        groups: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            found.setdefault(repr([unit.sizes for unit in layer]), []).append(index)
-        return sorted(((each[0], len(each)) for each in found.values()), key=lambda kind: -kind[1])
+            groups.setdefault(repr([unit.sizes for unit in layer]), []).append(index)
+        return sorted(((indices[0], len(indices)) for indices in groups.values()), key=lambda kind: -kind[1])
 
     def with_layers(self, indices: Sequence[int]) -> "Stack":
         """This stack with some of its layers only, and with the shared blocks that they invoke."""
@@ -289,19 +289,19 @@ class Stack:
     def fields(self) -> tuple[Field, ...]:
         """Every parameter of the model, in the order of its files."""
         hidden, vocab = self.hidden_size, self.vocab_size
-        found = [Field("embeddings.weight", self.embeddings, (vocab, hidden), split=0, init="embedding")]
+        fields = [Field("embeddings.weight", self.embeddings, (vocab, hidden), split=0, init="embedding")]
         for part in self.shared:
-            found.extend(part.fields("shared."))
+            fields.extend(part.fields("shared."))
         for path, unit in self.units:
-            found.extend(unit.fields(path, hidden))
-        found.append(norm_field("norm_f.weight", self.final_norm, hidden, self.norm_offset))
+            fields.extend(unit.fields(path, hidden))
+        fields.append(norm_field("norm_f.weight", self.final_norm, hidden, self.norm_offset))
         if not self.tie_embeddings:
-            found.append(Field("lm_head.weight", self.head, (vocab, hidden), split=0))
+            fields.append(Field("lm_head.weight", self.head, (vocab, hidden), split=0))
         if self.has_draft_head and self.draft_head is not None:
-            found.extend(self.draft_head.fields(hidden))
+            fields.extend(self.draft_head.fields(hidden))
         if self.apart is not None:
-            found = [replace(each, written_apart=self.apart) if each.apart else each for each in found]
-        return tuple(found)
+            fields = [replace(each, written_apart=self.apart) if each.apart else each for each in fields]
+        return tuple(fields)
 
     def with_specs(self, change: Callable[[Spec], Spec]) -> "Stack":
         """This stack with each specification of an operator of its layers replaced by change(specification)."""

@@ -318,11 +318,11 @@ class Builder:
         self._typed(weight)
         self._add("inner_norms", sum=parameters.number, n=(heads, rank, state), f=(eps,), weight=weight)
 
-    def delta_rates(self, gates: Buffer, A_log: Tensor, dt_bias: Tensor, most_beta: float) -> Buffer:
+    def delta_rates(self, gates: Buffer, A_log: Tensor, dt_bias: Tensor, max_beta: float) -> Buffer:
         """[beta | g] of gated delta nets in float32, of [b | a]."""
         self._floats(A_log, dt_bias)
         y = self.buffer(gates.width, torch.float32)
-        self._add("delta_rates", x=gates, y=y, A_log=A_log, dt_bias=dt_bias, n=(len(A_log),), f=(most_beta,))
+        self._add("delta_rates", x=gates, y=y, A_log=A_log, dt_bias=dt_bias, n=(len(A_log),), f=(max_beta,))
         return y
 
     def gated_delta(self, x: Buffer, rates: Buffer, key_heads: int, heads: int, size: int, width: int) -> Buffer:

@@ -55,7 +55,7 @@ def inputs_of(kind, batch=2, seq=5, dtype=torch.float64, channels=3, heads=4, gr
 
 
 def delta_inputs(
-    batch=2, seq=70, keys=2, values=6, size=8, width=12, dtype=torch.float64, most_beta=1.0, seed=0, state=True
+    batch=2, seq=70, keys=2, values=6, size=8, width=12, dtype=torch.float64, max_beta=1.0, seed=0, state=True
 ):
     """{argument: tensor} of `gated_delta`, of heads that remember.
 
@@ -71,7 +71,7 @@ def delta_inputs(
     decay = 0.95 + 0.0499 * torch.rand(batch, seq, values, generator=generator, dtype=torch.float64)
     inputs = dict(
         q=normal(batch, seq, keys, size), k=k, v=normal(batch, seq, values, width), g=decay.log(),
-        beta=most_beta * torch.sigmoid(2 + normal(batch, seq, values)), state=normal(batch, values, size, width),
+        beta=max_beta * torch.sigmoid(2 + normal(batch, seq, values)), state=normal(batch, values, size, width),
     )  # fmt: skip
     wide = torch.promote_types(dtype, torch.float32)
     return dict(state=None) | {

@@ -714,7 +714,7 @@ def test_text_measured_on_this_machine(files, capsys):
         ),
         (["--model", "nowhere"], "no model configuration"),
         (["--draft-head"], "draft_head=True: config.json of this zamba2 model names no draft head"),
-        (["--model", "l1"], "l1 holds LoRA adapters, of the model base"),
+        (["--model", "l1"], "l1 holds LoRA adapters of the model base"),
         (
             ["--device", "abacus"],
             "--device abacus is none of a100, h100, h200, measured, and no file: No such file or directory",

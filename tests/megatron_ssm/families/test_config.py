@@ -288,9 +288,9 @@ REFUSED = [  # (configuration, changes, part of the message)
     (ZAMBA2, dict(adapter_rank=0), "adapter_rank=0 must be a positive integer"),
     (
         ZAMBA2, dict(use_shared_attention_adapter=True, num_key_value_heads=2),
-        "4 heads of 16 and 2 key/value heads are 64 and 32",
+        "64 channels, not 4 heads and 2 key/value heads of 16",
     ),
-    (ZAMBA2, dict(use_shared_attention_adapter=True, attention_head_dim=8), "adapters are 2 * hidden_size = 64 wide"),
+    (ZAMBA2, dict(use_shared_attention_adapter=True, attention_head_dim=8), "keys of 2 * hidden_size = 64 channels"),
     (ZAMBA2, dict(use_mem_rope=True, rope_scaling=dict(type="linear")), "rope_type='linear' is not implemented"),
     (ZAMBA2, dict(use_mem_rope=True, rope_parameters=dict(rope_type="yarn")), "rope_type='yarn' is not implemented"),
     (ZAMBA2, dict(use_mem_rope=True, attention_head_dim=5), "rotary embeddings need heads of even size, not 5"),
@@ -315,7 +315,7 @@ def test_refused_values(base, changes, words):
     [
         (None, FileNotFoundError, "config.json does not exist"),
         ("{", ValueError, "is not JSON"),
-        ("[]", ValueError, "is a JSON object, not list"),
+        ("[]", ValueError, "config.json must be an object, not list"),
         ("[" * 100_000, ValueError, "is not JSON"),
     ],
 )
@@ -419,7 +419,7 @@ def hybrid(family, **changes):
         (
             "nemotron_h",
             dict(layers_block_type=["mlp"] * 3, num_hidden_layers=2),
-            "3 kinds of layers, num_hidden_layers=2",
+            "3 kinds of layers for num_hidden_layers=2",
         ),
         ("nemotron_h", dict(tie_word_embeddings=True), "tie_word_embeddings=True is not implemented"),
         ("bamba", dict(rope_parameters=dict(partial_rotary_factor=2.0)), "partial_rotary_factor=2.0"),

@@ -32,9 +32,9 @@ def everything(function, inputs):
 
 
 @pytest.mark.parametrize("seq", (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1))
-@pytest.mark.parametrize("values, most_beta", ((2, 2.0), (6, 1.0)))
-def test_chunks_equal_the_loop(seq, values, most_beta):
-    inputs = delta_inputs(seq=seq, values=values, most_beta=most_beta)
+@pytest.mark.parametrize("values, max_beta", ((2, 2.0), (6, 1.0)))
+def test_chunks_equal_the_loop(seq, values, max_beta):
+    inputs = delta_inputs(seq=seq, values=values, max_beta=max_beta)
     ours, plain = everything(gated_delta, inputs), everything(gated_delta_ref, inputs)
     for name, tensor in plain.items():
         assert error(ours[name], tensor) <= EXACT, name
