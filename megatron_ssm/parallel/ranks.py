@@ -17,6 +17,7 @@ from .recomputation import Recomputation
 
 
 @dataclass(frozen=True)
+class Ranks:
     """The tensor-parallel ranks that a model is split over.
 
     group=None is a single rank, which sends nothing. group=None with size > 1 is the part of one rank alone, for
