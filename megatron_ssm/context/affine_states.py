@@ -1,8 +1,9 @@
-"""Passing any affine state from block to block of a sequence that is spread over context ranks, with gradients.
+"""Passing an affine state from block to block of a sequence that is split over context ranks, with gradients.
 
 A block of the recurrence S_t = A_t S_{t-1} + u_t, with matrices A_t, maps its incoming state to M S + F: M is the product of
-its A_t, F its final state from zeros. Every rank gathers M and F of all blocks and computes from them the states that enter
-its own. What it sends does not depend on the length of the sequence. (`state_passing` sends less where A_t is diagonal.)
+its A_t, F its final state from zeros. Every rank gathers M and F of all blocks and computes the incoming states of its own
+blocks. The size of the messages does not depend on the length of the sequence. (`state_passing` sends less for diagonal
+A_t.)
 """
 
 import torch
@@ -16,11 +17,15 @@ from .blocks import ContextRanks
 def entering_states(
     transition: torch.Tensor, final: torch.Tensor, context: ContextRanks, initial: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the states that enter this rank's blocks, like `final`; that after the whole sequence, (batch, heads, n, m)).
+    """(the incoming states of this rank's blocks, like `final`; the final state of the sequence, (batch, heads, n, m)).
 
-    transition: (batch * blocks of a rank, heads, n, n), M of this rank's blocks. final: (batch * blocks of a rank, heads, n,
-    m), their F. initial: (batch, heads, n, m), the state that enters the sequence; None: zeros. Forward sends one all-gather
-    of both, backward one reduce-scatter.
+    Forward sends one all-gather, backward one reduce-scatter.
+
+    Args:
+        transition: (batch * blocks of a rank, heads, n, n), M of this rank's blocks.
+        final: (batch * blocks of a rank, heads, n, m), F of this rank's blocks.
+        context: The context ranks.
+        initial: (batch, heads, n, m), the incoming state of the sequence; None: zeros.
     """
     both = _gathered(torch.cat([transition, final], dim=-1).unflatten(0, (-1, context.blocks_per_rank)), context)
     size = transition.shape[-1]

@@ -1,9 +1,9 @@
-"""The blocks of a sequence that context ranks share: who holds which, and messages from one block to the next.
+"""The blocks of a sequence that context ranks share: their owners, and messages from one block to the next.
 
-A sequence is cut into blocks of equal length. In zigzag order (Megatron's, and that of attention2d) there are two blocks for
+A sequence is cut into blocks of equal length. In zigzag order (that of Megatron and attention2d) there are two blocks for
 each of the P ranks, and rank p holds blocks p and 2P-1-p; in contiguous order there is one, and rank p holds block p. A rank
-computes its blocks as separate sequences: activations are (batch * blocks of a rank, block length, ...), and the blocks of a
-sequence stand next to each other, so that (batch, tokens of a rank, ...) is viewed so without a copy.
+computes its blocks as separate sequences: activations are (batch * blocks of a rank, block length, ...). The blocks of a
+sequence are consecutive, so (batch, tokens of a rank, ...) can be viewed in this shape without a copy.
 """
 
 from dataclasses import dataclass, field
@@ -21,11 +21,14 @@ BLOCKS_PER_RANK = {"zigzag": 2, "contiguous": 1}
 
 @dataclass(frozen=True)
 class ContextRanks:
-    """The ranks that share each sequence. group: None is one rank. counter: adds up what this rank sends to the others.
+    """The ranks that share each sequence. ValueError for an order in which a rank's tokens are not blocks.
 
-    recomputation: keeps what the ranks exchange if activations are recomputed. exchanges_channels: for a scan without a
-    cache, each rank gets all tokens of some channels, instead of states (`channel_exchange`). ValueError for an order in
-    which a rank's tokens are not blocks.
+    Attributes:
+        group: The process group; None for one rank.
+        counter: A counter of the messages of this rank.
+        order: The order of blocks, "zigzag" or "contiguous".
+        recomputation: Stores the results of communication if activations are recomputed.
+        exchanges_channels: True if scans without a cache exchange channels instead of states (`channel_exchange`).
     """
 
     group: ProcessGroup | None
@@ -49,12 +52,12 @@ class ContextRanks:
 
     @cached_property
     def rank(self) -> int:
-        """This rank in the group."""
+        """This rank's number in the group."""
         return 0 if self.group is None else self.group.rank()
 
     @cached_property
     def blocks_per_rank(self) -> int:
-        """The number of blocks of each rank; one rank alone holds the sequence as one block."""
+        """The number of blocks of each rank; a single rank has the sequence as one block."""
         return BLOCKS_PER_RANK[self.order] if self.size > 1 else 1
 
     @cached_property
@@ -67,7 +70,7 @@ class ContextRanks:
         return (rank, self.blocks - 1 - rank)[: self.blocks_per_rank]
 
     def rank_of_block(self, block: int) -> tuple[int, int]:
-        """(the rank that holds a block, its place among that rank's blocks)."""
+        """(the rank that holds a block, the index of the block on this rank)."""
         return (block, 0) if block < self.size else (self.blocks - 1 - block, 1)
 
     def to_blocks(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,11 +83,11 @@ class ContextRanks:
 
 
 def shift(values: torch.Tensor, context: ContextRanks, step: int) -> torch.Tensor:
-    """Send what belongs to each block to the block `step` (1 or -1) further in the sequence.
+    """Send the value of each block to the block `step` (1 or -1) further in the sequence.
 
-    values: (batch, blocks of a rank, ...), one value for each block. Returns the same shape: the value of the block before
-    (step 1) or behind (step -1) each of this rank's blocks, and zeros where there is none. A rank sends each value to
-    a neighbouring rank, except the one whose neighbour it holds itself.
+    values: (batch, blocks of a rank, ...), one value for each block. Returns, in the same shape, the value of the block
+    before (step 1) or after (step -1) each of this rank's blocks, or zeros at the ends of the sequence. Sends each value
+    to a neighbouring rank, unless this rank holds both blocks.
     """
     received = torch.zeros_like(values, memory_format=torch.contiguous_format)
     sends, receives, arriving = [], [], []
@@ -105,7 +108,7 @@ def shift(values: torch.Tensor, context: ContextRanks, step: int) -> torch.Tenso
 
 
 class _Halo(torch.autograd.Function):
-    """`shift` by one block forward; backward returns each gradient to the block before."""
+    """`shift` by one block in forward; backward returns each gradient to the block before."""
 
     @staticmethod
     def forward(ctx, tails, context):
@@ -120,11 +123,14 @@ class _Halo(torch.autograd.Function):
 def halo(x: torch.Tensor, width: int, context: ContextRanks, history: torch.Tensor | None = None) -> torch.Tensor:
     """The `width` inputs before each block of this rank: (batch * blocks of a rank, width, channels).
 
-    x: (batch * blocks of a rank, block length, channels), the input of a causal convolution of width + 1 taps. history:
-    (batch, width, channels), what comes before the sequence (None: zeros); it gets no gradient.
+    Sends at most two messages of batch * width * channels elements, one to each neighbouring rank; backward sends their
+    gradients in the opposite direction.
 
-    Sends at most two messages of batch * width * channels numbers, one to each neighbouring rank; backward sends their
-    gradients the other way.
+    Args:
+        x: (batch * blocks of a rank, block length, channels), the input of a causal convolution of width + 1 taps.
+        width: The number of inputs.
+        context: The context ranks.
+        history: (batch, width, channels), the inputs before the sequence; None: zeros. It gets no gradient.
     """
     tails = x[:, x.shape[1] - width :].unflatten(0, (-1, context.blocks_per_rank))
     before = _Halo.apply(tails, context) if torch.is_grad_enabled() else shift(tails, context, 1)
@@ -136,7 +142,7 @@ def halo(x: torch.Tensor, width: int, context: ContextRanks, history: torch.Tens
 def check_block_length(tokens: int, width: int, context: ContextRanks) -> None:
     """ValueError unless blocks are at least as long as the halo, so that it comes from one block.
 
-    tokens: of this rank. width: the inputs before a block that a convolution reads.
+    tokens: The number of tokens of this rank. width: The width of the halo.
     """
     if tokens % context.blocks_per_rank:
         raise ValueError(f"zigzag order has two equal blocks on each rank, and {tokens} local tokens are odd")

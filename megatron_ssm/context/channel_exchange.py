@@ -1,9 +1,9 @@
 """The alternative to passing states: each context rank receives all tokens of some channels, and returns their outputs.
 
-This is what Megatron-Core does for Mamba layers, and Ulysses for attention. Its bytes grow with the length of the
-sequence, those of `scans` do not; for short sequences they are fewer. The gate z and the norm are computed where the tokens
-are, so they are not sent. If the groups of channels that share B and C divide over the ranks, a rank receives B and C of its
-own groups, and otherwise those of all groups. Tensors are in blocks, as in `scans`.
+Megatron-Core does this for Mamba layers, and Ulysses for attention. Its bytes grow with the length of the sequence, unlike
+those of `scans`; for short sequences they are fewer. The gate z and the norm are computed before and after the exchange, so
+they are not sent. If the groups of channels that share B and C divide over the ranks, a rank receives B and C of its groups,
+otherwise those of all groups. Tensors are in blocks, as in `scans`.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _gather_tokens(x, context):
 
 
 def _to_channels(x, partition):
-    # (batch, blocks of a rank, channels, tokens, n), and then (all blocks, batch, own channels, tokens, n)
+    # -> (batch, blocks of a rank, channels, tokens, n) -> (all blocks, batch, own channels, tokens, n)
     blocks = x.unflatten(0, (-1, partition.context.blocks_per_rank)).transpose(2, 3)
     whole = partition.blocks_to_channels(blocks.flatten(3)).unflatten(3, (-1, x.shape[3]))
     return whole.permute(1, 0, 3, 2, 4).flatten(1, 2)
@@ -66,9 +66,9 @@ def _to_tokens(y, partition):
 
 
 def _own_channels(x, dt, partition):
-    """x (batch * blocks, block length, channels, n) and dt (no n) -> those of all tokens in order, and of own channels.
+    """x (batch * blocks, block length, channels, n) and dt (without n) -> all tokens in order, of this rank's channels.
 
-    Both are in one message if they have the same dtype.
+    They are in one message if they have the same dtype.
     """
     if x.dtype != dt.dtype:
         return _tokens_to_channels(x, partition), _tokens_to_channels(dt.unsqueeze(-1), partition).squeeze(-1)
@@ -77,9 +77,9 @@ def _own_channels(x, dt, partition):
 
 
 def _own_groups(B, C, partition):
-    """(B and C of the groups that have own channels, (batch, all tokens, own groups, N) each; the group of each channel).
+    """(B and C of the groups of this rank's channels, both (batch, all tokens, own groups, N); the group of each channel).
 
-    B, C: (batch * blocks, block length, groups, N). Neighbouring channels are a group.
+    B, C: (batch * blocks, block length, groups, N). A group consists of consecutive channels.
     """
     groups, context, both = B.shape[2], partition.context, torch.cat([B, C], dim=-1)
     group_of_channel = torch.arange(partition.count)[partition.own] // (partition.count // groups)
@@ -92,11 +92,10 @@ def _own_groups(B, C, partition):
 
 
 def selective_scan_by_channels(heads: Sequence[ScanInputs], context: ContextRanks) -> torch.Tensor:
-    """`scans.selective_scan_over_context` in which each context rank computes some channels: y, like x of all heads.
+    """`scans.selective_scan_over_context`, with the channels split over the context ranks: y, like x of all heads.
 
-    There are at least as many channels as ranks. Forward sends 3 numbers per channel and token, to all ranks together, and
-    2N per head and token: to all ranks together if the heads divide over them, and to each of them otherwise. Backward sends
-    as many.
+    There must be at least as many channels as ranks. Forward sends 3 elements per channel and token, in total to all ranks,
+    and 2N per head and token: in total if the heads divide over the ranks, otherwise to each rank. Backward sends as many.
     """
     x, dt, z = (torch.cat(parts, dim=-1) for parts in zip(*((head.x, head.dt, head.z) for head in heads), strict=True))
     B, C = (torch.stack(parts, dim=2) for parts in zip(*((head.B, head.C) for head in heads), strict=True))
@@ -127,16 +126,17 @@ def ssd_by_heads(
     D: torch.Tensor,
     context: ContextRanks,
 ) -> torch.Tensor:
-    """`scans.ssd_over_context` in which each context rank computes some heads: y, like x.
+    """`scans.ssd_over_context`, with the heads split over the context ranks: y, like x.
 
-    There are at least as many heads as ranks. Forward sends 2 * head_dim + 1 numbers per head and token, to all ranks
-    together, and 2N per group and token: to all ranks together if the groups divide over them, and to each of them
-    otherwise. Backward sends as many.
+    There must be at least as many heads as ranks. Forward sends 2 * head_dim + 1 elements per head and token, in total
+    to all
+    ranks, and 2N per group and token: in total if the groups divide over the ranks, otherwise to each rank. Backward
+    sends as many.
     """
     partition = ChannelPartition(x.shape[2], context)
     x, dt = _own_channels(x, dt, partition)
     B, C, group = _own_groups(B, C, partition)
-    if len(set(group.bincount().tolist())) > 1:  # the recurrence takes groups of equal size
+    if len(set(group.bincount().tolist())) > 1:  # the recurrence needs groups of equal size
         B, C = (t[:, :, group.to(t.device)] for t in (B, C))
     y, _ = ssd(x, dt, A_log[partition.own], B, C, D[partition.own])
     return _channels_to_tokens(y, partition)
@@ -145,10 +145,10 @@ def ssd_by_heads(
 def gated_delta_by_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, context: ContextRanks
 ) -> torch.Tensor:
-    """`scans.gated_delta_over_context` in which each context rank computes some value heads: y, like v.
+    """`scans.gated_delta_over_context`, with the value heads split over the context ranks: y, like v.
 
-    There are at least as many value heads as ranks. Forward sends 2 V + 2 numbers per value head and token, and 2 K per key
-    head and token, as `ssd_by_heads` does. Backward sends as many.
+    There must be at least as many value heads as ranks. Forward sends 2 V + 2 elements per value head and token, and 2 K per
+    key head and token, as `ssd_by_heads` does. Backward sends as many.
     """
     partition = ChannelPartition(v.shape[2], context)
     rates = torch.stack([g, beta], dim=-1)
@@ -157,7 +157,7 @@ def gated_delta_by_heads(
     else:
         v, rates = _tokens_to_channels(v, partition), _tokens_to_channels(rates, partition)
     k, q, group = _own_groups(k, q, partition)
-    if len(set(group.bincount().tolist())) > 1:  # the recurrence takes groups of equal size
+    if len(set(group.bincount().tolist())) > 1:  # the recurrence needs groups of equal size
         k, q = (t[:, :, group.to(t.device)] for t in (k, q))
     y, _ = gated_delta(q, k, v, *rates.unbind(-1))
     return _channels_to_tokens(y, partition)

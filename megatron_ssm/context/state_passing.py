@@ -1,19 +1,19 @@
-"""Passing the state of a recurrence from block to block of a sequence that is spread over context ranks.
+"""Passing the state of a recurrence from block to block of a sequence that is split over context ranks.
 
 A block of the recurrence s_t = exp(dt_t A) s_{t-1} + u_t maps its incoming state H_b to
 
     H_{b+1} = E_b H_b + S_b,    E_b = exp(A D_b),    D_b = the sum of dt over the block,
 
-where S_b is its final state from zeros. So its *summary* (S_b, D_b) is all that other blocks need of it; D_b has one number
-per channel or head. Backward is the same in reverse: Lambda_b = E_b Lambda_{b+1} + G_b, where Lambda_b is the
-gradient of the state that enters block b, and G_b the part of it that comes from the outputs of block b.
+where S_b is its final state from zeros. So other blocks need only its *summary* (S_b, D_b); D_b has one element per channel
+or head. Backward is the same in reverse: Lambda_b = E_b Lambda_{b+1} + G_b, where Lambda_b is the gradient of the incoming
+state of block b, and G_b the part of it that comes from the outputs of block b.
 
 The recurrences of Mamba are elementwise in the state. In that of a gated delta net, E_b is a matrix (K, K) of each head,
-which is passed in place of D_b. In both, channels do not affect each other. So each rank takes an equal share of the
-channels of all blocks in one exchange, computes the recurrence over the blocks, and returns the results in another one.
-(Where a head has one decay or one matrix, what is called a channel here is a head.) What a rank sends does not depend on
-the length of the sequence. With P ranks in zigzag order, and states of s numbers, it is 2 (P-1)/P times 2 s and the D_b or
-E_b in forward, and 2 (P-1)/P times 2 s in backward; in contiguous order it is half.
+which is passed in place of D_b. In both, channels are independent. So each rank receives an equal share of the channels of
+all blocks in one exchange, computes the recurrence over the blocks, and returns the results in another exchange. (If a head
+has one decay or one matrix, "channel" means head here.) The size of the messages does not depend on the length of the
+sequence. With P ranks in zigzag order and states of s elements, a rank sends 2 (P-1)/P times 2 s and the D_b or E_b in
+forward, and 2 (P-1)/P times 2 s in backward; in contiguous order half of that.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from .blocks import ContextRanks
 
 @dataclass(frozen=True)
 class ChannelPartition:
-    """The division of `count` channels of a recurrence over the context ranks: rank r has those of `of_rank(r)`."""
+    """A split of the `count` channels of a recurrence over the context ranks; rank r has those of `of_rank(r)`."""
 
     count: int
     context: ContextRanks
 
     def of_rank(self, rank: int) -> slice:
-        """The channels of a rank: consecutive ones, and as many as others have, or one more or less."""
+        """The channels of a rank. They are consecutive, and their numbers differ by at most one between ranks."""
         size = self.context.size
         return slice(self.count * rank // size, self.count * (rank + 1) // size)
 
@@ -82,7 +82,7 @@ class ChannelPartition:
         return torch.cat(list(parts.values()), dim=1)
 
     def _exchange(self, leaving: dict[int, torch.Tensor], arriving: dict[int, torch.Tensor]) -> None:
-        """Send leaving[r] to every other rank r, and fill arriving[r] with what comes from it."""
+        """Send leaving[r] to every other rank r, and receive into arriving[r]."""
         context = self.context
         others = [(context.rank + step) % context.size for step in range(1, context.size)]
         sends = [(leaving[rank], rank) for rank in others if leaving[rank].numel()]
@@ -93,7 +93,7 @@ class ChannelPartition:
 class Decays:
     """E_b = exp(A D_b) of each block, elementwise.
 
-    dt_sums: D_b of all blocks for own channels, (blocks, batch, own channels, 1). rates: A, (own channels, n or 1).
+    dt_sums: (blocks, batch, own channels, 1), D_b of all blocks. rates: (own channels, n or 1), A.
     """
 
     def __init__(self, dt_sums: torch.Tensor, rates: torch.Tensor):
@@ -107,7 +107,7 @@ class Decays:
 
 
 class Matrices:
-    """E_b of each block: maps (blocks, batch, own heads, K, K), of states (K, V)."""
+    """E_b of each block for states (K, V). maps: (blocks, batch, own heads, K, K)."""
 
     def __init__(self, maps: torch.Tensor):
         self.maps = maps
@@ -117,7 +117,7 @@ class Matrices:
         return added + self._product(self.maps[block], state)
 
     def apply_transposed(self, block: int, state: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """The transpose of E_b times state, + added."""
+        """E_b^T state + added."""
         return added + self._product(self.maps[block].mT, state)
 
     @staticmethod
@@ -128,10 +128,13 @@ class Matrices:
 
 @dataclass
 class PassedStates:
-    """The states that enter this rank's blocks, and what backward needs to pass their gradients.
+    """The incoming states of this rank's blocks, and the data with which backward passes their gradients.
 
-    incoming: (batch, blocks of a rank, channels, n). final: (batch, own channels, n), of the whole sequence. maps: E_b of
-    all blocks for own channels.
+    Attributes:
+        partition: The split of the channels.
+        incoming: (batch, blocks of a rank, channels, n), the incoming states.
+        final: (batch, own channels, n), the final state of the sequence.
+        maps: E_b of all blocks for own channels.
     """
 
     partition: ChannelPartition
@@ -144,7 +147,7 @@ class PassedStates:
         return self.partition.gather_channels(self.final)
 
     def adjoints(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Lambda_{b+1} for each of this rank's blocks from their G_b, both (batch, blocks of a rank, channels, n)."""
+        """Lambda_{b+1} of this rank's blocks from their G_b, both (batch, blocks of a rank, channels, n)."""
         whole = self.partition.blocks_to_channels(gradients)
         adjoint = torch.zeros_like(whole[0])
         leaving = torch.empty_like(whole)
@@ -161,11 +164,14 @@ def pass_states(
     context: ContextRanks,
     initial: torch.Tensor | None = None,
 ) -> PassedStates:
-    """The states that enter this rank's blocks, from the summaries of all blocks. No gradient.
+    """The incoming states of this rank's blocks, from the summaries of all blocks. No gradient.
 
-    states: (batch, blocks of a rank, channels, n), S_b of this rank's blocks. dt_sums: (batch, blocks of a rank, channels),
-    their D_b. rates: A, (channels, n or 1), the same on all ranks. initial: (batch, channels, n), the state that enters the
-    sequence (None: zeros).
+    Args:
+        states: (batch, blocks of a rank, channels, n), S_b of this rank's blocks.
+        dt_sums: (batch, blocks of a rank, channels), D_b of this rank's blocks.
+        rates: (channels, n or 1), A, the same on all ranks.
+        context: The context ranks.
+        initial: (batch, channels, n), the incoming state of the sequence; None: zeros.
     """
     partition = ChannelPartition(states.shape[2], context)
     whole = partition.blocks_to_channels(torch.cat([states, dt_sums.unsqueeze(-1)], dim=-1))
@@ -176,7 +182,7 @@ def pass_states(
 def pass_matrix_states(
     states: torch.Tensor, maps: torch.Tensor, context: ContextRanks, initial: torch.Tensor | None = None
 ) -> PassedStates:
-    """`pass_states` where E_b are matrices: maps (batch, blocks of a rank, heads, K, K), and n = K V."""
+    """`pass_states` with matrices E_b: maps (batch, blocks of a rank, heads, K, K), and n = K V."""
     partition, size = ChannelPartition(states.shape[2], context), states.shape[-1]
     whole = partition.blocks_to_channels(torch.cat([states, maps.flatten(-2)], dim=-1))
     matrices = Matrices(whole[..., size:].clone().unflatten(-1, maps.shape[-2:]))
@@ -186,7 +192,7 @@ def pass_matrix_states(
 def _passed(
     partition: ChannelPartition, summaries: torch.Tensor, maps: Decays | Matrices, initial: torch.Tensor | None
 ) -> PassedStates:
-    """The states that enter blocks, from S_b and E_b of all blocks for own channels."""
+    """The incoming states of blocks, from S_b and E_b of all blocks for own channels."""
     state = torch.zeros_like(summaries[0]) if initial is None else initial[:, partition.own]
     entering = torch.empty_like(summaries, memory_format=torch.contiguous_format)
     for block in range(len(summaries)):

@@ -1,7 +1,7 @@
-"""The contribution of a block of a recurrence to others: its final state from zeros, and the gradient of its incoming state.
+"""The effect of a block of a recurrence on other blocks: its final state from zeros, and the gradient of its incoming state.
 
-Both are linear recurrences over the tokens of a block, without its outputs. For Mamba-2 they are one matrix product each,
-because a head has one decay for each token; for Mamba-1 they go token by token.
+Both are linear recurrences over the tokens of a block, without outputs. For Mamba-2 each is one matrix product, because a
+head has one decay per token; for Mamba-1 they are computed token by token.
 """
 
 import torch
@@ -24,7 +24,7 @@ def selective_summary(
     """(final state from zeros (batch, N, channels), sum of the step sizes (batch, channels)) of `ops.scan.selective_scan`.
 
     x, dt: (batch, seq, channels); A_log: (channels, N); B: (batch, seq, N); dt_bias: (channels,) or None. The results have
-    the dtype of A_log, which is at least fp32; so do those of the functions below.
+    the dtype of A_log, at least fp32, as in the functions below.
     """
     wide = A_log.dtype
     x, dt, B = (t.to(wide) for t in (x, dt, B))
@@ -36,7 +36,7 @@ def selective_summary(
 
 
 def _fits_kernel(A_log: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    """Return True if the C kernel takes these tensors (None: absent), which have the dtype of A_log."""
+    """Return True if the C kernel supports these tensors (or None), which must have the dtype of A_log."""
     return A_log.dtype is torch.float32 and A_log.shape[1] <= kernels.LARGEST_STATE and kernels.usable(A_log, *tensors)
 
 
@@ -48,9 +48,9 @@ def selective_adjoint(
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The gradient of the incoming state of `ops.scan.selective_scan`, (batch, N, channels), that comes from its outputs.
+    """The part of the gradient of the incoming state of `ops.scan.selective_scan` that comes from y: (batch, N, channels).
 
-    dy: (batch, seq, channels), the gradient of y. With g_t = exp(dt_t A) (g_{t+1} + C_t dy_t silu(z_t)) it is g_1.
+    dy: (batch, seq, channels), the gradient of y. The result is g_1 of g_t = exp(dt_t A) (g_{t+1} + C_t dy_t silu(z_t)).
     """
     wide = A_log.dtype
     dy, dt, C = (t.to(wide) for t in (dy, dt, C))
@@ -82,9 +82,9 @@ def ssd_summary(
 
 
 def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-    """The gradient of the incoming state of `ops.scan.ssd`, (batch, heads, N, head_dim), that comes from its outputs.
+    """The part of the gradient of the incoming state of `ops.scan.ssd` that comes from y: (batch, heads, N, head_dim).
 
-    dy: like x, the gradient of y; C: (batch, seq, groups, N).
+    dy: like x, the gradient of y. C: (batch, seq, groups, N).
     """
     return _weighted_products(C, dy, _exponents(dt, A_log).to(A_log.dtype).exp(), A_log.dtype)
 
@@ -92,10 +92,10 @@ def ssd_adjoint(dy: torch.Tensor, dt: torch.Tensor, A_log: torch.Tensor, C: torc
 def delta_summary(
     k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(final state from zeros (batch, value heads, K, V), what maps an incoming state to what it adds to the final one
-    (batch, value heads, K, K)) of `ops.gated_delta.gated_delta`, whose arguments these are.
+    """(final state from zeros (batch, value heads, K, V), map (batch, value heads, K, K)) of `ops.gated_delta.gated_delta`.
 
-    Columns of a state do not affect each other. So K more columns that begin as the identity, with v = 0, end as the map.
+    The map applied to an incoming state is its contribution to the final state. Columns of a state are independent, so K
+    more columns with the identity as incoming state and v = 0 end as the map.
     """
     size, width = k.shape[3], v.shape[3]
     values = torch.cat([v, v.new_zeros(*v.shape[:3], size)], dim=-1)
@@ -109,9 +109,9 @@ def delta_summary(
 def delta_adjoint(
     dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the incoming state of `ops.gated_delta.gated_delta`, (batch, value heads, K, V), that comes from y.
+    """The part of the gradient of the incoming state of `gated_delta` that comes from y: (batch, value heads, K, V).
 
-    dy: like y. The outputs from v = 0 and the identity as incoming state are the rows by which outputs read that state.
+    dy: like y. The outputs for v = 0 and the identity as incoming state are the rows with which outputs read that state.
     """
     size, shape = k.shape[3], (*dy.shape[:3], k.shape[3])
     first = torch.eye(size, dtype=g.dtype, device=g.device).expand(len(dy), dy.shape[2], size, size).contiguous()
@@ -132,7 +132,7 @@ def _weighted_products(rows, columns, weights, dtype):
     """
     batch, seq, heads, width = columns.shape
     groups, size = rows.shape[2:]
-    # The heads of a group stand side by side: (batch, seq, groups, heads of it * width).
+    # The heads of a group are concatenated: (batch, seq, groups, heads of the group * width).
     weighted = (columns.to(dtype) * weights.unsqueeze(-1)).view(batch, seq, groups, heads // groups * width)
     with torch.autocast(columns.device.type, enabled=False):  # states are at least fp32
         products = torch.matmul(rows.to(dtype).permute(0, 2, 3, 1), weighted.transpose(1, 2))

@@ -1,7 +1,7 @@
-"""The division of the tokens of one call, and of their keys and values, over context ranks.
+"""The split of the tokens of one call, and of their keys and values, over context ranks.
 
-A call reads a chunk of each sequence: all of it, or what follows an earlier chunk. A chunk is sharded as a sequence of its
-own, padded at its end. The keys and values of a token stay on the rank that computed them.
+A call reads a chunk of each sequence: all of it, or the continuation of an earlier chunk. A chunk is split like a sequence,
+with padding at its end. The keys and values of a token stay on the rank that computed them.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from .blocks import ContextRanks
 
 @dataclass(frozen=True)
 class TokenSharding:
-    """A chunk of `length` tokens of each sequence: each rank has `local_length` positions, some of which may be padding.
+    """A chunk of `length` tokens of each sequence, split over the context ranks.
 
-    Positions of `length` or more are padding.
+    Each rank has `local_length` positions. Positions of `length` or more are padding.
     """
 
     length: int
@@ -28,7 +28,7 @@ class TokenSharding:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """(local_length,) int64 on the CPU: this rank's positions in the chunk; those of padding are `length` or more."""
+        """(local_length,) int64 on the CPU: this rank's positions in the chunk."""
         return self._positions_on(self.context.rank)
 
     def _positions_on(self, rank: int) -> torch.Tensor:
@@ -42,15 +42,15 @@ class TokenSharding:
 
     @property
     def is_token(self) -> torch.Tensor:
-        """(local_length,) bool on the CPU: which of this rank's positions hold tokens of the sequence."""
+        """(local_length,) bool on the CPU: True at this rank's positions that are not padding."""
         return self.positions < self.length
 
     def counts(self) -> torch.Tensor:
-        """(ranks,) int64: how many tokens of the sequence each rank holds."""
+        """(ranks,) int64: the number of tokens, without padding, on each rank."""
         return torch.stack([(self._positions_on(rank) < self.length).sum() for rank in range(self.context.size)])
 
     def mask_padding(self, step_sizes: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-        """step_sizes (batch, local_length, ...), with `value` in the padding; with 0, padding does not change the state."""
+        """step_sizes (batch, local_length, ...) with `value` at padding; 0 makes padding leave the state unchanged."""
         if not self.is_padded:
             return step_sizes
         padding = ~self.is_token.to(step_sizes.device).view(-1, *[1] * (step_sizes.ndim - 2))
@@ -59,7 +59,7 @@ class TokenSharding:
     def gather_last(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """x (batch, local_length, n) at the last `count` tokens, or at all if there are fewer: (batch, count, n).
 
-        The same on all ranks; no gradient. One all-reduce, in which every token comes from the rank that holds it.
+        The same on all ranks; no gradient. One all-reduce, in which only the rank that holds a token is not zero there.
         """
         count = min(count, self.length)
         where = self.positions - (self.length - count)
@@ -71,11 +71,12 @@ class TokenSharding:
 
 @dataclass(frozen=True)
 class KeyValuePlacement:
-    """The ranks that keep the keys and values of a call's tokens.
+    """The ranks that store the keys and values of a call's tokens.
 
-    local_indices: (batch, tokens of this rank) int64, on the CPU: the index of each among the keys that this rank holds of
-    its sequence, and -1 for a token that it does not keep. new_per_rank: (ranks, batch) int64, the same on all context
-    ranks: how many keys each of them keeps.
+    Attributes:
+        local_indices: (batch, tokens of this rank) int64 on the CPU: the index of each token among this rank's keys of its
+            sequence, or -1 for a token that another rank stores.
+        new_per_rank: (ranks, batch) int64, the same on all context ranks: the number of new keys on each of them.
     """
 
     local_indices: torch.Tensor
@@ -83,9 +84,9 @@ class KeyValuePlacement:
 
     @classmethod
     def of_sharded(cls, sharding: TokenSharding, kv_lengths: torch.Tensor) -> "KeyValuePlacement":
-        """Of sharded tokens: a rank keeps all tokens that it computes.
+        """The placement of split tokens: a rank stores all tokens that it computes.
 
-        kv_lengths: (ranks, batch), how many keys each rank had before.
+        kv_lengths: (ranks, batch), the number of keys on each rank before the call.
         """
         is_token = sharding.is_token
         index = is_token.cumsum(0) - 1 + kv_lengths[sharding.context.rank].unsqueeze(1)
@@ -94,10 +95,10 @@ class KeyValuePlacement:
 
     @classmethod
     def of_replicated(cls, tokens: int, kv_lengths: torch.Tensor, rank: int) -> "KeyValuePlacement":
-        """Of `tokens` tokens per sequence that every rank computes: each goes to the rank that has the fewest keys."""
+        """The placement of `tokens` replicated tokens per sequence: each is stored on the rank with the fewest keys."""
         after, owners = kv_lengths.clone(), []
         for _ in range(tokens):
-            owners.append(after.argmin(0))  # the first of several
+            owners.append(after.argmin(0))  # the first such rank
             after[owners[-1], torch.arange(kv_lengths.shape[1])] += 1
         own = torch.stack(owners, 1) == rank
         index = own.cumsum(1) - 1 + kv_lengths[rank].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Our process groups under the names by which DeepSpeed asks a "model parallelism unit" (mpu) for its own."""
+"""This package's process groups with the interface of a "model parallelism unit" (mpu) of DeepSpeed."""
 
 import torch.distributed as dist
 
@@ -6,10 +6,10 @@ from .groups import TIMEOUT, Groups
 
 
 class DeepSpeedGroups:
-    """The `mpu` of `deepspeed.initialize`: the tensor-parallel ranks are its model-parallel ranks, and its data-parallel
-    ranks are all ranks that sum their gradients, those of context parallelism included.
+    """The `mpu` of `deepspeed.initialize`. Its model-parallel ranks are the tensor-parallel ranks.
 
-    All ranks of the world make it together, after torch.distributed is initialized. Sends nothing.
+    Its data-parallel ranks are all ranks that sum their gradients, including context-parallel ones. All ranks of the world
+    create it together, after torch.distributed is initialized. Sends nothing.
     """
 
     def __init__(self, groups: Groups):
@@ -23,11 +23,11 @@ class DeepSpeedGroups:
         return self._tensor
 
     def get_model_parallel_rank(self) -> int:
-        """Which part of its replica this rank holds."""
+        """This rank's part of the model, a number."""
         return dist.get_rank(self._tensor)
 
     def get_model_parallel_world_size(self) -> int:
-        """How many parts a replica has."""
+        """The number of parts of a replica."""
         return dist.get_world_size(self._tensor)
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -39,9 +39,9 @@ class DeepSpeedGroups:
         return self._data
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number among those that hold the same part of the model."""
+        """This rank's number among the ranks that hold the same part of the model."""
         return dist.get_rank(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many ranks hold the same part of the model."""
+        """The number of ranks that hold the same part of the model."""
         return dist.get_world_size(self._data)

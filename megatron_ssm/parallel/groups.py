@@ -1,7 +1,7 @@
 """Process groups for serving and training.
 
-Only this module, `megatron_ddp` and those of `integrations` import megatron.core, when it is needed, because it takes
-seconds.
+Only this module, `megatron_ddp` and modules of `integrations` import megatron.core, and only when needed, because the import
+takes seconds.
 """
 
 import datetime
@@ -20,19 +20,22 @@ from sparsefusion.collectives.agreement import gather_objects, together
 from sparsefusion.collectives.meeting import gather_in_store, meet
 from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, this_rank
 
-TIMEOUT = datetime.timedelta(minutes=5)  # of a collective, after which a lost rank ends the run
+TIMEOUT = datetime.timedelta(minutes=5)  # the time-out of a collective, after which a lost rank ends the run
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of this rank. A group of one rank is None.
+    """The process groups of this rank; None for groups of one rank.
 
-    tensor: the ranks that hold the parts of one replica of the model. context: the ranks that hold the same part, and other
-    tokens of the same sequences. data: the ranks that hold the same part, and other sequences. data_context: all ranks that
-    hold the same part, which sum their gradients (Megatron's data-parallel group with context parallelism). expert: those of
-    them that divide the experts of the model, which are consecutive in data_context. expert_data: those that hold the same
-    experts.
-    rank, ranks: this rank's number in the world, and the size of the world.
+    Attributes:
+        tensor: The ranks that hold the parts of one replica of the model.
+        context: The ranks that hold the same part, and split the same sequences.
+        data: The ranks that hold the same part, and have other sequences.
+        data_context: All ranks that hold the same part and sum their gradients (Megatron's data-parallel group with context
+            parallelism).
+        expert: Consecutive ranks of data_context that split the experts.
+        expert_data: The ranks that hold the same experts.
+        rank, ranks: This rank's number in the world, and the size of the world.
     """
 
     tensor: dist.ProcessGroup | None = None
@@ -46,44 +49,44 @@ class Groups:
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of its replica this rank holds."""
+        """This rank's part of its replica, a number."""
         return 0 if self.tensor is None else dist.get_rank(self.tensor)
 
     @property
     def tensor_ranks(self) -> int:
-        """How many parts a replica has."""
+        """The number of parts of a replica."""
         return 1 if self.tensor is None else self.tensor.size()
 
     @property
     def data_rank(self) -> int:
-        """Which replica this rank belongs to."""
+        """The number of this rank's replica."""
         return 0 if self.data is None else dist.get_rank(self.data)
 
     @property
     def data_ranks(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return 1 if self.data is None else self.data.size()
 
     @property
     def context_ranks(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that split a sequence."""
         return 1 if self.context is None else self.context.size()
 
     @property
     def data_context_rank(self) -> int:
-        """This rank's number among those that hold the same part of the model."""
+        """This rank's number among the ranks that hold the same part of the model."""
         return 0 if self.data_context is None else dist.get_rank(self.data_context)
 
     @property
     def data_context_ranks(self) -> int:
-        """How many ranks hold the same part of the model."""
+        """The number of ranks that hold the same part of the model."""
         return 1 if self.data_context is None else self.data_context.size()
 
 
 def check_world(tensor: int, world: int, context: int = 1, expert: int = 1) -> None:
     """ValueError unless replicas of `tensor` x `context` ranks divide a world of `world` ranks.
 
-    expert: the ranks that divide the experts, which must divide those that hold the same part of the model.
+    expert: The number of expert-parallel ranks, which must divide the number of ranks that hold the same part of the model.
     """
     for name, size in dict(tensor=tensor, context=context, expert=expert).items():
         if size < 1:
@@ -113,14 +116,24 @@ def join(
 ) -> int:
     """Initialize torch.distributed from the launcher's environment variables, unless it is, or there is only one rank.
 
-    device: "cuda..." selects NCCL, anything else gloo. init_method: where the ranks meet (None: MASTER_ADDR). check:
-    raises an error if this rank cannot take part, for instance because it has no such device. Returns the size of the world.
+    The ranks compare their kinds of devices and the results of `check` in a store before they create the process group,
+    because ranks with different backends would wait for each other until the time-out.
 
-    ValueError on every rank, before they meet, if the world does not fit the sizes of groups (see `check_world`). The ranks
-    compare the kinds of their devices and the outcomes of `check` in the store in which they meet, before they make the
-    group: ranks that wait for each other with NCCL and with gloo would do so until the time-out. ValueError on
-    every rank if they differ; an error that all ranks have is raised as it is. LauncherError on one rank if its variables
-    are wrong, or rank 0 cannot be reached. If torch.distributed is initialized, ranks call `check` alone.
+    Args:
+        tensor, context, expert: The sizes of groups; see `check_world`.
+        device: "cuda..." selects NCCL, anything else gloo.
+        timeout: The time-out of collectives.
+        init_method: The URL of the rendezvous; None: MASTER_ADDR.
+        check: A function that raises an error if this rank cannot take part, for instance without the device. If
+            torch.distributed is initialized, each rank calls it alone.
+
+    Returns:
+        The size of the world.
+
+    Raises:
+        ValueError: On every rank, if the world does not fit the sizes, or if devices or errors of `check` differ. An error
+            that all ranks have is raised as it is.
+        LauncherError: On one rank, if its variables are wrong or rank 0 cannot be reached.
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
     check_world(tensor, world, context, expert)
@@ -145,18 +158,18 @@ def join(
 
 
 def join_alone(device: str = "cpu", timeout: datetime.timedelta = TIMEOUT) -> None:
-    """Initialize torch.distributed with this process as its only rank, for frameworks that need it, unless it is."""
+    """Initialize torch.distributed with this process as its only rank, for frameworks that require it, unless it is."""
     if not dist.is_initialized():
         backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _for_this_restart(store: dist.Store, world: int) -> dist.Store:
-    """torchrun's store, with keys of their own for ranks that it has restarted on one node.
+    """torchrun's store, with a prefix for keys of this restart on a single node.
 
-    Without them, gloo reads the addresses of the ranks before, and waits for them. On several nodes, whose numbers of
-    restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun give each restart a new store, if its
-    rendezvous is c10d: a static one ignores the variable.
+    Without the prefix, gloo would read the addresses of the previous ranks, and wait for them. On several nodes, the numbers
+    of restarts may differ. There, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun create a store per restart, if its
+    rendezvous is c10d; a static rendezvous ignores the variable.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -175,27 +188,27 @@ def replicas(
 ) -> Groups:
     """Groups for serving: `join`, then replicas of `tensor` x `context`, or `tensor` x `expert`, consecutive ranks.
 
-    Replicas do not communicate with each other. In one, `tensor` consecutive ranks hold the parts of the model; `context`
-    such groups in a row share each sequence, or `expert` of them divide the experts. All ranks of the world call it
-    together. Needs no Megatron.
+    Replicas do not communicate. In a replica, `tensor` consecutive ranks hold the parts of the model; `context` consecutive
+    groups of them split each sequence, or `expert` of them split the experts. All ranks of the world call it together. Does
+    not need Megatron. Arguments as for `join`.
     """
     world = join(tensor, device, timeout, init_method, context, expert=expert)
     of_tensor = [list(range(first, first + tensor)) for first in range(0, world, tensor)]
 
-    def of_groups_in_a_row(count: int) -> list[list[int]]:
+    def of_consecutive_groups(count: int) -> list[list[int]]:
         return [
             list(range(first + part, first + tensor * count, tensor))
             for first in range(0, world, tensor * count)
             for part in range(tensor)
         ]
 
-    of_context, of_expert = (_subgroup(of_groups_in_a_row(count), timeout) for count in (context, expert))
+    of_context, of_expert = (_subgroup(of_consecutive_groups(count), timeout) for count in (context, expert))
     rank = dist.get_rank() if world > 1 else 0
     return Groups(_subgroup(of_tensor, timeout), of_context, expert=of_expert, rank=rank, ranks=world)
 
 
 def _subgroup(members: list[list[int]], timeout: datetime.timedelta) -> dist.ProcessGroup | None:
-    """This rank's group when the world is divided into groups with these members; None for groups of one rank."""
+    """This rank's group if these groups divide the world; None for groups of one rank."""
     if len(members[0]) == 1:
         return None
     if len(members) == 1:
@@ -203,16 +216,16 @@ def _subgroup(members: list[list[int]], timeout: datetime.timedelta) -> dist.Pro
     return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]
 
 
-# {group: {count: this rank's subgroup}}, so that a second model uses the subgroups of the first.
+# {group: {count: this rank's subgroup}}, so that models share subgroups
 _NEIGHBOURS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def neighbours(group: dist.ProcessGroup, count: int, timeout: datetime.timedelta = TIMEOUT) -> dist.ProcessGroup:
-    """The process group of this rank's `count` consecutive ranks of `group`; all ranks of `group` call it together.
+    """The process group of this rank's `count` consecutive ranks of `group`. All ranks of `group` call it together.
 
-    The group is made in the first call, which gathers one integer from each rank. Only the ranks of `group` take part,
-    because other replicas may not need such groups. torch names a group that only its members make after the number of
-    groups that they already have. So ranks that have fewer than others first make groups of only themselves.
+    The first call creates the group, and gathers one integer from each rank. Only ranks of `group` take part, because other
+    replicas may not need such groups. torch then names a new group after the number of groups that a rank already has, so
+    ranks with fewer groups than others first create groups with only themselves.
     """
     known = _NEIGHBOURS.setdefault(group, {})
     if count not in known:
@@ -235,11 +248,10 @@ def initialize(
 ) -> Groups:
     """Groups for training: `join`, then Megatron's parallel_state (unless it is set up), and this rank's groups from it.
 
-    tensor, context: the sizes of these groups. `tensor` consecutive ranks hold the parts of a model, `context` such groups
-    in a row share each sequence and form a replica, and all replicas are data parallel. expert: how many ranks of the data x
-    context group divide the experts. All ranks of the world call it
-    together, also a single one. (`Groups()` are those of one rank without torch.distributed and Megatron.) ValueError on
-    every rank if parallel_state is already set up with other sizes, or with pipeline parallelism.
+    `tensor` consecutive ranks hold the parts of a model, and `context` consecutive groups of them split each sequence and
+    form a replica. All replicas are data parallel. `expert` ranks of the data x context group split the experts. All
+    ranks of the world call it together, even a single rank. (`Groups()` is one rank without torch.distributed and Megatron.)
+    Arguments as for `join`. ValueError on every rank if parallel_state is set up with other sizes or pipeline parallelism.
     """
     world = join(tensor, device, timeout, init_method, context, expert=expert)
     join_alone(device, timeout)
@@ -268,7 +280,7 @@ def initialize(
 
 
 def _check_parallel_state(parallel_state, tensor: int, context: int, expert: int) -> None:
-    """ValueError unless Megatron's parallel_state has these sizes, and else only data parallelism."""
+    """ValueError unless Megatron's parallel_state has these sizes, and otherwise only data parallelism."""
     sizes = {
         "tensor": (parallel_state.get_tensor_model_parallel_world_size(), tensor),
         "pipeline": (parallel_state.get_pipeline_model_parallel_world_size(), 1),
@@ -289,18 +301,18 @@ def shut_down() -> None:
 
 
 def check_device(device: str) -> None:
-    """ValueError unless this rank has the device that `device_of_rank` would return."""
+    """ValueError unless this rank has the device of `device_of_rank`."""
     if device != "cuda":
         return
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
-    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= found:
-        raise ValueError(f"--device cuda: no GPU for local rank {local}, torch finds {found} on this host")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ValueError(f"--device cuda: no GPU for local rank {local}, torch finds {count} on this host")
 
 
 def device_of_rank(device: str) -> torch.device:
-    """The torch.device that a name means on this rank: "cuda" is the GPU of LOCAL_RANK, which becomes the current one."""
+    """The torch.device of a name on this rank. "cuda" is the GPU of LOCAL_RANK, which becomes the current device."""
     if device == "cuda":
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
         torch.cuda.set_device(device)

@@ -1,12 +1,12 @@
-"""Notices ranks that have ended, hang or cannot be reached, and ends the others with one line that names them.
+"""Detects ranks that have ended, hang or cannot be reached, and ends the other ranks with one line that names the lost ones.
 
-A collective with such a rank waits until its time-out, or fails with an error that names no rank. So a thread of each rank
-counts beats in a store: torchrun's, or one of rank 0. Rank 0 watches the beats of all ranks, and the others those of rank 0.
-The first to miss some writes into the store which ranks are lost and prints the line; the others read it there, and all end.
-The training thread does nothing, so a step costs no more.
+A collective with a lost rank waits until its time-out, or fails with an error that names no rank. So a thread of each rank
+counts beats in a store: torchrun's, or one on rank 0. Rank 0 watches the beats of all ranks, and the other ranks watch those
+of rank 0. The first rank that misses beats writes the lost ranks into the store and prints the line; the others read it
+there, and all end. The training thread does nothing, so steps take no longer.
 
-Launchers send SIGTERM to the ranks that are left, and wait for long (torchrun and DeepSpeed's: 30 s) until they kill those
-that do not handle it, as one that hangs. So the others on its machine kill it before they end.
+After the first rank has ended, launchers send SIGTERM to the other ranks, and kill a hanging one only much later (torchrun
+and DeepSpeed's: 30 s). So the ranks on its machine kill a lost rank before they end.
 """
 
 import contextlib
@@ -28,27 +28,30 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-LEFT = 1 << 40  # added to the beats of a rank that has left on purpose
-ROUNDS = 3  # rounds in which a rank that runs has beaten at least once
-LOST = "lost"  # the key under which the ranks that are lost are written
-RANK_0 = "rank 0"  # how the name of its store begins
+LEFT = 1 << 40  # added to the beats of a rank that leaves because its work is done
+ROUNDS = 3  # a running rank beats at least once in this number of rounds
+LOST = "lost"  # the key of the lost ranks in the store
+RANK_0 = "rank 0"  # the name of a store on rank 0 begins with it
 
 
 @dataclass
 class Watch:
-    """What a program tells the watch. on_loss: is called in another thread when ranks are lost, before the process ends."""
+    """Settings of the watch. on_loss: a function that another thread calls if ranks are lost, before the process ends."""
 
     on_loss: Callable[[], None] = lambda: None
 
 
 @contextlib.contextmanager
 def watched(limit: float, local: bool = False) -> Iterator[Watch]:
-    """Watch the ranks of the default group in this block; all of them enter it together.
+    """Watch the ranks of the default group in this block. All ranks enter it together.
 
-    limit: the seconds without a beat after which a rank counts as lost (0: do not watch); that of rank 0 counts. Then, or if
-    communication in the block has failed because a rank has ended, the process ends with code 1, on all ranks that run, and
-    the first of these prints the line. local: all ranks are on this machine, and rank 0 opens a store for the beats, which
-    no other machine can reach (False: the launcher's store, at MASTER_ADDR; without a launcher, the ranks are not watched).
+    If a rank is lost, or communication in the block fails because a rank has ended, all running ranks end with exit code 1,
+    and the first one prints the line.
+
+    Args:
+        limit: The seconds without a beat after which a rank counts as lost; 0 disables the watch. Rank 0's value counts.
+        local: True if all ranks are on this machine. Rank 0 then opens a store that other machines cannot reach. False: use
+            the launcher's store at MASTER_ADDR; without a launcher, the ranks are not watched.
     """
     ranks, watch = dist.get_world_size() if dist.is_initialized() else 1, Watch()
     if ranks == 1 or not (local or "MASTER_ADDR" in os.environ):
@@ -65,14 +68,14 @@ def watched(limit: float, local: bool = False) -> Iterator[Watch]:
     host, port = ("127.0.0.1", port) if port else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     is_torchruns = not local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = f"{'torchrun' if is_torchruns else RANK_0}'s store at {host}:{port}"
-    # A connection of its own: the training thread may wait for an answer to its own question.
+    # A separate connection, because the training thread may block on its own.
     connection = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
-    # The store may have keys of ranks before a restart, so those of this start have a prefix.
+    # After a restart the store may still have keys of the previous start, so keys have a prefix.
     store = dist.PrefixStore(f"heartbeat {start}", connection)
     heartbeat = _Heartbeat(rank, [process for *_, process in starts], limit, store, place, watch)
     try:
         yield watch
-    except RuntimeError as error:  # what torch and the shared memory raise if a rank has ended
+    except RuntimeError as error:  # raised by torch and the shared memory if a rank has ended
         heartbeat.explain(error)
         raise
     except BaseException:
@@ -90,7 +93,7 @@ def _local_store() -> dist.TCPStore:
 
 
 class _Process(NamedTuple):
-    """The process of a rank. machine: the boot of Linux and the namespaces in which the process is; elsewhere empty."""
+    """The process of a rank. machine: the boot id and namespaces of a Linux machine; "" on other systems."""
 
     pid: int
     host: str
@@ -98,7 +101,7 @@ class _Process(NamedTuple):
 
     @classmethod
     def own(cls) -> "_Process":
-        """The process that calls this."""
+        """The calling process."""
         try:
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
             machine += "".join(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))
@@ -112,59 +115,70 @@ class _Process(NamedTuple):
     def kill_if_here(self) -> None:
         """Kill the process if it runs on this machine."""
         if self.machine and self.machine == _Process.own().machine:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process may have ended
                 os.kill(self.pid, signal.SIGKILL)
 
 
 class _Heartbeat:
-    """The beats of this rank, and its watch over others. processes: of all ranks; place: the name of the store."""
+    """The beats of this rank, and its watch over other ranks.
+
+    Args:
+        rank: This rank.
+        processes: The processes of all ranks.
+        limit: The seconds without a beat after which a rank counts as lost.
+        store: The store of the beats.
+        place: The name of the store in messages.
+        watch: The settings.
+    """
 
     def __init__(self, rank: int, processes: list[_Process], limit: float, store: dist.Store, place: str, watch: Watch):
         self.rank, self.ranks, self.limit = rank, len(processes), limit
         self.interval = min(1.0, limit / 10)
         self._processes, self._store, self._place, self._watch = processes, store, place, watch
-        self._seen: dict[int, int] = {}  # the last beats of the ranks that this one watches
-        self._missed = dict.fromkeys(range(1, self.ranks) if rank == 0 else range(1), 0)  # rounds without one
+        self._seen: dict[int, int] = {}  # {watched rank: its beats in the last round}
+        self._missed = dict.fromkeys(
+            range(1, self.ranks) if rank == 0 else range(1), 0
+        )  # {watched rank: rounds missed}
         self._stopped, self._leaves = threading.Event(), False
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
     def explain(self, error: RuntimeError) -> None:
-        """End the process with the line of the ranks that do not beat; return if all do, because the error is a bug then."""
+        """End the process with the line if ranks have stopped beating. Otherwise return, because the error is a bug."""
         cause = _described(error)
         try:
             before = self._beats(range(self.ranks))
             time.sleep(ROUNDS * self.interval)
-            after = self._beats(range(self.ranks))
-            if silent := [rank for rank in after if before[rank] == after[rank] < LEFT]:
+            now = self._beats(range(self.ranks))
+            if silent := [rank for rank in now if before[rank] == now[rank] < LEFT]:
                 self._lose(silent, cause)
         except RuntimeError:
             self._end_alone(f"has ended: {cause}")
         self.stop()
 
     def stop(self, leaves: bool = False) -> None:
-        """Stop watching. leaves: tell the others that this rank leaves because its work is done."""
+        """Stop watching. leaves: True tells the other ranks that the work of this rank is done."""
         self._leaves = leaves
         self._stopped.set()
         self._thread.join(ROUNDS * self.interval)
 
     def _beat(self) -> None:
-        """Beat, and watch other ranks, until this rank is stopped or a rank is lost."""
-        calls = ThreadPoolExecutor(1)  # of the store: another thread, because they may wait forever
+        """Beat and watch until this rank stops or a rank is lost."""
+        calls = ThreadPoolExecutor(1)  # a thread for calls of the store, which may block forever
         while not self._stopped.wait(self.interval):
             try:
                 calls.submit(self._round).result(self.limit)
             except TimeoutError:
                 self._end_alone(f"has not answered for {self.limit:g} s: so the other ranks cannot be reached")
-            except RuntimeError:  # the store has ended, perhaps because all ranks are about to
+            except RuntimeError:  # the store has ended, perhaps because all ranks are ending
                 if not self._stopped.wait(self.limit):
                     self._end_alone("has ended: so the other ranks cannot be reached")
         if self._leaves:
-            with contextlib.suppress(RuntimeError):  # the store has ended before
+            with contextlib.suppress(RuntimeError):  # the store may have ended
                 self._store.add(f"beats {self.rank}", LEFT)
 
     def _round(self) -> None:
-        """Beat once, and end if another rank has found lost ones, or if one that this rank watches has missed beats."""
+        """Beat once. End if another rank has reported lost ranks, or if a watched rank has missed too many beats."""
         self._store.add(f"beats {self.rank}", 1)
         if self._store.check([LOST]):
             self._end(json.loads(self._store.get(LOST))["lost"])
@@ -181,18 +195,18 @@ class _Heartbeat:
         return {rank: self._store.add(f"beats {rank}", 0) for rank in ranks}
 
     def _lose(self, lost: list[int], cause: str) -> NoReturn:
-        """End because ranks are lost. The first rank to find some prints the line, and tells the others."""
-        found = json.dumps({"by": self.rank, "lost": lost})
-        first = self._store.compare_set(LOST, "", found).decode()
-        if first == found:
+        """End because ranks are lost. The first rank that reports them prints the line; the others read its report."""
+        report = json.dumps({"by": self.rank, "lost": lost})
+        first = self._store.compare_set(LOST, "", report).decode()
+        if first == report:
             names = ", ".join(f"{rank} of {self.ranks} ({self._processes[rank]})" for rank in lost)
             _print(f"rank {names} has ended, hangs or cannot be reached: {cause}")
         self._end(json.loads(first)["lost"])
 
     def _end(self, lost: list[int]) -> NoReturn:
-        """End this process, and lost ones of this machine.
+        """End this process and the lost processes on this machine.
 
-        It waits before, as launchers end all ranks after the first, and the store may end with this process.
+        It waits first, because launchers end all ranks after the first one, and the store may end with this process.
         """
         try:
             self._watch.on_loss()
@@ -203,7 +217,7 @@ class _Heartbeat:
             os._exit(1)
 
     def _end_alone(self, what: str) -> NoReturn:
-        """End this process, which cannot agree with the others on who prints the line, and rank 0 if it has the store."""
+        """End this process without the store, and rank 0 if the store was on it."""
         _print(f"rank {self.rank} of {self.ranks}: {self._place} {what}")
         if self._place.startswith(RANK_0):
             self._processes[0].kill_if_here()
@@ -211,11 +225,11 @@ class _Heartbeat:
 
 
 def _described(error: RuntimeError) -> str:
-    """The first line of an error, without gloo's source file and advice."""
+    """The first line of an error without gloo's source file and advice."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", line)
 
 
 def _print(line: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the process must end nevertheless
+    with contextlib.suppress(OSError):  # such as a full disk; the process must end anyway
         print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The tensor-parallel layers: packed parameters, column- and row-parallel linear layers, norms and the vocabulary.
 
-`Ranks` says which ranks share a model and how they add up their parts. The sums themselves, with their gradients, are the
-communication operators of `operators.py`, where *whole* and *partial* are explained.
+`Ranks` are the ranks that share a model. The sums over ranks, with their gradients, are the communication operators of
+`operators.py`, which also defines *whole* and *partial*.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,12 +26,12 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # this rank's part of a produc
 
 
 def apply_layer(layer: nn.Module, x: torch.Tensor, adapter: Product | None) -> torch.Tensor:
-    """The output of a column- or row-parallel layer, with its adapter. A layer of the caller's own takes x alone."""
+    """The output of a column- or row-parallel layer with its adapter. Another class of layer is called with x alone."""
     return layer(x) if adapter is None else layer(x, adapter)
 
 
 def bias_of(layer: nn.Module) -> torch.Tensor | None:
-    """The bias of a row-parallel layer, which is added after the sum. A layer of the caller's own adds its own."""
+    """The bias of a row-parallel layer, which is added after the sum; None for another class of layer."""
     return layer.bias if isinstance(layer, RowParallelLinear) else None
 
 
@@ -41,12 +41,12 @@ def with_adapter(y: torch.Tensor, adapter: Product | None, x: torch.Tensor) -> t
 
 
 class _Pack(torch.autograd.Function):
-    """The packed tensor of some fields. Backward splits its gradient into the fields', and sums those that ranks share."""
+    """The packed tensor of some fields. Backward splits its gradient, and sums the parts of shared fields over the ranks."""
 
     @staticmethod
     def forward(ctx, whole, split_gradient, *fields):
         ctx.split_gradient = split_gradient
-        ctx.save_for_backward(*fields)  # only so that autograd raises an error if one is changed before backward
+        ctx.save_for_backward(*fields)  # so that autograd raises an error if a field is changed before backward
         return whole.view_as(whole)
 
     @staticmethod
@@ -56,14 +56,18 @@ class _Pack(torch.autograd.Function):
 
 
 class Packed(TrackedModule):
-    """Fields that are parameters of their own, because they are split differently, but are used as one tensor.
+    """Fields that are separate parameters, because they are split differently, but are used as one tensor.
 
-    sizes: this rank's rows of each field; all fields have the same trailing shape. The parameters lie side by side in the
-    memory of one tensor, so that reading them as one tensor needs no copy.
+    The parameters are consecutive in the memory of one tensor, so reading all of them as one tensor needs no copy.
 
-    shared: the names of consecutive fields that are the same on several ranks. They have `pieces` different pieces, and
-    each piece is on ranks.size / pieces consecutive ranks, whose gradients are summed in backward: by one all-reduce over
-    all ranks, of a tensor that has a place for each piece.
+    Args:
+        sizes: {field: this rank's rows}.
+        trailing: The other dimensions, the same for all fields.
+        ranks: The tensor-parallel ranks.
+        dtype, device: Those of the parameters.
+        shared: The names of consecutive fields that several ranks hold. Backward sums their gradients, by one all-reduce
+            over all ranks of a tensor with a slot for each piece.
+        pieces: The number of different pieces of shared fields. ranks.size / pieces consecutive ranks hold each piece.
     """
 
     def __init__(
@@ -85,11 +89,11 @@ class Packed(TrackedModule):
 
     @property
     def fields(self) -> list[nn.Parameter]:
-        """The fields, in their order."""
+        """The fields in order."""
         return [field for field in self._parameters.values() if field is not None]
 
     def forward(self) -> torch.Tensor:
-        """(sum of rows, *trailing): the rows of all fields, in their order."""
+        """(sum of rows, *trailing): the rows of all fields in order."""
         fields, whole = self.fields, self._packed()
         if whole is None:
             whole = torch.cat([field.detach() for field in fields])
@@ -98,7 +102,7 @@ class Packed(TrackedModule):
         return _Pack.apply(whole, self._split_gradient, *fields)
 
     def _split_gradient(self, grad: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of each field, from that of the packed tensor."""
+        """The gradients of the fields from the gradient of the packed tensor."""
         grads = dict(zip(self.sizes, grad.split(list(self.sizes.values())), strict=True))
         if self.shared:
             own = torch.cat([grads[name] for name in self.shared])
@@ -111,11 +115,11 @@ class Packed(TrackedModule):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the parameters still are the rows of one tensor (optimizers and `.to()` may have moved them)."""
+        """True if the parameters are still rows of one tensor (optimizers and `.to()` may have moved them)."""
         return self._packed() is not None
 
     def _packed(self) -> torch.Tensor | None:
-        """The tensor of all rows, if the parameters still are its rows."""
+        """The tensor of all rows, if the parameters are still its rows; or None."""
         fields = self.fields
         whole = getattr(fields[0], "packed", None)
         if whole is None or whole.dtype != fields[-1].dtype:
@@ -128,14 +132,14 @@ class Packed(TrackedModule):
         return whole
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Packed":
-        """`.to()`, `.bfloat16()`, ...: they move each parameter to memory of its own."""
+        """Pack the parameters again after `.to()`, `.bfloat16()` and similar, which move each one to its own memory."""
         super()._apply(fn, recurse)
-        if hasattr(self.fields[0], "packed"):  # else `fully_shard` has replaced them
+        if hasattr(self.fields[0], "packed"):  # otherwise `fully_shard` has replaced the parameters
             self._pack()
         return self
 
     def __setstate__(self, state: dict) -> None:
-        """After a deep copy, whose parameters have memory of their own."""
+        """Pack the parameters again after a deep copy, in which each one has its own memory."""
         super().__setstate__(state)
         self._pack()
 
@@ -150,24 +154,30 @@ class Packed(TrackedModule):
     def _rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The rows of each field, in the memory of `whole`.
 
-        Each has a `torch.UntypedStorage` of its own: safetensors and accelerate drop or refuse tensors of a state_dict that
-        share one.
+        Each has its own `torch.UntypedStorage`, because safetensors and accelerate drop or reject tensors of a state_dict
+        with a common one.
         """
         rows = whole.split(list(self.sizes.values()))
         return [part if part.is_meta else torch.from_dlpack(part) for part in rows]
 
     def _keep(self, whole: torch.Tensor) -> None:
-        """Make `whole` an attribute of the first field, so that it is freed where `fully_shard` replaces the fields."""
+        """Make `whole` an attribute of the first field, so that it is freed if `fully_shard` replaces the fields."""
         self.fields[0].packed = whole  # type: ignore[attr-defined]
 
 
 class ColumnParallelLinear(TrackedModule):
     """y = x W^T + b with the rows of W and b split over the ranks.
 
-    x (..., in), whole -> y (..., sum of this rank's rows). Sends nothing: the gradient of x is partial, and whoever gives
-    the layer its input sums it (`operators.copy_to_ranks`).
+    x (..., in), whole -> y (..., sum of this rank's rows). Sends nothing: the gradient of x is partial, and the code that
+    computes x sums it (`operators.copy_to_ranks`).
 
-    rows: this rank's number of rows of each field (z, x, B, C, dt). shared, pieces: see `Packed`.
+    Args:
+        in_features: The size of the input.
+        rows: {field (z, x, B, C, dt): this rank's rows}.
+        bias: True for a layer with a bias.
+        ranks: The tensor-parallel ranks.
+        dtype, device: Those of the parameters.
+        shared, pieces: See `Packed`.
     """
 
     def __init__(
@@ -194,8 +204,8 @@ class ColumnParallelLinear(TrackedModule):
 class RowParallelLinear(TrackedModule):
     """y = x W^T with the columns of W split over the ranks: x (..., this rank's columns) -> y (..., out), partial.
 
-    Sends nothing: a unit sums y over the ranks, with that of others (`operators.operator.sum_of`). Every rank has all of the
-    bias, which is added once, after the sum.
+    Sends nothing: a unit sums the outputs of its operators over the ranks (`operators.operator.sum_of`). Every rank has the
+    whole bias, which is added once, after the sum.
     """
 
     def __init__(
@@ -218,22 +228,22 @@ class RowParallelLinear(TrackedModule):
 
 
 def is_altered(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class defines: it has hooks, or methods of its own."""
+    """Return True if a module has hooks or replaced methods, so that a call does more than its class defines."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or has_own_methods(module)
 
 
 def has_own_methods(module: nn.Module) -> bool:
-    """Whether attributes of a module replace methods of its class, such as `forward`."""
+    """Return True if attributes of a module replace methods of its class, such as `forward`."""
     return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
 def has_plain_tensors(module: nn.Module) -> bool:
-    """Whether a module has tensors that are neither parameters nor buffers, whose replacement would not be noticed."""
+    """Return True if a module has tensors that are neither parameters nor buffers; their replacement is not tracked."""
     return any(isinstance(value, torch.Tensor) for value in vars(module).values())
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling a module does exactly what the class `kind` defines, so that no hook can have kept its output."""
+    """Return True if a call does exactly what the class `kind` defines, so that no hook can have stored its output."""
     return type(module) is kind and not is_altered(module) and not _has_any_global_hook()
 
 
@@ -243,9 +253,9 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def weighted(normed: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
-    """normed * (offset + weight) in the weight's dtype; normed: in at least fp32.
+    """normed * (offset + weight) in the weight's dtype. normed: in at least fp32.
 
-    It is rounded before the product with a weight, as transformers' Llama does, and after that with an offset and a weight.
+    Without an offset, `normed` is rounded before the product, as in transformers' Llama; with one, the product is rounded.
     """
     if not offset:
         return weight * normed.to(weight.dtype)
@@ -253,9 +263,9 @@ def weighted(normed: torch.Tensor, weight: torch.Tensor, offset: float) -> torch
 
 
 class RMSNorm(TrackedModule):
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, in at least fp32; whole on every rank.
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, in at least fp32; the same on every rank.
 
-    ranks: those that have other tokens if they are `sequence_parallel`; backward then all-reduces the weight's gradient.
+    With sequence parallelism, the tokens of `ranks` differ, and backward all-reduces the weight's gradient.
     """
 
     def __init__(
@@ -274,7 +284,7 @@ class RMSNorm(TrackedModule):
 
 
 def vocabulary_range(vocab_size: int, ranks: Ranks) -> tuple[int, int]:
-    """The ids [start, stop) of this rank: ceil(vocab_size / ranks) for each rank; the last ranks have fewer, or none."""
+    """The ids [start, stop) of this rank: ceil(vocab_size / ranks), fewer or none on the last ranks."""
     width = -(-vocab_size // ranks.size)
     return min(ranks.rank * width, vocab_size), min((ranks.rank + 1) * width, vocab_size)
 
@@ -282,8 +292,9 @@ def vocabulary_range(vocab_size: int, ranks: Ranks) -> tuple[int, int]:
 class VocabularyParallel(TrackedModule):
     """The embedding or the language-model head, with the vocabulary split over the ranks (one object is both if tied).
 
-    start, stop: this rank's ids, [start, stop). width: the number of this rank's logits, ceil(vocab_size / ranks), the same
-    on all ranks.
+    Attributes:
+        start, stop: This rank's ids are [start, stop).
+        width: The number of logits on each rank, ceil(vocab_size / ranks).
     """
 
     def __init__(
@@ -309,7 +320,7 @@ class VocabularyParallel(TrackedModule):
         if self.ranks.group is None:
             return rows_at(self.weight, ids)
         is_local = (ids >= self.start) & (ids < self.stop)
-        if self.start == self.stop:  # the sum is 0, and keeps the weight in the autograd graph
+        if self.start == self.stop:  # the sum of an empty weight is 0, and keeps it in the autograd graph
             part = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()
         else:
             part = rows_at(self.weight, (ids - self.start).where(is_local, 0)) * is_local.unsqueeze(-1)
@@ -318,10 +329,10 @@ class VocabularyParallel(TrackedModule):
         return reduce_from_ranks(part, self.ranks.group, self.ranks.all_reduce_exact)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., hidden), whole -> (..., width) in at least fp32: the logits of this rank's ids, and -inf after them.
+        """x (..., hidden), whole -> (..., width) in at least fp32: the logits of this rank's ids, padded with -inf.
 
-        Forward sends nothing; backward all-reduces x's gradient. With sequence parallelism, x is this rank's share of the
-        tokens, and the logits are those of all tokens.
+        Forward sends nothing; backward all-reduces the gradient of x. With sequence parallelism, x has this rank's share of
+        the tokens, and the result has the logits of all tokens.
         """
         x = x.to(self.weight.dtype)
         if self.ranks.sequence_parallel:
@@ -330,14 +341,14 @@ class VocabularyParallel(TrackedModule):
         else:
             local = linear(copy_to_ranks(x, self.ranks.group, self.ranks.all_reduce_exact), self.weight)
         local = local.to(at_least_fp32(local.dtype))
-        missing = self.width - local.shape[-1]
-        return F.pad(local, (0, missing), value=float("-inf")) if missing else local
+        padding = self.width - local.shape[-1]
+        return F.pad(local, (0, padding), value=float("-inf")) if padding else local
 
 
 class ReplicatedLinear(TrackedModule):
-    """y = x W^T + b, which every rank computes alike and then uses for its own channels. It is never quantized.
+    """y = x W^T + b, computed on every rank, which then uses it for its own channels. It is never quantized.
 
-    The gradients of W and b are summed over the ranks, one all-reduce each; whoever gives the layer its input sums x's.
+    Backward sums the gradients of W and b over the ranks, one all-reduce each; the code that computes x sums its gradient.
     """
 
     def __init__(
@@ -367,7 +378,7 @@ class ReplicatedLinear(TrackedModule):
 
 
 class ExpertMatrices(TrackedModule):
-    """One matrix of each expert, (experts, ..., out, in), or one QuantizedMatrix (experts * out, in) of all of them."""
+    """The matrices of all experts, (experts, ..., out, in), or one QuantizedMatrix (experts * out, in)."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype | None = None, device: Device = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Starts a command once per rank on this machine: what `--tp N` does without a launcher. Does not import torch."""
+"""Starts a command once per rank on this machine, for `--tp N` without a launcher. Does not import torch."""
 
 import ctypes
 import os
@@ -13,23 +13,23 @@ import time
 from types import FrameType
 from typing import Any
 
-GRACE_S = 5.0  # seconds that the other ranks have to end by themselves after one has failed, or after SIGTERM
+GRACE_S = 5.0  # the seconds in which the other ranks may end by themselves after one has failed, or after SIGTERM
 
-PASSED_INTERRUPT = signal.SIGUSR1  # what rank 0 gets for a Ctrl-C that is passed on
+PASSED_INTERRUPT = signal.SIGUSR1  # sent to rank 0 for a Ctrl-C
 LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
-BLOCKED = {signal.SIGINT, PASSED_INTERRUPT, *LIKE_SIGTERM}  # in the ranks
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+BLOCKED = {signal.SIGINT, PASSED_INTERRUPT, *LIKE_SIGTERM}  # signals that are blocked in the ranks
+PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
 
 
 def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -> int:
-    """Run `python -m megatron_ssm ARGV` as `ranks` processes, which meet over a file; returns the exit code of the command.
+    """Run `python -m megatron_ssm ARGV` as `ranks` processes with a rendezvous file; returns the exit code of the command.
 
-    0 if all ranks end well. If one fails, the others are ended, and the code is that of the first to fail, or 1, with a line
-    on stderr, if a signal killed it. 130 after Ctrl-C, which the ranks themselves do not see. 143 after SIGTERM, SIGHUP or
-    SIGQUIT. No rank outlives this call, and on Linux none outlives this process.
+    The exit code is 0 if all ranks succeed. If a rank fails, the others are ended, and it is the code of the first to fail,
+    or 1, with a line on stderr, if a signal killed it. It is 130 after Ctrl-C, which the ranks themselves do not receive,
+    and 143 after SIGTERM, SIGHUP or SIGQUIT. No rank outlives this call, and on Linux none outlives this process.
 
-    passes_signals: Ctrl-C and SIGTERM (also instead of SIGHUP and SIGQUIT) are passed on to rank 0, which ends the command;
-    its exit code then counts, and the others have GRACE_S to follow. Rank 0 calls `accept_passed_interrupts`.
+    passes_signals: Pass Ctrl-C and SIGTERM (also for SIGHUP and SIGQUIT) to rank 0, which ends the command. Its exit code
+        is then returned, and the other ranks have GRACE_S to end. Rank 0 must call `accept_passed_interrupts`.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-ssm-") as folder:  # only this user can read or write it
         arguments = [*argv, "--rendezvous", f"file://{folder}/store"]
@@ -54,10 +54,10 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
 def start_rank(module: str, arguments: list[str], rank: int, ranks: int, **streams: Any) -> subprocess.Popen:
     """Start `python -m MODULE ARGUMENTS` as one of `ranks` local ranks, which on Linux is killed when this process ends.
 
-    It imports from the folders that this process imports from, and from no others: `python -m` would begin with the current
-    folder, which may be a downloaded checkpoint's. streams: see `subprocess.Popen`.
+    It imports only from this process's sys.path, whereas `python -m` would begin with the current folder, which may be a
+    downloaded checkpoint. streams: see `subprocess.Popen`.
     """
-    # The end of another thread than the main one, in which the process goes on, would count as the end of the process.
+    # Linux takes the end of the thread that started the rank for the end of the process, so only the main thread counts.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
     program = (
         f"import sys; sys.path[:] = {[*map(str, sys.path)]!a}; from {__name__} import run_module; "
@@ -69,16 +69,16 @@ def start_rank(module: str, arguments: list[str], rank: int, ranks: int, **strea
 
 
 def run_module(module: str, parent: int | None) -> None:
-    """In the process of a rank: run a module as `python -m` does. parent: the process with which this one ends."""
+    """In the process of a rank, run a module as `python -m` does. parent: the process with which this one ends, or None."""
     if parent is not None:
         end_with(parent)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, and end it now if that has happened. Only on Linux.
+    """Let Linux kill this process when its parent ends; end it now if the parent has ended.
 
-    parent: the process that started this one, in its main thread: the kernel acts when the thread ends that did it.
+    parent: The process whose main thread started this one; the kernel acts when the starting thread ends.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -87,21 +87,21 @@ def end_with(parent: int) -> None:
 
 
 def handle_like_sigterm() -> None:
-    """Let SIGHUP and SIGQUIT do what SIGTERM does; a SIGHUP that `nohup` has ignored stays ignored."""
+    """Handle SIGHUP and SIGQUIT like SIGTERM; a SIGHUP that `nohup` ignores stays ignored."""
     for number in LIKE_SIGTERM:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 def accept_passed_interrupts() -> None:
-    """On rank 0, whose SIGINT is blocked: let each Ctrl-C that is passed on call the handler of SIGINT.
+    """On rank 0, whose SIGINT is blocked, call the handler of SIGINT for each Ctrl-C that is passed on.
 
-    A terminal sends SIGINT to all processes of the command, so a rank that took it would be interrupted twice by one Ctrl-C.
+    A terminal sends SIGINT to all processes of the command, so without blocking, one Ctrl-C would interrupt a rank twice.
     """
 
     def interrupt(_: int, frame: FrameType | None) -> None:
         handler = signal.getsignal(signal.SIGINT)
-        assert callable(handler), "the command has set it"
+        assert callable(handler)
         handler(signal.SIGINT, frame)
 
     signal.signal(PASSED_INTERRUPT, interrupt)
@@ -119,15 +119,15 @@ def environment_of_rank(rank: int, ranks: int) -> dict[str, str]:
 
 
 def _wait(processes: list[subprocess.Popen], follow_first: bool = False) -> int:
-    """Wait until all ranks have ended, or one has failed and the others had GRACE_S to follow; returns the exit code.
+    """Wait until all ranks have ended, or one has failed and the others had GRACE_S to end; returns the exit code.
 
-    follow_first: they also have no more than that when rank 0 has ended well.
+    follow_first: The other ranks also have only GRACE_S after rank 0 has succeeded.
     """
     deadline, failed = None, None
     while any(p.poll() is None for p in processes) and (deadline is None or time.monotonic() < deadline):
         if failed is None and (failed := _first_failed(processes)) is not None:
-            # Exit code 2 of rank 0: it has printed an error that the others have, too, and they only wait for that.
-            # 130: it was interrupted, and the others wait for it.
+            # Exit codes of rank 0 that need no grace: 2, an error that it has printed and that all ranks have, and 130, an
+            # interrupt.
             is_reported = failed is processes[0] and failed.returncode in (2, 130)
             deadline = time.monotonic() + (0 if is_reported else GRACE_S)
         elif follow_first and deadline is None and processes[0].poll() is not None:
@@ -144,14 +144,14 @@ def _wait(processes: list[subprocess.Popen], follow_first: bool = False) -> int:
 
 
 def _first_failed(processes: list[subprocess.Popen]) -> subprocess.Popen | None:
-    """A process that failed, or None. One that a signal killed comes before those that then lost their connection to it."""
+    """A process that failed, or None. Processes that a signal killed come first: others then lost the connection to them."""
     return min((p for p in processes if p.poll()), key=lambda p: p.returncode > 0, default=None)
 
 
 def _end(processes: list[subprocess.Popen], grace_s: float) -> None:
-    """End the ranks that are still running: with SIGTERM, and with SIGKILL those that are still there after `grace_s`.
+    """End the running ranks with SIGTERM, and after `grace_s` with SIGKILL.
 
-    A Ctrl-C or SIGTERM meanwhile is ignored, because it would leave ranks behind.
+    Ctrl-C and SIGTERM are ignored meanwhile, because they would leave ranks behind.
     """
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -166,6 +166,6 @@ def _end(processes: list[subprocess.Popen], grace_s: float) -> None:
                 process.kill()
                 process.wait()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # they are blocked if a rank could not be started
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # still blocked if the start of a rank failed
         for number, handler in handlers.items():
             signal.signal(number, handler)

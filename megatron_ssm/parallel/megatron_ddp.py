@@ -1,4 +1,4 @@
-"""Megatron-Core's DistributedDataParallel and DistributedOptimizer around modules and optimizers of ours."""
+"""Megatron-Core's DistributedDataParallel and DistributedOptimizer for modules and optimizers of this package."""
 
 import contextlib
 import warnings
@@ -14,12 +14,12 @@ from .groups import TIMEOUT
 def megatron_ddp(module: nn.Module, divides_optimizer: bool = False) -> Any:
     """The module in Megatron's DDP, which sums gradients over the data-parallel and context ranks of its parallel_state.
 
-    Each parameter gets a `main_grad` of its dtype, in buckets on the current CUDA device, or on the CPU if the module is
-    there; a bucket is sent as soon as the last micro-batch has filled it, with one all-reduce. Needs torch.distributed; a
-    parallel_state that is not set up is one for replicas only.
+    Each parameter gets a `main_grad` of its dtype, in buckets on the device of the module. A bucket is sent by one
+    all-reduce as soon as the last micro-batch has filled it. Needs torch.distributed. If parallel_state is not set up,
+    it is set up with data parallelism only.
 
-    divides_optimizer: for `megatron_optimizer`. A bucket is sent with one reduce-scatter, after which each rank has the sums
-    of its share of the bucket, and the parameters move to buckets too.
+    divides_optimizer: For `megatron_optimizer`. A bucket is sent by one reduce-scatter, after which each rank has the
+        sums of its share, and the parameters move to buckets as well.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -29,7 +29,7 @@ def megatron_ddp(module: nn.Module, divides_optimizer: bool = False) -> Any:
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(distributed_timeout_minutes=TIMEOUT.total_seconds() / 60)
-    # Of a transformer's configuration, DDP reads that gradients are summed, not averaged; the sizes are placeholders.
+    # DDP needs a transformer's configuration only to sum gradients instead of averaging; the sizes are placeholders.
     config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)
     how = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=divides_optimizer)
     with _buckets_beside(module):
@@ -38,9 +38,9 @@ def megatron_ddp(module: nn.Module, divides_optimizer: bool = False) -> Any:
 
 @contextlib.contextmanager
 def _buckets_beside(module: nn.Module) -> Iterator[None]:
-    """Megatron's DDP allocates its buckets on `torch.cuda.current_device()`.
+    """Let Megatron's DDP, which allocates buckets on `torch.cuda.current_device()`, use the CPU for a module on the CPU.
 
-    In this context, that is the CPU for a module on the CPU, also for other threads of the process.
+    The replacement affects all threads of the process while the context is open.
     """
     usual = torch.cuda.current_device
     if all(parameter.is_cpu for parameter in module.parameters()):
@@ -54,15 +54,15 @@ def _buckets_beside(module: nn.Module) -> Iterator[None]:
 def megatron_optimizer(ddp: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Megatron's DistributedOptimizer around torch's AdamW, whose groups hold parameters of a module in `megatron_ddp`.
 
-    Afterwards the groups hold this rank's shares of the parameters, as flat tensors in the parameters' memory. Megatron has
-    it for parameters on CUDA, of fp32 or 16 bits; TypeError for others.
+    Afterwards the groups hold this rank's shares of the parameters, as flat views of their memory. Megatron supports
+    parameters on CUDA in fp32 or 16 bits; TypeError for others.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    with torch.no_grad():  # so that the shares are not part of a graph
+    with torch.no_grad():  # shares must not be part of a graph
         return DistributedOptimizer(
             optimizer, OptimizerConfig(use_distributed_optimizer=True), grad_scaler=None, init_state_fn=None,
             model_chunks=[ddp], per_model_buffers={0: ddp.buffers}, data_parallel_group=ddp.intra_dp_cp_group,

@@ -1,16 +1,16 @@
 """The communication operators of tensor parallelism: sums and gathers over the ranks, with their gradients.
 
-An activation is *whole* (the same on every rank) or *partial* (each rank holds a summand). The operators lead from one to
-the other; x is their argument:
+An activation is *whole* (the same on every rank) or *partial* (each rank holds a summand). The operators convert one
+into the other:
 
-| operator | forward | backward | where it is used |
+| operator | forward | backward | use |
 |---|---|---|---|
 | `copy_to_ranks` (Megatron's f) | identity | all-reduce | before a column-parallel layer |
 | `reduce_from_ranks` (Megatron's g) | all-reduce | identity | after a row-parallel layer: all ranks use the sum alike |
-| `sum_over_ranks` | all-reduce | all-reduce | where each rank uses the sum for its own channels (x_proj, norms) |
+| `sum_over_ranks` | all-reduce | all-reduce | if each rank uses the sum for its own channels (x_proj, norms) |
 
-The third is the one that state-space models add. The sum is whole, but each rank uses it for channels of its own, so the
-gradient of the sum is partial and must be summed as well.
+State-space models need the third one. The sum is whole, but each rank uses it for its own channels, so the gradient of the
+sum is partial and must be summed as well.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from .ranks import Ranks
 # (tensor, group) -> the sum of the ranks' tensors, such as `Ranks.all_reduce_exact`
 Reduction = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
-PIECE_NUMEL = 2**23  # elements that are reduced at once, without gradients
+PIECE_NUMEL = 2**23  # without gradients, the number of elements that are reduced at once
 
 
 class _Exchange(torch.autograd.Function):
@@ -90,7 +90,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _GatherLast(torch.autograd.Function):
-    """Concatenation of every rank's last dimension, all equally wide; backward takes this rank's slice of the gradient."""
+    """Concatenation of all ranks' last dimensions, which have equal sizes; backward takes this rank's slice."""
 
     @staticmethod
     def forward(ctx, x, ranks):
@@ -110,16 +110,16 @@ def differentiable(
 
 
 def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: Reduction) -> torch.Tensor:
-    """x (any shape), whole, which each rank then uses for its own part. Sends nothing; backward all-reduces x's gradient."""
+    """x (any shape), whole, for uses that differ by rank. Sends nothing; backward all-reduces the gradient of x."""
     return x if group is None or not torch.is_grad_enabled() else _CopyToRanks.apply(x, group, reduction)
 
 
 def reduce_from_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: Reduction) -> torch.Tensor:
-    """The sum of every rank's x (any shape), partial: the same on every rank. One all-reduce; backward sends nothing.
+    """The sum over the ranks of x (any shape), partial; whole. One all-reduce; backward sends nothing.
 
-    Without gradients, an x of more than PIECE_NUMEL elements is overwritten by the sum, with one all-reduce for each
-    PIECE_NUMEL of them. An all-reduce needs at least one copy of its input, which would otherwise be most of the memory
-    that reading a long prompt needs.
+    Without gradients, the sum overwrites an x of more than PIECE_NUMEL elements, with one all-reduce per PIECE_NUMEL
+    elements. An all-reduce needs at least one copy of its input, which would otherwise be most of the memory of reading a
+    long prompt.
     """
     if group is None:
         return x
@@ -129,10 +129,10 @@ def reduce_from_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reductio
 
 
 def in_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-    """function(x, *beside), for a function that maps each token on its own: x (tokens..., n), beside (tokens..., m) each.
+    """function(x, *beside) for a function that maps each token independently: x (tokens..., n), beside (tokens..., m) each.
 
-    Without gradients, an x of more than PIECE_NUMEL elements is overwritten by the result, PIECE_NUMEL elements of it at a
-    time. The pieces depend on the shape of x only, so all ranks have the same.
+    Without gradients, the result overwrites an x of more than PIECE_NUMEL elements, PIECE_NUMEL elements at a time. The
+    pieces depend only on the shape of x, so they are the same on all ranks.
     """
     if torch.is_grad_enabled() or x.numel() <= PIECE_NUMEL:
         return function(x, *beside)
@@ -144,10 +144,10 @@ def in_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, *beside: t
 
 
 def reduce_beside(x: torch.Tensor, column: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of x (..., n), in the model's format, and of column (..., 1), exactly; both partial. Backward sends nothing.
+    """The sums of x (..., n) in the model's format and of column (..., 1), exact; both partial. Backward sends nothing.
 
-    Sends one all-reduce where the column is part of x's messages (see `sparsefusion.reduction.quantized`), and two if the
-    format is a function of the caller's, or 16 bits wide and summed by the backend itself.
+    Sends one all-reduce if the column is part of the messages of x (see `sparsefusion.reduction.quantized`). Sends two
+    if the format is a user's function, or has 16 bits and the backend sums it.
     """
     if ranks.group is None:
         return x, column
@@ -157,7 +157,7 @@ def reduce_beside(x: torch.Tensor, column: torch.Tensor, ranks: Ranks) -> tuple[
 
 
 def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: Reduction) -> torch.Tensor:
-    """The sum of every rank's x (any shape), partial, which each rank then uses for its own channels.
+    """The sum over the ranks of x (any shape), partial, for uses that differ by rank.
 
     Sends one all-reduce in forward and one in backward.
     """
@@ -167,7 +167,7 @@ def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup | None, reduction: 
 
 
 def gather_last(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x (..., width) of each rank, side by side: (..., width * ranks.size) on every rank.
+    """The concatenation of every rank's x (..., width): (..., width * ranks.size) on every rank.
 
     One all-gather. Backward sends nothing, because all ranks use the result alike.
     """

@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks that a model is split over, and how their parts are added up."""
+"""The tensor-parallel ranks that a model is split over, and their sums."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,20 +18,23 @@ from .recomputation import Recomputation
 
 @dataclass(frozen=True)
 class Ranks:
-    """The tensor-parallel ranks that a model is split over. `group` None is one rank, which sends nothing.
+    """The tensor-parallel ranks that a model is split over.
 
-    (With `group` None and a size above 1, it is the part of that rank alone, as for measurements.)
+    group=None is a single rank, which sends nothing. group=None with size > 1 is the part of one rank alone, for
+    measurements.
 
-    rank, size: this rank's number in the group, and the size of the group. counter: counts what this rank sends.
-
-    format: how the outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or auto (see
-    `sparsefusion.all_reduce`), or a function (tensor, group) -> tensor of the caller's. Everything else is summed by
-    `all_reduce_exact`.
-
-    memory: memory that the ranks share if they are on one host; sums and gathers of CPU tensors then go through it, and
-    `auto` is fp32, the fastest format in memory. transport: how tensors travel, and why not through memory; "" for one rank.
-    sequence_parallel: whether each rank has a share of the tokens between layers (see `sequence_parallel.py`).
-    recomputation: whether backward computes activations again, and what it then reads instead of communicating.
+    Attributes:
+        group: The process group.
+        rank, size: This rank's number in the group, and the size of the group.
+        counter: A counter of the messages of this rank.
+        format: The format in which outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or
+            auto (see `sparsefusion.all_reduce`), or a function (tensor, group) -> tensor. All other tensors are summed by
+            `all_reduce_exact`.
+        memory: The shared memory of ranks on one host, or None. Sums and gathers of CPU tensors use it, and `auto` then is
+            fp32, the fastest format in memory.
+        transport: The transport of tensors, with the reason if it is not shared memory; "" for one rank.
+        sequence_parallel: True if each rank has a share of the tokens between layers (see `sequence_parallel.py`).
+        recomputation: Activation recomputation, and the results of communication that it stores.
     """
 
     group: dist.ProcessGroup | None = None
@@ -54,10 +57,10 @@ class Ranks:
         sequence_parallel: bool = False,
         recomputation: Recomputation | None = None,
     ) -> "Ranks":
-        """The ranks of a process group (None, or a group of one: one rank). All ranks of the group call it together.
+        """The ranks of a process group (None, or a group of one, is one rank). All ranks of the group call it together.
 
-        They share memory if they are on one host, all have the C kernels, and no rank has share=False. To find out, they
-        exchange objects. None, which must be the same on all ranks: do not ask, because the tensors will not be on the CPU.
+        share: True: use shared memory if the ranks are on one host, all have the C kernels, and none has share=False; the
+            ranks exchange objects to find out. None, on all ranks: do not ask, because tensors will not be on the CPU.
         """
         check_member(group)
         counter = collectives.Counter() if counter is None else counter
@@ -76,13 +79,13 @@ class Ranks:
         return self
 
     def piece_index(self, pieces: int) -> int:
-        """Which of `pieces` pieces this rank holds, if size/pieces consecutive ranks hold each of them."""
+        """The index of this rank's piece, if size/pieces consecutive ranks hold each of `pieces` pieces."""
         return self.rank * pieces // self.size
 
     def with_same_piece(self, pieces: int) -> "Ranks":
         """The consecutive ranks that hold the same one of `pieces` pieces as this rank; one rank if pieces >= size.
 
-        All ranks call it together: if 1 < pieces < size, it makes a process group, unless there is one already.
+        All ranks call it together. If 1 < pieces < size, it creates a process group, unless it exists.
         """
         if pieces >= self.size:
             return Ranks(counter=self.counter, recomputation=self.recomputation)
@@ -98,28 +101,28 @@ class Ranks:
             self.memory.close()
 
     def _memory_of(self, tensor: torch.Tensor) -> SharedMemory | None:
-        """The shared memory, if this tensor can go through it."""
+        """The shared memory, if it can transport this tensor; or None."""
         return self.memory if tensor.is_cpu else None
 
     def all_reduce_exact(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """The sum over `group` (this object's own) of a floating-point tensor, added in at least fp32 whatever its dtype.
+        """The sum over `group` (this object's) of a floating-point tensor, added in at least fp32.
 
-        A new tensor of the same shape and dtype, equal bit for bit on all ranks. One all-reduce; no gradient.
+        A new tensor of the same shape and dtype, bitwise equal on all ranks. One all-reduce; no gradient.
         """
         if memory := self._memory_of(tensor):
             return memory.all_reduce(tensor.detach(), counter=self.counter)
         return collectives.all_reduce(tensor.to(at_least_fp32(tensor.dtype)), group, self.counter).to(tensor.dtype)
 
     def all_reduce_exact_once(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """`all_reduce_exact`; if activations are recomputed, the sum is kept and not sent again."""
+        """`all_reduce_exact`; with recomputation, the sum is stored and not sent again."""
         return self.recomputation.communicate_once(lambda: self.all_reduce_exact(tensor, group))
 
     def all_reduce_in_format_once(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """`all_reduce_in_format`; if activations are recomputed, the sum is kept and not sent again."""
+        """`all_reduce_in_format`; with recomputation, the sum is stored and not sent again."""
         return self.recomputation.communicate_once(lambda: self.all_reduce_in_format(tensor, group))
 
     def all_reduce_in_format(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """The sum over `group` (this object's own) in the model's format. Otherwise as `all_reduce_exact`."""
+        """The sum over `group` (this object's) in the model's format. Otherwise as `all_reduce_exact`."""
         if callable(self.format):
             return self.format(tensor, group)
         if memory := self._memory_of(tensor):
@@ -141,9 +144,9 @@ class Ranks:
         return all_reduce(tensor, group, self.format, counter=self.counter, exact=column)
 
     def sum_in_c(self, tensors: Sequence[torch.Tensor], format: str | None = None) -> SumInPlace | None:
-        """A sum that C code can repeat: of one tensor in `format` (None: the model's), or of two, the second exactly.
+        """A sum that C code can repeat, of one tensor in `format` (None: the model's), or of two, the second exactly.
 
-        None if C cannot do it: the ranks share no memory, or the format is a function of the caller's.
+        None without shared memory, or if the format is a function.
         """
         if self.memory is None or (format is None and callable(self.format)):
             return None

@@ -1,9 +1,9 @@
 """Activation recomputation: backward computes the activations of a block again instead of storing them.
 
 Recomputation does not repeat all-reduces, reduce-scatters or the passing of states: their results are stored in the first
-forward pass (`communicate_once`) where a later operation of the same function needs them. The exception is the all-gather of
+forward pass (`communicate_once`) if a later operation of the same function needs them. The exception is the all-gather of
 sequence parallelism: storing its result would undo the saving, so backward gathers again, as it does without recomputation.
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); torch.utils.checkpoint does the work.
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); implemented by torch.utils.checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,28 +17,28 @@ Result = TypeVar("Result")
 
 
 class Recomputation:
-    """Runs functions so that their activations are recomputed. is_on: False runs them as usual.
+    """Runs functions so that their activations are recomputed. is_on: False runs them normally.
 
-    All objects of a model that communicate (`Ranks`, `ContextRanks`) have the same `Recomputation`. Two threads must not run
-    one model at the same time.
+    All communicating objects of a model (`Ranks`, `ContextRanks`) have the same `Recomputation`. Two threads must not
+    run one model at the same time.
     """
 
     def __init__(self, is_on: bool = False):
         self.is_on = is_on
-        self._stored: list | None = None  # the results of the function that is running; None: none is running
-        self._next: Iterator | None = None  # over them, while the function runs again
+        self._stored: list | None = None  # the stored results of the running function; None if none is running
+        self._next: Iterator | None = None  # an iterator over them, while the function is repeated
 
     def __deepcopy__(self, memo: dict) -> "Recomputation":
-        return self  # as `Ranks` does: all parts of a copy have the same one
+        return self  # like `Ranks`: all parts of a copy have the same one
 
     @property
     def is_running(self) -> bool:
-        """Whether a function is running whose activations are recomputed."""
+        """True while a function runs whose activations are recomputed."""
         return self._stored is not None
 
     @property
     def is_repeating(self) -> bool:
-        """Whether a function is running again, for backward."""
+        """True while a function is repeated for backward."""
         return self._next is not None
 
     def run(self, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
@@ -55,17 +55,17 @@ class Recomputation:
         )
 
     def recording(self, stored: list) -> AbstractContextManager:
-        """While it is entered, the results of `communicate_once` are appended to `stored`."""
+        """A context in which the results of `communicate_once` are appended to `stored`."""
         return _Running(self, stored, again=False)
 
     def replaying(self, stored: list) -> AbstractContextManager:
-        """While it is entered, `communicate_once` returns the results in `stored`, in order, and sends nothing."""
+        """A context in which `communicate_once` returns the results in `stored`, in order, and sends nothing."""
         return _Running(self, stored, again=True)
 
     def communicate_once(self, send: Callable[[], Result]) -> Result:
-        """send(), which communicates. When a function runs again: the result of the first time, and nothing is sent.
+        """Call send(), which communicates. In a repeated function, return the result of the first call and send nothing.
 
-        The results are read in the order in which they were stored, so both runs must make the same calls in the same order.
+        Results are read in the order in which they were stored, so both runs must make the same calls in the same order.
         """
         if self._stored is None:
             return send()
@@ -76,16 +76,16 @@ class Recomputation:
 
 
 def _without_graph(result: Any) -> Any:
-    """The same tensors as other objects: autograd attaches its graph, with all activations, to what a function returns."""
+    """Detached aliases of tensors: autograd attaches its graph, with all activations, to the result of a function."""
     if isinstance(result, torch.Tensor):
         return result.detach()
     return tuple(map(_without_graph, result)) if isinstance(result, tuple) else result
 
 
 class _Running(AbstractContextManager):
-    """While it is entered, a function runs, whose results of communication are in `stored`. again: it runs for backward.
+    """A context in which a function runs whose results of communication are in `stored`. again: True for a repetition.
 
-    torch enters it for every backward through the function, so that there may be several.
+    torch enters it for each backward pass through the function, so it may be entered several times.
     """
 
     def __init__(self, recomputation: Recomputation, stored: list, again: bool):

@@ -1,18 +1,17 @@
 """Sequence parallelism: between the layers, each tensor-parallel rank has a share of the tokens instead of all of them.
 
-This is Megatron's meaning of the term: inside a layer, every rank has all tokens and a part of the channels, which
-distinguishes it from context parallelism. With l tokens on each of T ranks, rank t has tokens t*l to (t+1)*l - 1. Norms and
-residual sums are then computed for each token on one rank only, and what backward needs of them takes 1/T of the memory. A
-column-parallel layer begins with an all-gather of the tokens, and a row-parallel layer ends with a reduce-scatter; together
-they send what one all-reduce sends. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (2022), section 4.2.2.
+This is Megatron's meaning of the term: inside a layer, every rank has all tokens and a part of the channels, unlike in
+context parallelism. With l tokens on each of T ranks, rank t has tokens t*l to (t+1)*l - 1. Norms and residual sums are then
+computed once for each token, and their stored activations take 1/T of the memory. A column-parallel layer begins with an
+all-gather of the tokens, and a row-parallel layer ends with a reduce-scatter; together they send as much as one all-reduce.
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
 
-| operator | forward | backward | where it is used |
+| operator | forward | backward | use |
 |---|---|---|---|
 | `all_gathered_tokens` | all-gather | reduce-scatter, and the all-gather again | before a column-parallel layer |
 | `reduce_scatter_tokens` | reduce-scatter | all-gather | after a row-parallel layer |
-| `replicated` | identity | all-reduce | parameters that every rank has, and uses for its own tokens |
-| `divide_gradient` | identity | divides by T | gathered tokens that all ranks use alike, in low-rank adapters |
+| `replicated` | identity | all-reduce | parameters that every rank has and uses for its own tokens |
+| `divide_gradient` | identity | division by T | gathered tokens that all ranks use alike, in low-rank adapters |
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ def _gather(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of the ranks' (batch, T l, n), added in at least fp32: (batch, l, n), this rank's tokens of it."""
+    """The sum over the ranks of (batch, T l, n), added in at least fp32: (batch, l, n), this rank's tokens."""
     rows = x.detach().to(at_least_fp32(x.dtype)).unflatten(1, (ranks.size, -1)).transpose(0, 1)
     if ranks.memory is not None and x.is_cpu:
         # A copy, because a view would keep the tokens of all ranks in memory.
@@ -45,13 +44,13 @@ def _reduce_scatter(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def all_gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]:
     """x (batch, l, n), this rank's tokens -> (batch, T l, n), all tokens, for use in the body of the `with` statement.
 
-    In the body, autograd stores x instead of the gathered tensor, and backward gathers it again. All ranks run the same
+    In the body, autograd stores x instead of the gathered tensor, and backward gathers it again. All ranks must run the same
     body.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # which autocast does not convert
-        x = x.to(torch.get_autocast_dtype(x.device.type))  # or else autograd would save the converted copy
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # autocast does not convert float64
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # otherwise autograd would save the converted copy
     whole, share = differentiable(x, lambda t: _gather(t, ranks), lambda grad: _reduce_scatter(grad, ranks)), x.detach()
-    if ranks.recomputation.is_running:  # which stores nothing, and gathers once more itself
+    if ranks.recomputation.is_running:  # it stores nothing, and gathers again itself
         yield whole
         return
     stored = _StoredShare(whole, share, ranks)
@@ -60,22 +59,22 @@ def all_gathered_tokens(x: torch.Tensor, ranks: Ranks) -> Iterator[torch.Tensor]
 
 
 class _StoredShare:
-    """Stores `share` where autograd would store `whole`; backward gathers that from the ranks, once."""
+    """Stores `share` where autograd would store `whole`, which backward gathers once."""
 
     def __init__(self, whole: torch.Tensor, share: torch.Tensor, ranks: Ranks):
         self.address, self.numel, self.share, self.ranks = whole.data_ptr(), whole.numel(), share, ranks
-        self.uses = 0  # how often backward reads it
-        self.reads: list[torch.Tensor] = []  # gathered, and still to be read
+        self.uses = 0  # the number of times that backward reads it
+        self.reads: list[torch.Tensor] = []  # gathered tensors for the remaining reads
 
     def pack(self, saved: torch.Tensor) -> torch.Tensor | torch.Size:
-        """What is stored in place of a tensor: only the shape of `whole`."""
+        """The object to store for a tensor: the shape if the tensor is `whole`, otherwise the tensor."""
         if saved.data_ptr() != self.address or saved.numel() != self.numel or not saved.is_contiguous():
             return saved
         self.uses += 1
         return saved.shape
 
     def unpack(self, saved: torch.Tensor | torch.Size) -> torch.Tensor:
-        """The tensor that `pack` was given."""
+        """The inverse of `pack`."""
         if isinstance(saved, torch.Tensor):
             return saved
         if not self.reads:
@@ -86,7 +85,7 @@ class _StoredShare:
 def reduce_scatter_tokens(x: torch.Tensor, ranks: Ranks, keep_for_recomputation: bool = False) -> torch.Tensor:
     """Sum x (batch, T l, n), which is partial, over the ranks: (batch, l, n), this rank's tokens of the sum.
 
-    keep_for_recomputation: store the result (see `recomputation`).
+    keep_for_recomputation: Store the result (see `recomputation`).
     """
 
     def exchange(x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +99,8 @@ def reduce_scatter_tokens(x: torch.Tensor, ranks: Ranks, keep_for_recomputation:
 def divide_gradient(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """x, gathered tokens; backward divides the gradient by T.
 
-    For a use of x that is the same on all T ranks: they compute the same gradient, and the reduce-scatter adds it T times.
+    For operations on x that are the same on all T ranks: they compute equal gradients, which the reduce-scatter adds T
+    times.
     """
     return differentiable(x, lambda t: t.view_as(t), lambda grad: grad / ranks.size)
 

@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 def ordered_ddp(
     loss: nn.Module, group: dist.ProcessGroup, *inputs: torch.Tensor, left_out: Iterable[str] = ()
 ) -> DistributedDataParallel:
-    """A module that returns a scalar, in a DDP whose sums have the same bits before and after a restart.
+    """A module that returns a scalar, in a DDP whose sums are bitwise equal before and after a restart.
 
-    left_out: the names of parameters of which the ranks hold different parts, so that DDP leaves their gradients alone.
+    After its first backward pass, DDP rearranges its buckets in the order in which gradients arrive. The position of a value
+    in its bucket determines the order in which the ranks' values are added, and so the rounding on more than two ranks.
+    There, this function runs a backward pass on `inputs` first. It changes no parameter, and gradients are 0 afterwards.
+    All ranks that compute the loss together call it together.
 
-    After its first backward pass, DDP arranges its buckets anew, in the order in which gradients arrive. The place of a
-    value in its bucket decides in which order the ranks' values are added, which matters to the bits on more than two ranks.
-    So there, a backward pass on `inputs` comes first. It changes nothing else: no parameter, and gradients are 0 afterwards.
-    All ranks of `group`, and all that compute the loss together, call this together.
+    left_out: The names of parameters of which ranks hold different parts. DDP does not reduce their gradients.
     """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, list(left_out))
     ddp = DistributedDataParallel(loss, process_group=group, gradient_as_bucket_view=True)

@@ -1,4 +1,4 @@
-"""Modules whose changes are counted, so that what was derived from a model is known to be outdated."""
+"""Modules that count their changes, so that objects derived from a model can be recognized as outdated."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class _Changes:
-    """How many changes of modules there have been in this process: while it stays, no model has changed."""
+    """The number of changes of all modules in this process."""
 
     count = 0
 
@@ -18,18 +18,18 @@ def changed(module: nn.Module) -> None:
 
 
 class Version:
-    """A model as it is when this is made."""
+    """The version of a model at the creation of this object."""
 
     def __init__(self, model: nn.Module):
         self._count, self._modules = _Changes.count, _changes(model)
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether the model has not changed since."""
+        """Return True if the model has not changed since."""
         if self._count != _Changes.count:
             count, modules = _Changes.count, _changes(model)
             if modules != self._modules:
                 return False
-            self._count = count  # what has changed is another model
+            self._count = count  # another model has changed
         return True
 
 
@@ -38,9 +38,9 @@ def _changes(model: nn.Module) -> list[tuple]:
 
 
 class TrackedModule(nn.Module):
-    """A module that counts assignments of its attributes, its parameters, hooks, moves and loads.
+    """A module that counts assignments of attributes, changes of parameters and hooks, moves and loads.
 
-    Not noticed: what is done to its `__dict__`, to parameters in place (which needs no notice), and to `param.data`.
+    Changes through `__dict__` or `param.data` are not counted. In-place changes of parameters need not be.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -81,4 +81,4 @@ class TrackedModule(nn.Module):
 
 
 class TrackedList(TrackedModule, nn.ModuleList):
-    """A list of modules that counts changes of itself."""
+    """A ModuleList that counts changes."""
