@@ -1,4 +1,4 @@
-"""The rendezvous of a launcher's ranks in the store of rank 0 or of torchrun; a rank that waits long prints for which ranks."""
+"""The rendezvous of ranks in the store of rank 0 or of torchrun; a rank that waits long prints the missing ranks."""
 
 import itertools
 import json

@@ -169,7 +169,7 @@ def wire_bytes(format: str, algorithm: str, numel: int, ranks: int, exact: int =
 
 @dataclass
 class FormatChoice:
-    """Chooses the fastest format and algorithm for each size, from a fabric with the times of CANDIDATES on `ranks` ranks."""
+    """Chooses the fastest format and algorithm for each size. fabric: the times of CANDIDATES on `ranks` ranks."""
 
     fabric: Fabric
     ranks: int
