@@ -30,7 +30,7 @@ class SkippedSteps:
         self._was_skipped = False
 
     def roll_back(self) -> bool:
-        """Restore the residuals if the last step was skipped. Returns True if the framework has skipped a step since then."""
+        """Restore residuals if the last step was skipped. Returns True if the framework has skipped a step since then."""
         before, self._last_count = self._last_count, self._count()
         has_new = self._last_count > before
         if self._was_skipped or has_new:

@@ -1,4 +1,4 @@
-"""A plan: the elements of every gradient to send, their format and their order. It is equal on all ranks, and checkpointed."""
+"""A plan: the elements of every gradient to send, their format and their order. It is equal on all ranks."""
 
 import hashlib
 import json
