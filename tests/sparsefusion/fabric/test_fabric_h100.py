@@ -241,7 +241,7 @@ def test_latency_files_agree_with_their_rows():
     "name, kept, message",
     [
         ("all_reduce.csv", "\n8192,24.73,0.3", "all_reduce.csv:12: 3 of 4 columns; cut off"),
-        ("all_reduce.csv", "8589934592,351", "all_reduce.csv:32: 2 of only 4 columns"),
+        ("all_reduce.csv", "8589934592,351", "all_reduce.csv:32: 2 of 4 columns"),
         ("quiet_all_reduce.txt", "262144     float     sum      -1    26", "quiet_all_reduce.txt:31: only 6 columns"),
         ("quiet_all_reduce.txt", " 57.78       0\n", 'quiet_all_reduce.txt:31: ends before its "# Avg bus bandwidth"'),
         ("quiet_all_reduce.txt", "# Using devices", "quiet_all_reduce.txt:5: no row"),
