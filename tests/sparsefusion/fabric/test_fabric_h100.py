@@ -268,7 +268,7 @@ def test_a_file_that_is_cut_off(name, kept, message, tmp_path):
         (b'{"world_size": 4, "size_sweep": []}', "f: not a latency file: ValueError no eager times"),
         (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,1.0,7.00,9.0\n", "f:2: 8 bytes in 1 us are not 7 GB/s"),
         (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,nan,0.00,0.0\n", "f:2: 8 bytes in nan us"),
-        (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,fast,0.00,0.0\n", "f:2: '8', 'fast', '0.00'"),
+        (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,fast,0.00,0.0\n", "f:2: expected size, time and rate, not '8', 'fast', '0.00'"),
         (b"size_bytes,seconds\n8,1\n", "f:2: expected size, time and rate, not '8', None, None"),
         (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,1.0,nan,9.0\n", "f:2: 8 bytes in 1 us are not nan GB/s"),
         (b'size_bytes,time_us,algbw_GBs,busbw_GBs\n"' + b"8" * 200_000, "f:2: damaged CSV: field larger than"),
