@@ -1,4 +1,4 @@
-"""The command line: `python -m megatron_ssm COMMAND`. Imports torch after it has checked the flags.
+"""The command line: `python -m megatron_ssm COMMAND`. It checks the flags before it imports torch.
 
 In: arguments. Out: text or JSON on stdout, one line on stderr for an error, and an exit code.
 """

@@ -1,4 +1,4 @@
-"""The commands of `python -m megatron_ssm`, once torch may be imported."""
+"""The commands of `python -m megatron_ssm` that need torch."""
 
 import json
 import logging
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 def generate(arguments: Namespace) -> None:
     """Run `generate` on every rank of the launcher, or alone; rank 0 prints.
 
-    The ranks join before they read their inputs and compare what they have read, so an input that one rank alone cannot read
-    is one error on all of them.
+    The ranks join before they read and compare their inputs, so that an input that some rank cannot read is one error on all
+    ranks.
     """
     context, expert = arguments.cp, arguments.ep
     tensor = arguments.tp or max(1, launched_ranks() // (context * expert))
@@ -75,7 +75,7 @@ def generate(arguments: Namespace) -> None:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of `generate` besides the weights. stop_tokens: the ids that end the text."""
+    """The inputs of `generate` other than the weights."""
 
     config: Stack
     tokenizer: "Tokenizer"
@@ -84,7 +84,7 @@ class _Inputs:
 
     @classmethod
     def read(cls, arguments: Namespace, tensor_ranks: int) -> "_Inputs":
-        """Read them on this rank; ValueError or OSError if one of them is wrong."""
+        """Read the inputs on this rank. ValueError or OSError if one is invalid."""
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, tensor_ranks, arguments.ep)
         tokenizer = load_tokenizer(directory)
@@ -98,7 +98,7 @@ class _Inputs:
 
 
 def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> list[int]:
-    """The prompt as ids of the model's vocabulary."""
+    """The ids of the prompt."""
     if arguments.prompt_file is not None:
         name, data = arguments.prompt_file, Path(arguments.prompt_file).read_bytes()
     else:
@@ -116,7 +116,13 @@ def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> 
 
 @dataclass
 class _Progress:
-    """The tokens generated so far. times: seconds at each token. sent: bytes that this rank had sent at each token."""
+    """The tokens generated so far.
+
+    Attributes:
+        tokens, pieces: The ids, and the pieces of the text.
+        times: The time of each token in seconds.
+        sent: The bytes that this rank had sent at each token.
+    """
 
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -125,7 +131,7 @@ class _Progress:
 
     @property
     def steps(self) -> int:
-        """The number of decoded tokens: the first one comes from the prompt."""
+        """The number of decoding steps; the first token comes from the prompt."""
         return len(self.tokens) - 1
 
 
@@ -154,7 +160,7 @@ def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, i
 
 
 def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Progress, start: float) -> dict[str, Any]:
-    """The output of --json. On every rank, because it may have to run the model to count what a decoded token sends."""
+    """The output of --json. Every rank calls it, because it may run the model to count the bytes of a decoded token."""
     steps, times, sent = progress.steps, progress.times, progress.sent
     sent_per_token = (sent[-1] - sent[0]) // steps if steps else _bytes_of_a_step(model, arguments)
     return {
@@ -173,7 +179,7 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
 
 
 def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
-    """The messages of one decoded token, measured with the second token after a prompt of one token."""
+    """The bytes of one decoded token, measured with the second token after a prompt of one token."""
     steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 2, arguments.temperature,
                    arguments.top_k, seed=0)  # fmt: skip
     next(steps)
@@ -184,12 +190,12 @@ def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
 
 # convert
 
-TOKENIZER = "EleutherAI/gpt-neox-20b"  # of state-spaces' published models
+TOKENIZER = "EleutherAI/gpt-neox-20b"  # the tokenizer of state-spaces' published models
 TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json"
 
 
 def convert_checkpoint(arguments: Namespace) -> None:
-    """Run `convert`: print a table with one line per tensor, and what was written; or where a tokenizer can be had."""
+    """Run `convert`: print a table of tensors, the path of the result, and how to fetch a missing tokenizer."""
     rows = convert(arguments.model, None if arguments.dry_run else arguments.out, weights=arguments.weights)
     table = [("tensor", "becomes", "shape", "dtype")]
     table += [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]
@@ -202,6 +208,6 @@ def convert_checkpoint(arguments: Namespace) -> None:
     is_from_state_spaces = any(row.source == EMBEDDING for row in rows)
     if is_from_state_spaces and not arguments.dry_run and not (Path(arguments.out) / "tokenizer.json").exists():
         out.print(
-            f"there is no tokenizer; state-spaces' own models have that of {TOKENIZER}, which this fetches:\n"
+            f"there is no tokenizer; state-spaces' own models use that of {TOKENIZER}, which this command fetches:\n"
             f"hf download {TOKENIZER} {TOKENIZER_FILES} --local-dir {shlex.quote(arguments.out)}\n"
         )

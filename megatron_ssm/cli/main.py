@@ -23,11 +23,11 @@ from sparsefusion.foundation.command_line import (
 )
 from sparsefusion.foundation.launcher import adopt_launcher, this_rank
 
-EP_HELP = "ranks that divide the experts, each with all other parts of a --tp rank (default: 1)"
+EP_HELP = "expert-parallel ranks, which split the experts only (default: 1)"
 
 
 def parser() -> Parser:
-    """The parser of the command line. Formats and dtypes are names in it, so that --help does not import torch."""
+    """The parser of the command line. Formats and dtypes are strings, so that --help does not import torch."""
     main = Parser(prog="megatron_ssm", description="State-space language models on one or many ranks.")
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -41,8 +41,8 @@ def parser() -> Parser:
     convert = commands.add_parser(
         "convert", help="checkpoints of state-spaces and DeepSpeed to Hugging Face's; quantized ones", description=about
     )
-    convert.add_argument("--model", required=True, metavar="DIR", help="what to convert; its format is recognized")
-    convert.add_argument("--out", metavar="DIR", help="receives the result (not needed with --dry-run)")
+    convert.add_argument("--model", required=True, metavar="DIR", help="the checkpoint; its format is recognized")
+    convert.add_argument("--out", metavar="DIR", help="directory of the result (not needed with --dry-run)")
     convert.add_argument(
         "--weights", choices=("int8", "int4"), help="write a Hugging Face directory's matrices in 8 or 4 bits"
     )
@@ -171,7 +171,7 @@ def _add_hidden(parser: argparse.ArgumentParser, *flags: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line (None: that of the process); returns its exit code."""
+    """Run a command line, by default that of the process; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if code := run("megatron_ssm", adopt_launcher):
         return code
@@ -182,15 +182,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Generate on this rank; or, alone with --tp N and --cp M or --ep E, start N x M x E local ranks that do."""
+    """Generate on this rank or, without a launcher, start the local ranks of --tp, --cp and --ep."""
     for name in ("tp", "cp", "ep"):
         _check(arguments, name, 1)
     if arguments.cp > 1 and arguments.ep > 1:
         parser().error(f"--cp {arguments.cp} and --ep {arguments.ep}: generate has one of them")
-    tensor, more = arguments.tp or 1, arguments.cp * arguments.ep
-    if "WORLD_SIZE" not in os.environ and tensor * more > 1:
+    tensor = arguments.tp or 1
+    world = tensor * arguments.cp * arguments.ep
+    if "WORLD_SIZE" not in os.environ and world > 1:
         code = _check_models("megatron_ssm generate", [arguments.model], tensor, arguments.ep)
-        return code or run_local_ranks(argv, tensor * more)
+        return code or run_local_ranks(argv, world)
     leave_on_interrupt()
     silence_third_parties()
 
@@ -203,14 +204,14 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Serve with this rank; or, alone with --tp N and --ep E, start N x E local ranks that do."""
-    least = dict(
+    """Serve with this rank or, without a launcher, start the local ranks of --tp and --ep."""
+    minima = dict(
         tp=1, ep=1, port=0, slots=1, max_length=2, token_budget=2, speculate=0, max_waiting=0, prefix_gb=0,
         drain_timeout=1, request_timeout=1, lost_rank_timeout=0, max_body_mb=0.001,
         max_connections=1, arrival_timeout=1,
     )  # fmt: skip
-    for name, bound in least.items():
-        _check(arguments, name, bound, 2**16 if name == "port" else LIMIT)
+    for name, minimum in minima.items():
+        _check(arguments, name, minimum, 2**16 if name == "port" else LIMIT)
     if arguments.token_budget <= arguments.slots:
         parser().error(f"--token-budget {arguments.token_budget} must be above --slots {arguments.slots}")
     if not arguments.host.strip():
@@ -225,7 +226,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         code = _check_models("megatron_ssm serve", models, tensor, experts)
         return code or run_local_ranks(argv, tensor * experts, passes_signals=True)
     leave_on_interrupt()
-    if os.getpid() == 1:  # of a container, which a signal without a handler does not end
+    if os.getpid() == 1:  # the first process of a container ignores signals without a handler
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
     if arguments.rendezvous and this_rank() == 0:  # from run_local_ranks
         accept_passed_interrupts()
@@ -246,9 +247,9 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _check_models(program: str, directories: Sequence[str], ranks: int, experts: int) -> int:
-    """The exit code of a check, before any rank starts, that `ranks` tensor-parallel ranks can split these models.
+    """Check, before any rank starts, that these models can be split over the ranks; returns an exit code.
 
-    experts: the ranks that divide their experts.
+    ranks, experts: the numbers of tensor-parallel and expert-parallel ranks.
     """
 
     def check() -> None:
@@ -260,11 +261,11 @@ def _check_models(program: str, directories: Sequence[str], ranks: int, experts:
     return run(program, check)
 
 
-def _check(arguments: argparse.Namespace, name: str, least: float, limit: float = LIMIT) -> None:
-    """Exit with an error if this argument is given and not in this range."""
+def _check(arguments: argparse.Namespace, name: str, minimum: float, limit: float = LIMIT) -> None:
+    """Exit with an error if this argument is set and out of range."""
     try:
         if (value := getattr(arguments, name)) is not None:
-            check_number(f"--{name.replace('_', '-')}", value, least, limit)
+            check_number(f"--{name.replace('_', '-')}", value, minimum, limit)
     except ValueError as error:
         parser().error(str(error))
 
@@ -309,8 +310,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def run_and_exit() -> NoReturn:
     """Run the command line and end the process with its exit code.
 
-    The process ends with `os._exit`: while the interpreter shuts down normally, gloo's thread may still free a tensor, and
-    the process aborts because that thread can no longer take the interpreter's lock.
+    It uses `os._exit`, because during a normal shutdown gloo's thread may still free a tensor, and then the process aborts
+    because that thread cannot acquire the interpreter's lock.
     """
     try:
         code = main()

@@ -1,7 +1,7 @@
 """Beam search as transformers does it: the beams of a sequence are rows of the cache, and each step reorders them.
 
 Every rank normalizes its slice of the logits with the sums of all ranks, and finds the best continuations in its slice. The
-ranks gather these and compute the same beams from them.
+ranks gather these candidates, and compute the same beams from them.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ import torch
 from .language_model import LanguageModel
 from .sampling import apply_repetition_penalty, gather_candidates, nan_error
 
-WORST_SCORE = -1e9  # of what must not be chosen
+WORST_SCORE = -1e9  # the score of continuations that must not be chosen
 
 
 @dataclass(frozen=True)
 class BeamSettings:
     """transformers' arguments of beam search; early_stopping is True, False or "never".
 
-    end_tokens: the ids that end a sequence. fill: the id after the end of a shorter sequence.
+    Attributes:
+        end_tokens: The ids that end a sequence.
+        fill: The padding id after the end of a shorter sequence.
     """
 
     num_beams: int
@@ -33,16 +35,19 @@ class BeamSettings:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations of a sequence that a step considers: enough that `num_beams` go on if all others end."""
+        """The number of continuations of a sequence in a step: enough that `num_beams` go on if all others end."""
         return max(2, 1 + len(self.end_tokens)) * self.num_beams
 
 
 class BeamSearch:
-    """The running and the finished sequences, (batch, num_beams, ...) on the CPU, and the cache rows of the running ones.
+    """A beam search. The constructor allocates all its memory and sends nothing; `run` searches.
 
-    Making it allocates all its memory and sends nothing; `run` does the search. The scores of finished sequences
-    (`finished_scores`) are divided by their length to the power of length_penalty. `improvable` (batch, 1) tells whether a
-    running beam can still displace a finished sequence.
+    Attributes (tensors on the CPU):
+        sequences, scores: The running sequences (batch, num_beams, length), and their scores (batch, num_beams).
+        finished, finished_lengths: The finished sequences (batch, num_beams, max_new_tokens), and their lengths.
+        finished_scores: Their scores, divided by their length to the power of length_penalty.
+        improvable: (batch, 1) True where a running beam can still displace a finished sequence.
+        cache: The cache, with a row for each running sequence.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class BeamSearch:
         self.cache = model.new_cache(self.batch * settings.num_beams, length + settings.max_new_tokens - 1)
         self.sequences = torch.empty(*shape, 0, dtype=torch.int64)
         self.scores = torch.full(shape, WORST_SCORE)
-        self.scores[:, 0] = 0.0  # at first all beams are equal, so only one of them counts
+        self.scores[:, 0] = 0.0  # at first all beams are equal, so only the first one counts
         self.finished = torch.full((*shape, settings.max_new_tokens), settings.fill)
         self.finished_scores = torch.full(shape, WORST_SCORE)
         self.finished_lengths = torch.zeros(shape, dtype=torch.int64)
@@ -70,8 +75,8 @@ class BeamSearch:
     def run(self) -> torch.Tensor:
         """(batch * num_return_sequences, new) int64 on the CPU: the best sequences of each row, best first.
 
-        The same on every rank. Each step sends what a call of the model sends, and gathers from each rank 1 value per beam
-        (its log-sum-exp) and 2 * num_candidates values per sequence (scores and ids).
+        The same on every rank. A step sends the messages of a call of the model, and gathers from each rank 1 value per
+        beam (its log-sum-exp) and 2 * num_candidates values per sequence (scores and ids).
         """
         settings = self.settings
         local = self._read_prompts()
@@ -120,7 +125,7 @@ class BeamSearch:
         """The best continuations: (batch, num_candidates) sums of log-probabilities, parent beams and tokens."""
         settings, ranks, width = self.settings, self.model.ranks, local.shape[1]
         scores = self._log_probabilities(local, step)
-        scores = (scores + self.scores.to(scores.device).view(-1, 1)).view(self.batch, -1)
+        scores = (scores + self.scores.to(scores.device).view(-1, 1)).view(self.batch, -1)  # (batch, num_beams * width)
         values, index = scores.topk(min(settings.num_candidates, scores.shape[1]), dim=-1)
         index = index // width * (width * ranks.size) + ranks.rank * width + index % width  # among all ranks' columns
         values, index = (t.cpu() for t in gather_candidates(values.double(), index, ranks))
@@ -149,7 +154,7 @@ class BeamSearch:
         return parents.gather(1, best)
 
     def _keep_finished(self, scores, sequences, ended) -> None:
-        """Let those of the best num_beams continuations that ended compete with the finished ones, by score per length."""
+        """Merge the ended continuations among the best num_beams into the finished sequences, by score per length."""
         settings, length = self.settings, sequences.shape[-1]
         counts = ended & (torch.arange(scores.shape[1]) < settings.num_beams) & self.improvable
         if settings.early_stopping is True:

@@ -13,27 +13,30 @@ from .prompt_reader import fair_shares
 from .sampling import Sampling, choose_tokens
 from .slot import Slot
 
-AT_ONCE = 16  # tokens of each request that are read when it proposes; more are read before
+AT_ONCE = 16  # `propose` reads up to this many unread tokens of a request; further ones are read before
 
 
 class DraftByHead:
     """Proposes tokens by greedy search with the draft head of `model`; it has the methods of `speculation.Draft`.
 
-    cache: the engine's, with the model's hidden states, and the head's keys and values. Those of proposed tokens stand
-    behind those of the request's own tokens, which later overwrite them. chunk: how many tokens of a request it reads in
-    one call (None: any number).
+    Keys and values of proposed tokens follow those of the request's own tokens in the cache, and are overwritten later.
+
+    Args:
+        model: The model.
+        cache: The cache of the engine, with the model's hidden states and the head's keys and values.
+        chunk: The most tokens of a request that it reads in one call (None: any number).
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, chunk: int | None):
         self.model, self._chunk = model, chunk
-        # The same states; the lengths are how many tokens the head has read, which does not read the first of a request.
+        # It shares the states; its lengths count the tokens that the head has read, without the first of each request.
         self._cache = replace(cache, lengths=torch.zeros_like(cache.lengths), max_length=None)
         self._known: WeakSet[Slot] = WeakSet()
 
     def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
-        """Read on in the requests that have much unread, such as their prompts; returns the slots that then have not.
+        """Read on in requests with many unread tokens, such as prompts; returns the slots that are ready to propose.
 
-        budget: how many tokens of all of them together, at least one per slot (None: any number).
+        budget: the most tokens of all slots together, at least one per slot (None: any number).
         """
         for slot in slots:
             if slot not in self._known:
@@ -49,10 +52,7 @@ class DraftByHead:
         return slot.tokens - 1 - int(self._cache.lengths[slot.row])
 
     def propose(self, slots: Sequence[Slot], count: int) -> list[list[int]]:
-        """`count` tokens for each slot that `read` has returned, the same on all ranks.
-
-        Sends what the calls of the head and the choices send.
-        """
+        """`count` tokens for each slot that `read` has returned, the same on all ranks. Sends the messages of the calls."""
         model, columns = self.model, []
         hidden, rows = self._read(slots, AT_ONCE), self._cache.select(slot.row for slot in slots)
         for left in reversed(range(count)):
@@ -61,11 +61,11 @@ class DraftByHead:
             if left:
                 hidden = model.drafted(columns[-1].unsqueeze(1).to(model.device), hidden, rows)
                 rows.advance(1)
-        rows.advance(1 - count)  # the next call reads what the request has got instead
+        rows.advance(1 - count)  # the next call reads the request's new tokens instead
         return torch.stack(columns, dim=1).tolist()
 
     def _read(self, slots: Sequence[Slot], most: int) -> torch.Tensor:
-        """Read up to `most` tokens of each slot; the head's hidden state after its last one, (batch, 1, hidden)."""
+        """Read up to `most` tokens of each slot; returns the head's last hidden states (batch, 1, hidden)."""
         model, cache = self.model, self._cache.select(slot.row for slot in slots)
         starts = cache.lengths[cache.rows].tolist()
         ids = [slot.tokens_from(1 + start, most) for slot, start in zip(slots, starts, strict=True)]

@@ -1,8 +1,8 @@
-"""Continuous batching: requests join and leave a running batch between steps, and none changes the tokens of another.
+"""Continuous batching: requests join and leave a running batch between steps, without changing each other's tokens.
 
-An `Engine` has a cache with a fixed number of rows, called slots, of one sequence each. A step gives every running request
-one token. A waiting request takes the first free slot, and its prompt is read, at once or in chunks, while the others go on
-decoding. With a prefix cache, reading starts after the longest prefix of the prompt that was read before.
+The cache of an `Engine` has a fixed number of rows, called slots, one for each sequence. A step generates a token for every
+running request. A waiting request gets the first free slot, and its prompt is read, at once or in chunks, while other
+requests go on decoding. With a prefix cache, reading starts after the longest known prefix of the prompt.
 
 On several tensor-parallel ranks, every rank makes the same calls on its own `Engine`. The ranks compare each request when it
 is added, so that a difference is an error on every rank.
@@ -27,30 +27,33 @@ from .sampling import Sampling, choose_tokens, log_probabilities
 from .slot import Slot
 from .speculation import SpeculativeDecoder, check_draft
 
-DRAFTED = 7  # tokens that a draft model proposes at most, unless the engine is told another number
+DRAFTED = 7  # the largest number of proposals of a draft if `speculate` is 0
 
 
 class Engine:
-    """Serves any number of requests with at most `slots` of them in the batch; every rank holds its part of each.
+    """Serves any number of requests, of which at most `slots` run at a time.
 
-    max_length: the most tokens that a request may have, prompt and new ones together. A model with attention then allocates
-    keys and values for them at once; None: any number, and the allocation grows with the longest request. chunk: how many
-    tokens of a prompt are read per step, so that long prompts do not delay the other requests (None: all). prefix_bytes:
-    the memory on this rank for snapshots of prompts (0: there is no prefix cache). block: a snapshot is taken after every
-    `block` tokens of a prompt, and at its end; None: after 256, or more where states are large (see `snapshot_interval`).
+    The rounding of a matrix product may depend on the size of the batch. So a request gets the tokens of its solo run,
+    except where two logits differ by less than rounding errors.
 
-    token_budget: how many tokens all requests together read per step, more than `slots` (None: any number). Each request
-    that is decoding reads one, and the prompts share the rest in equal parts; what one does not need goes to the others.
-    So a short prompt does not wait for a long one, and no prompt waits for ever.
+    Args:
+        model: The model.
+        slots: The largest number of running requests.
+        max_length: The largest number of tokens of a request, including its prompt. A model with attention allocates their
+            keys and values at once. None: unlimited; the allocation grows with the longest request.
+        chunk: The most tokens of a prompt that a step reads, so that long prompts do not delay other requests. None: all.
+        prefix_bytes: The memory on this rank for snapshots of prompts. 0 disables the prefix cache.
+        block: The number of tokens between two snapshots of a prompt; there is also one at its end. By default 256, or more
+            if states are large (see `snapshot_interval`).
+        token_budget: The most tokens that all requests read in a step, more than `slots` (None: unlimited). Each decoding
+            request reads one, and the prompts share the rest equally, so that no prompt delays another one for long.
+        speculate: The largest number of tokens that speculative decoding (see the module `speculation`) proposes for a
+            request in a step. 0 disables it, unless there is a draft, which then proposes up to 7.
+        draft: A small model, split over the same ranks, that proposes tokens. By default the model's draft head if it was
+            loaded, else prompt lookup. It reads prompts under the same limits as the model.
 
-    speculate: speculative decoding (see the module `speculation`) with up to so many proposed tokens, which are what
-    followed earlier in the request's own tokens; 0: off, without a draft. draft: a small model, split over the same ranks,
-    that proposes them instead (up to DRAFTED if speculate is 0); None: the model's draft head, if it was loaded, does that.
-    A step then gives a request one or more tokens, the same as without. The draft reads prompts in chunks, too, each step
-    at most as many tokens as `chunk` and `token_budget` allow the model.
-
-    The rounding of a matrix product may depend on the size of the batch. So a request's tokens are those of its solo run
-    except where two logits are within rounding of each other. ValueError for an option that is out of range.
+    Raises:
+        ValueError: An option is out of range.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Engine:
 
     @property
     def speculated(self) -> tuple[int, int]:
-        """The tokens that speculative decoding proposed, and those that requests got from it beyond one a step."""
+        """(number of proposed tokens, number of accepted ones) of speculative decoding so far."""
         return self._decoder.proposed, self._decoder.accepted
 
     @property
@@ -108,7 +111,7 @@ class Engine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """The number of requests that have a slot, and of those that wait for one."""
+        """(number of running requests, number of waiting ones)."""
         return len(self._slots), len(self._waiting)
 
     # Requests
@@ -130,11 +133,11 @@ class Engine:
         min_p: float | None = None,
         **additions: Any,
     ) -> Request:
-        """Queue a request. prompt: token ids. For the other arguments see `generate`, for additions `make_request`.
+        """Queue a request. prompt: token ids. See `generate` for the other arguments, and `make_request` for additions.
 
-        All ranks call it with the same arguments, on engines that have had the same calls. ValueError on every rank if the
-        arguments, or the options of their engines, differ, or if the request cannot be served. Without a seed, all ranks use
-        the one that the first of them draws.
+        All ranks call it with the same arguments, on engines that have had the same calls. Without a seed, the first rank
+        draws one for all ranks. ValueError on every rank if arguments or options of engines differ across ranks, or if the
+        request cannot be served.
         """
 
         def make() -> Request:
@@ -168,16 +171,21 @@ class Engine:
         prefix_key: str = "",
         matcher: GrammarMatcher | None = None,
     ) -> Request:
-        """A request that is not queued yet; reserves space for it in the cache. For the other arguments see `add`.
+        """Make a request without queueing it, and reserve space for it in the cache. Sends nothing.
 
-        logit_bias: {id: what is added to its logit, before everything else}. logprobs: how many alternatives of each new
-        token `Request.logprobs` has with their log-probabilities (0: that of the token alone; None: it stays empty).
-        prompt_logprobs: fill `Request.prompt_logprobs`, too. grammar: what the text of the new tokens must match (see the
-        module `grammar`). Stop tokens come only where it may end, and it ends the request if nothing else may follow.
-        prefix_key: the prefix cache is shared only between requests with the same key. matcher: an unused one of the
-        grammar, which is then not compiled here.
+        Args:
+            prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens: See `add`.
+            logit_bias: {id: bias}, added to the logits before penalties and temperature.
+            logprobs: The number of most likely ids in `Request.logprobs` for each new token, in addition to that token. None
+                leaves the list empty.
+            prompt_logprobs: Fill `Request.prompt_logprobs` too.
+            grammar: The grammar of the new text (see the module `grammar`). Stop tokens are allowed only where the text may
+                end, and the request ends where nothing else may follow.
+            prefix_key: Only requests with equal keys share the prefix cache.
+            matcher: A new matcher of the grammar, which is then not compiled here.
 
-        Sends nothing. ValueError or FileNotFoundError if this engine cannot serve it.
+        Raises:
+            ValueError, FileNotFoundError: This engine cannot serve the request.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -189,7 +197,7 @@ class Engine:
         )  # fmt: skip
         self._check(request)
         if self.max_length is None:
-            self.cache.reserve(request.max_cached_tokens + self._speculate)  # what a row reads beside longer proposals
+            self.cache.reserve(request.max_cached_tokens + self._speculate)  # a call pads rows to its longest proposal
         return request
 
     def _check(self, request: Request) -> None:
@@ -216,13 +224,13 @@ class Engine:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """The values that must be equal on every rank before requests are queued: arguments, and a tokenizer in use."""
+        """The values that must be equal on every rank before requests are queued: their arguments, and a used tokenizer."""
         is_used = any(request.stop_strings or request.grammar for request in requests)
         arguments = {f"request {row}": request.arguments for row, request in enumerate(requests)}
         return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
 
     def enqueue(self, request: Request, seed: int) -> Request:
-        """Queue a request that all ranks agree on; `seed` is used if it has none of its own."""
+        """Queue a request that all ranks have compared. seed: the seed of a request without its own."""
         request.seed = seed if request.seed is None else request.seed
         request.id, self._requests_added = self._requests_added, self._requests_added + 1
         self._waiting.append(request)
@@ -240,7 +248,7 @@ class Engine:
             del self._slots[slot.row]
 
     def stream(self, request: Request) -> Iterator[int]:
-        """The tokens of one request as they come; steps the engine, and so all requests, while there is none to yield."""
+        """Yield the tokens of a request as they are generated; steps the engine, and so all requests, to get more."""
         self._check_own(request)
         return self._tokens_of(request)
 
@@ -259,9 +267,9 @@ class Engine:
         return [*self._waiting, *(slot.request for slot in self._slots.values())]
 
     def _check_own(self, request: Request) -> None:
-        """ValueError unless the request is one of this engine's, or finished."""
+        """ValueError if the request belongs to another engine and is not finished."""
         if request.finished is None and request not in self._unfinished():
-            raise ValueError("the request is not one of this engine's")
+            raise ValueError("the request belongs to another engine")
 
     # Steps
 
@@ -270,9 +278,9 @@ class Engine:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
         Returns the requests that got a token (`tokens[-1]`; see `finished`), or several with speculative decoding, the
-        oldest first; [] if no request is left. Sends what the calls of the model send: one call for all requests that are
-        decoding, and one for each length among the chunks of prompts. Then it sends what choosing tokens sends, once for
-        each set of equal sampling options, and again while requests accept proposals.
+        oldest first; [] if no request is left. It calls the model once for all decoding requests, and once for each length
+        among the chunks of prompts. Then it chooses tokens, once for each set of equal sampling options, and again while
+        requests accept proposals. Sends the messages of these calls.
         """
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
@@ -289,14 +297,14 @@ class Engine:
         return advanced
 
     def _admit(self) -> None:
-        """Put waiting requests into free slots, in the order in which they came."""
+        """Put waiting requests into free slots, in their order."""
         free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
         for row in free[: len(self._waiting)]:
             self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self.tokenizer)
             self._prompts.begin(slot)
 
     def _choose_tokens(self, slots: Sequence[Slot]) -> None:
-        """Choose a token for each slot, all with the same sampling options together; free the slots that are finished."""
+        """Choose a token for each slot, together for equal sampling options; free the slots of finished requests."""
         groups: dict[Sampling, list[Slot]] = {}
         for slot in slots:
             groups.setdefault(slot.request.sampling, []).append(slot)
@@ -312,18 +320,18 @@ class Engine:
 
     def _note_log_probabilities(self, slots: Sequence[Slot], tokens: torch.Tensor) -> None:
         """Add the log-probabilities of the chosen tokens (batch,) to the requests that want them."""
-        wanted = [
+        rows = [
             (index, slot)
             for index, slot in enumerate(slots)
             if slot.request.num_logprobs is not None and tokens[index] >= 0
         ]
-        if not wanted:
+        if not rows:
             return
-        local = torch.stack([slot.logits for _, slot in wanted if slot.logits is not None])
-        most = max(slot.request.num_logprobs or 0 for _, slot in wanted)
-        found = log_probabilities(local, tokens[[index for index, _ in wanted]], most, self.model.ranks)
-        for (_, slot), (own, best) in zip(wanted, found, strict=True):
-            slot.request.logprobs.append((own, best[: slot.request.num_logprobs]))
+        local = torch.stack([slot.logits for _, slot in rows if slot.logits is not None])  # (rows, width)
+        count = max(slot.request.num_logprobs or 0 for _, slot in rows)
+        results = log_probabilities(local, tokens[[index for index, _ in rows]], count, self.model.ranks)
+        for (_, slot), (chosen, best) in zip(rows, results, strict=True):
+            slot.request.logprobs.append((chosen, best[: slot.request.num_logprobs]))
 
 
 def _check_options(options: dict) -> None:

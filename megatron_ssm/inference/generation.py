@@ -1,4 +1,4 @@
-"""Generation for a batch of prompts: each is a request, and all run in the same `Engine`."""
+"""Generation for a batch of prompts, which are the requests of one `Engine`."""
 
 import operator
 from collections.abc import Iterable, Iterator
@@ -33,20 +33,31 @@ def generate(
 ) -> torch.Tensor:
     """The tokens that follow input_ids (batch, seq): (batch, new), int64 on the CPU, the same on every rank.
 
-    attention_mask: (batch, seq), zeros only on the left. A row ends with the first of `stop_tokens` that it produces, or
-    with the token that completes one of `stop_strings` (found in the text of the new tokens, or the name of a special token;
-    this needs the checkpoint's tokenizer.json). It is then filled with pad_token_id; there are fewer columns when all rows
-    have ended. The first min_new_tokens tokens are no stop tokens.
+    Generation ends when all rows have ended. top_k, top_p and min_p restrict the sampled tokens in this order.
 
-    temperature 0 is greedy search, which takes the lowest id among equal logits. Otherwise a token is sampled: one uniform
-    number is drawn from a generator of the row's own, seeded with seed + row (None: fresh seeds, the same on all ranks), so
-    that a row does not depend on its neighbours. top_k, then top_p, then min_p restrict the candidates; min_p removes those
-    that are less likely than min_p times the most likely one. repetition_penalty divides positive and multiplies negative
-    logits of ids that the row already contains. frequency_penalty is subtracted from the logit of an id once for each time
-    that it was generated, presence_penalty once if it was generated at all; the prompt does not count.
+    Args:
+        model: The model.
+        input_ids: The prompts (batch, seq).
+        attention_mask: (batch, seq), with zeros only on the left.
+        max_new_tokens: The largest number of new tokens of a row.
+        temperature: 0 is greedy search, with the lowest id among equal logits. Otherwise tokens are sampled.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the most likely tokens only, up to this sum of probabilities.
+        repetition_penalty: Divides positive and multiplies negative logits of ids that the row already contains.
+        stop_tokens: Ids that end a row.
+        stop_strings: Texts that end a row with the token that completes one, in the new text or as the name of a special
+            token. They need the checkpoint's tokenizer.json.
+        seed: Row i draws from its own generator, which is seeded with seed + i, so that it does not depend on other rows.
+            By default the seed is random, and the same on all ranks.
+        pad_token_id: The padding after the end of a row.
+        min_new_tokens: The number of new tokens before which a row does not end with a stop token.
+        frequency_penalty: Subtracted from the logit of an id for each time that it was generated.
+        presence_penalty: Subtracted from the logit of an id that was generated at least once.
+        min_p: Sample only from tokens that are at least this fraction as likely as the most likely one.
 
-    ValueError on every rank, before the model runs, for arguments that are wrong or differ between ranks. FloatingPointError
-    on every rank if the model's logits are NaN.
+    Raises:
+        ValueError: On every rank, before the model runs, if arguments are invalid or differ across ranks.
+        FloatingPointError: On every rank, if the model's logits are NaN.
     """
     columns = list(
         stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
@@ -75,7 +86,7 @@ def stream(
 ) -> Iterator[torch.Tensor]:
     """Like `generate`, but yields the (batch,) tokens of each step as soon as they are known.
 
-    All ranks must take equally many steps from the iterator, because each step communicates. The ranks compare their
+    All ranks must take the same number of steps from the iterator, because steps communicate. The ranks compare their
     arguments when `stream` is called.
     """
 

@@ -1,7 +1,7 @@
-"""Grammars: what a request's text must match, enforced by masks of the logits that llguidance computes.
+"""Grammars that constrain the text of a request, by masks of the logits that llguidance computes.
 
-llguidance (https://github.com/guidance-ai/llguidance) finds the tokens that may follow by parsing the text so far. It is
-deterministic: its limits count work, not time. So all ranks that see the same tokens compute the same masks.
+llguidance (https://github.com/guidance-ai/llguidance) parses the text so far to find the tokens that may follow. It is
+deterministic, because its limits count work, not time. So all ranks that see the same tokens compute the same masks.
 """
 
 import json
@@ -22,23 +22,29 @@ if TYPE_CHECKING:
 _END = "<|end of the text of a grammar|>"
 KINDS = ("json_object", "json_schema", "regex", "lark")
 REMEMBERED = 64  # grammars whose check is remembered
-# Between the parts of JSON, unless a schema's x-guidance says otherwise. A weak model may go on with white space for ever.
+# White space in JSON, unless a schema's x-guidance has a rule. It is bounded: a weak model may repeat white space forever.
 WHITE_SPACE = r" |\n {0,8}"
 # The formats of strings that llguidance knows. Others are annotations for the reader of a schema: pydantic writes password,
 # path, binary and more.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
 NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-VALUES = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # what is no schema in a schema
+VALUES = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # keys whose values are not schemas
 # Strings, comments, special tokens and expressions of a grammar, which may have %json in them; %json before a schema.
 _LEXEME = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|<[^<>\s]+>|/(?:\\.|[^/\\])*/?|(?P<json>%json\s*)')
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The grammar of the text of a request. kind: one of KINDS; text: the schema as JSON, the expression or the grammar.
+    """The grammar of the text of a request.
 
-    The functions below make one and check it in a process of its own (see the module `grammar_check`); an object that is
-    copied to another process is not checked again. ValueError for one that is wrong or too complex.
+    It is checked in a separate process (see the module `grammar_check`), but not again when it is copied to another process.
+
+    Attributes:
+        kind: One of json_object, json_schema, regex, lark.
+        text: The schema as JSON, the regular expression, or the grammar.
+
+    Raises:
+        ValueError: The grammar is invalid or too complex.
     """
 
     kind: str
@@ -46,7 +52,7 @@ class Grammar:
 
     @classmethod
     def unchecked(cls, kind: str, text: str) -> "Grammar":
-        """One that was checked before; a check takes 0.1 s."""
+        """A grammar that was checked before; a check takes 0.1 s."""
         grammar = object.__new__(cls)
         object.__setattr__(grammar, "kind", kind)
         object.__setattr__(grammar, "text", text)
@@ -54,14 +60,14 @@ class Grammar:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            raise ValueError(f"grammar kind {self.kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"unknown grammar kind {self.kind!r}: expected {', '.join(KINDS)}")
         if not isinstance(self.text, str):
             raise ValueError(f"the text of a grammar must be a string, not {type(self.text).__name__}")
         if error := _problem(self.kind, self.text):
             raise ValueError(f"{self.kind}: {error}")
 
     def compiled(self) -> str:
-        """llguidance's own notation of it. ValueError for a schema that is not JSON."""
+        """This grammar in llguidance's notation. ValueError for a schema that is not JSON."""
         if self.kind == "regex":
             return _llguidance().LLMatcher.grammar_from_regex(self.text)
         try:
@@ -97,31 +103,31 @@ def lark(text: str) -> Grammar:
 
 
 def choice(texts: Iterable[str]) -> Grammar:
-    """One of some texts. ValueError if there is none, or an empty one."""
+    """A grammar that matches one of `texts`. ValueError if there is no text, or an empty one."""
     texts = list(texts)
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"choice={texts!r} must be a list of texts that are not empty")
+        raise ValueError(f"choice={texts!r} must be a list of non-empty texts")
     return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
 
 
 class GrammarTokens:
-    """The tokens of a model as llguidance needs them; it is made once for a tokenizer, which takes up to a second.
+    """The tokens of a model for llguidance. The constructor takes up to a second, so it is called once per tokenizer.
 
-    vocab_size: that of the model, which may exceed the tokenizer's; ids that the tokenizer lacks are never allowed.
+    vocab_size: the vocabulary of the model. It may be larger than that of the tokenizer; further ids are never allowed.
     """
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int):
         from tokenizers import Tokenizer
 
         self._vocab_size = vocab_size
-        # llguidance needs a token that ends a text. The request's own stop tokens do that here, so it is given a new one.
+        # llguidance needs a token that ends a text. It gets a new one, because a request has its own stop tokens.
         extended = Tokenizer.from_str(tokenizer.to_str())
         extended.add_special_tokens([_END])
         self._end = extended.get_vocab()[_END]
         self._tokens = _llguidance().LLTokenizer(extended.to_str(), eos_token=self._end)
 
     def allowed(self, parser: Any) -> torch.Tensor:
-        """(vocab_size,) bool: the ids that may follow, without an end of the text."""
+        """(vocab_size,) bool: True for the ids that may follow, other than an end of the text."""
         bits = np.frombuffer(parser.compute_bitmask(), dtype=np.uint8)
         known = np.unpackbits(bits, count=self._end, bitorder="little")
         return torch.from_numpy(np.pad(known, (0, self._vocab_size - self._end)).astype(bool))
@@ -129,7 +135,7 @@ class GrammarTokens:
     def parser(self, grammar: Grammar) -> Any:
         """llguidance's parser of a grammar, at the beginning of a text. ValueError if the tokens cannot express it.
 
-        Each request has one of its own: copies share the states of their lexer, and the error if there are too many.
+        Each request needs its own parser: copies share their lexer's states, and the error if there are too many.
         """
         llguidance = _llguidance()
         limits = llguidance.LLParserLimits(**LIMITS)
@@ -142,8 +148,10 @@ class GrammarTokens:
 class GrammarMatcher:
     """Follows the tokens of one request through its grammar. ValueError if the tokens cannot express the grammar.
 
-    allowed: (vocab_size,) bool on the CPU, the ids that may follow; ids that end the text are not among them. accepts:
-    whether the text so far matches the whole grammar. is_lost: whether the grammar has become too complex to go on.
+    Attributes:
+        allowed: (vocab_size,) bool on the CPU: True for the ids that may follow, other than ids that end the text.
+        accepts: True if the text so far matches the whole grammar.
+        is_lost: True if the grammar has become too complex to go on.
     """
 
     def __init__(self, grammar: Grammar, tokens: GrammarTokens):
@@ -156,14 +164,14 @@ class GrammarMatcher:
         self._look()
 
     def _look(self) -> None:
-        """Find out what may follow."""
+        """Update the attributes."""
         self.allowed = self._tokens.allowed(self._parser)
         self.accepts, self.is_lost = self._parser.is_accepting(), self._parser.is_error()
 
 
 @lru_cache(REMEMBERED)
 def _problem(kind: str, text: str) -> str:
-    """Why a grammar cannot be used; "" if it can."""
+    """The reason why a grammar cannot be used, or ""."""
     try:
         _llguidance()
         return problem(Grammar.unchecked(kind, text).compiled())
@@ -183,7 +191,7 @@ def _with_bounded_schemas(text: str) -> str:
 
 
 def _bounded_schema(schema: Any) -> Any:
-    """A schema without formats that are annotations, which bounds white space unless its x-guidance has a rule for it."""
+    """A schema with bounded white space, unless its x-guidance has a rule, and without formats that are annotations."""
     schema = _without_annotations({} if schema is True else schema)
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if isinstance(own, dict) and "whitespace_flexible" not in own:

@@ -1,7 +1,6 @@
-"""Tries to compile a grammar in a process of its own, whose limits end it.
+"""Compiles a grammar in a separate process that limits time, memory and stack; llguidance's own limits do not.
 
-llguidance's limits do not bound the time, the memory and the stack that compiling takes; those of a process do. The process
-runs this file by its path, with the standard library only until it has its parent's `sys.path`.
+The process runs this file by its path, with the standard library only until it has its parent's `sys.path`.
 """
 
 import json
@@ -13,20 +12,20 @@ import sys
 import threading
 from typing import Any
 
-SECONDS = 0.3  # of processor time, for compiling and the first tokens
-MEGABYTES = 48  # of data, about 18 of which the process needs without a grammar
-STACK = 6 * 2**20  # bytes, less than the 8 MiB that a thread usually has
-TOKENS = 256  # that are tried: some grammars take more work after each one
-LONGEST_ERROR = 500  # characters
-# llguidance's limits while a reply is generated, beside its defaults. They count work, not time, so that all ranks find the
-# same. A state of the lexer takes up to 1 kB.
+SECONDS = 0.3  # limit of processor time, for compiling and the first tokens
+MEGABYTES = 48  # limit of data; without a grammar the process needs about 18
+STACK = 6 * 2**20  # bytes of stack, less than the usual 8 MiB of a thread
+TOKENS = 256  # the number of tokens to try: the work per token grows with some grammars
+LONGEST_ERROR = 500  # characters of an error
+# llguidance's limits during generation that differ from its defaults. They count work, not time, so that all ranks get the
+# same result. A state of the lexer takes up to 1 kB.
 LIMITS: dict[str, Any] = dict(max_lexer_states=100_000, verbose_errors=False)
 
-_PLACES = threading.BoundedSemaphore(2)  # of processes at a time
+_PLACES = threading.BoundedSemaphore(2)  # limits the number of simultaneous processes
 
 
 def problem(grammar: str) -> str:
-    """Why a grammar in llguidance's notation cannot be used; "" if it can. It takes 0.1 s for a small one."""
+    """The reason why a grammar in llguidance's notation cannot be used, or "". It takes 0.1 s for a small grammar."""
     with _PLACES:
         result = subprocess.run(
             [sys.executable, "-I", "-S", __file__],
@@ -47,7 +46,7 @@ def one_line(error: str) -> str:
 
 
 def _main() -> None:
-    """In the process: print why the grammar on stdin, after a line with `sys.path`, cannot be used."""
+    """Print the reason why the grammar on stdin, after a line with `sys.path`, cannot be used. Runs in the process."""
     sys.path[:] = json.loads(sys.stdin.readline())
     text = sys.stdin.read()
     import llguidance
@@ -74,7 +73,7 @@ def _main() -> None:
     thread = threading.Thread(target=check)
     thread.start()
     thread.join()
-    print(errors[0])  # there is none if the thread has failed
+    print(errors[0])  # IndexError if the thread has failed
 
 
 class _Bytes:

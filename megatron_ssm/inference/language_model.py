@@ -16,12 +16,16 @@ from sparsefusion.collectives.agreement import on_first
 
 
 class LanguageModel(Protocol):
-    """A model split over tensor-parallel ranks that can continue sequences; `megatron_ssm.Model` is one.
+    """A model split over tensor-parallel ranks that can continue sequences, such as `megatron_ssm.Model`.
 
-    config: the model's configuration. ranks: the tensor-parallel ranks. embeddings: which part of the vocabulary this rank
-    holds. directory: the checkpoint it was loaded from, with the tokenizer; None if there is none. weights: "int8" if the
-    matrices are quantized, else None. draft_head: its layer that guesses tokens, or None. context_ranks: those that share
-    sequences, or None.
+    Attributes:
+        config: The configuration of the model.
+        ranks: The tensor-parallel ranks.
+        embeddings: The embeddings, with this rank's range of the vocabulary.
+        directory: The directory of the checkpoint and its tokenizer, or None.
+        weights: The format of quantized matrices, such as "int8", or None.
+        draft_head: The layer that guesses tokens, or None.
+        context_ranks: The ranks that share sequences, or None.
     """
 
     config: Stack
@@ -81,7 +85,7 @@ class LanguageModel(Protocol):
         """This rank's slice of the logits after each of the last logits_to_keep tokens (0: all): (batch, kept, width)."""
 
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """The same after each of some decoded tokens that may be taken back; the cache waits for `cache.accept`."""
+        """Logits like `local_logits` after tokens that may be rejected; `cache.accept` must follow."""
 
     @property
     def num_ranks(self) -> int:
@@ -89,14 +93,14 @@ class LanguageModel(Protocol):
 
     @property
     def generating_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """The groups whose ranks make the same calls. None: one rank."""
+        """The groups of ranks that make the same calls; None for one rank."""
 
     def same_on_peers(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens that the first of the ranks that share the sequences, or that divide the experts, has chosen."""
+        """The tokens that the first context-parallel or expert-parallel rank has chosen."""
 
 
 def draw_seed(model: LanguageModel) -> int:
-    """A random number below 2^48, the same on all ranks that make the model's calls: the first one draws it."""
+    """A random number below 2^48, which the first rank draws for all ranks that make the model's calls."""
     seed = secrets.randbits(48)
     for group in model.generating_groups:
         seed = on_first(partial(int, seed), group, model.device)

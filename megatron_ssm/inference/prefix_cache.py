@@ -1,6 +1,6 @@
-"""The prefix cache: snapshots of the cache after the beginnings of prompts, found by their tokens and a key.
+"""The prefix cache: snapshots of the cache after prefixes of prompts, found by the tokens and a key.
 
-Prompts with different keys share nothing: how fast a request is answered tells whether its prefix was read before.
+Prompts with different keys share nothing, because response times reveal whether a prefix was read before.
 """
 
 import hashlib
@@ -15,18 +15,21 @@ from megatron_ssm.operators.cache import Snapshot
 
 
 class PrefixCache:
-    """{(key, prefix): (snapshot, this rank's logits after it)}; beyond `max_bytes` the least recently used entries go.
+    """{(key, prefix): (snapshot, this rank's logits after it)}, from which the least recently used entries are evicted.
 
-    max_bytes: the memory on this rank. nbytes: what the entries use; keys and values that several snapshots share count
-    once. Sends nothing. Ranks that make the same calls keep the same prefixes, because all ranks hold equally many
-    channels, heads and logits, so that the snapshots of a prefix have the same size on each.
+    Sends nothing. Ranks that make the same calls keep the same prefixes, because snapshots of a prefix have the same size on
+    all ranks.
+
+    Attributes:
+        max_bytes: The memory on this rank.
+        nbytes: The memory of the entries. Keys and values that several snapshots share count once.
     """
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes = max_bytes, 0
         self._entries: OrderedDict[bytes, tuple[Snapshot, torch.Tensor]] = OrderedDict()
-        self._lengths: Counter[int] = Counter()  # {length: how many prefixes have it}
-        self._references: Counter[int] = Counter()  # {id of a tensor: how many entries hold it}
+        self._lengths: Counter[int] = Counter()  # {length: number of prefixes}
+        self._references: Counter[int] = Counter()  # {id of a tensor: number of entries that hold it}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -41,19 +44,19 @@ class PrefixCache:
 
     def longest(self, tokens: Sequence[int], key: str = "") -> tuple[Snapshot, torch.Tensor] | None:
         """The snapshot and the logits of the longest prefix of `tokens` that is kept, or None."""
-        found, state, start = None, _state(key), 0
+        longest, state, start = None, _state(key), 0
         for length in sorted(n for n in self._lengths if n <= len(tokens)):
             state.update(array("q", tokens[start:length]).tobytes())
             start = length
             if state.digest() in self._entries:
-                found = state.digest()
-        if found is None:
+                longest = state.digest()
+        if longest is None:
             return None
-        self._entries.move_to_end(found)
-        return self._entries[found]
+        self._entries.move_to_end(longest)
+        return self._entries[longest]
 
     def add(self, prefix: Sequence[int], snapshot: Snapshot, logits: torch.Tensor, key: str = "") -> bool:
-        """Keep a new entry, unless it is larger than `max_bytes`; returns whether it was kept."""
+        """Add an entry and return True, unless it is larger than `max_bytes`."""
         if sum(t.numel() * t.element_size() for t in [*snapshot.tensors(), logits]) > self.max_bytes:
             return False
         self._entries[_digest(prefix, key)] = snapshot, logits
@@ -66,7 +69,7 @@ class PrefixCache:
         return True
 
     def _count(self, snapshot: Snapshot, logits: torch.Tensor, change: int) -> None:
-        """Add `change` to the references of an entry's tensors; count their bytes from the first reference to the last."""
+        """Add `change` to the references of an entry's tensors; tensors with references count in `nbytes`."""
         for tensor in [*snapshot.tensors(), logits]:
             before = self._references[id(tensor)]
             self._references[id(tensor)] += change
@@ -83,7 +86,7 @@ def _state(key: str) -> Any:
 
 
 def _digest(tokens: Sequence[int], key: str) -> bytes:
-    """The key of a prefix, as `longest` computes it piece by piece."""
+    """The hash of a prefix and its key, which `longest` computes incrementally."""
     state = _state(key)
     state.update(array("q", tokens).tobytes())
     return state.digest()

@@ -14,25 +14,26 @@ from .prefix_cache import PrefixCache
 from .sampling import log_probabilities
 from .slot import Slot, run_model
 
-SHORTEST_INTERVAL, LONG_PROMPT = 256, 4096  # tokens between snapshots, and of a prompt whose snapshots should fit
-SCORED = 128  # tokens of a prompt whose logits are computed at once, to limit memory
+SHORTEST_INTERVAL = 256  # tokens between snapshots
+LONG_PROMPT = 4096  # tokens of a prompt whose snapshots should fit into a quarter of the prefix cache
+SCORED = 128  # the most tokens of a prompt whose logits are computed at once, to limit memory
 
 
 class PromptReader:
-    """Reads up to `chunk` tokens (None: all) of each prompt per step, into the rows of `cache`.
+    """Reads up to `chunk` tokens (None: all) of each prompt per step into the rows of `cache`.
 
-    block: with a prefix cache, snapshots are taken after every `block` tokens and at the end of a prompt.
+    With a prefix cache, it takes snapshots after every `block` tokens and at the end of a prompt.
     """
 
     def __init__(self, model: LanguageModel, cache: Cache, prefix_cache: PrefixCache, chunk: int | None, block: int):
         self.model, self.cache, self.prefix_cache = model, cache, prefix_cache
         self.chunk, self.block = chunk, block
-        self.tokens_read = 0  # of all prompts
+        self.tokens_read = 0  # the number of tokens read in all prompts
 
     def begin(self, slot: Slot) -> None:
         """Clear the slot's row, or restore the longest prefix of its prompt that the prefix cache has.
 
-        A request for the log-probabilities of its prompt starts at the beginning, because the logits are not kept.
+        A request for the log-probabilities of its prompt starts at the beginning, because logits are not cached.
         """
         self.cache.reset(slot.row)
         request = slot.request
@@ -50,8 +51,8 @@ class PromptReader:
     def read(self, slots: Iterable[Slot], budget: int | None) -> None:
         """Read the next tokens of each prompt; slots whose prompt is then complete have logits.
 
-        budget: how many tokens of all prompts together, at least one per slot (None: any number); see `fair_shares`. Calls
-        the model once for all chunks of the same length, and apart for those whose log-probabilities are wanted.
+        It calls the model once for all chunks of the same length, separately with and without log-probabilities. budget:
+        the most tokens of all prompts together, at least one per slot (None: any number); see `fair_shares`.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
         unread = {slot: len(slot.request.prompt) - slot.tokens_read for slot in slots}
@@ -78,7 +79,7 @@ class PromptReader:
         run_model(self.model, self.cache, slots, [slot.next_of_prompt(length) for slot in slots], prompt=True)
 
     def _read_with_logprobs(self, slots: Sequence[Slot], length: int) -> None:
-        """`_read`, and note the log-probabilities of the tokens that come after those read."""
+        """`_read`, and add the log-probabilities of the tokens that follow the tokens read."""
         rows = self.cache.select(slot.row for slot in slots)
         ids = torch.tensor([slot.next_of_prompt(length) for slot in slots], device=self.model.device)
         logits = self.model.local_logits(ids, None, rows, prompt=True)  # (batch, length, width)
@@ -88,11 +89,12 @@ class PromptReader:
                 request.prompt[slot.tokens_read + 1 : slot.tokens_read + 1 + length], dtype=torch.int64
             )
             if len(targets):
-                found = log_probabilities(local[: len(targets)], targets, request.num_logprobs or 0, self.model.ranks)
-                request.prompt_logprobs.extend(found)
+                request.prompt_logprobs += log_probabilities(
+                    local[: len(targets)], targets, request.num_logprobs or 0, self.model.ranks
+                )
 
     def _finish_chunk(self, slot: Slot, length: int) -> None:
-        """Count a chunk that was read, and take a snapshot if it ends where one is taken."""
+        """Count a chunk that was read, and take a snapshot at the end of a block or of the prompt."""
         slot.tokens_read += length
         self.tokens_read += length
         if self.prefix_cache.max_bytes and (slot.tokens_read % self.block == 0 or not slot.is_reading):
@@ -100,10 +102,10 @@ class PromptReader:
         if slot.is_reading:
             slot.logits = None
         else:
-            slot.snapshot = None  # no further one follows; the prefix cache alone decides how long it is kept
+            slot.snapshot = None  # the last one; from now on only the prefix cache holds it
 
     def _snapshot(self, slot: Slot) -> Snapshot | None:
-        """The prefix cache's snapshot of the tokens read, taken now if it has none; None if it is too large to be kept."""
+        """The prefix cache's snapshot of the tokens read, taken now if it is missing; None if it is too large."""
         prefix = slot.request.prompt[: slot.tokens_read]
         snapshot = self.prefix_cache.get(prefix, slot.request.prefix_key)
         if snapshot is not None:
@@ -115,10 +117,9 @@ class PromptReader:
 
 
 def snapshot_interval(state_bytes: int, prefix_bytes: int) -> int:
-    """The tokens between two snapshots, so that those of a LONG_PROMPT take at most a quarter of the prefix cache.
+    """The number of tokens between two snapshots: the snapshots of a LONG_PROMPT fit into a quarter of the prefix cache.
 
-    state_bytes: of what a snapshot holds that does not grow with the tokens. The interval is a power of two, from
-    SHORTEST_INTERVAL to LONG_PROMPT.
+    It is a power of two from SHORTEST_INTERVAL to LONG_PROMPT. state_bytes: bytes of a snapshot's states of constant size.
     """
     interval = SHORTEST_INTERVAL
     while interval < LONG_PROMPT and 4 * state_bytes * (LONG_PROMPT // interval) > prefix_bytes:
@@ -127,9 +128,9 @@ def snapshot_interval(state_bytes: int, prefix_bytes: int) -> int:
 
 
 def fair_shares(wanted: Mapping[Slot, int], budget: int | None) -> dict[Slot, int]:
-    """The number of tokens that each slot may read: what it wants, up to one limit for all that is as large as fits.
+    """The number of tokens that each slot may read: its wanted number, up to the largest common limit within `budget`.
 
-    budget: of all slots together, at least one per slot; None: there is no limit.
+    budget: the most tokens of all slots together, at least one per slot (None: unlimited).
     """
     if budget is None or sum(wanted.values()) <= budget:
         return dict(wanted)

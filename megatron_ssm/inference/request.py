@@ -7,24 +7,27 @@ from dataclasses import dataclass, field
 from .grammar import Grammar, GrammarMatcher
 from .sampling import LogProbability, Sampling
 
-LARGEST_LOGPROBS = 1000  # alternatives of a token: more would only be a mistake
+LARGEST_LOGPROBS = 1000  # the largest number of alternatives of a token
 
 
 @dataclass(eq=False)
 class Request:
-    """A sequence that an engine continues. For the arguments, up to prefix_key, see `generate` and `Engine.add`.
+    """A sequence that an engine continues. ValueError if an argument is out of range or has a wrong type.
 
-    id: how many requests the engine took before this one. tokens: the new ids so far. finished: None while more tokens are
-    to come; then "stop" (the last of `tokens` is a stop token, completes a stop string or completes the grammar), "length"
-    (there are max_new_tokens, or the grammar has become too complex to be followed), "cancelled", or "error" (the next
-    logits are NaN). reused: how many tokens of the prompt a prefix cache has saved from being read.
+    Log-probabilities are those of the model's own distribution, in nats, and equal on all tensor-parallel ranks.
 
-    logprobs: if num_logprobs is not None, for each new token (its log-probability, [(id, log-probability), ...]), where the
-    list has the num_logprobs most likely ids, the likeliest first. prompt_logprobs: if with_prompt_logprobs is True, the
-    same for each token of the prompt that was read, with None for the first. Both are of the model's own distribution, in
-    nats, and the same on all tensor-parallel ranks.
-
-    matcher: what follows its text through the grammar. ValueError for arguments that are out of range or of a wrong type.
+    Attributes:
+        prompt: The ids of the prompt. The arguments from here to prefix_key are those of `generate` and `Engine.add`.
+        matcher: The matcher that follows the grammar, or None.
+        id: The number of the request in the order of the engine.
+        tokens: The new ids so far.
+        finished: None while the request is waiting or running. Then "stop" (the last token is a stop token, or completes a
+            stop string or the grammar), "length" (there are max_new_tokens, or the grammar has become too complex),
+            "cancelled", or "error" (logits are NaN).
+        reused: The number of prompt tokens that were restored from the prefix cache.
+        logprobs: Unless num_logprobs is None, for each new token (its log-probability, [(id, log-probability), ...]) with
+            the num_logprobs most likely ids, the most likely first.
+        prompt_logprobs: The same for each token of the prompt, with None for the first, if with_prompt_logprobs is True.
     """
 
     prompt: tuple[int, ...]
@@ -74,17 +77,14 @@ class Request:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise ValueError(f"grammar={self.grammar!r} must be a Grammar")
         if self.grammar is not None and self.min_new_tokens:
-            rule = "must be 0 with a grammar, which says when a text may end"
+            rule = "must be 0 with a grammar, which determines where a text may end"
             raise ValueError(f"min_new_tokens={self.min_new_tokens} {rule}")
         if not isinstance(self.prefix_key, str):
             raise ValueError(f"prefix_key must be a string, not {type(self.prefix_key).__name__}")
 
     @property
     def arguments(self) -> tuple:
-        """The arguments of the request; equal requests have equal `repr`s, on every rank.
-
-        Errors show the beginning of it, so the prefix key, which may be a secret, is hashed.
-        """
+        """The arguments of the request, whose `repr`s ranks compare. The prefix key, which may be secret, is hashed."""
         additions = dict(
             logit_bias=self.logit_bias or None,
             logprobs=self.num_logprobs,
@@ -92,13 +92,13 @@ class Request:
             grammar=self.grammar,
             prefix_key=hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16] if self.prefix_key else None,
         )
-        given = {name: value for name, value in additions.items() if value is not None}
+        used = {name: value for name, value in additions.items() if value is not None}
         return (self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
-                self.min_new_tokens, given)  # fmt: skip
+                self.min_new_tokens, used)  # fmt: skip
 
     @property
     def max_cached_tokens(self) -> int:
-        """The most tokens it will have in the cache; the last new token is not read."""
+        """The largest number of its tokens in the cache; the last new token is not read."""
         return len(self.prompt) + self.max_new_tokens - 1
 
     @property

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, as the requests of an engine need it: for stop strings and grammars."""
+"""The tokenizer of a checkpoint for the stop strings and the grammars of an engine's requests."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,15 @@ if TYPE_CHECKING:
 
 
 class RequestTokenizer:
-    """A tokenizer that is loaded when a request needs it, and a checksum of its file ("" before).
+    """A tokenizer that is loaded when a request needs it.
 
-    The ranks compare the checksum: with different tokenizers they would find a stop string at different tokens.
+    Args:
+        directory: The directory of the checkpoint, or None.
+        vocab_size: The vocabulary of the model.
 
-    directory: that of the checkpoint, or None. vocab_size: that of the model.
+    Attributes:
+        checksum: The checksum of the loaded file, or "". The ranks compare it, because different tokenizers would find a
+            stop string at different tokens.
     """
 
     def __init__(self, directory: Path | None, vocab_size: int):
@@ -29,7 +33,7 @@ class RequestTokenizer:
     def text_stream(
         self, stop_strings: tuple[str, ...], stop_tokens: Iterable[int] = (), prompt: Sequence[int] = ()
     ) -> TextStream:
-        """A finder of stop strings in a text without its stop tokens, which follows a prompt.
+        """A stream that finds stop strings in the text after a prompt; stop tokens are not part of the text.
 
         ValueError if a stop string is empty, or without a tokenizer.
         """
@@ -38,8 +42,8 @@ class RequestTokenizer:
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher that follows the tokens of a request through its grammar.
 
-        Compiling takes up to half a second for a complex grammar, and may be done before, in any thread. ValueError if
-        there is no tokenizer, or if the tokens cannot express the grammar.
+        It takes up to half a second for a complex grammar, and may be called in any thread. ValueError if there is no
+        tokenizer, or if the tokens cannot express the grammar.
         """
         if self._grammar_tokens is None:
             self._grammar_tokens = GrammarTokens(self._load("grammars"), self._vocab_size)
@@ -48,11 +52,11 @@ class RequestTokenizer:
             raise ValueError(f"{grammar.kind}: no token of the vocabulary can begin a text of this grammar")
         return matcher
 
-    def _load(self, what: str) -> "Tokenizer":
-        """Load it, unless that is done. ValueError or FileNotFoundError, naming `what` needs it, if the model has none."""
+    def _load(self, users: str) -> "Tokenizer":
+        """Load the tokenizer once. ValueError or FileNotFoundError if there is none. users: the features that need it."""
         if self._tokenizer is None:
             if self._directory is None:
-                raise ValueError(f"{what} need a tokenizer.json, and this model was not loaded from a directory")
+                raise ValueError(f"{users} need a tokenizer.json, and this model was not loaded from a directory")
             self._tokenizer = load_tokenizer(self._directory)
             self.checksum = hashlib.sha256((self._directory / "tokenizer.json").read_bytes()).hexdigest()[:16]
         return self._tokenizer

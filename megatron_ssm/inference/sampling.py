@@ -15,7 +15,7 @@ import torch
 from megatron_ssm.parallel.operators import gather_last
 from megatron_ssm.parallel.ranks import Ranks
 
-LogProbability = tuple[float, list[tuple[int, float]]]  # of a token; (id, log-probability) of the most likely ids
+LogProbability = tuple[float, list[tuple[int, float]]]  # log-probability of a token; (id, it) of the most likely ids
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,19 @@ def choose_tokens(
 ) -> torch.Tensor:
     """(batch,) token ids on the CPU, the same on every rank; -1 where a logit is NaN.
 
-    local: (batch, width), this rank's slice of the logits, with penalties. generators: one per row (not used at temperature
-    0). Gathers, per row and rank: 2 values with greedy search, 2 * top_k with top-k, else the slice.
+    Gathers, per row and rank: 2 values with greedy search, 2 * top_k with top-k, else the slice.
+
+    Args:
+        local: This rank's slice of the logits (batch, width), with penalties.
+        sampling: The settings.
+        generators: A generator per row, unused at temperature 0.
+        ranks: The tensor-parallel ranks.
     """
     if not sampling.temperature:
         return _greedy(local, ranks).cpu()
     values, ids = _candidates(local, sampling.top_k, ranks)
     values, ids = values.cpu(), ids.cpu()
-    rows = zip(values, ids, generators, strict=True)  # one by one, they stay in the CPU's cache
+    rows = zip(values, ids, generators, strict=True)  # a single row fits into the CPU's cache
     drawn = torch.cat([_draw(logits, row_ids, sampling, generator) for logits, row_ids, generator in rows])
     return drawn.where(~values[:, 0].isnan(), -1)  # NaN comes first
 
@@ -106,20 +111,20 @@ def nan_error(model: str | Path | None, tokens: int) -> FloatingPointError:
     """The error for logits that are NaN after this many new tokens. model: its directory."""
     name = "the model" if model is None else model
     return FloatingPointError(
-        f"{name}: the logits are NaN after {tokens} new token(s): so are the weights, or numbers exceed the dtype's range"
+        f"{name}: the logits are NaN after {tokens} new token(s): weights are NaN, or values exceed the dtype's range"
     )
 
 
 def apply_repetition_penalty(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Scores, those where `seen` is True divided by the penalty, or multiplied by it where they are negative."""
+    """Divide positive and multiply negative scores by the penalty where `seen` is True."""
     return scores.where(~seen, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 
 def log_probabilities(local: torch.Tensor, tokens: torch.Tensor, count: int, ranks: Ranks) -> list[LogProbability]:
-    """The log-probabilities, in nats, of the ids `tokens` (batch,), and of the `count` most likely ids in each row.
+    """The log-probabilities, in nats, of the ids `tokens` (batch,) and of the `count` most likely ids in each row.
 
-    local: (batch, width), this rank's slice of the logits. The same on every rank, computed in float64. Gathers 2 + 2 *
-    count values per row and rank.
+    They are computed in float64, and the same on every rank. Gathers 2 + 2 * count values per row and rank. local: this
+    rank's slice of the logits (batch, width).
     """
     local, width = local.double(), local.shape[-1]
     index = tokens.to(local.device).unsqueeze(-1) - ranks.rank * width
@@ -137,14 +142,14 @@ def log_probabilities(local: torch.Tensor, tokens: torch.Tensor, count: int, ran
 
 
 def gather_candidates(values: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather every rank's (batch, n) values and ids: (batch, ranks * n) each. Ids are sent in the dtype of the values."""
+    """Gather every rank's values and ids (batch, n) as (batch, ranks * n). Ids are sent in the dtype of the values."""
     parts = ranks.all_gather(torch.stack([values, ids.to(values.dtype)]))
     values, ids = torch.cat(parts.unbind(), dim=-1)
     return values, ids.long()
 
 
 def _greedy(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """(batch,) ids of the largest logits, the lowest id among equals."""
+    """(batch,) ids of the largest logits; ties go to the lowest id."""
     index = local.argmax(-1, keepdim=True)
     values, ids = gather_candidates(local.gather(-1, index), index + ranks.rank * local.shape[-1], ranks)
     best = values.argmax(-1, keepdim=True)  # NaN counts as the largest
@@ -166,16 +171,16 @@ def _candidates(local: torch.Tensor, top_k: int | None, ranks: Ranks) -> tuple[t
 def descending(values: torch.Tensor) -> torch.Tensor:
     """The indices (batch, n) of each row's values, by descending value, then by ascending index: n < 2^32.
 
-    NumPy sorts 64-bit integers several times as fast as torch sorts numbers without changing the order of equal ones. So up
-    to 32 bits, each number and its index become such an integer. NaN comes first.
+    NumPy's sort of 64-bit integers is several times as fast as torch's stable sort, so values of up to 32 bits are packed
+    with their indices into such integers. NaN comes first.
     """
     if not values.is_cpu or values.dtype is torch.float64:
         return values.sort(dim=-1, descending=True, stable=True).indices
     keys = torch.empty(values.shape, dtype=torch.int64)
     for row, to in zip(values, keys, strict=True):
         numbers = row.float().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        bits = (numbers + 0.0).view(torch.int32)  # the sum, because -0.0 and 0.0 are equal
-        bits ^= bits >> 31 & 0x7FFFFFFF  # of negative numbers, which would be in reverse order
+        bits = (numbers + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+        bits ^= bits >> 31 & 0x7FFFFFFF  # inverts negative numbers, which would be in reverse order
         torch.arange(len(row), out=to)
         to -= bits.long() << 32
     keys.numpy().sort(axis=-1)

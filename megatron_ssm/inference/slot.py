@@ -1,4 +1,4 @@
-"""A running request of an `Engine`: a row of the cache, and what choosing its next token needs."""
+"""A running request of an `Engine`, with its row of the cache and the state for choosing its next token."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +17,21 @@ from .text import TextStream
 
 @dataclass(eq=False)
 class Slot:
-    """A request in row `row` of the cache.
+    """A request in a row of the cache.
 
-    vocabulary: the ids in this rank's slice of the vocabulary. generator: for sampled tokens, else None. text: finds stop
-    strings; None if there are none. penalties: for the tokens that the request has; None: there are none. bias: (width,),
-    what is added to the logits; None: nothing. matcher: follows the grammar, or None. tokens_read: how many tokens of the
-    prompt are in the cache. logits: this rank's (width,), from which the next token is to be chosen. proposed: [(proposed
-    token, the logits after it)], the tokens that were read ahead. snapshot: while the prompt is read, the last one taken of
-    it or restored for it.
+    Attributes:
+        row: The row of the cache.
+        request: The request.
+        vocabulary: The ids in this rank's slice of the vocabulary.
+        generator: The generator of sampled tokens, or None with greedy search.
+        text: The stream that finds stop strings, or None.
+        penalties: The penalties for earlier tokens, or None.
+        bias: The bias (width,) of the logits, or None.
+        matcher: The matcher of the grammar, or None.
+        tokens_read: The number of prompt tokens in the cache.
+        logits: This rank's logits (width,) for the next token, or None.
+        proposed: Pairs (proposed token, logits after it) of speculative tokens that were read.
+        snapshot: The last snapshot of the prompt while it is read, or None.
     """
 
     row: int
@@ -46,13 +53,13 @@ class Slot:
         return len(self.request.prompt) + len(self.request.tokens)
 
     def tokens_from(self, start: int, count: int | None = None) -> list[int]:
-        """The tokens of the request, of its prompt and new ones, from `start` on; count: the most of them."""
+        """The tokens of the prompt and the new tokens, from position `start` on, at most `count`."""
         prompt, tokens = self.request.prompt, self.request.tokens
         return [*prompt[start:], *tokens[max(0, start - len(prompt)) :]][:count]
 
     @classmethod
     def of(cls, row: int, request: Request, model: LanguageModel, tokenizer: RequestTokenizer) -> "Slot":
-        """A slot for a request whose prompt is still to be read."""
+        """A slot for a request whose prompt has not been read."""
         slot = cls(row, request, range(model.embeddings.start, model.embeddings.stop), matcher=request.matcher)
         if request.sampling.temperature:
             assert request.seed is not None, "a queued request has a seed"
@@ -72,17 +79,17 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """True if a part of the prompt is still to be read."""
+        """True if the prompt has unread tokens."""
         return self.tokens_read < len(self.request.prompt)
 
     def next_of_prompt(self, count: int) -> Sequence[int]:
-        """The next `count` tokens of the prompt that are to be read."""
+        """The next `count` unread tokens of the prompt."""
         return self.request.prompt[self.tokens_read : self.tokens_read + count]
 
     def allowed_logits(self) -> torch.Tensor:
-        """The logits of a slot that has some, with the request's bias and penalties; -inf for ids that must not come next.
+        """The logits with the request's bias and penalties, and with -inf for ids that must not come next.
 
-        These are the stop tokens until the request has `min_new_tokens` tokens, and what does not fit the grammar.
+        These are stop tokens until the request has `min_new_tokens` tokens, and ids that do not match the grammar.
         """
         assert self.logits is not None, "the prompt has not been read"
         logits = self.logits if self.bias is None else self.logits + self.bias
@@ -104,7 +111,7 @@ class Slot:
     def append(self, token: int) -> None:
         """Add the chosen token to the request; sets `request.finished` if it is the last one.
 
-        The slot then has logits if it goes on and that token was the one proposed. -1 is no token: the logits are NaN.
+        The slot then has logits if the request goes on and the token was proposed. A token of -1 means that logits are NaN.
         """
         request, self.logits = self.request, None
         if token < 0:
@@ -127,7 +134,7 @@ class Slot:
             self.proposed = []
 
     def _follow_grammar(self, matcher: GrammarMatcher, token: int) -> str | None:
-        """Why the grammar ends the request after this token, or None: some token may follow."""
+        """The reason why the grammar ends the request after this token, or None if another token may follow."""
         matcher.advance(token)
         if matcher.is_lost:
             return "length"
@@ -135,7 +142,7 @@ class Slot:
         return None if may_stop or matcher.allowed.any() else "stop"
 
     def _local(self, ids: Iterable[int]) -> torch.Tensor:
-        """The places of those `ids` that are in this rank's slice of the vocabulary."""
+        """The positions of `ids` in this rank's slice of the vocabulary, without ids of other ranks."""
         local = [i - self.vocabulary.start for i in ids if i in self.vocabulary]
         return torch.tensor(local, dtype=torch.int64)
 
@@ -143,9 +150,9 @@ class Slot:
 def run_model(
     model: LanguageModel, cache: Cache, slots: Sequence[Slot], ids: Sequence[Sequence[int]], prompt: bool
 ) -> None:
-    """Continue the sequence of each slot by its row of `ids` (the same number for all); leaves the last logits in the slots.
+    """Read a row of `ids` (slots, n) for each slot, and store the last logits in the slots. One call of the model.
 
-    prompt: whether the tokens are part of prompts (see `LanguageModel.next_logits`). Sends what one call of the model sends.
+    prompt: the tokens are parts of prompts (see `LanguageModel.next_logits`).
     """
     if slots:
         rows = cache.select(slot.row for slot in slots)

@@ -1,4 +1,4 @@
-"""The special tokens of a checkpoint, which several files name: those that transformers' AutoTokenizer has for it."""
+"""The special tokens of a checkpoint, from several files, as in transformers' AutoTokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# {tokenizer class of transformers, without "Fast": its special tokens where no file names others}. A class that is not
-# listed, such as PreTrainedTokenizerFast, is taken to have none.
+# {tokenizer class of transformers, without "Fast": its default special tokens}. Other classes, such as
+# PreTrainedTokenizerFast, have none.
 _END_OF_TEXT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 _QWEN = dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")
 CLASS_DEFAULTS: dict[str, dict[str, str]] = {
@@ -46,19 +46,19 @@ def read_tokenizer_config(directory: str | Path) -> dict[str, Any]:
 def special_tokens(directory: str | Path) -> dict[str, str]:
     """{name, such as eos_token: token}, of a directory with the files of a tokenizer. ValueError names a wrong file.
 
-    They are in tokenizer_config.json, also in its extra_special_tokens; in special_tokens_map.json, if tokenizer_config.json
-    has no added_tokens_decoder; and some tokenizer classes have them by default.
+    They are in tokenizer_config.json, including its extra_special_tokens; if it has no added_tokens_decoder, also in
+    special_tokens_map.json. Some tokenizer classes have default special tokens.
     """
     named = _named(Path(directory), _fields(Path(directory)))
     return {name: text for name, token in named.items() if (text := _text(token)) is not None}
 
 
 def add_tokens(tokenizer: "Tokenizer", directory: str | Path) -> None:
-    """Make of the tokenizer in tokenizer.json what other files of its directory say, as transformers does.
+    """Add the tokens of the other files in its directory to the tokenizer of tokenizer.json, as transformers does.
 
-    Tokens that added_tokens_decoder in tokenizer_config.json lists, else added_tokens.json, get the next free ids, in their
-    order. Special tokens are found in texts. Those that are only named, and have no id, are not added, because the model may
-    have no embedding for them. ValueError names a wrong file.
+    The tokens in added_tokens_decoder of tokenizer_config.json, else in added_tokens.json, get the next free ids, in their
+    order. Special tokens without an id are not added, because the model may have no embedding for them. ValueError names an
+    invalid file.
     """
     directory = Path(directory)
     fields, own = _fields(directory), tokenizer.get_added_tokens_decoder()
@@ -86,7 +86,7 @@ def add_tokens(tokenizer: "Tokenizer", directory: str | Path) -> None:
 
 
 def _added(content: str, special: bool = False, **flags: Any) -> "AddedToken":
-    """An added token; flags that the package does not know are left out, because it would print them."""
+    """An added token, without flags that the package does not know, because it would print them."""
     from tokenizers import AddedToken
 
     known = {name: bool(flags[name]) for name in ("lstrip", "rstrip", "normalized", "single_word") if name in flags}
@@ -94,7 +94,7 @@ def _added(content: str, special: bool = False, **flags: Any) -> "AddedToken":
 
 
 def _fields(directory: Path) -> dict[str, Any]:
-    """The fields of tokenizer_config.json, and those of the older special_tokens_map.json where they count."""
+    """The fields of tokenizer_config.json and, without added_tokens_decoder, of the older special_tokens_map.json."""
     config = read_tokenizer_config(directory)
     if "added_tokens_decoder" in config:
         return config
@@ -103,14 +103,14 @@ def _fields(directory: Path) -> dict[str, Any]:
 
 
 def _named(directory: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: token} of the special tokens, a text or an object with its text; None where a file says null."""
+    """{name: token} of the special tokens; a token is a text, an object with its text, or None for null."""
     extra = fields.get("extra_special_tokens") or fields.get("model_specific_special_tokens")
-    given = {name: value for name, value in fields.items() if name.endswith("_token")}
-    return _class_defaults(directory, fields) | given | (extra if isinstance(extra, dict) else {})
+    tokens = {name: value for name, value in fields.items() if name.endswith("_token")}
+    return _class_defaults(directory, fields) | tokens | (extra if isinstance(extra, dict) else {})
 
 
 def _text(token: object) -> str | None:
-    """The text of a token, which is a text or an object with its text; None for anything else."""
+    """The text of a token, which is a text or an object with its text; None for other values."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -125,7 +125,7 @@ def _class_defaults(directory: Path, fields: Mapping[str, Any]) -> dict[str, str
     name = str(fields.get("tokenizer_class") or model.get("tokenizer_class") or of_family).removesuffix("Fast")
     path = directory / "tokenizer.json"
     if name == "LlamaTokenizer" and path.is_file() and b'"ByteLevel"' in path.read_bytes():
-        return {}  # transformers then takes a class without defaults
+        return {}  # transformers uses a class without defaults for it
     return CLASS_DEFAULTS.get(name, {})
 
 

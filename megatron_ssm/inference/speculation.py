@@ -114,7 +114,13 @@ class History:
 
 @dataclass(frozen=True)
 class _Call:
-    """A speculative call. before, proposed: for each slot, the tokens that it had before and the number of proposals."""
+    """A speculative call.
+
+    Attributes:
+        rows, slots: The rows of the cache, and their slots.
+        before: The number of new tokens that each request had before the call.
+        proposed: The number of proposals for each request.
+    """
 
     rows: Cache
     slots: list[Slot]
@@ -276,8 +282,8 @@ class SpeculativeDecoder:
 class Draft:
     """A small model that proposes tokens by greedy search.
 
-    Its cache has two rows for each slot of the engine: the first has read what the request has, and the second, a copy of
-    the first, reads what is proposed. chunk: how many tokens of a request it reads in one call (None: any number).
+    Its cache has two rows for each slot of the engine: the first for the tokens of the request, and a copy of it that also
+    reads the proposed tokens. chunk: the most tokens of a request that it reads in one call (None: any number).
     """
 
     def __init__(self, model: LanguageModel, slots: int, chunk: int | None):

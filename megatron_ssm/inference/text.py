@@ -1,4 +1,4 @@
-"""From token ids to text: reading and writing tokenizer files, and text that appears while tokens are generated.
+"""Text of token ids: reads and writes tokenizer files, and decodes text while tokens are generated.
 
 This module does not import torch, and imports `tokenizers` only where it is used, so that the command line starts fast.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 BYTE_END_OF_TEXT_ID = 256
 REPLACEMENT = "\ufffd"
-MOST_COMPOSED = 4  # characters that NFC may compose to one
+MOST_COMPOSED = 4  # the most characters that NFC composes into one
 
 
 # Tokenizer files
@@ -33,8 +33,8 @@ MOST_COMPOSED = 4  # characters that NFC may compose to one
 def load_tokenizer(directory: str | Path) -> "Tokenizer":
     """The `tokenizers.Tokenizer` in directory/tokenizer.json, with the tokens that other files there add to it.
 
-    Truncation and padding are off, whatever the file says. FileNotFoundError if that file does not exist, ValueError if it
-    cannot be read as a tokenizer; both name it, and ValueError a wrong file of the others.
+    Truncation and padding are off. FileNotFoundError if tokenizer.json does not exist, ValueError if it or another file is
+    invalid; both name the file.
     """
     from tokenizers import Tokenizer
 
@@ -59,9 +59,9 @@ def check_fits(tokenizer: "Tokenizer", config: Stack) -> None:
 
 
 def stop_tokens(directory: str | Path, config: Stack, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
-    """The ids that end a text: eos_token_id of generation_config.json, else of config.json; and the tokenizer's eos_token.
+    """The ids that end a text: eos_token_id of generation_config.json, else of config.json, and the tokenizer's eos_token.
 
-    tokenizer: None for the configurations' alone. ValueError names a wrong file.
+    tokenizer: The tokenizer, or None to use the configurations only. ValueError names an invalid file.
     """
     path = Path(directory) / "generation_config.json"
     try:
@@ -75,7 +75,7 @@ def stop_tokens(directory: str | Path, config: Stack, tokenizer: "Tokenizer | No
 
 
 def read_text(path: str | Path) -> str:
-    """The text in a file; ValueError, which names it, if that is not UTF-8."""
+    """The text of a file. ValueError, which names the file, if it is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -83,18 +83,18 @@ def read_text(path: str | Path) -> str:
 
 
 def most_characters(tokenizer: "Tokenizer", tokens: int) -> int | None:
-    """A length in characters beyond which a text certainly has more than so many tokens, or None if there is none.
+    """The number of characters beyond which any text has more than `tokens` tokens, or None if there is no limit.
 
-    There is one for tokenizers of bytes that do not change the text, or only compose its characters (NFC).
+    Byte-level tokenizers that do not change the text, or only compose its characters (NFC), have such a limit.
     """
     normalizer = None if tokenizer.normalizer is None else json.loads(tokenizer.normalizer.__getstate__())["type"]
     if _byte_reader(tokenizer) is not _byte_level_bytes or normalizer not in (None, "NFC"):
         return None
     added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # which swallow any number of spaces
+    if any(token.lstrip or token.rstrip for token in added):  # they contain any number of spaces
         return None
     vocabulary = tokenizer.get_vocab()
-    if not _BYTE_OF_CHARACTER.keys() <= vocabulary.keys():  # the others are left out
+    if not _BYTE_OF_CHARACTER.keys() <= vocabulary.keys():  # bytes without a token are dropped
         return None
     return tokens * max(map(len, vocabulary)) * (1 if normalizer is None else MOST_COMPOSED)
 
@@ -127,7 +127,7 @@ def write_byte_tokenizer(directory: str | Path) -> None:
 
 def write_whole_files(directory: Path, contents: dict[str, bytes]) -> None:
     """Write files into a directory, {name: content}. All are complete when they appear under their names."""
-    # Written into a folder that only this user can write to, whoever else may write to the directory.
+    # The hidden folder is writable by this user only, even if the directory is writable by others.
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=directory) as hidden:
         for name, content in contents.items():
             (Path(hidden) / name).write_bytes(content)
@@ -163,27 +163,26 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 def find_stop(text: str, stop_strings: Iterable[str]) -> int | None:
     """The index at which to cut `text`: the start of the stop string that is completed first, or None.
 
-    Of several that end at the same character the longest counts, so the cut does not depend on how the text was split.
+    If several end at the same character, the longest counts, so that the cut does not depend on how the text was split.
     """
-    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stop_strings if stop in text]
-    return min(found)[1] if found else None
+    matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stop_strings if stop in text]
+    return min(matches)[1] if matches else None
 
 
 class TextStream:
     """Incremental detokenizer: ids go in one by one, text comes out as soon as it is certain.
 
     It holds back the bytes of an incomplete UTF-8 character (at most three) and any suffix of the text that may begin a
-    stop string. All text that comes out, including that of `finish`, is what the tokenizer decodes from all ids at once
-    without special tokens, up to the first completed stop string. It differs only where the text is not valid: an id that
-    the tokenizer lacks becomes U+FFFD, and valid characters next to invalid bytes are kept (the ByteFallback decoder would
-    replace the whole run of bytes).
+    stop string. The text that it returns, including that of `finish`, is the tokenizer's text of all ids without special
+    tokens, up to the first completed stop string. It differs only for invalid text: an unknown id becomes U+FFFD, and valid
+    characters next to invalid bytes are kept (the ByteFallback decoder replaces the whole run of bytes).
 
     A stop string that is the name of a special token, such as "<|im_end|>", ends the text before this token.
 
-    The cost of a push does not depend on how much was generated before. For tokenizers of bytes (ByteLevel; the <0xE2>
-    tokens of ByteFallback) the bytes go through an incremental UTF-8 decoder. Any other token is decoded together with the
-    previous one, and the previous one's text is removed; where decoding depends on a neighbour (the leading space of
-    Metaspace, the ## of WordPiece), it depends on this one.
+    The cost of a push does not depend on the length of the text. Tokens of bytes (ByteLevel; the <0xE2> tokens of
+    ByteFallback) are decoded by an incremental UTF-8 decoder. Any other token is decoded together with its predecessor,
+    whose text is removed; where decoding depends on a neighbour (the leading space of Metaspace, the ## of WordPiece), it is
+    the predecessor.
     """
 
     def __init__(
@@ -193,11 +192,13 @@ class TextStream:
         special_ids: Iterable[int] = (),
         prompt: Sequence[int] = (),
     ):
-        """special_ids: ids that are not printed, in addition to the tokenizer's special tokens (they may exceed its size).
+        """Start a stream. ValueError if a stop string is empty.
 
-        prompt: the ids that the text follows. They are not printed, but the text of the first id may depend on the last.
-
-        ValueError if a stop string is empty.
+        Args:
+            tokenizer: The tokenizer.
+            stop_strings: Strings that end the text.
+            special_ids: Ids without text, in addition to the tokenizer's special tokens; they may exceed its vocabulary.
+            prompt: The ids before the text, because the text of the first id may depend on the last of them.
         """
         self.stopped = False
         self._stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -215,7 +216,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """Take one id; return the text, often empty, that has become certain."""
+        """Add one id; returns the text, often empty, that has become certain."""
         if token_id in self._stop_ids:
             text, self.stopped = self.finish(), True
             return text
@@ -224,7 +225,7 @@ class TextStream:
         return self._release(self._detokenize(token_id))
 
     def finish(self) -> str:
-        """After the last id: return what was held back, with incomplete UTF-8 as U+FFFD; nothing after a stop string."""
+        """Return the text held back after the last id, with incomplete UTF-8 as U+FFFD; "" after a stop string."""
         if self.stopped:
             return ""
         text = self._release(self._flush_bytes()) + self._held
@@ -249,7 +250,7 @@ class TextStream:
         return self._utf8.decode(b"", final=True)
 
     def _release(self, text: str) -> str:
-        """Add `text` to what is held; return the part that cannot belong to a stop string."""
+        """Append `text` to the text held back; returns the part that cannot belong to a stop string."""
         text = self._held + text
         cut = find_stop(text, self._stop_strings)
         self.stopped = cut is not None
@@ -267,7 +268,7 @@ def _begun_stop_length(text: str, stop_strings: Sequence[str]) -> int:
 
 
 def token_bytes(tokenizer: "Tokenizer") -> Callable[[int], bytes]:
-    """The function that maps an id to the bytes of its token; one that the tokenizer lacks is U+FFFD."""
+    """A function that maps an id to the bytes of its token, and an unknown id to U+FFFD."""
     bytes_of = _byte_reader(tokenizer)
 
     def of(token_id: int) -> bytes:
@@ -279,7 +280,7 @@ def token_bytes(tokenizer: "Tokenizer") -> Callable[[int], bytes]:
 
 
 def _byte_reader(tokenizer: "Tokenizer") -> Callable[[str], bytes | None]:
-    """The function that maps a token to its bytes, or to None if the token stands for text."""
+    """A function that maps a token to its bytes, or to None if the token represents text."""
     decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()  # JSON
     if b'"ByteLevel"' in decoder:
         return _byte_level_bytes
@@ -289,7 +290,7 @@ def _byte_reader(tokenizer: "Tokenizer") -> Callable[[str], bytes | None]:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Each character stands for a byte; an added token that contains any other character stands for itself."""
+    """The bytes of a token of byte characters; an added token with any other character represents its own text."""
     if all(character in _BYTE_OF_CHARACTER for character in token):
         return bytes(_BYTE_OF_CHARACTER[character] for character in token)
     return token.encode()

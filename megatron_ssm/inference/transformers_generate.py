@@ -18,7 +18,7 @@ from .language_model import LanguageModel
 from .request import Request
 from .sampling import Sampling
 
-# The arguments that are implemented, with the defaults of transformers 5.24.
+# The implemented arguments, with the defaults of transformers 5.24.
 DEFAULTS = dict(
     max_length=None, max_new_tokens=None, min_length=0, min_new_tokens=None, do_sample=False, num_beams=1,
     num_return_sequences=1, temperature=1.0, top_k=50, top_p=1.0, repetition_penalty=1.0, length_penalty=1.0,
@@ -26,7 +26,7 @@ DEFAULTS = dict(
 )  # fmt: skip
 DEFAULT_NEW_TOKENS = 20
 
-# Arguments that are not implemented, with the value that does not change the tokens.
+# Arguments that are not implemented, with the values that do not change the tokens.
 _NOT_IMPLEMENTED = dict(
     num_beam_groups=1, diversity_penalty=0.0, penalty_alpha=None, typical_p=1.0, min_p=None, top_h=None,
     epsilon_cutoff=0.0, eta_cutoff=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
@@ -50,9 +50,13 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call in terms of this package: beam search with `beams` if it is given, else `generate` with `options`.
+    """A call in terms of this package.
 
-    repetitions: how many sequences each prompt gets (`num_return_sequences`).
+    Attributes:
+        attention_mask: The mask of the prompts, or None.
+        repetitions: The number of sequences for each prompt.
+        beams: The settings of beam search, or None.
+        options: The arguments of `generate` without beam search.
     """
 
     attention_mask: torch.Tensor | None
@@ -95,13 +99,13 @@ def transformers_generate(
 
 
 def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
-    """The settings for these prompts; ValueError for arguments that are wrong or not implemented."""
+    """The call for these prompts. ValueError for arguments that are invalid or not implemented."""
     eos, pad = token_ids(values["eos_token_id"]), values["pad_token_id"]
     model.check_inputs(input_ids)
     if attention_mask is None and pad is not None and pad not in eos:
         attention_mask = (input_ids != pad).long()
         if (attention_mask.diff(dim=1) < 0).any():  # transformers would mask them without a warning
-            raise ValueError(f"pad_token_id={pad} stands after other tokens of a prompt: pass an attention_mask")
+            raise ValueError(f"pad_token_id={pad} follows other tokens of a prompt: pass an attention_mask")
     model.check_inputs(input_ids, attention_mask)
     length = input_ids.shape[1]
     longest, shortest = _new_tokens(values, length), values["min_new_tokens"]
@@ -112,7 +116,7 @@ def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
     Request((0,), longest, sampling, seed=seed, min_new_tokens=shortest)  # ValueError for a value out of range
     repetitions = values["num_return_sequences"]
     if values["num_beams"] > 1:
-        fill = (pad or eos[0]) if eos else -1  # as transformers does, which takes a pad_token_id of 0 for none
+        fill = (pad or eos[0]) if eos else -1  # as in transformers, which treats pad_token_id=0 as missing
         beams = BeamSettings(
             values["num_beams"], longest, eos, fill, values["length_penalty"], values["early_stopping"],
             values["repetition_penalty"], shortest, repetitions,
@@ -126,9 +130,9 @@ def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
 
 
 def _merged_arguments(model, generation_config, arguments) -> dict[str, Any]:
-    """DEFAULTS, overridden by the checkpoint's generation configuration, then by the one given, then by the arguments.
+    """DEFAULTS, overridden by the checkpoint's configuration, `generation_config` and the arguments, in this order.
 
-    A checkpoint's own configuration may have unknown fields, as in transformers. ValueError for a value that is wrong, or
+    The checkpoint's configuration may have unknown fields, as in transformers. ValueError for a value that is invalid, or
     that would change the tokens and is not implemented.
     """
     values: dict[str, Any] = dict(DEFAULTS)
@@ -158,7 +162,7 @@ def _merged_arguments(model, generation_config, arguments) -> dict[str, Any]:
 
 
 def _check_values(values) -> None:
-    """ValueError for a value of another type, and for combinations that are not implemented."""
+    """ValueError for values of a wrong type, and for combinations that are not implemented."""
     if isinstance(values["length_penalty"], bool) or not isinstance(values["length_penalty"], int | float):
         raise ValueError(f"length_penalty={values['length_penalty']!r} must be a number")
     for name in ("num_beams", "num_return_sequences"):
@@ -178,7 +182,7 @@ def _check_values(values) -> None:
 
 
 def _new_tokens(values, length) -> int:
-    """The number of tokens that may follow a prompt of `length`."""
+    """The largest number of new tokens after a prompt of `length` tokens."""
     if values["max_new_tokens"] is not None:
         return values["max_new_tokens"]
     if values["max_length"] is None:

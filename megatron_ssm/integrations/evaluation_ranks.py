@@ -1,7 +1,7 @@
 """The requests of an evaluator to a model, on one rank or on several: log-likelihoods of texts, and generated texts.
 
-An evaluator is a program of its own, which runs in one process. With several tensor-parallel ranks, that process is rank 0.
-It starts the others, and writes what it asks as lines of JSON into their standard input; they do the same work.
+An evaluator is a separate program, which runs in one process. With several tensor-parallel ranks, that process is rank 0.
+It starts the other ranks, and writes its requests as lines of JSON to their standard input.
 """
 
 import atexit
@@ -25,19 +25,19 @@ from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, replicas, shut
 from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank, start_rank
 from sparsefusion.foundation.launcher import launched_ranks
 
-MODULE = "megatron_ssm.integrations.evaluation_ranks"  # this one: as a program it is called __main__
+MODULE = "megatron_ssm.integrations.evaluation_ranks"  # this module, whose name as a program is __main__
 DEFAULT_BATCH = 8
-SCORED = 256  # positions whose log-probabilities are computed at once, to limit memory
+SCORED = 256  # the most positions whose log-probabilities are computed at once, to limit memory
 
 
 @torch.no_grad()
 def log_likelihoods(
     model: Model, sequences: Sequence[Sequence[int]], counts: Sequence[int], batch_size: int
 ) -> list[tuple[float, bool]]:
-    """(log-likelihood in nats of the last counts[i] tokens of sequence i, whether greedy search gives them), of each.
+    """For each sequence, (log-likelihood in nats of its last counts[i] tokens, True if greedy search gives them).
 
     The longest sequences are read first, `batch_size` at a time; the logits of counts[i] positions are computed at once.
-    The same on every rank; sends what calls of the model and `log_probabilities` send.
+    The same on every rank. Sends the messages of the model and of `log_probabilities`.
     """
     results = {i: (0.0, True) for i, count in enumerate(counts) if not count}  # an empty text is certain
     order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(sequences[i]))
@@ -58,10 +58,10 @@ def log_likelihoods(
 
 
 def _log_likelihood(model: Model, logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Of tokens, from this rank's logits at their positions (tokens, width)."""
+    """(log-likelihood, is greedy) of tokens, from this rank's logits (tokens, width) at their positions."""
     targets, total, is_greedy = torch.tensor(tokens), 0.0, True
-    for part, some in zip(logits.split(SCORED), targets.split(SCORED), strict=True):
-        for token, (value, best) in zip(some.tolist(), log_probabilities(part, some, 1, model.ranks), strict=True):
+    for part, ids in zip(logits.split(SCORED), targets.split(SCORED), strict=True):
+        for token, (value, best) in zip(ids.tolist(), log_probabilities(part, ids, 1, model.ranks), strict=True):
             total, is_greedy = total + value, is_greedy and best[0][0] == token
     return total, is_greedy
 
@@ -81,8 +81,12 @@ JOBS: dict[str, Callable[..., Any]] = {"log_likelihoods": log_likelihoods, "cont
 class EvaluatedModel:
     """A checkpoint, split over `tp` ranks: those of a launcher, or this process and others that it starts.
 
-    options: of `load`, as JSON has them: dtype (a name), device ("cpu" or "cuda"), reduce, weights. ValueError or OSError if
-    the checkpoint cannot be loaded; the other ranks then end.
+    ValueError or OSError if the checkpoint cannot be loaded; the other ranks then exit.
+
+    Args:
+        directory: The directory of the checkpoint.
+        tp: The number of tensor-parallel ranks.
+        options: JSON-serializable options of `load`: dtype (a name), device ("cpu" or "cuda"), reduce, weights.
     """
 
     def __init__(self, directory: str | Path, tp: int = 1, **options: Any):
@@ -98,7 +102,7 @@ class EvaluatedModel:
         self.model = _load(directory, tp, options)
 
     def run(self, job: str, **arguments: Any) -> Any:
-        """The result of a function of JOBS, computed by all ranks together. arguments: as JSON has them."""
+        """The result of a function of JOBS, which all ranks compute together. arguments: JSON-serializable arguments."""
         for process in self._others:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"job": job, **arguments}) + "\n")
@@ -106,7 +110,7 @@ class EvaluatedModel:
         return JOBS[job](self.model, **arguments)
 
     def close(self) -> None:
-        """End the other ranks, and release what the ranks share."""
+        """Stop the other ranks, and release shared resources."""
         atexit.unregister(self.close)
         if hasattr(self, "model"):
             self.model.close()
@@ -128,9 +132,9 @@ class EvaluatedModel:
 
 
 def batch_size_of(value: Any) -> int:
-    """The sequences in a batch, from an integer, also as a text; DEFAULT_BATCH for None, "auto" and lm-eval's "auto:N".
+    """The batch size of an integer or its text; DEFAULT_BATCH for None, "auto" and lm-eval's "auto:N".
 
-    ValueError, which names the argument, for anything else.
+    ValueError, which names the argument, for other values.
     """
     text = str(value)
     if value is None or text.partition(":")[0] == "auto":
@@ -156,7 +160,7 @@ def check_switch(name: str, value: Any) -> None:
 
 
 def _meet(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
-    """Make the process group of all ranks, which meet over a file."""
+    """Create the process group of all ranks, which share a file as their store."""
     backend = "nccl" if options["device"] == "cuda" else "gloo"
     dist.init_process_group(backend, store, TIMEOUT, rank=rank, world_size=world)
 
@@ -170,7 +174,7 @@ def _load(directory: str | Path, tp: int, options: dict[str, Any]) -> Model:
 
 
 def _serve(store: str, directory: str, options: str) -> None:
-    """Run the jobs that rank 0 sends until it ends: the main loop of the ranks that rank 0 has started."""
+    """Run the jobs that rank 0 sends until it exits: the main loop of the ranks that rank 0 has started."""
     settings, world = json.loads(options), launched_ranks()
     _meet(store, int(os.environ["RANK"]), world, settings)
     with _load(directory, world, settings) as model:

@@ -1,10 +1,10 @@
 """The model class `megatron-ssm` of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-Versions of lm-eval after 0.4.13 find the class by the entry point in the group `lm_eval.models`. Earlier ones know only
-their own model classes and those that were imported. So this module is also a command, which takes lm-eval's arguments and
-registers the class first: `python -m megatron_ssm.integrations.lm_eval`. In Python, importing this module registers it.
+Versions of lm-eval after 0.4.13 find the class by the entry point in the group `lm_eval.models`. For earlier versions, this
+module is also a command, which registers the class and takes lm-eval's arguments:
+`python -m megatron_ssm.integrations.lm_eval`. In Python, importing this module registers the class.
 
-Texts are tokenized by transformers, truncated and cut at stop sequences as lm-eval's own model class `hf` does it, so that
+Texts are tokenized by transformers, truncated and cut at stop sequences as in lm-eval's own model class `hf`, so that
 results are comparable.
 """
 
@@ -39,13 +39,19 @@ GENERATION_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty", "se
 class MegatronSsmLM(TemplateLM):
     """A checkpoint of this package's families on `tp` tensor-parallel ranks of this host, or of a launcher.
 
-    pretrained: a Hugging Face directory with a tokenizer. batch_size: sequences per call of the model; "auto" is 8.
-    max_length: the most tokens of a sequence (None: what transformers' configuration says, else 2048). max_gen_toks: how
-    many tokens are generated where a task does not say it.
-    add_bos_token: as in lm-eval's `hf`. device: "cpu", or "cuda" where there is a GPU. dtype: a name, or "auto". For
-    it, reduce and weights see `megatron_ssm.load`.
+    Args:
+        pretrained: A Hugging Face directory with a tokenizer.
+        tp: The number of tensor-parallel ranks.
+        dtype: The name of a dtype, or "auto"; see `megatron_ssm.load`, also for `reduce` and `weights`.
+        device: "cpu", or "cuda" if there is a GPU.
+        batch_size: The number of sequences per call of the model; "auto" is 8.
+        max_batch_size: Ignored.
+        max_length: The most tokens of a sequence, by default that of transformers' configuration, else 2048.
+        max_gen_toks: The number of new tokens if a task does not set it.
+        add_bos_token: See lm-eval's `hf`.
 
-    ValueError for a model argument or generation option that is not implemented or out of range.
+    Raises:
+        ValueError: An argument or generation option is not implemented or out of range.
     """
 
     def __init__(
@@ -76,7 +82,7 @@ class MegatronSsmLM(TemplateLM):
         check_switch("add_bos_token", add_bos_token)
         self.batch_size = batch_size_of(batch_size)
         options = dict(dtype=str(dtype).removeprefix("torch."), device=_device(device), reduce=reduce, weights=weights)
-        dtype_of(options["dtype"])  # an error before ranks are started
+        dtype_of(options["dtype"])  # raises its error before ranks are started
         self._evaluated = EvaluatedModel(pretrained, tp, **options)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(pretrained)
         self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
@@ -86,7 +92,7 @@ class MegatronSsmLM(TemplateLM):
         self._end_tokens = sorted({self.eot_token_id, *configured} - {None})
 
     def close(self) -> None:
-        """End the ranks that were started; otherwise they end with this process."""
+        """Stop the ranks that were started. Otherwise they stop when this process exits."""
         self._evaluated.close()
 
     # Tokens
@@ -98,7 +104,7 @@ class MegatronSsmLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The tokens before a text without context."""
+        """The id before a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -116,18 +122,18 @@ class MegatronSsmLM(TemplateLM):
         return self.tokenizer.encode(string, **options)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A dialogue as a prompt, by the checkpoint's chat template."""
+        """The prompt of a dialogue, by the checkpoint's chat template."""
         return self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
 
-    # What lm-eval asks
+    # Requests of lm-eval
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: (request, context ids, continuation ids)."""
+        """The log-likelihoods of continuations. requests: triples (request, context ids, continuation ids)."""
         sequences = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
         counts = [len(continuation) for _, _, continuation in requests]
         if too_long := next((count for count in counts if count > self.max_length), None):
@@ -139,7 +145,7 @@ class MegatronSsmLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in windows of max_length tokens, each of which is predicted once."""
+        """The log-likelihood of each text, in windows of max_length tokens that predict each token once."""
         windows = [
             [
                 (None, *make_disjoint_window(window))
@@ -167,32 +173,32 @@ class MegatronSsmLM(TemplateLM):
         return texts
 
     def _generation(self, index: int, context: str, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `Engine.add` for a context and lm-eval's options. index: the seed, if none is given."""
+        """The arguments of `Engine.add` for a context and lm-eval's options. index: the default seed."""
         check_switch("do_sample", options.get("do_sample"))
         try:
-            given: dict[str, Any] = {**normalize_gen_kwargs(options, self.max_gen_toks)}
+            sampling: dict[str, Any] = {**normalize_gen_kwargs(options, self.max_gen_toks)}
         except (TypeError, ValueError) as error:
             raise ValueError(f"generation options {options}: {error}") from None
-        until, most, is_sampled = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
-        if unknown := set(given) - set(GENERATION_OPTIONS):
+        until, count, is_sampled = sampling.pop("until"), sampling.pop("max_gen_toks"), sampling.pop("do_sample")
+        if unknown := set(sampling) - set(GENERATION_OPTIONS):
             raise ValueError(f"generation options that are not implemented: {', '.join(sorted(unknown))}")
-        check_integer("max_gen_toks", most)
-        if most >= self.max_length:
-            raise ValueError(f"max_gen_toks={most} leaves no room for a context in max_length={self.max_length}")
-        given["temperature"] = given.get("temperature", 1.0) if is_sampled else 0.0
+        check_integer("max_gen_toks", count)
+        if count >= self.max_length:
+            raise ValueError(f"max_gen_toks={count} leaves no room for a context in max_length={self.max_length}")
+        sampling["temperature"] = sampling.get("temperature", 1.0) if is_sampled else 0.0
         stops: Iterable[str] = [until] if isinstance(until, str) else until
         return {
-            "prompt": self.tok_encode(context)[-(self.max_length - most) :],
-            "max_new_tokens": most,
+            "prompt": self.tok_encode(context)[-(self.max_length - count) :],
+            "max_new_tokens": count,
             "stop_tokens": self._end_tokens,
             "stop_strings": [text for text in stops if text],
             "seed": index,
-            **given,
+            **sampling,
         }
 
 
 def _device(name: str | None) -> str:
-    """ "cpu" or "cuda". lm-eval's command line says "cuda:0" where nobody asked for it, also where there is no GPU."""
+    """ "cpu" or "cuda". lm-eval's command line passes "cuda:0" by default, even without a GPU."""
     kind = str(name or "cpu").split(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={name} must be cpu or cuda")

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig as the fields of Hugging Face's config.json, and back. Imports nothing from Megatron."""
+"""Conversion between Megatron's TransformerConfig and Hugging Face's config.json. Imports nothing from Megatron."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from sparsefusion.foundation.command_line import did_you_mean
 
 # Symbols of layers in Megatron's patterns; a layer with a shared block is ATTENTION.
 MAMBA, ATTENTION, MLP = "M", "*", "-"
-# What a TransformerConfig has no counterpart for, under our names of Hugging Face's fields.
+# Fields without a counterpart in a TransformerConfig, under our names of Hugging Face's fields.
 _OPTIONS = """expand intermediate_size conv_kernel use_conv_bias use_bias mixer_rms_eps tie_word_embeddings
     time_step_rank time_step_limit time_step_min time_step_max time_step_floor
     attention_head_dim num_mem_blocks adapter_rank use_shared_attention_adapter
@@ -21,24 +21,30 @@ _OPTIONS = """expand intermediate_size conv_kernel use_conv_bias use_bias mixer_
 
 
 def check_given(family: str, given: Iterable[str]) -> None:
-    """ValueError for an unknown family, or for a name that is no field of its config.json; it suggests a similar one."""
+    """ValueError, with a suggestion, for an unknown family, or for names that are not fields of its config.json."""
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}{did_you_mean(family, FAMILIES)}")
     if FAMILIES[family].pattern is None:
         raise ValueError(f"{family} has no layer spec for Megatron (its Family has no pattern)")
     for name in FAMILIES[family].unknown_fields(list(given)):
         similar = did_you_mean(name, sorted(FAMILIES[family].known))
-        raise ValueError(f"{name} of the layer spec is no field of {family}'s config.json{similar}")
+        raise ValueError(f"{name} of the layer spec is not a field of {family}'s config.json{similar}")
 
 
 def config_of_layers(
     config: Any, family: str, given: Mapping[str, Any], pattern: Iterable[str] = (MAMBA,), **more: Any
 ) -> Stack:
-    """The stack of `family` with the sizes of a TransformerConfig and the layers of a pattern (symbols M, * and -).
+    """The stack of `family` with the sizes of a TransformerConfig and the layers of a pattern.
 
-    given: fields of Hugging Face's config.json that a TransformerConfig does not have (chunk sizes, adapters, ...). more:
-    further fields. ValueError if a size is not supported, or if `given` has an unknown field or contradicts the
-    TransformerConfig.
+    Args:
+        config: The TransformerConfig.
+        family: The family.
+        given: Fields of Hugging Face's config.json that a TransformerConfig lacks (chunk sizes, adapters, ...).
+        pattern: The symbols M, * and - of the layers.
+        more: Further fields.
+
+    Raises:
+        ValueError: A size is not supported, or `given` has an unknown field or contradicts the TransformerConfig.
     """
     check_given(family, given)
     fields = _fields_of(config, FAMILIES[family], given) | more
@@ -53,7 +59,7 @@ def config_of_layers(
 
 
 def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that a TransformerConfig has, under Hugging Face's names."""
+    """The sizes of a TransformerConfig under Hugging Face's names."""
     name = family.hf_name
     fields = {
         "hidden_size": config.hidden_size,
@@ -64,7 +70,7 @@ def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[st
         own = "mamba_head_dim" if "mamba_head_dim" in family.defaults else "head_dim"
         inner, head_dim = _inner_size(config, given.get(name("expand"), 2)), config.mamba_head_dim
         if inner % head_dim:
-            raise ValueError(f"{inner} channels do not divide into heads of {head_dim} ({inner} % {head_dim})")
+            raise ValueError(f"{inner} channels do not divide into heads of {head_dim}")
         fields[name("num_heads")], fields[name(own)] = inner // head_dim, head_dim
         fields[name("n_groups")], fields[name("expand")] = config.mamba_num_groups, _expand(inner, config.hidden_size)
     elif "num_heads" in family.defaults and config.mamba_num_heads is not None:
@@ -121,14 +127,14 @@ def check_key_value_heads(config: Any) -> None:
 
 def _shared_block(config: Any) -> dict[str, Any]:
     """The sizes of attention and MLP."""
-    given = config.activation_func  # Megatron has a function of its own for relu2
+    function = config.activation_func  # Megatron has its own function for relu2
     names = [
         n
         for n, f in ACTIVATIONS.items()
-        if f is given or f is squared_relu and getattr(given, "__name__", "") == f.__name__
+        if f is function or f is squared_relu and getattr(function, "__name__", "") == f.__name__
     ]
     if not names:
-        raise ValueError(f"activation_func={config.activation_func} is none of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation_func {function}: expected {', '.join(ACTIVATIONS)}")
     return {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_query_groups,
@@ -138,14 +144,14 @@ def _shared_block(config: Any) -> dict[str, Any]:
 
 
 def spec_options(config: Stack) -> dict[str, Any]:
-    """The fields of a config.json that `config_of_layers` needs beside the TransformerConfig of `transformer_options`."""
+    """The fields of config.json that `config_of_layers` needs in addition to `transformer_options`."""
     name = FAMILIES[config.family].hf_name
     known = config.raw.keys() - set(config.unknown)
     return {name(option): config.raw[name(option)] for option in _OPTIONS if name(option) in known}
 
 
 def layer_pattern(config: Stack) -> str:
-    """The layer pattern for Megatron of a model with this configuration: M Mamba, * attention or a shared block, - MLP."""
+    """Megatron's layer pattern of this configuration: M for Mamba, * for attention or a shared block, - for an MLP."""
     return "".join(map(_symbol, config.layers))
 
 
@@ -160,12 +166,12 @@ def _symbol(layer: tuple[Unit, ...]) -> str:
 def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
     """The arguments of a TransformerConfig for a model with this configuration.
 
-    Megatron divides num_attention_heads by the number of tensor-parallel ranks also in models without attention.
+    Megatron divides num_attention_heads by the number of tensor-parallel ranks, even in models without attention.
     """
     specs: list[Any] = [spec for _, spec in config.operators]
     mixer: Any = next((spec for spec in specs if spec.recurrence is not None), None)
     if mixer is None:
-        raise ValueError(f"a {config.family} model without a Mamba layer has no sizes of one for Megatron")
+        raise ValueError(f"a {config.family} model without a Mamba layer lacks the sizes of one for Megatron")
     sizes = mixer.recurrence
     options: dict[str, Any] = dict(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=tensor_ranks,
@@ -186,5 +192,5 @@ def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
     if mlp is not None:
         options |= dict(ffn_hidden_size=mlp.channels, activation_func=ACTIVATIONS[mlp.activation])
     if not config.shared and (attention or mlp) and (mixer.bias or mlp is not None and mlp.bias):
-        raise ValueError("biases: Megatron's own attention and MLP layers have all of them or none")
+        raise ValueError("biases: Megatron's own attention and MLP layers have either all of them or none")
     return options

@@ -1,8 +1,8 @@
 """Megatron's own GPTModel with gated delta nets, as a Qwen3.5 or Qwen3-Next without experts: its configuration and names.
 
 Every layer is Megatron's: a gated delta net (`megatron.core.ssm.gated_delta_net`) or an attention with an output gate, and
-then an MLP. Of T tensor-parallel ranks, each holds the same heads and channels as in our `Model`, so weights change their
-names and the order of their rows, but not their rank. The orders are those of Megatron-Core 0.16.1:
+then an MLP. Every tensor-parallel rank holds the same heads and channels as in our `Model`, so weights change their names
+and the order of their rows, but not their rank. The rows are ordered as in Megatron-Core 0.16.1:
 
 - in_proj of a gated delta net, on each rank: q, k, v, z, b (beta) and a (alpha); its convolution: q, k and v.
 - linear_qkv of an attention, for each key/value head: its queries, the gates of these queries, the key and the value.
@@ -33,7 +33,7 @@ _OPTIONS: dict[str, Any] = dict(
     num_moe_experts=None,
 )  # fmt: skip
 
-# {Megatron's name in a layer: ours}. In Transformer Engine's specs, norms are parts of linear layers; in others, modules.
+# {Megatron's name in a layer: our name}. Norms are parts of linear layers in Transformer Engine's specs, else modules.
 _NAMES_IN_LAYERS = {
     "input_layernorm.weight": "norm.weight",
     "self_attention.in_proj.layer_norm_weight": "norm.weight",
@@ -53,16 +53,16 @@ _QKV = "self_attention.linear_qkv.weight"
 
 
 def _spec(config: ModelStack, kind: type[Spec]) -> Any:
-    """The specification of this kind, which is the same in all layers that have one."""
+    """The specification of this class, which is the same in all layers that have one."""
     for _, spec in config.operators:
         if isinstance(spec, kind):
             return spec
     missing = "attention" if kind is AttentionSpec else "gated delta net"
-    raise ValueError(f"a {config.family} model without a layer of {missing} has no sizes of one for Megatron")
+    raise ValueError(f"a {config.family} model without a layer of {missing} lacks the sizes of one for Megatron")
 
 
 def _packed_rows(config: ModelStack) -> dict[str, dict[str, int]]:
-    """{Megatron's name of a tensor in a layer: {our name of some rows: how many, of all ranks or of one key/value head}}."""
+    """{Megatron's name of a tensor in a layer: {our name of rows: their number on all ranks, or per key/value head}}."""
     delta, attention, mlp = _spec(config, GatedDeltaSpec), _spec(config, AttentionSpec), _spec(config, MlpSpec)
     rows, queries = delta.rows(1), attention.heads // attention.kv_heads * attention.head_dim
     of_head = {"q": queries, "gate": queries, "k": attention.head_dim, "v": attention.head_dim}
@@ -77,10 +77,10 @@ def _packed_rows(config: ModelStack) -> dict[str, dict[str, int]]:
 
 
 def in_our_names(theirs: str, tensor: torch.Tensor, config: ModelStack) -> dict[str, torch.Tensor]:
-    """{our name: this rank's part} of a parameter in a layer of Megatron's GPTModel, or of its gradient; views of it.
+    """{our name: view} of this rank's part of a parameter in a layer of Megatron's GPTModel, or of its gradient.
 
-    Queries, gates, keys and values of an attention are (key/value heads of this rank, rows of each, hidden); all others have
-    the shapes that our `Model` has.
+    Queries, gates, keys and values of an attention have the shape (key/value heads of this rank, rows per head, hidden);
+    others have their shapes in our `Model`.
     """
     index, _, name = theirs.removeprefix(IN_LAYERS).partition(".")
     rows = _packed_rows(config).get(name, {_NAMES_IN_LAYERS.get(name, name): len(tensor)})
@@ -101,10 +101,10 @@ def has_offset(name: str, config: ModelStack) -> bool:
 def gpt_options(config: ModelStack, tensor_ranks: int = 1) -> dict[str, Any]:
     """The arguments of a TransformerConfig for a GPTModel of this configuration; ValueError for a family not in FAMILIES.
 
-    Beside them, a GPTModel needs the arguments `rotary_options`.
+    A GPTModel also needs the arguments `rotary_options`.
     """
     if config.family not in FAMILIES:
-        raise ValueError(f"family {config.family!r} is no GPTModel of Megatron's (only {', '.join(FAMILIES)})")
+        raise ValueError(f"Megatron has no GPTModel of family {config.family!r}, only of {', '.join(FAMILIES)}")
     delta, attention, mlp = _spec(config, GatedDeltaSpec), _spec(config, AttentionSpec), _spec(config, MlpSpec)
     is_delta = [isinstance(layer[0].operators[0].spec, GatedDeltaSpec) for layer in config.layers]
     return _OPTIONS | dict(
@@ -126,7 +126,7 @@ def rotary_options(config: ModelStack) -> dict[str, Any]:
 
 
 def gpt_model(config: ModelStack, megatron_config: Any, **sizes: Any) -> nn.Module:
-    """Megatron's GPTModel of Megatron's own layer specs. sizes: vocab_size, max_sequence_length and what else it takes.
+    """Megatron's GPTModel from its own layer specs. sizes: vocab_size, max_sequence_length and other arguments.
 
     ModuleNotFoundError without Transformer Engine, ImportError without flash-linear-attention.
     """
@@ -142,7 +142,7 @@ def gpt_model(config: ModelStack, megatron_config: Any, **sizes: Any) -> nn.Modu
 
 
 def is_gpt(model: Any) -> bool:
-    """Return True if this is a GPTModel of Megatron's with gated delta nets."""
+    """Return True if this is Megatron's GPTModel with gated delta nets."""
     return getattr(getattr(model, "config", None), "experimental_attention_variant", None) == VARIANT
 
 

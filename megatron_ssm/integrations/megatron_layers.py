@@ -1,4 +1,4 @@
-"""The modules that the ModuleSpecs of `specs` name: norms, mixers, hybrid layers and the stack, for Megatron-Core's models.
+"""The modules of the ModuleSpecs in `specs`: norms, mixers, hybrid layers and the stack, for Megatron-Core's models.
 
 Activations have Megatron's order, (seq, batch, hidden); with context parallelism each rank has its tokens in zigzag order.
 """
@@ -41,14 +41,14 @@ def _placement(config: Any) -> dict[str, Any]:
 
 
 def _refuse(config: Any, names: Iterable[str], where: str) -> None:
-    """ValueError if one of these options of a TransformerConfig is set: there, it would change nothing."""
+    """ValueError if one of these options of a TransformerConfig is set, which `where` would ignore."""
     for name in names:
         if value := getattr(config, name, None):
             raise ValueError(f"{name}={value!r} is not supported by {where}")
 
 
 def _refuse_other_precisions(config: Any) -> None:
-    """ValueError for products of 8 and 4 bits, which only Transformer Engine's linear layers have."""
+    """ValueError for 8-bit and 4-bit products, which only Transformer Engine's linear layers support."""
     _refuse(config, ("fp8", "fp4"), "the linear layers of this spec, which compute in params_dtype")
 
 
@@ -58,7 +58,7 @@ def _tensor_ranks(config: Any, pg_collection: Any) -> Ranks:
 
 
 def _context_ranks(pg_collection: Any) -> ContextRanks | None:
-    """The context-parallel ranks of Megatron's process groups; None: each rank has whole sequences."""
+    """The context-parallel ranks of Megatron's process groups, or None if every rank has whole sequences."""
     group = getattr(pg_collection, "cp", None)
     return None if group is None or group.size() == 1 else ContextRanks(group, Counter())
 
@@ -66,7 +66,7 @@ def _context_ranks(pg_collection: Any) -> ContextRanks | None:
 def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, history: int) -> TokenSharding | None:
     """The division of the tokens of x (seq, batch, hidden) over the context ranks.
 
-    history: how many tokens before a block a convolution reads.
+    history: the number of tokens before a block that a convolution reads.
     """
     if context is None:
         return None
@@ -91,11 +91,16 @@ class Norm(RMSNorm):
 class Mixer(SplitModule, Operator):
     """The operator of a family's layers as a mixer of Megatron's MambaLayer: (seq, batch, hidden) -> (the same, None).
 
-    config: Megatron's TransformerConfig. pg_collection: its `tp` are the tensor-parallel ranks, its `cp` the context ranks.
-    family, given: see `specs.stack_spec`. There may be more ranks than groups. ValueError for sizes that do not divide.
+    Its class is a subclass of both `Mixer` and the operator's class, so its parameters are those of the operator. There may
+    be more ranks than groups. Sends the messages of the operator and the sum of its output.
 
-    Its parameters are the operator's, so its class is both a `Mixer` and that of the operator. Sends what the operator
-    sends, and the sum of its output.
+    Args:
+        config: Megatron's TransformerConfig.
+        pg_collection: The process groups: `tp` of the tensor-parallel ranks, `cp` of the context ranks.
+        family, given: See `specs.stack_spec`.
+
+    Raises:
+        ValueError: Sizes do not divide over the ranks.
     """
 
     history: int
@@ -123,7 +128,7 @@ class Mixer(SplitModule, Operator):
         self, hidden_states: torch.Tensor, inference_context: Any = None, *, inference_params: Any = None,
         packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """hidden_states (seq, batch, hidden) -> (the same shape, None): there is no bias that is still to be added.
+        """hidden_states (seq, batch, hidden) -> (the same shape, None for no bias).
 
         ValueError for inference with Megatron's engine, and for packed sequences.
         """
@@ -143,7 +148,7 @@ class Mixer(SplitModule, Operator):
 
 
 def _check_residual_stream(options: Mapping[str, Any]) -> None:
-    """ValueError for the option of Megatron's that gives the residual stream another dtype."""
+    """ValueError for Megatron's option that gives the residual stream another dtype."""
     if options.get("residual_in_fp32"):
         raise ValueError("residual_in_fp32: hybrid layers have one residual stream, in the dtype of the parameters")
 
@@ -172,10 +177,11 @@ class Attention(SelfAttention):
 
 
 class HybridLayer(MambaLayer):
-    """A hybrid layer: x + mixer(norm(x + shared_block(x))). The stack gives it its invocation and its inputs.
+    """A hybrid layer: x + mixer(norm(x + shared_block(x))). ValueError for residual_in_fp32.
 
-    use: the parameters of this layer's own for its use of the shared block. shared_inputs: (the shared block, the embeddings
-    (batch, seq, hidden), what the block must know of the tokens), while the stack runs. ValueError for residual_in_fp32.
+    Attributes (set by the stack):
+        use: This layer's own parameters for its invocation of the shared block.
+        shared_inputs: (shared block, embeddings (batch, seq, hidden), facts about the tokens) while the stack runs.
     """
 
     def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None, **options: Any):
@@ -187,7 +193,7 @@ class HybridLayer(MambaLayer):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, inference_context: Any = None, **others: Any
     ) -> torch.Tensor:
-        """hidden_states (seq, batch, hidden) -> the same shape. attention_mask: ignored, attention is causal."""
+        """hidden_states (seq, batch, hidden) -> the same shape. attention_mask is ignored: attention is causal."""
         assert self.use is not None and self.shared_inputs is not None, "a hybrid layer runs only in its stack"
         block, embeddings, call = self.shared_inputs
         x = hidden_states.transpose(0, 1)
@@ -199,7 +205,7 @@ class HybridLayer(MambaLayer):
 
 
 class Use(SplitModule):
-    """A use of a shared block, with Megatron's sharded state dict."""
+    """An invocation of a shared block, with Megatron's sharded state dict."""
 
 
 class Block(SplitModule):
@@ -207,7 +213,7 @@ class Block(SplitModule):
 
 
 def _split(kind: type[SplitModule], part: Part, place: Place, config: Any, layers: int) -> Any:
-    """The module of a part, whose class is also a `kind`; config: Megatron's."""
+    """The module of a part, whose class is also a subclass of `kind`. config: Megatron's TransformerConfig."""
     module = part.spec.build(place)
     module.__class__ = type(kind.__name__, (kind, type(module)), {})
     module.prepare_part(part, place.ranks, config, layers)
@@ -225,13 +231,13 @@ class Blocks(nn.ModuleList):
 
 
 class Refused(nn.Module):
-    """In the place of a layer that a spec does not have: ValueError when a pattern asks for it."""
+    """A placeholder for a layer that a spec lacks: ValueError if a pattern contains it."""
 
     def __init__(self, *_: Any, layer_number: int, symbol: str, **others: Any):
         raise ValueError(f"layer {layer_number} of the pattern is {symbol!r}, which this stack spec does not have")
 
 
-# {the beginning of the name of a norm in Megatron's Transformer Engine specs, where it is fused with a linear layer: ours}
+# {prefix of a norm that Megatron's Transformer Engine specs fuse with a linear layer: our prefix}
 FUSED_NORMS = {
     "mixer.in_proj.layer_norm_": "norm.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -240,7 +246,7 @@ FUSED_NORMS = {
 
 
 def _rename_fused_norms(_module: nn.Module, state: dict, prefix: str, *_others: Any) -> None:
-    """Before `load_state_dict`: the names of Megatron's Transformer Engine specs become ours; FP8 scales are left out."""
+    """Before `load_state_dict`: rename the norms of Megatron's Transformer Engine specs, and drop FP8 scales."""
     for name in [name for name in state if name.startswith(prefix)]:
         for theirs, ours in FUSED_NORMS.items():
             if theirs in name:
@@ -252,9 +258,12 @@ def _rename_fused_norms(_module: nn.Module, state: dict, prefix: str, *_others: 
 class Stack(MambaStack):
     """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and with shared blocks.
 
-    family, given: see `specs.stack_spec`. In families that share blocks, the symbol * is a hybrid layer; blocks need
-    the embeddings in every hybrid layer, so a pipeline is an error; residual_in_fp32 is, too. source: the configuration and
-    the Hugging Face directory that the weights were loaded from, if they were.
+    In families that share blocks, the symbol * is a hybrid layer. They support neither residual_in_fp32 nor pipelines,
+    because every hybrid layer needs the embeddings.
+
+    Attributes:
+        family, given: See `specs.stack_spec`.
+        source: (configuration, Hugging Face directory) from which the weights were loaded, or None.
     """
 
     def __init__(
@@ -294,11 +303,11 @@ class Stack(MambaStack):
         self.tensor_ranks, self.history = ranks, ours.history
 
     def model_config(self, **more: Any) -> ModelStack:
-        """Our configuration of the layers. more: fields of config.json that the stack does not know (vocab_size, ...)."""
+        """Our configuration of the layers. more: fields of config.json that the stack lacks (vocab_size, ...)."""
         return config_of_layers(self.config, self.family, self.given, self.layer_type_list, **more)
 
     def forward(self, hidden_states: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-        """hidden_states (seq, batch, hidden), the embeddings -> the same shape, after the final norm."""
+        """Embeddings (seq, batch, hidden) -> the same shape, after the final norm."""
         if not self.shared:
             return super().forward(hidden_states, *arguments, **options)
         if not isinstance(hidden_states, torch.Tensor):
@@ -324,7 +333,7 @@ class Stack(MambaStack):
 
 
 def _context_attention(ours: ModelStack, config: Any, groups: Any) -> ContextAttention:
-    """The attention of the shared blocks over the context ranks, by the schedule that config.cp_comm_type names."""
+    """The attention of the shared blocks over the context ranks, by the schedule of config.cp_comm_type."""
     kind = config.cp_comm_type if isinstance(config.cp_comm_type, str | None) else config.cp_comm_type[0]
     core = CoreAttention(config, 1, None, "self", cp_comm_type=kind, pg_collection=groups)
     schedule: Attention2D = core.schedule

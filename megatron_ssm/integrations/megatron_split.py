@@ -1,8 +1,8 @@
 """The parts of our modules for Megatron's models: initial values, sharded state dicts, and Megatron's names of tensors.
 
-The parameters stay those of our layers, one for each field of the layout: in_proj.weight.z, .x, .B, .C and .dt. A sharded
-state dict of Megatron has the same fields, so `dist_checkpointing` can divide each of them over other numbers of ranks, and
-can load checkpoints of Megatron's own mixer. A plain state dict has Megatron's packed tensors instead (in_proj.weight).
+Parameters are those of our layers, one for each field of the layout: in_proj.weight.z, .x, .B, .C and .dt. Megatron's
+sharded state dict has the same fields, so `dist_checkpointing` can divide them over other numbers of ranks, and can load
+checkpoints of Megatron's own mixer. A plain state dict has Megatron's packed tensors instead (in_proj.weight).
 """
 
 from typing import Any
@@ -23,8 +23,10 @@ from megatron_ssm.stack.stack import Part
 class SplitModule(nn.Module):
     """A module whose parameters are fields, split over the tensor-parallel ranks.
 
-    megatron_names: {our name of a parameter: Megatron's}, where they differ. packed: {Megatron's name of a parameter that is
-    some rows of a tensor: the tensor}.
+    Attributes:
+        megatron_names: {our name of a parameter: Megatron's name}, where they differ.
+        packed: {Megatron's name of a parameter that is a part of a packed tensor: the tensor}.
+        tensor_ranks: The tensor-parallel ranks.
     """
 
     megatron_names: dict[str, str]
@@ -32,11 +34,16 @@ class SplitModule(nn.Module):
     tensor_ranks: Ranks
 
     def prepare_part(self, part: Part, ranks: Ranks, config: Any, layers: int) -> None:
-        """Attach the fields of the part to the parameters, and give these their initial values.
+        """Attach the fields of the part to the parameters, and initialize the parameters.
 
-        config: Megatron's; its init_method and output_layer_init_method initialize the projections. layers: of the model. A
-        field is drawn in full on the CPU and this rank keeps its part, so ranks with the same random state agree, whatever
-        their number. A part with no names in files (`hf`) gets Megatron's, which are the usual ones.
+        A field is drawn in full on the CPU, and this rank keeps its part, so initial values do not depend on the number of
+        ranks. A part without names in files (`hf`) gets Megatron's names, which are the usual ones.
+
+        Args:
+            part: The part.
+            ranks: The tensor-parallel ranks.
+            config: Megatron's TransformerConfig, whose init_method and output_layer_init_method initialize projections.
+            layers: The number of layers of the model.
         """
         self.tensor_ranks, self.megatron_names, self.packed = ranks, {}, {}
         parameters = dict(self.named_parameters())
@@ -59,9 +66,9 @@ class SplitModule(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """{name of a parameter: its place in the whole tensor}, for Megatron's `dist_checkpointing`. Sends nothing.
+        """{name of a parameter: `ShardedTensor`} for Megatron's `dist_checkpointing`. Sends nothing.
 
-        The keys in the checkpoint are those of Megatron's own modules. sharded_offsets, metadata: as Megatron passes them.
+        The keys in the checkpoint are those of Megatron's own modules. Megatron passes sharded_offsets and metadata.
         """
         group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         copy = 0 if group is None else dist.get_rank(group)
@@ -81,7 +88,7 @@ class SplitModule(nn.Module):
         )
 
     def megatron_name(self, name: str) -> str:
-        """Megatron's name of one of our parameters; of a field of a packed tensor, with the field at the end."""
+        """Megatron's name of one of our parameters; the name of a part of a packed tensor ends with the part."""
         return self.megatron_names.get(name, name)
 
     def tensor_name(self, name: str) -> str:
@@ -100,7 +107,7 @@ def _initial(field: Field, config: Any, layers: int) -> torch.Tensor:
 
 
 def _pack(module: SplitModule, state: dict, prefix: str, _metadata: Any) -> None:
-    """After `state_dict`: our fields become Megatron's tensors, in the fields' order."""
+    """After `state_dict`: concatenate our fields, in their order, to Megatron's tensors."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name, _ in module.named_parameters():
         theirs = module.tensor_name(name)
@@ -110,7 +117,7 @@ def _pack(module: SplitModule, state: dict, prefix: str, _metadata: Any) -> None
 
 
 def _unpack(module: SplitModule, state: dict, prefix: str, *_others: Any) -> None:
-    """Before `load_state_dict`: Megatron's tensors become our fields. Fields may also stand there themselves."""
+    """Before `load_state_dict`: split Megatron's tensors into our fields. The state dict may contain fields too."""
     rows: dict[str, dict[str, int]] = {}
     for name, parameter in module.named_parameters():
         rows.setdefault(module.tensor_name(name), {})[name] = len(parameter)

@@ -1,8 +1,8 @@
 """Weights between Megatron's models and Hugging Face directories.
 
-Two models have such a counterpart: a MambaModel, called HybridModel from Megatron-Core 0.18 on, that `specs.stack_spec`
-built of our layers, and Megatron's own GPTModel with gated delta nets (see `megatron_gpt`). The parameters of both are those
-of our `Model` under other names, with the same parts on the same tensor-parallel ranks, so only saving sends anything.
+Two models have such a counterpart: a MambaModel (HybridModel from Megatron-Core 0.18 on) that `specs.stack_spec` built from
+our layers, and Megatron's own GPTModel with gated delta nets (see `megatron_gpt`). Their parameters are those of our `Model`
+under other names, with the same parts on the same tensor-parallel ranks, so only saving sends messages.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,14 +23,14 @@ from .megatron_fields import layer_pattern, spec_options, transformer_options
 from .megatron_layers import Stack
 from .specs import stack_spec
 
-# Megatron's names of what is not in a layer: ours. What is in the decoder has our names there.
+# {Megatron's name of a parameter outside of the layers: our name}. Other parameters in the decoder have our names.
 _NAMES = {
     "embedding.word_embeddings.weight": "embeddings.weight",
     "decoder.final_norm.weight": "norm_f.weight",
     "decoder.final_layernorm.weight": "norm_f.weight",  # of a GPTModel
     "output_layer.weight": "lm_head.weight",
 }
-# Of those in a layer of Megatron's own attention or MLP
+# The same in a layer of Megatron's own attention or MLP.
 _NAMES_IN_LAYERS = {
     "input_layernorm.weight": "norm.weight",
     "pre_mlp_layernorm.weight": "norm.weight",
@@ -52,29 +52,29 @@ def our_name(name: str) -> str:
 def in_our_names(named: Iterable[tuple[str, torch.Tensor]], config: ModelStack) -> dict[str, torch.Tensor]:
     """The parameters of a MambaModel or a GPTModel on this rank, or their gradients, under our names.
 
-    Of a tensor into which Megatron packs several parameters, each is a view. Queries, gates, keys and values of Megatron's
-    own attention are (key/value heads of this rank, rows of each, hidden); all others have the shapes that our `Model` has.
+    Parameters that Megatron packs into one tensor are views of it. Queries, gates, keys and values of Megatron's own
+    attention have the shape (key/value heads of this rank, rows per head, hidden); others have their shapes in our `Model`.
     """
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for theirs, tensor in named:
         if config.family in megatron_gpt.FAMILIES and theirs.startswith(megatron_gpt.IN_LAYERS):
-            found |= megatron_gpt.in_our_names(theirs, tensor, config)
+            parameters |= megatron_gpt.in_our_names(theirs, tensor, config)
             continue
         name = our_name(theirs)
         if not name.endswith(_QKV):
-            found[name] = tensor
+            parameters[name] = tensor
             continue
         sizes = config.attentions[0]
         queries = sizes.heads // sizes.kv_heads * sizes.head_dim
         rows = [queries, sizes.head_dim, sizes.head_dim]
         parts = tensor.unflatten(0, (-1, sum(rows))).split(rows, dim=1)
         prefix = name.removesuffix(_QKV) + "mixer.qkv.weight."
-        found |= {prefix + each: part for each, part in zip("qkv", parts, strict=True)}
-    return found
+        parameters |= {prefix + letter: part for letter, part in zip("qkv", parts, strict=True)}
+    return parameters
 
 
 def model_class() -> tuple[type, str]:
-    """Megatron's class of models that have a stack of layers by a pattern, and the name of its argument for the pattern."""
+    """(Megatron's class of models with a layer pattern, the name of its argument for the pattern)."""
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
     except ModuleNotFoundError:  # before Megatron-Core 0.18
@@ -87,16 +87,19 @@ def model_class() -> tuple[type, str]:
 def megatron_model(config: ModelStack, max_sequence_length: int, tensor_ranks: int = 1, **options: Any) -> nn.Module:
     """Megatron's model of this configuration: a MambaModel or HybridModel, built from `specs.stack_spec`.
 
-    Of the families `megatron_gpt.FAMILIES`, it is a GPTModel of Megatron's own layers, which needs CUDA, Transformer Engine
-    and flash-linear-attention.
+    For the families `megatron_gpt.FAMILIES`, it is a GPTModel of Megatron's own layers, which needs CUDA, Transformer Engine
+    and flash-linear-attention. The process groups are those of Megatron's parallel_state.
 
-    The process groups are those of Megatron's parallel_state, with `tensor_ranks` tensor-parallel ranks. options: of the
-    TransformerConfig, such as params_dtype. use_cpu_initialization is by default True, and the model on the CPU, unless
-    Megatron's `model_parallel_cuda_manual_seed` has been called on a machine with CUDA, without which Megatron initializes
-    no weights on a GPU.
+    Megatron divides the vocabulary evenly. If it does not divide, the embeddings and the output layer get padding rows. The
+    logits of the padding are the lowest number, so that it changes neither loss nor gradients. It is not saved.
 
-    Megatron divides the vocabulary evenly. If it does not divide, rows are added to the embeddings and the output layer.
-    Their logits are the lowest number, so loss and gradients are those of the model without them. Saving leaves them out.
+    Args:
+        config: The configuration.
+        max_sequence_length: The largest number of tokens of a sequence.
+        tensor_ranks: The number of tensor-parallel ranks.
+        options: Arguments of the TransformerConfig, such as params_dtype. use_cpu_initialization is True by default, and the
+            model is on the CPU, unless there is a GPU and Megatron's `model_parallel_cuda_manual_seed` has been called,
+            which initialization on GPUs needs.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -120,12 +123,12 @@ def megatron_model(config: ModelStack, max_sequence_length: int, tensor_ranks: i
 
 
 def _hide_padding(model: Any, vocab_size: int) -> None:
-    """Make the logits of the ids from `vocab_size` on the lowest number; `our_config` then has this vocab_size."""
+    """Set the logits of ids from `vocab_size` on to the lowest number; `our_config` then has this vocab_size."""
     model.unpadded_vocab_size = vocab_size
     padded, rank = model.vocab_size, _stack(model).tp_group.rank()
 
     def hide(_layer: nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        logits, bias = output  # of this rank's ids, or gathered
+        logits, bias = output  # logits of this rank's ids, or gathered ones
         first = 0 if logits.shape[-1] == padded else rank * logits.shape[-1]
         ids = torch.arange(first, first + logits.shape[-1], device=logits.device)
         return logits.masked_fill(ids >= vocab_size, torch.finfo(logits.dtype).min), bias
@@ -137,8 +140,8 @@ def _hide_padding(model: Any, vocab_size: int) -> None:
 def our_config(model: Any, family: str = "") -> ModelStack:
     """Our configuration of a MambaModel that `specs.stack_spec` built, or of a GPTModel with gated delta nets.
 
-    family: that of a GPTModel, if it is one of `megatron_gpt.FAMILIES`, otherwise their first. ValueError for any other
-    model, for layers, options and positions that the family does not have, and for a stage of a pipeline.
+    ValueError for other models, for layers, options and positions that the family lacks, and for a stage of a pipeline.
+    family: the family of a GPTModel, by default the first of `megatron_gpt.FAMILIES`.
     """
     is_gpt = megatron_gpt.is_gpt(model)
     if not is_gpt and not isinstance(getattr(model, "decoder", None), Stack):
@@ -162,15 +165,20 @@ def our_config(model: Any, family: str = "") -> ModelStack:
 
 
 def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
-    """Fill one of Megatron's models from a Hugging Face directory; all its ranks call it together.
+    """Load the weights of a Hugging Face directory into one of Megatron's models; all its ranks call it together.
 
-    model: a MambaModel that `specs.stack_spec` built, or a GPTModel with gated delta nets, without wrappers around it. Each
-    rank reads its own slices. The model remembers what `save_hugging_face` takes from the directory. ValueError on every
-    rank, with the model unchanged, if the directory holds another model, or if the model has no counterpart (`our_config`).
+    Every rank reads its own slices. The model keeps the directory for `save_hugging_face`. In a GPTModel, the norms of
+    gated delta nets hold their weights minus 1, and A_log and dt_bias are in params_dtype.
 
-    In a GPTModel, the norms of gated delta nets hold their weights minus 1, and A_log and dt_bias are in params_dtype.
+    Args:
+        model: A MambaModel that `specs.stack_spec` built, or a GPTModel with gated delta nets, without wrappers.
+        directory: The Hugging Face directory.
+
+    Raises:
+        ValueError: On every rank, with the model unchanged, if the directory contains another model, or if Hugging Face
+            has no counterpart of the model.
     """
-    our_config(model)  # refuses other models before anything is read
+    our_config(model)  # raises ValueError for other models before anything is read
     stack = _stack(model)
     dtype = stack.config.params_dtype
     with load(directory, stack.tp_group, dtype=dtype, shared_memory=False) as ours:
@@ -186,7 +194,7 @@ def _check_same(model: nn.Module, given: ModelStack, directory: str | Path) -> N
 
 
 def _differences(config: ModelStack, given: ModelStack) -> Iterator[tuple[str, str, object, object]]:
-    """(where, name, value, other value) of what changes the weights and differs in two stacks. where: " in PATH", or ""."""
+    """Yield (" in PATH" or "", name, value, other value) of differences between two stacks that change the weights."""
     named = "family vocab_size hidden_size num_layers norm_eps tie_embeddings".split()
     pairs: list[tuple[str, Any, Any, list[str]]] = [("", config, given, named)]
     operators: Iterable[tuple[str, Any]] = config.operators
@@ -202,15 +210,19 @@ def _differences(config: ModelStack, given: ModelStack) -> Iterator[tuple[str, s
 def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Path | None = None) -> None:
     """Write one of Megatron's models as a Hugging Face directory; all ranks of the world call it.
 
-    model: as for `load_hugging_face`; a GPTModel is written as a Qwen3.5, unless the source is a Qwen3-Next.
+    The tensor-parallel ranks of the first replica send their parts to the first of them, which writes them; see
+    `checkpoints.hf.save`, also for its errors.
 
-    source: a Hugging Face directory of the same architecture (None: that of `load_hugging_face`, if it was called). From it
-    come the tokenizer and the fields of config.json that do not change the weights, such as token ids and residual_in_fp32.
-    Without one, config.json has the fields that Megatron has and those given to `stack_spec`.
+    Args:
+        model: A model as in `load_hugging_face`. A GPTModel is written as a Qwen3.5, unless the source is a Qwen3-Next.
+        directory: The directory to write.
+        source: A Hugging Face directory of the same architecture, by default that of `load_hugging_face`. It provides the
+            tokenizer and the fields of config.json that do not change the weights, such as token ids and residual_in_fp32.
+            Without it, config.json has the fields of Megatron's model and those passed to `stack_spec`.
 
-    The first replica's tensor-parallel ranks send their parts to the first of them, which writes them; see
-    `checkpoints.hf.save`, also for its errors. On every rank, ValueError if `source` holds another model, and
-    FileNotFoundError if it has no config.json, which every rank reads.
+    Raises:
+        ValueError: On every rank, if `source` contains another model.
+        FileNotFoundError: On every rank, if `source` has no config.json.
     """
     from megatron.core import parallel_state
 
@@ -238,7 +250,7 @@ def _stack(model: Any) -> Any:
 
 @torch.no_grad()
 def _copy(ours: Any, model: nn.Module, into_megatron: bool) -> None:
-    """Copy this rank's parts from one model to the other. Megatron's may have more rows, of a padded vocabulary."""
+    """Copy this rank's parts from one model to the other. Megatron's model may have the rows of a padded vocabulary."""
     theirs = in_our_names(model.named_parameters(), ours.config)
     parts = dict(ours.named_parameters())
     if set(theirs) != set(parts):

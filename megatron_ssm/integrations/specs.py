@@ -1,6 +1,6 @@
 """ModuleSpecs of Megatron-Core that build its models from our layers.
 
-Megatron's pretraining scripts take one by its module and its name: `--spec megatron_ssm.integrations.specs NAME`, where NAME
+Megatron's pretraining scripts load a spec by its module and name: `--spec megatron_ssm.integrations.specs NAME`, where NAME
 is mamba_stack_spec (Mamba-2), mamba1_stack_spec or FAMILY_stack_spec for MambaModel, and gpt_layer_spec for GPTModel.
 Importing this module imports megatron.core, which takes seconds.
 """
@@ -51,7 +51,7 @@ def core_attention(**grid: int | bool) -> ModuleSpec:
 def with_core_attention(layer_spec: ModuleSpec, **grid: int | bool) -> ModuleSpec:
     """A copy of a transformer layer's ModuleSpec, such as get_gpt_layer_local_spec's, with `core_attention(**grid)`.
 
-    With Megatron's own linear layers, the layer refuses the TransformerConfig's fp8 and fp4.
+    With Megatron's own linear layers, fp8 and fp4 of the TransformerConfig raise ValueError.
     """
     spec = copy.deepcopy(layer_spec)
     attention = spec.submodules.self_attention.submodules
@@ -65,16 +65,20 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
     """The ModuleSpec of a stack of layers of `family`, one of `families.FAMILIES`.
 
     In the layer pattern, M is a layer with our mixer. In families that share blocks, * is a hybrid layer: one of the blocks,
-    and a mixer. In the others, * is a transformer layer with `core_attention()`, and - an MLP, both of Megatron's
-    own linear layers. Any other symbol is a ValueError.
+    and a mixer. In other families, * is a transformer layer with `core_attention()`, and - an MLP, both of Megatron's own
+    linear layers. Other symbols raise ValueError.
 
-    The sizes are those of Megatron's TransformerConfig. given: fields of the family's config.json in Hugging Face's format
-    that a TransformerConfig does not have, such as conv_kernel, num_mem_blocks, adapter_rank or use_mem_rope. ValueError if
-    one of them is unknown, or, when the model is built, contradicts the TransformerConfig. So is one for options of the
-    TransformerConfig that the layers do not have: fp8, fp4, qk_layernorm and, in shared blocks, other options of attention.
+    The layers need neither CUDA nor Transformer Engine. In distributed checkpoints, the tensors of stack_spec("mamba2") have
+    the keys and the sharding of Megatron's own mamba_stack_spec.
 
-    Nothing that the spec builds needs CUDA or Transformer Engine. In distributed checkpoints the tensors of
-    stack_spec("mamba2") have the keys and the division of those of Megatron's own mamba_stack_spec.
+    Args:
+        family: The family.
+        given: Fields of the family's config.json in Hugging Face's format that a TransformerConfig lacks, such as
+            conv_kernel, num_mem_blocks, adapter_rank or use_mem_rope. Sizes are those of the TransformerConfig.
+
+    Raises:
+        ValueError: A field is unknown. When the model is built: a field contradicts the TransformerConfig, or the layers do
+            not support one of its options (fp8, fp4, qk_layernorm; in shared blocks, other options of attention).
     """
     check_given(family, given)
     mixer = ModuleSpec(module=Mixer, params=dict(family=family, given=given))
@@ -126,7 +130,7 @@ _OTHER_NAMES = {"mamba": "mamba2", "mamba1": "mamba"}
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    """NAME_stack_spec of a family, also of one that was registered after this module was imported."""
+    """NAME_stack_spec of a family, even if it was registered after this module was imported."""
     family = name.removesuffix("_stack_spec")
     family = _OTHER_NAMES.get(family, family)
     if not name.endswith("_stack_spec") or family not in FAMILIES:
@@ -135,5 +139,5 @@ def __getattr__(name: str) -> ModuleSpec:
 
 
 # Megatron's scripts look for a name in the module's dictionary.
-_WITH_SPEC = [each for each in (*FAMILIES, *_OTHER_NAMES) if FAMILIES[_OTHER_NAMES.get(each, each)].pattern]
-globals().update({name: __getattr__(name) for name in (f"{each}_stack_spec" for each in _WITH_SPEC)})
+_WITH_SPEC = [name for name in (*FAMILIES, *_OTHER_NAMES) if FAMILIES[_OTHER_NAMES.get(name, name)].pattern]
+globals().update({name: __getattr__(name) for name in (f"{family}_stack_spec" for family in _WITH_SPEC)})

@@ -1,6 +1,5 @@
-"""Connections to the frameworks that own the gradients: torch DDP, Megatron DDP, DeepSpeed; and what each refuses.
+"""Adapters of the frameworks that own the gradients: torch DDP, Megatron DDP, DeepSpeed.
 
-In: a framework's object. Out: a `gradients.Session`, which is told when each gradient is ready,
-or a ValueError that names the setting that is not supported.
-What is refused, such as ZeRO 2 and 3, is in `refusals.py`.
+In: a framework's object. Out: its gradients, handed over to a `gradients.Session` when they are ready, or a ValueError that
+names an unsupported setting, such as ZeRO 2 and 3 (see `refusals.py`).
 """

@@ -1,8 +1,8 @@
-"""References from a framework's object to ours, of which copies of the framework's object must not have their own."""
+"""References from a framework's object to our objects, which copies of the framework's object must not have."""
 
 
 class NotCopied:
-    """Holds an object for a target that may be copied or pickled; in the copy, None stands in its place."""
+    """Holds an object for a target that may be copied or pickled; the copy holds None instead."""
 
     def __init__(self, object: object):
         self.object = object

@@ -1,4 +1,4 @@
-"""The adapter of DeepSpeed's engine, ZeRO 0 and 1. It imports no DeepSpeed, which waits for the means of each bucket."""
+"""The adapter of DeepSpeed's engine with ZeRO 0 or 1, which waits for the means of each bucket. It imports no DeepSpeed."""
 
 from collections.abc import Iterable, Sequence
 from types import MethodType
@@ -18,7 +18,7 @@ class DeepSpeedEngine:
 
     can_wait_for_buffer, reduce_scatters = False, False
 
-    _session: Session  # while it is installed
+    _session: Session  # set while the adapter is installed
 
     def __init__(self, engine: Any):
         self._engine, self.module = engine, engine.module
@@ -36,7 +36,7 @@ class DeepSpeedEngine:
         self.sent_itemsize = sent_dtype(engine, self._stage, self.parameters.values()).itemsize
 
     def install(self, session: Session) -> None:
-        """Hand gradients to `session` from now on."""
+        """Replace DeepSpeed's methods, so that gradients go to `session`."""
         self._session = session
         if self._stage:
             self._engine.optimizer.average_tensor = MethodType(self._average_tensor, self._engine.optimizer)
@@ -55,7 +55,7 @@ class DeepSpeedEngine:
         del self._session
 
     def _average_tensor(self, optimizer: Any, tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-        """Replaces the method of ZeRO 1. tensor: the gradients of the bucket's parameters, one after the other."""
+        """Replaces the method of ZeRO 1. tensor: the concatenated gradients of the bucket's parameters."""
         parameters = [
             optimizer.bit16_groups[i][at] for i, at, _ in optimizer.ipg_buckets[communication_data_type].params
         ]
@@ -89,7 +89,7 @@ class DeepSpeedEngine:
 
 
 def _parts(flat: torch.Tensor, names: Iterable[str], like: Iterable[torch.Tensor]) -> dict:
-    """{name: its part of `flat`}; the parts are as long as the tensors `like`, one after the other."""
+    """{name: its part of `flat`}, which is split by the sizes of the tensors `like`."""
     return dict(zip(names, flat.split([tensor.numel() for tensor in like]), strict=True))
 
 

@@ -20,7 +20,7 @@ def skips_nonfinite_steps(optimizer: Any, stage: int) -> bool:
 
 
 def model_group(mpu: object) -> ProcessGroup | None:
-    """The ranks over which the model is divided, from the methods that DeepSpeed looks for, or None if there is one only."""
+    """The ranks over which the model is divided, from the methods of `mpu` that DeepSpeed calls; None for one rank."""
     names = ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group")
     get_group = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
     group = get_group() if get_group else None
@@ -28,7 +28,7 @@ def model_group(mpu: object) -> ProcessGroup | None:
 
 
 def sent_dtype(engine: Any, stage: int, parameters: Iterable[torch.Tensor]) -> torch.dtype:
-    """The dtype in which DeepSpeed sends most gradients. With ZeRO 1 and torch_autocast, each parameter has its own."""
+    """The dtype in which DeepSpeed sends most gradients. It depends on the parameter with ZeRO 1 and torch_autocast."""
     if not stage or engine.sequence_parallel_size > 1:
         return engine.communication_data_type
     return most_common_dtype(parameters, engine.optimizer.get_param_comm_dtype)

@@ -11,7 +11,7 @@ Adapter = TorchDDP | MegatronDDP | DeepSpeedEngine
 
 
 def adapter_for(target: object) -> Adapter:
-    """The adapter of `target`, which is recognized by its methods. ValueError: there is none, or it refuses the settings."""
+    """The adapter of `target`, by its methods. ValueError if the framework or its settings are not supported."""
     if isinstance(target, DistributedDataParallel):
         return TorchDDP(target)
     if is_megatron_ddp(target):
@@ -21,6 +21,6 @@ def adapter_for(target: object) -> Adapter:
     kinds = {kind.__name__ for kind in type(target).__mro__}
     is_sharded = kinds & {"FullyShardedDataParallel", "FSDPModule"}
     raise ValueError(
-        f"SparseFusion attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is "
-        f"{type(target).__name__}" + (", whose gradients are divided over the ranks" if is_sharded else "")
+        f"SparseFusion attaches to DistributedDataParallel of torch or Megatron-Core, or to a DeepSpeed engine, not to "
+        f"{type(target).__name__}" + (", whose gradients are sharded over the ranks" if is_sharded else "")
     )

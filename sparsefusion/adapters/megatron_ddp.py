@@ -1,4 +1,4 @@
-"""The adapter of Megatron-Core's DistributedDataParallel. Megatron itself reduces the gradients of experts."""
+"""The adapter of Megatron-Core's DistributedDataParallel, except for gradients of experts, which Megatron itself reduces."""
 
 from types import MethodType
 from typing import Any
@@ -14,7 +14,7 @@ class MegatronDDP:
     """The adapter of one Megatron DDP module, with or without overlap and distributed optimizer."""
 
     can_wait_for_buffer = True
-    _session: Session  # while it is installed
+    _session: Session  # set while the adapter is installed
 
     def __init__(self, ddp: Any):
         self._ddp, self._config, self.module = ddp, ddp.ddp_config, ddp.module
@@ -32,7 +32,7 @@ class MegatronDDP:
         self.can_send_early = self._overlaps and self._factor == 1
 
     def install(self, session: Session) -> None:
-        """Hand gradients to `session` from now on."""
+        """Replace Megatron's methods, so that gradients go to `session`."""
         refuse_experts_with_skipped_steps(self._ddp, session)
         self._session = session
         for group in self._ddp.bucket_groups:
@@ -47,7 +47,7 @@ class MegatronDDP:
             del group.start_grad_sync
             if self.can_send_early:
                 del group.register_grad_ready
-            group.grad_reduce_handle = None  # of a step that an error ended
+            group.grad_reduce_handle = None  # may remain from a step that an error ended
         del self._ddp.finish_grad_sync
         del self._session
 
@@ -60,7 +60,7 @@ class MegatronDDP:
         elif not self._overlaps:
             self._handles[id(group)].wait()
         elif not group.is_first_batch:
-            raise RuntimeError("Megatron starts a reduction that is in progress")
+            raise RuntimeError("Megatron started a reduction that is still in progress")
 
     def _reduce(self, group: Any, force_all_reduce: bool) -> Waitable:
         flats = [bucket.grad_data for bucket in group.buckets]
@@ -81,12 +81,12 @@ class MegatronDDP:
         type(group).register_grad_ready(group, parameter, *arguments, **named)
 
     def _mean_factor(self, bucket: Any) -> float:
-        """The factor of a mean that Megatron expects, which may be a scaled sum."""
+        """The factor of the mean with which Megatron scales gradients."""
         ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
         return round(bucket.gradient_scaling_factor * ranks, 12)  # 49 * (1 / 49) is not 1
 
     def _finish(self, *arguments: object, **named: object) -> None:
-        """Replaces the module's finish_grad_sync. It starts all groups before it waits, because buffers may span groups."""
+        """Replaces the module's finish_grad_sync. It starts all groups before it waits: buffers may span several groups."""
         try:
             for group in self._ddp.bucket_groups:
                 if id(group) not in self._handles and (group.is_first_batch or not self._overlaps):
@@ -95,4 +95,4 @@ class MegatronDDP:
             self._session.end_step()
         finally:
             self._handles = {}
-            self._session.abandon_step()  # it has an effect only after an error
+            self._session.abandon_step()  # has no effect unless there was an error

@@ -1,4 +1,4 @@
-"""Raises ValueError, naming the setting, for invalid options and for what is not supported, such as ZeRO 2 and 3."""
+"""Raises ValueErrors for invalid options, and for unsupported settings of frameworks such as ZeRO 2 and 3."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from sparsefusion.planning.plan import WIRES
 
 from .deepspeed_settings import skips_nonfinite_steps
 
-OLDEST_DEEPSPEED = "0.19.4"  # in older versions, ZeRO 1's methods have other arguments, or other steps are skipped
+OLDEST_DEEPSPEED = "0.19.4"  # older versions have other arguments of ZeRO 1's methods, or skip other steps
 CHOICES = {
     "sparsifier": SPARSIFIERS,
     "mode": MODES,
@@ -51,33 +51,33 @@ def refuse_options(
             raise ValueError(f"{name}={value!r} must be a function")
     for name, value in names.items():
         if value not in CHOICES[name]:
-            raise ValueError(f"{name}={value!r} is none of {', '.join(CHOICES[name])}")
+            raise ValueError(f"unknown {name} {value!r}: expected {', '.join(CHOICES[name])}")
 
 
 def refuse_gradients(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-    """ValueError: some gradients are sparse tensors, or complex. parameters: {name: parameter}."""
-    for name, each in module.named_modules():
-        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+    """ValueError if some gradients are sparse or complex tensors. parameters: {name: parameter}."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise ValueError(f"{name} has sparse=True: SparseFusion needs dense gradients")
     for name, parameter in parameters.items():
         if parameter.is_complex():
-            raise ValueError(f"{name} is of {parameter.dtype}: SparseFusion selects from real numbers")
+            raise ValueError(f"{name} is {parameter.dtype}: SparseFusion needs real gradients")
 
 
 def refuse_ddp(ddp: DistributedDataParallel) -> None:
-    """ValueError: this DDP of torch has a communication hook or no buckets, or may skip the end of a step."""
+    """ValueError if torch's DDP has a communication hook or no buckets, or may skip the end of a step."""
     if ddp._comm_hooks:
-        raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it takes one only")
+        raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it accepts only one")
     if getattr(ddp, "_use_python_reducer", False):
         raise ValueError("this DDP has the python reducer (torch._dynamo.config.optimize_ddp), which has no buckets")
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
-        raise ValueError("this DDP has optimizers in its backward, for which it takes its one communication hook")
+        raise ValueError("this DDP has optimizers in its backward pass, which use its one communication hook")
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")
 
 
 def refuse_megatron(ddp: Any) -> None:
-    """ValueError: this DDP of Megatron reduces over two groups, or nothing, or has stages that skip steps on their own."""
+    """ValueError if Megatron's DDP reduces nothing or over two groups, or has stages that skip steps independently."""
     if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
         raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
     for option in ("check_for_large_grads", "reduce_scatter_with_fp32_accumulation"):
@@ -88,24 +88,24 @@ def refuse_megatron(ddp: Any) -> None:
     stages = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
     if any(group.size() > 1 for group in stages):
         raise ValueError(
-            "SparseFusion does not work with Megatron's pipeline parallelism: a stage has a step of its own"
+            "SparseFusion does not work with Megatron's pipeline parallelism, whose stages have their own steps"
         )
 
 
 def refuse_experts_with_skipped_steps(ddp: Any, session: Session) -> None:
-    """ValueError: this DDP of Megatron may skip a step because of expert gradients, which the session does not see."""
+    """ValueError if Megatron's DDP may skip a step because of gradients of experts, which the session does not see."""
     if (session.skips_nonfinite_steps or session.loss_scale) and ddp.expert_parallel_bucket_groups:
         raise ValueError(
-            "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step that overflows "
-            "in theirs is skipped, and what was sent of the others in it would be lost"
+            "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step is skipped if "
+            "their gradients overflow, and the elements that it sent of other gradients would be lost"
         )
 
 
 def refuse_deepspeed(engine: Any) -> int:
-    """The ZeRO stage of the engine. ValueError: it is 2 or 3, the version is too old, or a feature is not supported."""
+    """The ZeRO stage of the engine. ValueError if it is 2 or 3, or if the version or a feature is not supported."""
     stage = int(engine.zero_optimization_stage())
     if stage > 1:
-        raise ValueError(f"ZeRO stage {stage} divides gradients over the ranks; SparseFusion needs stage 0 or 1")
+        raise ValueError(f"ZeRO stage {stage} shards gradients over the ranks; SparseFusion needs stage 0 or 1")
     for is_used, feature in _unsupported_features(engine, engine.optimizer, stage):
         if is_used:
             raise ValueError(f"SparseFusion does not work with DeepSpeed's {feature}")
@@ -113,7 +113,7 @@ def refuse_deepspeed(engine: Any) -> int:
 
 
 def _unsupported_features(engine: Any, optimizer: Any, stage: int) -> Iterator[tuple[object, str]]:
-    """(whether it is used, its name) of each feature that is not supported, in the order in which they are reported."""
+    """Pairs (is used, name) of unsupported features, in the order in which they are reported."""
     version = TorchVersion(sys.modules["deepspeed"].__version__)
     yield version < OLDEST_DEEPSPEED, f"version {version}: {OLDEST_DEEPSPEED} is the oldest"
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -131,7 +131,7 @@ def _unsupported_features(engine: Any, optimizer: Any, stage: int) -> Iterator[t
     if not stage and skips_nonfinite_steps(optimizer, stage):
         checked = {id(p) for group in optimizer.fp16_groups for p in group}
         left_out = [name for name, p in trained.items() if p.numel() and id(p) not in checked]
-        yield left_out, f"optimizer, which skips steps without having looked at {', '.join(left_out[:3])}"
+        yield left_out, f"optimizer, which skips steps without checking {', '.join(left_out[:3])}"
     if stage:
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda group: False)
         yield not hasattr(optimizer, "average_tensor"), f"{type(optimizer).__name__}: leave out grad_accum_dtype"

@@ -1,4 +1,4 @@
-"""The process groups of a framework's object, which ranks need to compare whether they refuse it.
+"""The process groups of a framework's object, over which ranks compare whether they can attach to it.
 
 They can be read before any setting of the object is checked.
 """
@@ -13,9 +13,12 @@ from .deepspeed_settings import model_group as deepspeed_model_group
 
 
 class TargetGroups(NamedTuple):
-    """data: the ranks that average gradients. model: those over which the framework divides the model, or None.
+    """The process groups of a framework's object.
 
-    data is None for an object that is of no known framework. device: of the parameters.
+    Attributes:
+        data: The ranks that average gradients; None if the framework is unknown.
+        model: The ranks over which the framework divides the model, or None.
+        device: The device of the parameters.
     """
 
     data: ProcessGroup | None
@@ -34,7 +37,7 @@ def is_deepspeed_engine(target: object) -> bool:
 
 
 def target_groups(target: Any) -> TargetGroups:
-    """The process groups of `target`, the same on all of its ranks, also if SparseFusion refuses it."""
+    """The process groups of `target`, the same on all of its ranks, even if SparseFusion does not support it."""
     data = model = None
     if isinstance(target, DistributedDataParallel):
         data = target.process_group

@@ -12,17 +12,16 @@ from .attachment import NotCopied
 from .ddp_reduction import DenseBuckets, reduced_parameters
 from .refusals import refuse_ddp
 
-HOOK_ATTRIBUTE = "_sparsefusion_hook"  # DDP takes one hook for its lifetime, so it stays when the adapter is removed
+HOOK_ATTRIBUTE = "_sparsefusion_hook"  # DDP accepts one hook in its lifetime, so it stays when the adapter is removed
 
 
 class HookState(NotCopied):
     """The state of the communication hook, which torch's DDP keeps for its lifetime.
 
-    The garbage collector does not see that DDP holds it, so the adapter is referenced weakly. dense: DDP's own
-    reduction, which runs when there is no adapter.
+    The garbage collector does not see DDP's reference to it, so it references the adapter weakly.
     """
 
-    dense: DenseBuckets  # since DDP has taken the hook
+    dense: DenseBuckets  # DDP's own reduction, which runs without an adapter; set when the hook is registered
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -30,12 +29,12 @@ class HookState(NotCopied):
 
     @property
     def adapter(self) -> "TorchDDP | None":
-        """The adapter that takes the gradients, or None."""
+        """The adapter that receives the gradients, or None."""
         return None if self._adapter is None else self._adapter()
 
     @adapter.setter
     def adapter(self, adapter: "TorchDDP | None") -> None:
-        """Reference an adapter weakly, or None."""
+        """Set the adapter, by a weak reference."""
         self._adapter = None if adapter is None else weakref.ref(adapter)
 
 
@@ -43,7 +42,7 @@ class TorchDDP:
     """The adapter of one DDP module."""
 
     can_wait_for_buffer = True
-    _session: Session  # while it is installed
+    _session: Session  # set while the adapter is installed
 
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp, self.module, self.group = ddp, ddp.module, ddp.process_group
@@ -51,7 +50,7 @@ class TorchDDP:
         self._names = {id(p): name for name, p in self.parameters.items()}
 
     def install(self, session: Session) -> None:
-        """Hand gradients to `session` from now on. ValueError: this DDP takes no communication hook."""
+        """Register the hook, so that gradients go to `session`. ValueError if this DDP accepts no communication hook."""
         state = getattr(self._ddp, HOOK_ATTRIBUTE, None)
         if state is None:
             refuse_ddp(self._ddp)
@@ -59,13 +58,14 @@ class TorchDDP:
             try:
                 self._ddp.register_comm_hook(state, _hook)
             except RuntimeError as error:  # it has one of torch's built-in hooks
-                raise ValueError(f"this DDP takes no communication hook: {str(error).partition(chr(10))[0]}") from None
+                reason = str(error).partition("\n")[0]
+                raise ValueError(f"this DDP accepts no communication hook: {reason}") from None
             finally:
-                self._ddp._comm_hooks.clear()  # a note for the python reducer, which a copy would take along
+                self._ddp._comm_hooks.clear()  # the list is for the python reducer; copies of the DDP would copy it
             state.dense = DenseBuckets(self._ddp)
             setattr(self._ddp, HOOK_ATTRIBUTE, state)
         state.adapter, self._session = self, session
-        self._futures: list[tuple[torch.futures.Future, torch.Tensor]] = []  # of this step
+        self._futures: list[tuple[torch.futures.Future, torch.Tensor]] = []  # the futures and buckets of this step
 
     def remove(self) -> None:
         """Let DDP reduce as it would without a hook."""
@@ -84,19 +84,17 @@ class TorchDDP:
             step_futures, self._futures = self._futures, []
             try:
                 self._session.end_step()
-            except (
-                Exception
-            ) as error:  # of any kind: raised here, it would leave DDP in the middle of its backward pass
+            except Exception as error:  # any error raised here would interrupt DDP's backward pass
                 _raise_after_backward(error)
-            for each, mean in step_futures:
-                each.set_result(mean)
+            for bucket_future, mean in step_futures:
+                bucket_future.set_result(mean)
         return future
 
 
 def _raise_after_backward(error: Exception) -> None:
-    """Raise when DDP has finished its backward pass, so that another can follow.
+    """Raise the error when DDP has finished its backward pass, so that another backward pass can follow.
 
-    DDP queues its own end after the last hook; the error is queued behind it.
+    DDP queues the end of its backward pass after the last hook; the error is queued behind it.
     """
 
     def fail():
@@ -105,7 +103,7 @@ def _raise_after_backward(error: Exception) -> None:
     engine = torch.autograd.Variable._execution_engine
     try:
         engine.queue_callback(lambda: engine.queue_callback(fail))
-    except RuntimeError:  # there is no backward pass: in join(), this rank only takes part in the others'
+    except RuntimeError:  # in join() this rank has no backward pass, but participates in that of other ranks
         raise error from None
 
 

@@ -1,4 +1,4 @@
-"""`python -m sparsefusion COMMAND`: measure, fit and report what messages cost. Only `measure` loads torch."""
+"""`python -m sparsefusion COMMAND`: measure, fit and report the costs of messages. Only `measure` loads torch."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 def parser() -> Parser:
     """The parser of the command line: one sub-parser for each command."""
-    main = Parser(prog="sparsefusion", description="What messages between ranks cost.")
+    main = Parser(prog="sparsefusion", description="The costs of messages between ranks.")
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_measure(commands.add_parser("measure", help="measure collectives on these ranks (under torchrun)"))
     _add_fit(commands.add_parser("fit", help="fit measurements of nccl-tests"))
@@ -33,10 +33,10 @@ def _add_measure(measure: Parser) -> None:
         type=_sizes,
         default="1K:16M",
         metavar="A:B",
-        help="sizes from A to B, each twice the one before; default: 1K:16M",
+        help="sizes from A to B, doubling; default: 1K:16M",
     )
     measure.add_argument("--collectives", type=_operations, default=OPERATIONS, metavar="A,B", help="default: all")
-    measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks, default: all that run")
+    measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks; default: all ranks")
     measure.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch finds one")
 
 
@@ -53,7 +53,7 @@ def _add_fit(fit: Parser) -> None:
 
 
 def _argument_type(convert: Callable[[str], Value]) -> Callable[[str], Value]:
-    """`convert` as a type for argparse; the messages of its ValueErrors are printed unchanged."""
+    """`convert` as a type for argparse that prints the messages of its ValueErrors unchanged."""
 
     def converted(text: str) -> Value:
         try:
@@ -69,7 +69,7 @@ def _nbytes(text: str) -> int:
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
     number = text[: len(text) - len(unit)]
     if unit not in UNITS or not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"{text!r} is no size such as 4096, 64K or 16M")
+        raise ValueError(f"invalid size {text!r}: expected a number such as 4096, 64K or 16M")
     return int(number) * UNITS[unit]
 
 
@@ -78,7 +78,7 @@ def _sizes(text: str) -> list[int]:
     """'1K:16M' -> [1024, 2048, ..., 16777216]."""
     first, last = (_nbytes(end) for end in text.partition(":")[::2])
     if first < 4:
-        raise ValueError(f"{text!r} begins below 4 bytes, one number")
+        raise ValueError(f"{text!r} begins below 4 bytes, the size of one element")
     if first > last:
         raise ValueError(f"{text!r} begins above its end")
     return [first << doubling for doubling in range((last // first).bit_length())]
@@ -90,7 +90,7 @@ def _operations(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in OPERATIONS:
-            raise ValueError(f"{name!r} is none of {', '.join(OPERATIONS)}")
+            raise ValueError(f"unknown collective {name!r}: expected {', '.join(OPERATIONS)}")
     return names
 
 
@@ -119,7 +119,7 @@ def _positive(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (None: that of this process) and return its exit code."""
+    """Run a command line, by default that of this process, and return its exit code."""
     if code := run("sparsefusion", adopt_launcher):
         return code
     arguments = parser().parse_args(argv)
@@ -150,7 +150,7 @@ def _fit(arguments: argparse.Namespace) -> None:
     for operation, paths in files.items():
         read = [(curve.operation, curve.ranks, curve.mode) for curve in sweeps if curve.operation.startswith(operation)]
         if len(read) > len(set(read)):
-            raise ValueError(f"{' and '.join(paths)} measured the same {operation}: give one of them")
+            raise ValueError(f"{' and '.join(paths)} contain the same {operation}: pass one of them")
     sources = [*(path for paths in files.values() for path in paths), *arguments.latency]
     description: dict[str, object] = {"source": ", ".join(Path(path).name for path in sources)}
     if arguments.link_gb_per_s:
@@ -161,7 +161,7 @@ def _fit(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    """Write the page and the plots, and print their paths."""
+    """Write the report, and print the paths of its files."""
     from sparsefusion.fabric.cost_model import Fabric
     from sparsefusion.fabric.report import write_report
 

@@ -1,4 +1,4 @@
-"""Steps that may fail on one rank alone: all ranks get through them, or all raise the same error and none waits forever."""
+"""Actions that may fail on some ranks only: either all ranks complete them, or all raise the same error, and none hangs."""
 
 import hashlib
 import os
@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from sparsefusion.foundation.launcher import this_rank
 
-SHOWN = 200  # characters of each rank's value in an error
-EQUAL = 80  # characters of it before the difference
+SHOWN = 200  # characters of each rank's value that an error shows
+EQUAL = 80  # how many of them precede the first difference
 
-Gather = Callable[[Any], list]  # this rank's value (one that JSON has) -> those of all ranks, in their order
+Gather = Callable[[Any], list]  # this rank's value (JSON-serializable) -> the values of all ranks, in rank order
 T = TypeVar("T")
 
 
 def check_member(group: object) -> None:
-    """ValueError if `group` is neither None nor a process group of this rank (`new_group` gives others a number)."""
+    """ValueError unless `group` is None or a process group of this rank (for other ranks, `new_group` returns a number)."""
     if not (group is None or isinstance(group, dist.ProcessGroup)):
-        given = " ".join(repr(group).split())  # the repr of a tensor may have several lines
-        raise ValueError(f"group {given:.60} is no process group that this rank is a member of")
+        text = " ".join(repr(group).split())  # the repr of a tensor may have several lines
+        raise ValueError(f"group {text:.60} is no process group that this rank is a member of")
 
 
 def together(
@@ -33,19 +33,24 @@ def together(
     same: Callable[[T], object] = lambda result: None,
     device: torch.device | str | None = None,
 ) -> T:
-    """Return what `action()` returns, after all ranks of each group have completed it.
+    """Return the result of `action()`, after all ranks of each group have completed it.
 
     If it fails on some ranks, every rank raises the error of the first of them, with its rank at the end of the text. An
-    error that occurs on all ranks is raised unchanged. ValueError on every rank: they have different values of `same`, or,
-    on this rank only, `groups` has something else than its groups.
+    error that occurs on all ranks is raised unchanged.
 
-    groups: compare one after the other, and a group learns of the errors in those before. A group of one rank, and None,
-    is left out. A function may take the place of a group: see `meeting.gather_in_store`.
-    same: maps the result to what must be equal on all ranks. The `repr` of it is compared, and the error names the first
-    difference; that of a mapping also names the entry.
-    device: the GPU by which NCCL gathers (None: the current one).
+    Args:
+        action: The action of this rank.
+        groups: The groups of ranks that wait for each other. They are checked in order, and an error in one group is
+            passed on to the next. None and groups of one rank are skipped. A function that gathers may replace a group
+            (see `meeting.gather_in_store`).
+        same: Maps the result to a value whose `repr` must be equal on all ranks. The error names the first difference,
+            and the key if the value is a mapping.
+        device: The GPU that NCCL uses, by default the current one.
 
-    Each group gathers a pickled digest from every rank, and if these differ the values.
+    Raises:
+        ValueError: On every rank, if `same` differs across ranks; on this rank, if `groups` has an invalid element.
+
+    Each group gathers a pickled digest from every rank, and the values only if digests differ.
     """
     gathers = []
     for group in groups:
@@ -84,10 +89,14 @@ def together(
 
 
 def on_first(action: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device | str | None = None) -> T:
-    """Return, on all ranks of `group`, what `action()` returns on the first of them; its error is raised on all of them.
+    """Run `action()` on the first rank of `group`, and return its result or raise its error on all of them.
 
-    group: None is this rank alone. device: the GPU by which NCCL sends (None: the current one). The first rank broadcasts
-    the result, or the type and text of the error, as a pickled object.
+    The first rank broadcasts the result, or the type and text of the error, as a pickled object.
+
+    Args:
+        action: The action.
+        group: The ranks; None for this rank alone.
+        device: The GPU that NCCL uses, by default the current one.
     """
     if group is None or group.size() == 1:
         return action()
@@ -109,7 +118,7 @@ def on_first(action: Callable[[], T], group: dist.ProcessGroup | None, device: t
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None, device: torch.device | str | None = None) -> list[T]:
-    """Every rank's value, in rank order, sent as pickled objects. group: None is this rank. device: as in `together`."""
+    """Every rank's value, in rank order, sent as pickled objects. group, device: see `on_first`."""
     return [value] if group is None else _gather_in(group, device)(value)
 
 
@@ -129,7 +138,10 @@ def _gather_in(group: dist.ProcessGroup, device: torch.device | str | None) -> G
 class _Failure(NamedTuple):
     """An error that can be sent to other ranks.
 
-    kind: the module and name of its class. where: what comes after the text, unless all ranks have the error.
+    Attributes:
+        kind: The module and the name of its class.
+        text: Its message.
+        where: A suffix of the message that names the rank.
     """
 
     kind: str
@@ -138,7 +150,7 @@ class _Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, where: str = "") -> "_Failure":
-        """The failure of an error. Its kind is the nearest base class that other ranks can make from a text alone."""
+        """Describe an error. Its kind is the nearest base class that other ranks can construct from a message alone."""
         text = str(error)
         for kind in type(error).__mro__:
             name = f"{kind.__module__}:{kind.__qualname__}"
@@ -148,17 +160,17 @@ class _Failure(NamedTuple):
         return cls(name, text if kind is type(error) else f"{type(error).__name__}: {text}", where)
 
     def as_error(self) -> Exception:
-        """The error again."""
+        """Construct the error."""
         return pkgutil.resolve_name(self.kind)(f"{self.text}{self.where}")
 
 
 def _values(value: object) -> dict[str, str]:
-    """The values that are compared: {name=: repr} of the entries of a mapping, else of the value without a name."""
+    """The values to compare: {"name=": repr} of the entries of a mapping, or {"": repr} of another value."""
     return {f"{name}=": repr(each) for name, each in value.items()} if isinstance(value, Mapping) else {"": repr(value)}
 
 
 def _difference(gathered: Sequence[tuple[int, dict[str, str]]]) -> str:
-    """The text of the error, from each rank's number and values."""
+    """The message of the error, from pairs (rank, values)."""
     (first_rank, first), *_ = gathered
     rank, other = next((rank, values) for rank, values in gathered if values != first)
     name = next(name for name in [*first, *other] if other.get(name) != first.get(name))

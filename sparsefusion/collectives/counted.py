@@ -1,9 +1,9 @@
 """Collectives that count the bytes that they send.
 
-Every function takes a process group (None: one rank, nothing is sent) and a `Counter` (None: nothing is counted). It
-returns tensors without gradients, and does not change its input; among several ranks the results are new tensors, and
-with group None they share the input's memory. All ranks call it with the same shape and dtype, unless it says otherwise.
-How many bytes a rank sends of an input of S bytes among P ranks:
+Every function takes a process group (None: one rank, nothing is sent) and a `Counter` (None: nothing is counted). Results
+have no gradients, and inputs are not changed. With a group, results are new tensors; with group None they share the input's
+memory. Unless stated otherwise, all ranks pass the same shape and dtype. A rank sends these bytes for an input of S bytes
+among P ranks:
 
 | collective | input of a rank | bytes sent |
 |---|---|---|
@@ -11,7 +11,7 @@ How many bytes a rank sends of an input of S bytes among P ranks:
 | all_gather | its part | (P-1) S |
 | reduce_scatter | P parts | (P-1)/P S |
 | all_to_all | P parts | (P-1)/P S |
-| all_to_all_rows | rows for each rank | those for other ranks |
+| all_to_all_rows | rows for each rank | bytes of the rows for other ranks |
 | exchange | the messages that it sends | S |
 """
 
@@ -22,14 +22,17 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-STEP_BYTES = 32 * 1024  # from this size on, messages are sent to one rank after the other
+STEP_BYTES = 32 * 1024  # messages of at least this size are sent to one rank after the other
 
 
 @dataclass
 class Counter:
     """Counts this rank's calls of collectives.
 
-    calls: the number of calls of each collective. nbytes: bytes of the inputs. sent: bytes that this rank has sent.
+    Attributes:
+        calls: The number of calls of each collective.
+        nbytes: The bytes of their inputs.
+        sent: The bytes that this rank has sent.
     """
 
     calls: CallCounts[str] = field(default_factory=CallCounts)
@@ -100,7 +103,7 @@ def begin_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, counter: Co
     """Start an `all_gather`; `wait()` returns [result]. All ranks start their collectives in the same order."""
     tensor = tensor.detach().contiguous()
     _count(counter, "all_gather", tensor, group.size() - 1, 1)
-    parts = tensor.new_empty(group.size(), *tensor.shape)
+    parts = tensor.new_empty(group.size(), *tensor.shape)  # (P, ...)
     if tensor.is_cuda:
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
         work = gather(parts, tensor, group=group, async_op=True)
@@ -119,7 +122,7 @@ def all_to_all(
     """Send row r of `tensor` (P, ...) to rank r. Returns (P, ...), row r from rank r."""
     if group is None:
         return tensor.detach()
-    tensor = _rows_for_ranks(tensor, group)
+    tensor = tensor.detach().contiguous()
     _count(counter, "all_to_all", tensor, group.size() - 1, group.size())
     received = torch.empty_like(tensor)
     if not _step_by_step(tensor[0]):
@@ -134,7 +137,7 @@ def all_to_all(
 
 def begin_all_to_all(tensor: torch.Tensor, group: dist.ProcessGroup, counter: Counter | None = None) -> "Exchange":
     """Start an `all_to_all`; `wait()` returns [result]. All ranks start their collectives in the same order."""
-    tensor = _rows_for_ranks(tensor, group)
+    tensor = tensor.detach().contiguous()
     _count(counter, "all_to_all", tensor, group.size() - 1, group.size())
     received = torch.empty_like(tensor)
     work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
@@ -148,10 +151,9 @@ def all_to_all_rows(
     group: dist.ProcessGroup,
     counter: Counter | None = None,
 ) -> torch.Tensor:
-    """Send the first sent[0] rows of `tensor` to rank 0, the next sent[1] rows to rank 1, and so on; there may be none.
+    """Send sent[r] rows of `tensor` to each rank r, in rank order; numbers may be 0 and may differ across ranks.
 
-    Returns (sum of received, ...): received[0] rows from rank 0, then those from rank 1, and so on. The ranks' tensors may
-    have different numbers of rows.
+    Returns (sum of received, ...): received[r] rows from each rank r, in rank order.
     """
     tensor = tensor.detach().contiguous()
     arrived = tensor.new_empty(sum(received), *tensor.shape[1:])
@@ -171,7 +173,7 @@ def _step_by_step(message: torch.Tensor) -> bool:
 
 
 def _swap(out: torch.Tensor, into: torch.Tensor, step: int, group: dist.ProcessGroup) -> None:
-    """Send `out` to the rank `step` after this one while receiving `into` from the one `step` before."""
+    """Send `out` to rank + step while receiving `into` from rank - step, modulo the number of ranks."""
     rank, ranks = group.rank(), group.size()
     exchange([(out, (rank + step) % ranks)], [(into, (rank - step) % ranks)], group).wait()
 
@@ -179,16 +181,16 @@ def _swap(out: torch.Tensor, into: torch.Tensor, step: int, group: dist.ProcessG
 def reduce_scatter(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, counter: Counter | None = None
 ) -> torch.Tensor:
-    """The sum (...) of row r of every rank's `tensor` (P, ...) on rank r; on CPUs added in rank order.
+    """The sum (...) of row r of every rank's `tensor` (P, ...) on rank r.
 
-    gloo's reduce-scatter is an all-reduce, which sends twice as much. On CPUs an all-to-all sends the rows instead, and
-    is what the counter counts.
+    On CPUs it is an all-to-all, which is also the collective that is counted, and a sum in rank order: gloo's
+    reduce-scatter is an all-reduce, which sends twice as much.
     """
     if group is None:
         return tensor[0].detach()
     if not tensor.is_cuda:
         return in_rank_order(all_to_all(tensor, group, counter))
-    tensor = _rows_for_ranks(tensor, group)
+    tensor = tensor.detach().contiguous()
     _count(counter, "reduce_scatter", tensor, group.size() - 1, group.size())
     total = torch.empty_like(tensor[0])
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -197,19 +199,12 @@ def reduce_scatter(
 
 
 def in_rank_order(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of `parts`, a new tensor. They are added in their order, so that it has the same bits on every rank."""
+    """The sum of `parts`, added in their order, so that it has the same bits on every rank. Returns a new tensor."""
     total, *others = parts
     total = total.clone()
     for part in others:
         total += part
     return total
-
-
-def _rows_for_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor, contiguous. ValueError: it does not have one row for each rank."""
-    if tensor.shape[0] != group.size():
-        raise ValueError(f"{tensor.shape[0]} rows of shape {tuple(tensor.shape[1:])} for {group.size()} ranks")
-    return tensor.detach().contiguous()
 
 
 class Exchange:
@@ -236,13 +231,16 @@ def exchange(
 ) -> Exchange:
     """Start sending and receiving, and return at once.
 
-    sends: [(tensor, rank in group to send it to)]. receives: [(contiguous tensor to fill, rank in group it comes from)].
-    The messages of two ranks are matched in the order in which they are listed, so both ranks list them in the same
-    order. They also call the other functions of this module at the same places between exchanges, because some of those
-    exchange messages too. ValueError: group is None, and the lists are not empty.
+    The messages between two ranks are matched in the order in which they are listed, so both ranks list them in the same
+    order. The order of exchanges and of other collectives of this module must be the same too, because some of them are
+    exchanges.
+
+    Args:
+        sends: Pairs (tensor, destination rank in `group`).
+        receives: Pairs (contiguous tensor to fill, source rank in `group`).
+        group: The ranks; None for one rank, which has no messages.
+        counter: Counts the bytes of `sends`.
     """
-    if group is None and (sends or receives):
-        raise ValueError(f"{len(sends)} messages to send and {len(receives)} to receive, and group None is one rank")
     operations: list[dist.P2POp] = []
     leaving: list[torch.Tensor] = []
     for buffer, peer in receives:

@@ -1,4 +1,4 @@
-"""Ranks on one host: whether they can share memory, the memory itself, and which ranks have died."""
+"""Ranks on one host: tests whether they can share memory, maps it, and detects ranks that have died."""
 
 import errno
 import mmap
@@ -15,11 +15,11 @@ from sparsefusion.native.library import Library
 
 from .agreement import gather_objects
 
-PREFIX = "sparsefusion-"  # of the name that the file has until it is opened; the process's number follows
+PREFIX = "sparsefusion-"  # the temporary name of the file is this prefix and the process id
 
 
 def describe_rank(library: Library) -> dict[str, Any]:
-    """This rank's machine, or the reason why it cannot share memory; compared with those of other ranks."""
+    """The machine of this rank, to compare with other ranks, or the reason ("why") why it cannot share memory."""
     if library.functions is None:
         return {"why": f"no C library: {library.why}"}
     try:
@@ -31,12 +31,12 @@ def describe_rank(library: Library) -> dict[str, Any]:
             "are in different process namespaces": os.stat("/proc/self/ns/pid").st_ino,
             "have C libraries of different sources": library.functions.native_sources(),
         }
-    except OSError as error:  # as on other systems than Linux
+    except OSError as error:  # not Linux
         return {"why": str(error)}
 
 
 def reason_not_to_share(ranks: Sequence[dict[str, Any]]) -> str:
-    """Why these ranks cannot share memory, from the `describe_rank` of each; empty if no reason is known."""
+    """The reason why these ranks cannot share memory, or "". ranks: the `describe_rank` of every rank."""
     for rank, description in enumerate(ranks):
         if description["why"]:
             return f"rank {rank}: {description['why']}"
@@ -50,11 +50,11 @@ def reason_not_to_share(ranks: Sequence[dict[str, Any]]) -> str:
 def map_shared_file(
     nbytes: int, pids: Sequence[int], group: dist.ProcessGroup
 ) -> "tuple[mmap.mmap, ProcessWatch, str] | tuple[None, None, str]":
-    """(memory of `nbytes` zeros, watch over the other ranks, ""), or (None, None, reason) on every rank.
+    """(memory of `nbytes` zeros, a `ProcessWatch` of the other ranks, ""), or (None, None, reason) on every rank.
 
-    pids: the process of each rank. Rank 0 creates a file without a name, and the other ranks open it through rank 0's
-    descriptor in /proc, which the kernel allows to processes of the same user only. The kernel frees the file when no
-    process uses it any more, however the ranks end.
+    Rank 0 creates a file without a name, and the other ranks open it through rank 0's descriptor in /proc, which the kernel
+    allows to processes of the same user only. The kernel frees the file when the last process closes it or dies. pids: the
+    process ids of all ranks.
     """
     descriptor, why = _try(_create, nbytes) if group.rank() == 0 else (None, "")
     memory = watch = None
@@ -79,7 +79,7 @@ def map_shared_file(
 
 
 def _try(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """(result, ""), or (None, the operating system's error): other ranks wait, so this one must not raise alone."""
+    """(result, ""), or (None, message of the OSError), because this rank must not raise alone while other ranks wait."""
     try:
         return function(*arguments), ""
     except OSError as error:
@@ -87,7 +87,7 @@ def _try(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
 
 
 def _create(nbytes: int) -> int:
-    """The descriptor of a new file of `nbytes` zeros, allocated, which only this user may open and which has no name."""
+    """The descriptor of a new unnamed file of `nbytes` allocated zeros, which only this user may open."""
     problems = []
     for find_folder in (lambda: "/dev/shm", tempfile.gettempdir):
         try:
@@ -107,7 +107,7 @@ def _create(nbytes: int) -> int:
 
 
 def _location(descriptor: int | None) -> tuple[str, int, int] | None:
-    """The path at which other processes find an open file, and the device and inode that identify it."""
+    """(path, device, inode) by which other processes open and identify this open file."""
     if descriptor is None:
         return None
     status = os.fstat(descriptor)
@@ -115,13 +115,13 @@ def _location(descriptor: int | None) -> tuple[str, int, int] | None:
 
 
 def _map(location: tuple[str, int, int], nbytes: int) -> mmap.mmap:
-    """Map the file at a `_location` into memory. OSError also if it is another file than the one that rank 0 created."""
+    """Map the file at a `_location` into memory. OSError if it is not the file that rank 0 created."""
     path, device, inode = location
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if (status.st_dev, status.st_ino, status.st_size) != (device, inode, nbytes):
-            raise OSError(f"{path} is another file on this rank than on rank 0")
+            raise OSError(f"{path} is not the same file as on rank 0")
         return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     finally:
         os.close(descriptor)
@@ -130,17 +130,19 @@ def _map(location: tuple[str, int, int], nbytes: int) -> mmap.mmap:
 class ProcessWatch:
     """Detects which processes of the other ranks have died, even before a killed process has been reaped.
 
-    pids: the process of each rank. own: this rank.
+    Args:
+        pids: The process ids of all ranks.
+        this: The number of this rank.
     """
 
-    def __init__(self, pids: Sequence[int], own: int):
+    def __init__(self, pids: Sequence[int], this: int):
         self.pids = pids
-        self._ranks: dict[int, int] = {}  # of each descriptor
+        self._ranks: dict[int, int] = {}  # {process descriptor: rank}
         self._poll = select.poll()
         self._without_descriptor: list[int] = []  # ranks whose death is noticed only when they have been reaped
         for rank, pid in enumerate(pids):
             try:
-                if rank != own:
+                if rank != this:
                     self._add(rank, pid)
             except OSError:
                 self.close()
@@ -170,9 +172,9 @@ class ProcessWatch:
 
 
 def _exists(pid: int) -> bool:
-    """Return True if there is such a process, of this user."""
+    """Return True if this user has a process with this id."""
     try:
         os.kill(pid, 0)
-    except OSError:  # no such process, or by now another user's
+    except OSError:  # no such process, or the id was reused for another user's
         return False
     return True

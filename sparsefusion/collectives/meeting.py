@@ -1,4 +1,4 @@
-"""Where the ranks of a launcher meet: rank 0's store, or torchrun's. Ranks that wait for long say for whom, and where."""
+"""The rendezvous of ranks in the store of rank 0 or of torchrun; a rank that waits long prints the missing ranks."""
 
 import itertools
 import json
@@ -18,14 +18,14 @@ from sparsefusion.foundation.launcher import LauncherError, launched_ranks, meet
 
 from .agreement import Gather
 
-PATIENCE_S = 5.0  # after which a rank that waits for others to come says so
+PATIENCE_S = 5.0  # a rank that waits longer for other ranks prints a line
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, str]:
-    """Connect to the store at MASTER_ADDR and MASTER_PORT; returns it and its address.
+    """Connect to the store at MASTER_ADDR and MASTER_PORT; returns (store, address), without waiting for other ranks.
 
-    LauncherError: the address is no address, or nothing answers there within `timeout`. After PATIENCE_S, this rank prints
-    that it waits. The other ranks may not have come yet.
+    After PATIENCE_S, this rank prints that it waits for the store. LauncherError if the address is invalid, or if the store
+    cannot be reached within `timeout`.
     """
     rank, world, (host, port) = this_rank(), launched_ranks(), meeting_address()
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -59,34 +59,38 @@ def _printed_if_late(line: str) -> Iterator[None]:
 
 
 def gather_in_store(store: dist.Store, rank: int, world: int, place: str = "") -> Gather:
-    """A function that gathers a value of each rank, one that JSON has, for `together`, before there is a process group.
+    """A function that gathers a JSON-serializable value of each rank, for `together` before there is a process group.
 
-    store: the one in which the ranks meet. Rank 0, whose process may hold it, returns last. place: the address of the store.
-    If it is given, a rank that waits for more than PATIENCE_S prints for whom, and the gather raises LauncherError, which
-    names them, if they have not come within the store's time-out.
+    Rank 0 returns last, because its process may hold the store.
+
+    Args:
+        store: The store that the ranks share.
+        rank, world: The number of this rank, and the number of ranks.
+        place: The address of the store. If given, a rank that waits for more than PATIENCE_S prints which ranks are missing,
+            and the gather raises a LauncherError that names them after the store's timeout.
     """
     numbers = itertools.count()
 
     def gather(value: Any) -> list:
         key = f"gather-{next(numbers)}"
-        own, read = ([f"{key}/{each}/{what}" for each in range(world)] for what in ("value", "read"))
-        store.set(own[rank], json.dumps(value))
+        sent, received = ([f"{key}/{other}/{name}" for other in range(world)] for name in ("value", "read"))
+        store.set(sent[rank], json.dumps(value))
         if place:
-            _wait_for_ranks(store, rank, own, key, place)
+            _wait_for_ranks(store, rank, sent, key, place)
         if rank:
             values = json.loads(store.get(key))
-            store.set(read[rank], "1")
+            store.set(received[rank], "1")
             return values
-        values = [json.loads(store.get(each)) for each in own]
+        values = [json.loads(store.get(name)) for name in sent]
         store.set(key, json.dumps(values))
-        store.wait(read[1:])
+        store.wait(received[1:])
         return values
 
     return gather
 
 
 def _wait_for_ranks(store: dist.Store, rank: int, keys: Sequence[str], result: str, place: str) -> None:
-    """Wait for the keys of all ranks, on others than rank 0 for its `result`; after PATIENCE_S, print whose are missing."""
+    """Wait on rank 0 for all `keys`, on other ranks for the key `result`; after PATIENCE_S, print the missing ranks."""
     awaited = [result] if rank else list(keys)
     try:
         store.wait(awaited, timedelta(seconds=PATIENCE_S))
@@ -97,5 +101,5 @@ def _wait_for_ranks(store: dist.Store, rank: int, keys: Sequence[str], result: s
         print(f"rank {rank}: waiting for {number} at {place}: {who}", file=sys.stderr, flush=True)
         try:
             store.wait(awaited)
-        except dist.DistError:  # the time-out, or rank 0 has ended after its own
+        except dist.DistError:  # the timeout, or rank 0 has exited after its own
             raise LauncherError(f"rank {rank}: {number} did not come to {place} in time: {who}") from None

@@ -1,7 +1,7 @@
 """All-reduce and all-gather between ranks of one machine through shared memory, in microseconds instead of hundreds.
 
-`connect` creates a `SharedMemory` for a process group if its ranks run on one machine and have the C library. It uses the
-group for nothing else. `native/shared_memory.c` describes the protocol, and `native/formats.h` the formats.
+`connect` creates a `SharedMemory` for a process group if its ranks run on one machine and have the C library. Afterwards
+the process group is not used. `native/shared_memory.c` describes the protocol, and `native/formats.h` the formats.
 """
 
 import ctypes
@@ -21,19 +21,11 @@ from sparsefusion.native.library import INT, POINTER, SIZE, Library
 from .agreement import gather_objects
 from .counted import Counter, in_rank_order
 from .host import ProcessWatch, describe_rank, map_shared_file, reason_not_to_share
-from .shared_memory_calls import (
-    OPERATIONS,
-    Part,
-    bytes_on_wire,
-    check_arguments,
-    check_device,
-    describe_header,
-    fill_parts,
-)
+from .shared_memory_calls import OPERATIONS, Part, bytes_on_wire, check_device, describe_header, fill_parts
 from .wire_formats import rows_of, wire_format
 
-MINUTES_5 = 300.0
-SPINS = 100  # reads of a counter before the processor is yielded, because two ranks may run on one
+DEFAULT_TIMEOUT_S = 300.0
+SPINS = 100  # reads of a counter before the core is yielded, because two ranks may share a core
 SIGNATURES = {
     "shared_memory_bytes": [INT],
     "shared_memory_channel": [],
@@ -63,20 +55,21 @@ def kernels() -> Library:
 def connect(
     group: dist.ProcessGroup, timeout: float | None = None, library: Library | None = None, wanted: bool = True
 ) -> "tuple[SharedMemory, str] | tuple[None, str]":
-    """(SharedMemory, "") on every rank of `group`, or (None, reason), with the same reason on every rank.
+    """(SharedMemory, "") on every rank of `group`, or (None, reason) with the same reason on every rank.
 
-    All ranks of the group call this together. It gathers objects, so it needs a gloo group. timeout: seconds that a
-    rank waits for another one in a call; None: the group's timeout. library: a `Library` with SIGNATURES; None: the
-    package's own. wanted: False on any rank declines for all ranks. ValueError: not a process group, or one that this
-    rank is not in.
+    All ranks of the group call it together. It gathers objects.
+
+    Args:
+        group: A gloo group of this rank.
+        timeout: Seconds that a rank waits for another rank in a call, by default the timeout of the group.
+        library: A `Library` with SIGNATURES, by default that of the package.
+        wanted: False on any rank declines for all ranks.
     """
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group {group!r} is no process group that this rank is a member of")
     if group.size() == 1:
         return None, "one rank has nobody to share memory with"
     library = kernels() if library is None else library
-    mine: dict[str, Any] = describe_rank(library) if wanted else {"why": "shared_memory=False"}
-    ranks = gather_objects(mine, group)
+    description: dict[str, Any] = describe_rank(library) if wanted else {"why": "shared_memory=False"}
+    ranks = gather_objects(description, group)
     if why := reason_not_to_share(ranks):
         return None, why
     nbytes = library.functions.shared_memory_bytes(group.size())
@@ -90,7 +83,7 @@ def connect(
 
 
 def _untraced(method: Callable[P, T]) -> Callable[P, T]:
-    """torch.compiler.disable(method), called when torch first compiles: it imports torch._dynamo, for two seconds."""
+    """torch.compiler.disable(method), applied on the first compilation, because importing torch._dynamo takes seconds."""
     disabled: list[Callable[P, T]] = []
 
     @wraps(method)
@@ -107,11 +100,15 @@ def _untraced(method: Callable[P, T]) -> Callable[P, T]:
 class SharedMemory:
     """Memory that the ranks of one machine share. It is created by `connect`, and used by one thread at a time.
 
-    rank, size: this rank's number in the group, and the size of the group. All ranks make the same calls in the same
-    order, with tensors on the CPU. Results have no gradients. RuntimeError in a call, naming the rank: another rank has
-    died, has closed its memory, or has not called within the timeout. ValueError: another rank makes another call, or
-    passes another dtype or number of elements. After an error the memory cannot be used any more, and every call gives
-    the reason.
+    All ranks make the same calls in the same order, with tensors on the CPU. Results have no gradients. After an error the
+    memory cannot be used any more, and every call gives the reason.
+
+    Attributes:
+        rank, size: The number of this rank in the group, and the number of ranks.
+
+    Raises:
+        RuntimeError: Another rank has died, has closed its memory, or has not called within the timeout.
+        ValueError: Another rank makes a different call, or passes another dtype or number of elements.
     """
 
     def __init__(self, functions: Any, memory: mmap.mmap, watch: ProcessWatch, rank: int, timeout: float):
@@ -147,7 +144,7 @@ class SharedMemory:
         exact: torch.Tensor = ...,
         op: str = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors, of which the second is summed in at least float32."""
+        """Two tensors; the second is summed in at least float32."""
 
     @_untraced
     def all_reduce(
@@ -160,13 +157,16 @@ class SharedMemory:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The sum of every rank's `tensor`: a new tensor of its shape and dtype, with the same bits on all ranks.
 
-        tensor: floating point, with the same shape and dtype on all ranks. The result is that of
-        `sparsefusion.all_reduce(tensor, group, format, "one_shot")`: added up in rank order, in at least float32.
-        format: one of FORMATS. counter: a `collectives.Counter`; it counts one "all_reduce" of the bytes in the wire
-        format, of which every other rank is sent a copy (fp32: a ring's share, as `collectives.all_reduce` counts).
-        exact: a second tensor, summed in at least float32 whatever the format; then the result is (sum, exact sum).
-        op: "sum", or "max" with fp32 and without exact; NaN is the largest. ValueError: anything else, or a tensor that
-        is not on the CPU.
+        The result is that of `sparsefusion.all_reduce(tensor, group, format, "one_shot")`: added in rank order, in at least
+        float32.
+
+        Args:
+            tensor: A floating-point tensor with the same shape and dtype on all ranks.
+            format: One of the wire formats fp32, fp16, bf16, int8.
+            counter: Counts one "all_reduce" of the bytes in the wire format. One copy is sent to every other rank; fp32
+                counts the bytes of a ring, as `collectives.all_reduce` does.
+            exact: A second tensor, summed in at least float32. The result is then (sum, exact sum).
+            op: "sum", or with fp32 and without `exact` "max", in which NaN is the largest.
         """
         if (
             format == "fp32"
@@ -184,11 +184,11 @@ class SharedMemory:
             if counter is not None:
                 self._count(counter, format, 4 * numel)
             return total
-        check_arguments(tensor, format, exact, op)
         tensors = [tensor.contiguous()] if exact is None else [tensor.contiguous(), exact.contiguous()]
+        check_device(tensors)
         self.check()
-        if not any(each.numel() for each in tensors):
-            totals = [each.detach().clone() for each in tensors]
+        if not any(part.numel() for part in tensors):
+            totals = [part.detach().clone() for part in tensors]
         elif tensor.dtype == torch.float64 and format != "fp32" and tensor.numel():
             totals = [self._sum_in_torch(tensors[0], format)]
             totals += [self._totals([second], "fp32")[0] for second in tensors[1:]]
@@ -201,7 +201,7 @@ class SharedMemory:
     @_untraced
     def all_gather(self, tensor: torch.Tensor, counter: Counter | None = None) -> torch.Tensor:
         """Every rank's `tensor`, of any dtype, in rank order, on every rank: shape (P, *tensor.shape)."""
-        check_device(tensor)
+        check_device([tensor])
         tensor = tensor.contiguous()
         self.check()
         parts = tensor.new_empty(self.size, *tensor.shape)
@@ -213,7 +213,7 @@ class SharedMemory:
         return parts
 
     def addresses(self) -> tuple[int, int]:
-        """The addresses of the C function that reduces and of this rank's channel, valid while `check` raises nothing."""
+        """The addresses of C's reduce function and of this rank's channel, valid as long as `check` raises no error."""
         return ctypes.cast(self._reduce, POINTER).value or 0, self.check()
 
     def close(self) -> None:
@@ -222,15 +222,15 @@ class SharedMemory:
         self._close()
 
     def _totals(self, tensors: Sequence[torch.Tensor], format: str, op: str = "sum") -> list[torch.Tensor]:
-        """The sums of one tensor in a format, or of two tensors, the second in fp32; all contiguous."""
-        totals = [torch.empty_like(each) for each in tensors]
+        """The sums of one or two contiguous tensors: the first in the format, the second in fp32."""
+        totals = [torch.empty_like(tensor) for tensor in tensors]
         fill_parts(self._parts, tensors, totals, format)
         if code := self._reduce(self._channel, self._parts, len(tensors), OPERATIONS[op]):
             self.wait(code)
         return totals
 
     def _sum_in_torch(self, tensor: torch.Tensor, format: str) -> torch.Tensor:
-        """The sum of a float64 tensor in a lossy format, which is too rare for a C kernel."""
+        """The sum of a float64 tensor in a lossy format, which has no C kernel."""
         form = wire_format(format, torch.float64)
         message = form.encode(rows_of(tensor.detach().flatten(), 1, form.block), self.size)[0]
         total = in_rank_order(form.decode(self.all_gather(message), torch.float64))[None]
@@ -241,20 +241,20 @@ class SharedMemory:
             counter.add("all_reduce", nbytes, self.sent(format, nbytes))
 
     def sent(self, format: str, nbytes: int) -> int:
-        """The bytes that a rank sends for an all-reduce of `nbytes` in the wire format, as they are counted."""
+        """The bytes that are counted as sent for an all-reduce of `nbytes` in the wire format."""
         times, parts = (2 * (self.size - 1), self.size) if format == "fp32" else (self.size - 1, 1)
         return -(-times * nbytes // parts)
 
-    # Waiting, and what ends it
+    # Waiting
 
     def check(self) -> int:
-        """This rank's channel. RuntimeError: the memory cannot be used any more."""
+        """The address of this rank's channel. RuntimeError if the memory cannot be used any more."""
         if self._channel is None:
             raise RuntimeError(f"the shared memory of rank {self.rank} of {self.size} {self._why}")
         return self._channel
 
     def wait(self, code: int) -> None:
-        """Wait until the operation of a C call that returned `code` is done. An error ends the use of this memory."""
+        """Wait until the operation of a C call that returned `code` is done. After an error the memory is unusable."""
         since, piece = 0.0, None
         try:
             while code != DONE:
@@ -274,8 +274,8 @@ class SharedMemory:
             raise
 
     def _check_others(self, seconds: float) -> None:
-        """RuntimeError if a rank that this one waits for has died or left, or has not called in `seconds`."""
-        # Looked up before the counters: a rank that posted this piece and then died counts as here.
+        """RuntimeError if an awaited rank has died or left, or if more than the timeout has passed in these `seconds`."""
+        # Before the counters are read: a rank that posted this piece and then died counts as present.
         dead_ranks = self._watch.dead_ranks()
         states = {rank: self._peer(self._channel, rank) for rank in range(self.size)}
         missing = {rank: state for rank, state in states.items() if state != HERE}
@@ -293,19 +293,24 @@ class SharedMemory:
         return f"rank {rank} of {self.size} (process {self._watch.pids[rank]})"
 
     def _difference(self) -> str:
-        """The message of an error: which ranks call what, where the calls of two ranks differ."""
+        """The message of an error that names two ranks and their different calls."""
         other, *headers = self._report[:PROGRESS]
-        theirs, own = headers[:3], headers[3:]
-        return f"rank {self.rank} calls {describe_header(*own)}, and rank {other} {describe_header(*theirs)}"
+        theirs, ours = headers[:3], headers[3:]
+        return f"rank {self.rank} calls {describe_header(*ours)}, and rank {other} {describe_header(*theirs)}"
 
 
 class SumInPlace:
-    """An all-reduce of one tensor, or of two of which the second is summed exactly, that C code starts again and again.
+    """An all-reduce of one or two tensors that C code repeats. The second tensor is summed exactly.
 
-    tensors: contiguous, float32 or bfloat16, not empty; each call overwrites them with their sums. C code calls
-    `reduce(channel, parts, count, 0)`; all of these but `count` are addresses. If that returns a code other than 0,
-    `memory.wait(code)` finishes the call. Each time, `memory.check()` comes first. The caller counts the calls in
-    `counter`, each with `nbytes` and `sent` (see `collectives.Counter`).
+    For each call: `memory.check()`; then C code calls `reduce(channel, parts, count, 0)`, where all but `count` are
+    addresses; if it returns a code other than 0, `memory.wait(code)` finishes the call. The caller adds `nbytes` and `sent`
+    to `counter`.
+
+    Args:
+        memory: The shared memory.
+        tensors: Contiguous float32 or bfloat16 tensors, not empty. Each call overwrites them with their sums.
+        format: The wire format of the first tensor.
+        counter: The counter of the calls, or None.
     """
 
     def __init__(self, memory: SharedMemory, tensors: Sequence[torch.Tensor], format: str, counter: Counter | None):
@@ -317,20 +322,20 @@ class SumInPlace:
         self.sent = memory.sent(format, self.nbytes)
 
 
-def _release(leave: Callable[..., int], channel: Any, held: list[Any], watch: ProcessWatch, pid: int) -> None:
+def _release(leave: Callable[..., int], channel: Any, memory: list[Any], watch: ProcessWatch, pid: int) -> None:
     """Unmap the memory, and tell the other ranks, unless this process is a fork of the one that connected.
 
-    held: [memory, a view of it]; the memory can be closed only when nothing refers to the view.
+    memory: [memory, a view of it]. The memory can be closed only when nothing refers to the view.
     """
     if os.getpid() == pid:
         leave(channel, CLOSED)
-    held.pop()
-    held.pop().close()
+    memory.pop()
+    memory.pop().close()
     watch.close()
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """The timeout of the group's own operations in seconds, or 5 minutes if this version of torch does not tell."""
+    """The timeout of the group's operations in seconds, or DEFAULT_TIMEOUT_S if torch does not tell."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     limit = getattr(options, "_timeout", None)
-    return limit.total_seconds() if limit is not None else MINUTES_5
+    return limit.total_seconds() if limit is not None else DEFAULT_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Calls of the shared-memory kernels: their arguments checked and described to C, and headers described in words."""
+"""Calls of the shared-memory kernels: describes their arguments to C, and their headers in error messages."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from sparsefusion.native.library import INT, POINTER, SIZE
 
 from .wire_formats import at_least_fp32, padded, wire_format
 
-FORMATS = ("fp32", "fp16", "bf16", "int8")
 # Constants of native.h and formats.h.
 OPERATIONS, GATHER = {"sum": 0, "max": 1}, 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 3, torch.float64: 4}
@@ -23,33 +22,15 @@ class Part(ctypes.Structure):
     _fields_ = [("input", POINTER), ("output", POINTER), ("numel", SIZE), ("dtype", INT), ("format", INT)]
 
 
-def check_arguments(tensor: torch.Tensor, format: str, exact: torch.Tensor | None, op: str) -> None:
-    """ValueError: an all-reduce that the kernels do not do."""
-    if format not in FORMATS:
-        raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
-    if op not in OPERATIONS:
-        raise ValueError(f"op {op!r} is none of {', '.join(OPERATIONS)}")
-    if op == "max" and (format != "fp32" or exact is not None):
-        raise ValueError(
-            f"op 'max' is for format fp32 and one tensor, not for {format}{' and exact' * (exact is not None)}"
-        )
-    for each in (tensor, exact):
-        if each is not None:
-            check_device(each)
-            if each.dtype not in DTYPES:
-                raise ValueError(f"{each.dtype} is none of {', '.join(map(str, DTYPES))}")
-
-
-def check_device(tensor: torch.Tensor) -> None:
-    """ValueError: not a tensor, or not on the CPU."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{type(tensor).__name__} is no tensor")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"the tensor is on {tensor.device}, and only tensors on the CPU go through shared memory")
+def check_device(tensors: Sequence[torch.Tensor]) -> None:
+    """ValueError if a tensor is not on the CPU: C would read its address."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"shared memory needs tensors on the CPU, not on {tensor.device}")
 
 
 def fill_parts(parts: Any, tensors: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], format: str) -> None:
-    """Describe to C which tensors to sum, and where to write the sums. The second tensor is summed in fp32."""
+    """Fill the structs `parts` with tensors to sum and tensors for the sums. The second tensor is summed in fp32."""
     for part, tensor, total, name in zip(parts, tensors, totals, (format, "fp32"), strict=False):
         part.input, part.output, part.numel = tensor.data_ptr(), total.data_ptr(), tensor.numel()
         part.dtype = DTYPES[tensor.dtype]
@@ -57,7 +38,7 @@ def fill_parts(parts: Any, tensors: Sequence[torch.Tensor], totals: Sequence[tor
 
 
 def bytes_on_wire(tensors: Sequence[torch.Tensor], format: str) -> int:
-    """Bytes of the first tensor in a format, and of a second one in fp32."""
+    """The sum of the bytes of the first tensor in a format and of the second, if any, in fp32."""
     total = 0
     for tensor, name in zip(tensors, (format, "fp32"), strict=False):
         form = wire_format(name, at_least_fp32(tensor.dtype))
@@ -66,7 +47,7 @@ def bytes_on_wire(tensors: Sequence[torch.Tensor], format: str) -> int:
 
 
 def describe_header(kind: int, numel: int, second_numel: int) -> str:
-    """A header of shared_memory.c in words: the operation, the format, the bytes, and what else may differ."""
+    """A header of shared_memory.c in words: operation, format, bytes, and elements or dtypes where these may differ."""
     operation, count = kind & 15, kind >> 4 & 15
     if operation == GATHER:
         return f"all_gather of {numel} bytes"
@@ -75,7 +56,7 @@ def describe_header(kind: int, numel: int, second_numel: int) -> str:
     formats = [names[kind >> shift & 15] for shift in (8, 12)]
     nbytes = [_encoded_bytes(name, each) for name, each in zip(formats, numels, strict=False)]
     text = f"all_reduce ({[*OPERATIONS][operation]}, {formats[0]}) of {_sum_of(nbytes)} bytes"
-    if "int8" in formats[:count]:  # several sizes take the same number of bytes
+    if "int8" in formats[:count]:  # several numbers of elements take the same number of bytes
         text += f" ({_sum_of(numels)} elements)"
     dtypes = {code: str(dtype) for dtype, code in DTYPES.items()}
     types = [dtypes[kind >> shift & 15] for shift in (16, 20)][:count]

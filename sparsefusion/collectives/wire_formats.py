@@ -1,4 +1,4 @@
-"""Wire formats: how ranks encode the values that they send to one another.
+"""Wire formats: the encodings of values that ranks send to one another.
 
 | format | bytes per element | relative error of a heavy-tailed sum |
 |---|---|---|
@@ -7,9 +7,9 @@
 | bf16 | 2; has float32's range | 3e-3 |
 | int8 | 1 + 4/128; each block of 128 has a float32 scale, max(abs(x)) / 127 | 2e-2 |
 
-A format encodes rows of values as rows of bytes, and decodes them. A NaN or Inf is decoded as NaN or Inf; in int8 so is
-its whole block. Source: Tensor Parallelism for State-Space
-Models (Dutt et al.), section IV-D, which sends the remaining all-reduces in fp16.
+A format encodes rows of values as rows of bytes, and decodes them. NaN and Inf are decoded as NaN or Inf; in int8 they
+affect their whole block. Source: Tensor Parallelism for State-Space Models (Dutt et al.), section IV-D, which sends the
+remaining all-reduces in fp16.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,7 @@ LARGEST_SCALE = torch.finfo(torch.float32).max / 127 * (1 - 2**-24)
 
 @dataclass(frozen=True)
 class Cast:
-    """Values in another dtype.
-
-    scaled: values are divided by the number of ranks first, so that their sum is within the dtype's range too.
-    """
+    """Values in another dtype. If scaled, they are divided by the number of ranks, so that their sum is within its range."""
 
     name: str
     dtype: torch.dtype
@@ -49,8 +46,7 @@ class Cast:
     def encode_sum(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """A sum (rows, n) of decoded values -> uint8 (rows, nbytes(n)).
 
-        If a sum exceeds the range by no more than the rounding of its summands can have added, it becomes the largest
-        value.
+        A sum that exceeds the range by no more than the rounding errors of its summands becomes the largest value.
         """
         limit = torch.finfo(self.dtype).max
         if self.scaled and (total.is_cuda or not all(abs(end) <= limit for end in _extremes(total))):
@@ -63,29 +59,29 @@ class Cast:
         return total.mul_(ranks) if self.scaled else total
 
     def rounded(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
-        """A sum of decoded values, rounded as if it had been sent, so that it does not depend on the algorithm."""
+        """A sum of decoded values, rounded as if it had been sent: then all algorithms give the same sum."""
         return self.decode(self.encode_sum(total, ranks), total.dtype)
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Values as 8-bit integers, with a float32 scale for each block of 128; rounds half to even.
+    """Values as 8-bit integers, rounded half to even, with a float32 scale for each block of 128.
 
-    Blocks below about 1e-36 lose precision: no scale is below float32's smallest normal number.
+    Blocks with values below about 1e-36 lose precision, because no scale is below float32's smallest normal number.
     """
 
     name: str = "int8"
     block: ClassVar[int] = BLOCK
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` values, a multiple of 128: the scales, then the integers."""
+        """Bytes of `numel` values, a multiple of 128: the scales, followed by the integers."""
         return numel // BLOCK * 4 + numel
 
     def encode(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
         """x (rows, n), n a multiple of 128 -> uint8 (rows, nbytes(n))."""
         blocks = x.float().view(len(x), -1, BLOCK)
         scale = blocks.abs().amax(-1, keepdim=True).div_(127)
-        # The scale must not be 0 for a block of zeros, and 127 times the scale must not overflow, unless the block does.
+        # The scale of zeros must not be 0, and 127 times the scale of finite values must not overflow.
         scale = scale.where(scale.isinf(), scale.clamp(torch.finfo(torch.float32).tiny, LARGEST_SCALE))
         integers = (blocks / scale).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([scale.flatten(1).view(torch.uint8), integers.flatten(1).view(torch.uint8)], dim=1)
@@ -104,7 +100,7 @@ class Int8:
         return total
 
     def rounded(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
-        """The sum, unchanged: rounding it once more would double the error."""
+        """The sum, unchanged: another rounding would double the error."""
         return total
 
 
@@ -118,12 +114,12 @@ LOSSY: dict[str, WireFormat] = {
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for states, norms and sums of values of `dtype`: float64 for float64, otherwise float32."""
+    """The dtype in which values of `dtype` are accumulated: float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def wire_format(name: str, dtype: torch.dtype) -> WireFormat:
-    """The format called `name`, for sums of `dtype`, float32 or float64; "fp32" sends both unchanged."""
+    """The format called `name` for sums of `dtype`, float32 or float64; "fp32" sends both unchanged."""
     return LOSSY.get(name) or Cast("fp32", dtype)
 
 
@@ -138,13 +134,13 @@ def padded(numel: int, multiple: int) -> int:
 
 
 def rows_of(x: torch.Tensor, rows: int, multiple: int) -> torch.Tensor:
-    """x (n,) split into `rows` rows of equal length, a multiple of `multiple`, with zeros at the end."""
+    """x (n,) padded with zeros, as (rows, m) with m a multiple of `multiple`."""
     total = padded(x.numel(), rows * multiple)
     return (F.pad(x, (0, total - x.numel())) if total > x.numel() else x).view(rows, total // rows)
 
 
 def view_bytes(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes (rows, nbytes) of each row as values of `dtype` (rows, n); copied if they are not aligned."""
+    """Rows of bytes (rows, nbytes) viewed as values of `dtype` (rows, n); copied if they are not aligned."""
     size = dtype.itemsize
     if message.storage_offset() % size or message.stride(0) % size or message.stride(-1) != 1:
         message = message.clone(memory_format=torch.contiguous_format)

@@ -1,10 +1,10 @@
-"""Over how many ranks to split a model: the time of a decoded token, as memory traffic plus messages, for each degree.
+"""The number of ranks over which to split a model: predicts the time of a decoded token, as memory traffic plus messages.
 
     t(P) = (weights + batch * state) / (P * bandwidth * efficiency)
-           + the sum, over the all-reduces of a token, of their time on P ranks
+           + the sum of the times of a token's all-reduces on P ranks
 
-The first term is a lower bound of decoding: every weight and state is read once. The second comes from a measured `Fabric`.
-A degree is a number of tensor-parallel ranks.
+The first term is a lower bound of decoding, in which every weight and state is read once. The second term comes from a
+measured `Fabric`. A degree is a number of tensor-parallel ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,9 +17,12 @@ from .cost_model import Fabric
 class Shape:
     """The bytes that decoding with a model reads and sends.
 
-    weight_bytes: the weights, read once per step. state_bytes: what is read and written of one sequence's state per
-    token. reductions: all-reduces, as pairs (bytes at batch size 1, how many of them per token). divisors: pairs (name,
-    number); a degree must divide each number.
+    Attributes:
+        name: The name of the model.
+        weight_bytes: Bytes of the weights, which are read once per step.
+        state_bytes: Bytes of one sequence's state that are read and written per token.
+        reductions: Pairs (bytes of an all-reduce at batch size 1, number of these all-reduces per token).
+        divisors: Pairs (name, number); a degree must divide every number.
     """
 
     name: str
@@ -47,8 +50,8 @@ def mamba1_shape(
 ) -> Shape:
     """The shape of a Mamba-1 with tied embeddings, `itemsize` bytes per parameter and fp32 states.
 
-    Each layer has two all-reduces: of x_proj's output (dt_rank + 2 * state numbers) and of out_proj's (hidden numbers).
-    The embedding has one more.
+    A layer has two all-reduces: of the output of x_proj (dt_rank + 2 * state elements) and of out_proj (hidden elements).
+    The embedding has one.
     """
     x_proj = dt_rank + 2 * state
     mixer = hidden * 2 * inner + inner * (kernel + 1 + x_proj + dt_rank + 1 + state + 1) + inner * hidden
@@ -63,10 +66,14 @@ MAMBA_2_8B = mamba1_shape("mamba-2.8b", hidden=2560, layers=64, inner=5120, stat
 
 @dataclass(frozen=True)
 class Row:
-    """The prediction for one degree: seconds per decoding step and their interval, or why the degree is excluded.
+    """The prediction for one degree.
 
-    messages: the part of `seconds` that all-reduces take. break_even: the most that they may take before one rank is as
-    fast (see the function `break_even`). excluded: the reason, or "".
+    Attributes:
+        degree: The number of ranks.
+        seconds: Seconds of a decoding step; low, high: their interval.
+        messages: Seconds of its all-reduces.
+        break_even: Seconds of all-reduces with which one rank would be as fast (see the function `break_even`).
+        excluded: The reason why the degree is excluded, or "".
     """
 
     degree: int
@@ -85,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended degree, a row for each degree that was considered, and the reasons, as sentences."""
+    """The recommended degree, the predictions for all degrees, and the reasons as sentences."""
 
     degree: int
     rows: tuple[Row, ...]
@@ -113,13 +120,23 @@ def best_degree(
     mode: str = "eager",
     extrapolate: bool = False,
 ) -> Advice:
-    """The recommended degree among `degrees`, for the shortest decoding step of `batch` sequences.
+    """Recommend one of `degrees` for the shortest decoding step of `batch` sequences.
 
-    It is the smallest degree whose time lies below the upper end of the fastest degree's interval, so that no ranks are
-    added for a gain that is not certain. memory_bandwidth: bytes per second that one rank can read, of which decoding
-    reaches the share `efficiency`. memory: bytes of one rank. The defaults of these three describe an H100 SXM. mode,
-    extrapolate: as in `Fabric.time`; without `extrapolate`, a degree that was never measured is excluded. ValueError:
-    every degree is excluded, or one is below 1.
+    It is the smallest degree whose time is below the upper end of the fastest degree's interval, so that no ranks are added
+    for an uncertain gain. Hardware defaults describe an H100 SXM.
+
+    Args:
+        shape: The model.
+        fabric: The times of messages.
+        degrees: The numbers of ranks to consider.
+        batch: The number of sequences.
+        memory_bandwidth: Bytes per second that one rank can read.
+        efficiency: The share of the bandwidth that decoding reaches.
+        memory: Bytes of memory of one rank.
+        mode, extrapolate: See `Fabric.time`. Without `extrapolate`, degrees that were never measured are excluded.
+
+    Raises:
+        ValueError: Every degree is excluded, or a degree is below 1.
     """
     degrees = sorted(set(degrees))
     if not degrees or degrees[0] < 1:
@@ -135,14 +152,14 @@ def best_degree(
 
 
 def break_even(single: float, degree: int) -> float:
-    """Seconds that the messages of a token may take before `degree` ranks are as slow as one rank, which takes `single`."""
+    """Seconds of messages per token with which `degree` ranks are as slow as one rank, which takes `single` seconds."""
     return single * (1 - 1 / degree)
 
 
 def _row(
     shape: Shape, fabric: Fabric, degree: int, batch: int, reach: float, memory: float, mode: str, extrapolate: bool
 ) -> Row:
-    """The row of one degree; reach: bytes per second that decoding reads on one rank."""
+    """The row of one degree. reach: bytes per second that decoding reads on one rank."""
     excluded = _why_impossible(shape, degree, batch, memory)
     if excluded:
         return Row(degree, excluded=excluded)
@@ -156,13 +173,13 @@ def _row(
 
 
 def _why_impossible(shape: Shape, degree: int, batch: int, memory: float) -> str:
-    """Why the model cannot be split over so many ranks, or "".
+    """The reason why the model cannot be split over this many ranks, or "".
 
-    A rank's memory is compared with the bytes that decoding reads, as the state that is kept has no more bytes.
+    The memory of a rank is compared with the bytes that decoding reads, which are at least the bytes that it stores.
     """
     for name, number in shape.divisors:
         if number % degree:
-            return f"{name} {number} does not divide over {degree} ranks ({number} % {degree} = {number % degree})"
+            return f"{name} {number} is not a multiple of {degree} ranks ({number} % {degree} = {number % degree})"
     needed = (shape.weight_bytes + batch * shape.state_bytes) / degree
     return f"needs {needed / 1e9:.1f} GB of {memory / 1e9:.1f} GB per rank" if needed > memory else ""
 
@@ -171,16 +188,16 @@ def _messages(
     shape: Shape, fabric: Fabric, degree: int, batch: int, mode: str, extrapolate: bool
 ) -> tuple[float, float, float]:
     """(seconds, low, high) of all all-reduces of a token."""
-    total, least, most = 0.0, 0.0, 0.0
+    total = total_low = total_high = 0.0
     for nbytes, count in shape.reductions:
-        seconds = fabric.time("all_reduce", batch * nbytes, degree, extrapolate, mode)
         low, high = fabric.interval("all_reduce", batch * nbytes, degree, extrapolate, mode)
-        total, least, most = total + count * seconds, least + count * low, most + count * high
-    return total, least, most
+        total += count * fabric.time("all_reduce", batch * nbytes, degree, extrapolate, mode)
+        total_low, total_high = total_low + count * low, total_high + count * high
+    return total, total_low, total_high
 
 
 def _reasons(shape: Shape, rows: Iterable[Row], fastest: Row, chosen: Row) -> Iterator[str]:
-    """Sentences: the time and the break-even of each degree, then the recommendation."""
+    """Sentences about the time and the break-even of each degree, and about the recommendation."""
     for row in rows:
         if row.excluded:
             yield f"{row.degree} ranks: excluded, {row.excluded}"
@@ -188,10 +205,10 @@ def _reasons(shape: Shape, rows: Iterable[Row], fastest: Row, chosen: Row) -> It
             yield f"1 rank: {row.seconds * 1e3:.2f} ms per token, all of it memory"
         else:
             verdict = "faster" if row.messages < row.break_even else "no faster"
-            each, bound = (seconds / max(shape.calls, 1) * 1e6 for seconds in (row.messages, row.break_even))
+            mean, bound = (seconds / max(shape.calls, 1) * 1e6 for seconds in (row.messages, row.break_even))
             yield (
                 f"{row.degree} ranks: {row.seconds * 1e3:.2f} ms per token, {row.share:.0%} of it {shape.calls} "
-                f"all-reduces of {each:.1f} us; {verdict} than one rank, for which they must take less than {bound:.1f} us"
+                f"all-reduces of {mean:.1f} us; {verdict} than one rank, for which they must take less than {bound:.1f} us"
             )
     use = f"use {chosen.degree} rank{'s' * (chosen.degree > 1)}"
     if chosen is fastest:

@@ -17,15 +17,19 @@ from .cost_model import Fabric, check_writable
 from .measurement import collective_calls, measure
 
 TIMEOUT = datetime.timedelta(minutes=5)
-IDLE_TIMEOUT = datetime.timedelta(days=1)  # of ranks that wait while others measure
+IDLE_TIMEOUT = datetime.timedelta(days=1)  # the timeout of ranks that wait while other ranks measure
 
 
 def measure_command(arguments: argparse.Namespace) -> None:
     """`torchrun ... -m sparsefusion measure`: measure the collectives; rank 0 writes the fabric and prints its table.
 
-    arguments: out, sizes, collectives, ranks and device, as `sparsefusion.cli` parses them. On every rank, ValueError: fewer
-    than two ranks run; --ranks asks for more than run; arguments or devices differ; rank 0 may not write the file. On
-    every rank, Failure: rank 0 could not write the file in the end.
+    Args:
+        arguments: out, sizes, collectives, ranks and device, as `sparsefusion.cli` parses them.
+
+    Raises:
+        ValueError: On every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; or
+            rank 0 has no permission to write the file.
+        Failure: On every rank: writing the file failed.
     """
     world = launched_ranks()
     if world < 2:
@@ -33,7 +37,7 @@ def measure_command(arguments: argparse.Namespace) -> None:
     if wrong := [count for count in arguments.ranks or () if not 2 <= count <= world]:
         raise ValueError(f"--ranks {wrong[0]} must be from 2 to the {world} ranks that were started")
     device, out = _join(arguments), Path(arguments.out)
-    # gloo notices at once when a rank dies. On CUDA links are fast, and no measurement takes as long as TIMEOUT.
+    # gloo notices at once when a rank dies. On CUDA, links are so fast that no measurement takes TIMEOUT.
     idle = dist.new_group(timeout=IDLE_TIMEOUT if device == "cpu" else TIMEOUT)
     fabrics = [_measure_first(count, arguments, device, idle) for count in arguments.ranks or [world]]
     fabric = Fabric(tuple(curve for fabric in fabrics for curve in fabric.curves), _description(device))
@@ -47,10 +51,10 @@ def measure_command(arguments: argparse.Namespace) -> None:
 
 
 def _join(arguments: argparse.Namespace) -> str:
-    """Join torch.distributed as the launcher's environment says; returns this rank's device.
+    """Initialize torch.distributed from the launcher's environment; returns this rank's device.
 
-    The ranks compare their arguments and devices in the launcher's store before they join, because ranks that join with
-    different backends wait for one another.
+    The ranks compare their arguments and devices in the launcher's store first, because ranks with different backends would
+    wait for one another.
     """
     adopt_launcher()
     rank, world = this_rank(), launched_ranks()
@@ -66,7 +70,7 @@ def _join(arguments: argparse.Namespace) -> str:
 
 
 def _checked(arguments: argparse.Namespace, device: str, rank: int) -> dict[str, object]:
-    """The values that must be equal on all ranks. ValueError: no such device, or rank 0 may not write the file."""
+    """The arguments that must be equal on all ranks. ValueError if the device is missing, or the file not writable."""
     kind, _, index = device.partition(":")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
@@ -79,7 +83,7 @@ def _checked(arguments: argparse.Namespace, device: str, rank: int) -> dict[str,
 
 
 def _measure_first(count: int, arguments: argparse.Namespace, device: str, idle: dist.ProcessGroup) -> Fabric:
-    """The fabric of the first `count` ranks; the other ranks wait in `idle`, the group of all, and return an empty one."""
+    """Measure the first `count` ranks; the others wait in `idle`, the group of all ranks, and return an empty fabric."""
     group = dist.new_group(list(range(count)), timeout=TIMEOUT)
     fabric = Fabric(())
     if dist.get_rank() < count:
@@ -92,7 +96,7 @@ def _measure_first(count: int, arguments: argparse.Namespace, device: str, idle:
 
 
 def _description(device: str) -> dict[str, str]:
-    """The place where a fabric is measured."""
+    """The description of a fabric measured here."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return {
         "source": "measured",

@@ -1,11 +1,11 @@
 """One operation on one number of ranks: its measured times, the line segments fitted to them, and their uncertainty.
 
-The size of a message, `nbytes`, is counted as follows:
+The size of a message, `nbytes`, is the size of:
 
 | operation | nbytes |
 |---|---|
-| all_reduce, reduce_scatter, all_to_all | the input of each rank |
-| all_gather | what each rank contributes |
+| all_reduce, reduce_scatter, all_to_all | the input of a rank |
+| all_gather | the input of a rank, 1/P of the output |
 | p2p | the message |
 """
 
@@ -19,14 +19,14 @@ import numpy as np
 
 from .fitting import Segment, fit_segments, half_widths, held_out_errors, predict, relative_errors, spikes
 
-FLOOR_BYTES = 128 * 1024  # larger messages never count for the latency floor
+FLOOR_BYTES = 128 * 1024  # the largest message that counts for the latency floor
 
 
 def wire(operation: str, ranks: int) -> float:
-    """Bytes that each rank sends over its link per byte of `nbytes` if the algorithm is a ring.
+    """Bytes that a rank of a ring sends over its link per byte of `nbytes`: the factors of nccl-tests' bus bandwidth.
 
-    These are the factors of nccl-tests' bus bandwidth. The first word of `operation` names the collective, so that
-    "all_reduce Ring" counts as an all-reduce. Other operations send each byte once.
+    The first word of `operation` names the collective, so that "all_reduce Ring" counts as an all-reduce. Other operations
+    send each byte once.
     """
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
@@ -39,12 +39,21 @@ def wire(operation: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """Times of `operation` on `ranks` ranks, called one by one (mode "eager") or from a CUDA graph (mode "graph").
+    """The times of one operation.
 
-    nbytes: the measured sizes, ascending. seconds: their median times. high: their 90th percentiles; empty if unknown.
-    dropped: points (nbytes, seconds) that are left out of the fit. segments: the fit. errors: |log(predicted /
-    measured)| of each point, predicted by a fit of the others. ValueError: a number that is not finite and positive, or
-    sizes or segments that are not in order.
+    Attributes:
+        operation: The name of the operation.
+        ranks: The number of ranks.
+        mode: "eager" (called one by one) or "graph" (called from a CUDA graph).
+        nbytes: The measured sizes, ascending.
+        seconds: Their median times.
+        high: The 90th percentiles of their times; empty if unknown.
+        dropped: Points (nbytes, seconds) that are excluded from the fit.
+        segments: The fit.
+        errors: |log(predicted / measured)| of each point, predicted by a fit of the other points.
+
+    Raises:
+        ValueError: A number is not finite and positive, or sizes or segments are not in order.
     """
 
     operation: str
@@ -68,11 +77,18 @@ class Curve:
         mode: str = "eager",
         dropped: Iterable[tuple[int, float]] = (),
     ) -> "Curve":
-        """The curve through `points`: (nbytes, seconds) or (nbytes, seconds, 90th percentile), in any order.
+        """Fit a curve to points.
 
-        Several points of one size count as their median. dropped: points (nbytes, seconds) that the source itself marks
-        as unreliable; the spikes that are found here are added to them. ValueError: there are no points, or a size or
-        time is not positive and finite.
+        Args:
+            operation: The name of the operation.
+            ranks: The number of ranks.
+            points: Points (nbytes, seconds) or (nbytes, seconds, 90th percentile), in any order. The median of several
+                points of one size is used.
+            mode: "eager" or "graph".
+            dropped: Points (nbytes, seconds) that the source marks as unreliable. Spikes in `points` are added to them.
+
+        Raises:
+            ValueError: There are no points, or a size or time is not positive and finite.
         """
         sizes, seconds, high = _medians(points, f"{operation} on {ranks} ranks")
         spiked = spikes(seconds)
@@ -93,15 +109,14 @@ class Curve:
 
     @property
     def beta(self) -> float:
-        """Seconds per byte of large messages: beta of the last segment; without slope, time / nbytes of its last size."""
+        """Seconds per byte of large messages: beta of the last segment or, if that is 0, time / nbytes of its last size."""
         return self.segments[-1].beta or self.time(self.nbytes[-1]) / self.nbytes[-1]
 
     @property
     def floor(self) -> float | None:
-        """The latency floor: the median measured time of small messages, dropped points included; None if there are none.
+        """The latency floor: the median measured time of small messages, including dropped points; None without any.
 
-        A message is small if it has at most 128 KB and, on the first segment, takes at most twice the time of an empty
-        message.
+        A small message has at most 128 KB and takes at most twice the time of an empty message on the first segment.
         """
         first = self.segments[0]
         doubled = first.alpha / first.beta if first.beta else math.inf
@@ -110,23 +125,20 @@ class Curve:
         return statistics.median(small) if small else None
 
     def time(self, nbytes: float) -> float:
-        """Seconds of a message, predicted by the fit. ValueError: a negative size."""
-        if nbytes < 0:
-            raise ValueError(f"a message of {nbytes} bytes")
+        """Seconds of a message, predicted by the fit."""
         return float(predict(self.segments, nbytes))
 
     def interpolated(self, nbytes: float) -> float:
-        """Seconds of a message, interpolated between its measured neighbours; outside, those of the first or last size.
+        """Seconds of a message, interpolated between measured sizes; outside them, the time of the first or last size.
 
-        Interpolation follows what a fit smooths away, such as the size at which a link's burst is used up, but also the
-        noise.
+        Unlike the fit, it follows local effects, such as the size at which a link's burst ends, but also the noise.
         """
         return float(np.interp(nbytes, self.nbytes, self.seconds))
 
     def half_width(self, nbytes: float) -> float:
         """Half the width of the interval in which a measured time is expected, as a logarithm (0.05: about 5 %).
 
-        It interpolates `half_widths` between the measured sizes. Outside them, each doubling adds the same width again.
+        It interpolates `half_widths` between the measured sizes. Outside them, every doubling adds the same width again.
         """
         size = math.log2(max(nbytes, 1))
         measured = np.log2(self.nbytes)
@@ -136,8 +148,8 @@ class Curve:
     def interval(self, nbytes: float) -> tuple[float, float]:
         """(low, high) seconds between which nine in ten times of the same measurement should lie.
 
-        Times of another day may lie outside. Below the measured sizes, `high` is at most that of the smallest one. Above
-        them, `low` assumes a bandwidth that grows with the square root of the size, and `high` one that does not grow.
+        Times of another day may lie outside. Below the measured sizes, `high` is at most that of the smallest size. Above
+        them, `low` assumes a bandwidth that grows with the square root of the size, and `high` a constant bandwidth.
         """
         time, spread = self.time(nbytes), math.exp(self.half_width(nbytes))
         low, high = time / spread, time * spread
@@ -150,7 +162,7 @@ class Curve:
         return low, high
 
     def bus_bandwidth(self, nbytes: float) -> float:
-        """Bytes per second over each rank's link, predicted by the fit, if the algorithm is a ring."""
+        """Bytes per second over a rank's link, predicted by the fit, if the algorithm is a ring."""
         return nbytes * wire(self.operation, self.ranks) / self.time(nbytes)
 
     @property
@@ -167,23 +179,23 @@ class Curve:
 
 
 def _medians(points: Sequence[tuple[float, ...]], name: str) -> tuple[list[int], list[float], list[float]]:
-    """(sizes, ascending; their median times; their median 90th percentiles, or [] unless all points have one)."""
+    """(ascending sizes, their median times, their median 90th percentiles or [] if a point has none)."""
     if not points:
         raise ValueError(f"no points to fit {name}")
     for nbytes, *times in points:
         if nbytes <= 0 or not all(0 < time < math.inf for time in times):
             raise ValueError(f"{name}: sizes and times must be positive and finite, not {nbytes} bytes in {times}")
     sizes = sorted({nbytes for nbytes, *_ in points})
-    known = min(map(len, points)) - 1  # columns: 1 or 2
+    count = min(map(len, points)) - 1  # columns that all points have: 1 or 2
     columns = [
         [float(statistics.median(point[column] for point in points if point[0] == size)) for size in sizes]
-        for column in range(1, 1 + known)
+        for column in range(1, 1 + count)
     ]
-    return list(map(int, sizes)), columns[0], columns[1] if known > 1 else []
+    return list(map(int, sizes)), columns[0], columns[1] if count > 1 else []
 
 
 def _check(curve: Curve) -> None:
-    """ValueError unless the curve is as its class says; a curve may come from a file."""
+    """ValueError if the curve, which may come from a file, is invalid (see `Curve`)."""
     name = f"curve {curve.operation!r} on {curve.ranks!r} ranks"
     if not (isinstance(curve.operation, str) and curve.operation.strip() and isinstance(curve.ranks, int)):
         raise ValueError(f"{name}: needs a name and a number of ranks")
@@ -208,4 +220,4 @@ def _check_numbers(curve: Curve, name: str) -> None:
     dropped = [number for pair in curve.dropped for number in pair]
     for number in (*curve.nbytes, *curve.seconds, *curve.high, *curve.errors, *lines, *dropped):
         if not isinstance(number, (int, float)) or not 0 <= number <= sys.float_info.max:
-            raise ValueError(f"{name}: {number!r} is no size or time")
+            raise ValueError(f"{name}: {number!r} is not a valid size or time")

@@ -1,7 +1,6 @@
 """Fits piecewise linear functions, seconds = alpha + beta * nbytes, to measured times of messages.
 
-Spikes are removed first; then dynamic programming finds the breakpoints. Everything here is plain mathematics on
-ascending message sizes (bytes) and their times (seconds).
+Spikes are removed first; then dynamic programming finds the breakpoints. Sizes are ascending bytes, times are seconds.
 """
 
 from collections.abc import Sequence
@@ -11,18 +10,18 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 MAX_SEGMENTS = 4
-MIN_POINTS = 3  # in each segment
-MAX_ERROR_RATIO = 0.75  # a further segment must bring the mean error below this share of what it was
-NEGLIGIBLE_ERROR = 1e-9  # a mean relative error that no further segment needs to reduce
-SPIKE_NEIGHBOURS = 3  # on either side of a point
+MIN_POINTS = 3  # points of a segment
+MAX_ERROR_RATIO = 0.75  # another segment is used if it reduces the mean error at least by this factor
+NEGLIGIBLE_ERROR = 1e-9  # a mean relative error at which no segment is added
+SPIKE_NEIGHBOURS = 3  # neighbours on either side of a point
 SPIKE_DEVIATIONS, SPIKE_RATIO = 3.0, 1.15  # a spike exceeds its neighbours' median by both
 COVERAGE = 0.9  # the share of measured times that intervals should contain
-SAFETY_FACTOR = 1.1  # because the largest of two dozen errors underestimates the largest possible one
+SAFETY_FACTOR = 1.1  # the largest of two dozen errors underestimates the largest possible error
 
 
 @dataclass(frozen=True)
 class Segment:
-    """seconds = alpha + beta * nbytes for messages of `first` to `last` bytes; both of these are measured sizes."""
+    """seconds = alpha + beta * nbytes for messages of `first` to `last` bytes, which are measured sizes."""
 
     first: int
     last: int
@@ -35,12 +34,12 @@ class Segment:
 
 
 def spikes(seconds: Sequence[float]) -> list[int]:
-    """Indices of times that are too long for their size, such as a mean over 200 calls of which one was interrupted.
+    """Indices of times that are too long for their size, such as a mean over 200 calls with an interrupted one.
 
     A spike exceeds the median of its neighbours (up to six) by 3 times their median absolute deviation and by 15 %. It
     also exceeds the median of its larger neighbours (up to three), because a larger message cannot be faster.
     """
-    found = []
+    indices = []
     for i, time in enumerate(seconds):
         larger = seconds[i + 1 : i + 1 + SPIKE_NEIGHBOURS]
         if not len(larger):
@@ -49,14 +48,14 @@ def spikes(seconds: Sequence[float]) -> list[int]:
         middle = np.median(neighbours)
         spread = np.median(np.abs(neighbours - middle))
         if time > max(middle + SPIKE_DEVIATIONS * spread, SPIKE_RATIO * middle, np.median(larger)):
-            found.append(i)
-    return found
+            indices.append(i)
+    return indices
 
 
 def fit_segments(nbytes: ArrayLike, seconds: ArrayLike) -> tuple[Segment, ...]:
     """One to four segments that minimize the sum of squared relative errors.
 
-    A fit with one more segment is taken only if it reduces the mean relative error by at least a quarter.
+    Another segment is added only if it reduces the mean relative error by at least a quarter.
     """
     sizes, times = np.asarray(nbytes), np.asarray(seconds, float)
     lines = _lines(sizes.astype(float), times)
@@ -95,8 +94,8 @@ def _rising_line(
 ) -> tuple[np.ndarray, np.ndarray]:
     """alpha and beta >= 0 of weighted least squares, from the five sums of its normal equations.
 
-    from_zero: the line also serves empty messages, so alpha is >= 0 too. The alpha of other lines may be negative, for
-    example after a link's burst is used up.
+    from_zero: alpha is >= 0 too, because the line includes empty messages. The alpha of other lines may be negative, for
+    example after the end of a link's burst.
     """
     determinant = w * wxx - wx * wx
     regular = determinant > 1e-12 * w * wxx  # two sizes or more
@@ -132,12 +131,11 @@ def predict(segments: Sequence[Segment], nbytes: ArrayLike) -> np.ndarray | np.f
     """Seconds of messages of `nbytes` (a number or an array); a larger message never takes less.
 
     - On a segment: its line.
-    - Between two segments: each line up to the size at which they cross, as where a link's burst is used up. If they do
-      not cross in between, the straight line that joins them.
+    - Between two segments: their lines up to the size at which they cross, as at the end of a link's burst. If they do not
+      cross in between, the straight line that joins them.
     - Below the first measured size: the first line.
-    - Above the last measured size: the last line. A line without slope does not show the bandwidth, so the rate of its
-      last size is kept.
-    - A line that begins below the end of the previous one, as where a protocol changes, is raised to that end.
+    - Above the last measured size: the last line or, if that has no slope, the bytes per second of its last size.
+    - A line that begins below the end of the previous line, as where a protocol changes, is raised to that end.
     """
     sizes: list[float] = [0]
     lines = [segments[0].alpha]
@@ -147,12 +145,12 @@ def predict(segments: Sequence[Segment], nbytes: ArrayLike) -> np.ndarray | np.f
         lines += [segment.time(size) for size in knots]
     times = np.maximum.accumulate(lines)
     slope = segments[-1].beta or times[-1] / sizes[-1]
-    asked = np.asarray(nbytes, float)
-    return np.interp(asked, sizes, times) + slope * np.maximum(asked - sizes[-1], 0)
+    queries = np.asarray(nbytes, float)
+    return np.interp(queries, sizes, times) + slope * np.maximum(queries - sizes[-1], 0)
 
 
 def _crossing(before: Segment | None, after: Segment) -> list[float]:
-    """[the size at which the lines of two neighbouring segments cross], or [] if that is not between them."""
+    """[the size at which the lines of two neighbouring segments cross], or [] if they do not cross between them."""
     if before is None or after.beta <= before.beta:
         return []
     size = (before.alpha - after.alpha) / (after.beta - before.beta)
@@ -165,10 +163,10 @@ def relative_errors(segments: Sequence[Segment], nbytes: ArrayLike, seconds: Arr
 
 
 def held_out_errors(nbytes: ArrayLike, seconds: ArrayLike) -> np.ndarray:
-    """|log(predicted / measured)| of each point, predicted by a fit of all the others."""
+    """|log(predicted / measured)| of each point, predicted by a fit of all other points."""
     sizes, times = np.asarray(nbytes), np.asarray(seconds)
     if len(sizes) < 2:
-        return np.ones(len(sizes))  # nothing to predict a single point from: a factor of e
+        return np.ones(len(sizes))  # a single point cannot be predicted: a factor of e
     errors = []
     for i in range(len(sizes)):
         others = fit_segments(np.delete(sizes, i), np.delete(times, i))
@@ -177,7 +175,7 @@ def held_out_errors(nbytes: ArrayLike, seconds: ArrayLike) -> np.ndarray:
 
 
 def half_widths(errors: ArrayLike) -> np.ndarray:
-    """For each point, how far a time may be from the prediction, as a logarithm; errors: `held_out_errors`.
+    """The half-width of each point's interval, as a logarithm. errors: those of `held_out_errors`.
 
     It is the larger of two errors, times a safety factor: the largest error of the point and its two neighbours, which
     is large where the fit is poor, and the 90th percentile of all errors, which accounts for noise.

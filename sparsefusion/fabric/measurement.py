@@ -1,8 +1,8 @@
-"""Measures collectives on a process group: with gloo or NCCL, call by call, or on CUDA also as replayed graphs.
+"""Measures collectives of a process group with gloo or NCCL, call by call, or on CUDA also as replayed graphs.
 
-The operations take turns, size by size, in another order in each repetition, because a link that lets bursts through
-remembers earlier messages. A call begins with a barrier and lasts until its slowest rank is done; a point is the median
-of the repetitions. Rank 0 fits the curves and sends them to the others, so that all ranks decide from the same numbers.
+At each size the operations take turns, in another order in each repetition, because a link with burst credit is affected by
+earlier messages. A call begins with a barrier and lasts until its slowest rank is done; a point is the median of the
+repetitions. Rank 0 fits the curves and sends them to the other ranks, so that all ranks decide from the same numbers.
 """
 
 import random
@@ -20,11 +20,11 @@ from .cost_model import Fabric
 from .curve import Curve
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
-BUDGET_S = 0.3  # for all operations at one size, between MIN_REPETITIONS and MAX_REPETITIONS
+BUDGET_S = 0.3  # time of all operations at one size, within MIN_REPETITIONS and MAX_REPETITIONS
 MIN_REPETITIONS, MAX_REPETITIONS = 3, 100
 SLOW_S = 2.0  # an operation that takes longer is not measured at larger sizes
-# In a race, neither is one that takes longer than RACE_RATIO times the fastest at a size of RACE_BYTES or more. A race
-# ends when a repetition of all operations takes longer than RACE_S.
+# In a race, an operation is also dropped if it takes longer than RACE_RATIO times the fastest one at RACE_BYTES or more. A
+# race ends when a repetition of all operations takes longer than RACE_S.
 RACE_RATIO, RACE_BYTES, RACE_S = 3.0, 64 * 1024, 1.0
 GRAPH_CALLS = 20  # calls in a CUDA graph
 
@@ -40,13 +40,21 @@ def measure(
     mode: str = "eager",
     race: bool = False,
 ) -> Fabric:
-    """Measure the times of `calls` between the ranks of `group`, which all call this together and get the same fabric.
+    """Measure the times of operations. All ranks of `group` call it together, and get the same fabric.
 
-    calls: {operation: function that maps nbytes to a function that performs the operation once}. sizes: the bytes to
-    measure, counted as in `curve`. mode: "eager", or "graph" on CUDA. race: only the fastest operation is of interest;
-    much slower ones are not measured at larger sizes, and on slow links large sizes are not measured at all. Sends what
-    the operations send, and barriers; rank 0 broadcasts the curves. ValueError: there are no sizes, or one is not
-    positive, or, on every rank, the times cannot be fitted.
+    It sends the messages of the operations and barriers, and rank 0 broadcasts the curves.
+
+    Args:
+        group: The ranks.
+        calls: {operation: function that maps nbytes to a function that performs the operation once}.
+        sizes: The sizes to measure in bytes, counted as in `curve`.
+        device: The device of the tensors.
+        mode: "eager", or "graph" on CUDA.
+        race: Measure only to find the fastest operation: much slower operations are not measured at larger sizes, and slow
+            links are not measured at large sizes.
+
+    Raises:
+        ValueError: There are no sizes, or a size is not positive; or, on every rank, the times cannot be fitted.
     """
     ascending = sorted(sizes)
     if not ascending or ascending[0] < 1:
@@ -77,16 +85,21 @@ def repetitions(
     count: int | None = None,
     warm_up: bool = True,
 ) -> torch.Tensor:
-    """The seconds that the slowest rank took, of each repetition and function: (repetitions, functions), float64.
+    """Seconds of the slowest rank: (repetitions, functions), float64, the same on every rank.
 
-    functions: `timed` operations, which take turns. count: the number of repetitions; None: as many as BUDGET_S allows.
-    warm_up: whether one more repetition, which is not counted, comes first. The result is the same on every rank.
-    All-reduces one number before each call, and the times of each repetition.
+    It all-reduces one number before each call, and the times of each repetition.
+
+    Args:
+        functions: Operations made by `timed`, which take turns.
+        group: The ranks.
+        device: The device of the operations.
+        count: The number of repetitions, by default as many as BUDGET_S allows.
+        warm_up: Precede them by a repetition that is not counted.
     """
     ready = torch.zeros(1, device=device)
 
     def repetition(number: int) -> torch.Tensor:
-        """The seconds of the slowest rank for each function, called once in an order of this repetition: (functions,)."""
+        """Call each function once, in an order of this repetition; returns the seconds (functions,) of the slowest rank."""
         seconds = torch.zeros(len(functions), device=device)
         order = list(range(len(functions)))
         random.Random(number).shuffle(order)  # the same on every rank
@@ -105,8 +118,8 @@ def repetitions(
 def timed(function: Call, device: torch.device | str = "cpu", mode: str = "eager") -> Stopwatch:
     """A function that performs `function` once and returns its seconds on this rank.
 
-    On CUDA it waits for the device before and after. mode "graph": `function` is called GRAPH_CALLS times in a CUDA graph,
-    which is replayed; the seconds are those of one call.
+    On CUDA it synchronizes before and after. In mode "graph", it replays a CUDA graph of GRAPH_CALLS calls, and returns the
+    mean seconds of a call.
     """
     if mode == "graph":
         return _timed_graph(function, device)
@@ -145,8 +158,8 @@ def collective_calls(
 ) -> dict[str, Callable[[int], Call]]:
     """The collectives `names` as the argument `calls` of `measure`: {name: nbytes -> function}.
 
-    They act on float32 tensors with at least one number for each rank that a tensor is split over. p2p: each even rank sends
-    to the next one.
+    They act on float32 tensors, which have at least one element for each rank that receives a part. In p2p, every even rank
+    sends to the next rank.
     """
     return {name: partial(_prepare, name, group, device) for name in names}
 
@@ -165,7 +178,7 @@ def _prepare(name: str, group: dist.ProcessGroup, device: torch.device | str, nb
 
 
 def _message(tensor: torch.Tensor, group: dist.ProcessGroup) -> Call:
-    """A function that sends `tensor` from each even rank to the next one."""
+    """A function that sends `tensor` from every even rank to the next rank."""
     rank, peer = group.rank(), group.rank() ^ 1
     if peer >= group.size():
         return lambda: None

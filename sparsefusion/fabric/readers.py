@@ -1,7 +1,7 @@
-"""Reads measurements that others made: nccl-tests' text, CSV made from it, and JSON of all-reduce latencies.
+"""Reads measurements of other programs: the output of nccl-tests, CSV made from it, and JSON of all-reduce latencies.
 
-Sizes are returned as `Fabric` counts them; nccl-tests' size of an all-gather is its whole output. A file that is cut
-off, or has none of these formats, is a ValueError that names the file and the line.
+`read_curves` counts sizes as `Fabric` does; nccl-tests counts an all-gather by its whole output. A file that is cut off or
+has another format raises a ValueError that names the file and the line.
 """
 
 import csv
@@ -14,20 +14,24 @@ from pathlib import Path
 
 from .curve import Curve, wire
 
-COLUMNS = "size count type redop root time algbw busbw #wrong".split()  # of nccl-tests, where a file has no header
-OPERATIONS = {"alltoall": "all_to_all", "sendrecv": "p2p"}  # nccl-tests' names that differ from ours
-RATE_ROUNDING = 0.01  # how far a rate may be rounded: in GB/s, and as a ratio
-PRECISE_RATE = 1.0  # GB/s; two rates of a row that are at least this large are known to one percent
+COLUMNS = "size count type redop root time algbw busbw #wrong".split()  # columns of nccl-tests' files without a header
+OPERATIONS = {"alltoall": "all_to_all", "sendrecv": "p2p"}  # names of nccl-tests that differ from ours
+RATE_ROUNDING = 0.01  # the largest rounding error of a rate, in GB/s and as a ratio
+PRECISE_RATE = 1.0  # rates of at least this many GB/s are precise to one percent
 
 
 @dataclass
 class Section:
     """One run in a file.
 
-    operation, ranks: None if the file does not state them. variant: the algorithm or protocol that the title names.
-    bus: the ratio of bus bandwidth to algorithm bandwidth, which depends on the operation and the ranks, and so reveals
-    wrong ones; None if no rate is precise enough. points: (nbytes, seconds). dropped: points that the file itself marks
-    as unreliable.
+    Attributes:
+        operation, ranks: The operation and the number of ranks, or None if the file does not state them.
+        mode: "eager" or "graph".
+        variant: The algorithm or protocol that the title names.
+        bus: The ratio of bus bandwidth to algorithm bandwidth, which depends on the operation and the ranks, and so
+            reveals wrong ones. None if no rate is precise enough.
+        points: Pairs (nbytes, seconds).
+        dropped: Points that the file itself marks as unreliable.
     """
 
     operation: str | None = None
@@ -40,11 +44,18 @@ class Section:
 
 
 def read_curves(path: str | Path, operation: str, ranks: int | None = None) -> list[Curve]:
-    """The curves of `operation` in one file of any known format: one for each number of ranks, mode and variant.
+    """Read one file of any known format; returns a curve for each number of ranks, mode and variant.
 
-    ranks: the number of ranks of the measurement; may be None if the file states it. A variant is appended to the name:
-    "all_reduce Ring". Rows of empty messages, with which nccl-tests begins some sweeps, are left out. ValueError: the
-    file is damaged, or contradicts `operation` or `ranks`.
+    A variant is appended to the operation: "all_reduce Ring". Rows of empty messages, with which nccl-tests begins some
+    sweeps, are skipped.
+
+    Args:
+        path: The file.
+        operation: The operation that was measured.
+        ranks: The number of ranks. None if the file states it.
+
+    Raises:
+        ValueError: The file is damaged, or contradicts `operation` or `ranks`.
     """
     curves: dict[tuple[str, int, str], tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
     for section in read_sections(path):
@@ -64,7 +75,7 @@ def read_curves(path: str | Path, operation: str, ranks: int | None = None) -> l
 
 
 def _ranks_of(section: Section, path: str | Path, operation: str, ranks: int | None) -> int:
-    """The number of ranks of a section, after checking what the file states against the arguments of `read_curves`."""
+    """The number of ranks of a section. ValueError if the file contradicts the arguments of `read_curves`."""
     if section.operation not in (None, operation):
         raise ValueError(f"{path} holds {section.operation}, not {operation}")
     if None not in (ranks, section.ranks) and ranks != section.ranks:
@@ -78,10 +89,10 @@ def _ranks_of(section: Section, path: str | Path, operation: str, ranks: int | N
 
 
 def extended(curves: Iterable[Curve], sweeps: Sequence[Curve]) -> list[Curve]:
-    """The curves, each extended by the larger sizes of the sweep of the same operation and ranks; then the other sweeps.
+    """Extend each curve by the larger sizes of the sweep of its operation and ranks; returns them and the other sweeps.
 
     Latency files measure small messages, with and without CUDA graphs, up to a size at which both take the same time.
-    Sweeps measure eager calls of larger messages, in whose times the cost of a launch no longer shows.
+    Sweeps measure eager calls of larger messages, whose times the cost of a launch does not affect.
     """
     curves = list(curves)
     longer = []
@@ -103,7 +114,7 @@ def _points(curve: Curve) -> list[tuple[int, float]]:
 
 
 def read_sections(path: str | Path) -> list[Section]:
-    """The runs in one file, with sizes as the file counts them. The beginning of the file tells its format."""
+    """The runs in one file, with sizes as the file counts them. The beginning of the file determines its format."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -119,17 +130,17 @@ def read_sections(path: str | Path) -> list[Section]:
 
 
 def read_latency(path: str | Path, text: str) -> list[Section]:
-    """Two sections: mean times of eager all-reduces, and of all-reduces replayed in a CUDA graph.
+    """Two sections: the mean times of eager all-reduces, and of all-reduces replayed in a CUDA graph.
 
     The file is {"world_size": ranks, "size_sweep": rows}. A row has `bytes`, `eager_us`, `graph_us`, and may have the
-    standard deviations `eager_std_us` and `graph_std_us`. A mean that is smaller than its standard deviation is
-    dominated by one slow call, so its point is dropped.
+    standard deviations `eager_std_us` and `graph_std_us`. A point whose standard deviation exceeds its mean is dropped,
+    because one slow call dominates it.
     """
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: JSON that is cut off or damaged: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists without end
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; lists that are nested too deep
         raise ValueError(f"{path}: JSON that is damaged: {error}") from None
     sections = []
     try:
@@ -151,7 +162,7 @@ def read_latency(path: str | Path, text: str) -> list[Section]:
 
 
 def _csv_section(path: str | Path, text: str) -> Section:
-    """The one run of a CSV file."""
+    """The run of a CSV file."""
     section = Section()
     rows = csv.reader(text.splitlines())
     try:
@@ -176,15 +187,17 @@ def _add_point(
     gb_per_s: str | None,
     bus_gb_per_s: str | None,
 ) -> None:
-    """Add the point of line `number`. Its rates reveal a time that is cut off, and tell what was measured."""
+    """Add the point of line `number`. Its rates reveal a time that is cut off and a wrong operation."""
     try:
         if size is None or time_us is None or gb_per_s is None or bus_gb_per_s is None:
             raise ValueError("a column is missing")
         nbytes, microseconds, rate, bus = int(size), float(time_us), float(gb_per_s), float(bus_gb_per_s)
     except ValueError:
-        raise ValueError(f"{path}:{number}: {size!r}, {time_us!r}, {gb_per_s!r}: no size, time and rate") from None
+        raise ValueError(
+            f"{path}:{number}: expected size, time and rate, not {size!r}, {time_us!r}, {gb_per_s!r}"
+        ) from None
     is_time = 0 < microseconds < math.inf
-    if not is_time or not abs(nbytes / microseconds / 1e3 - rate) <= RATE_ROUNDING * (1 + rate):  # `not`: also for NaN
+    if not is_time or not abs(nbytes / microseconds / 1e3 - rate) <= RATE_ROUNDING * (1 + rate):  # `not`: includes NaN
         raise ValueError(f"{path}:{number}: {nbytes} bytes in {microseconds:g} us are not {rate:g} GB/s")
     section.points.append((nbytes, microseconds * 1e-6))
     if rate >= PRECISE_RATE:
@@ -197,18 +210,18 @@ def _add_point(
 def read_nccl_tests(path: str | Path, text: str) -> list[Section]:
     """The out-of-place columns of nccl-tests' output.
 
-    A file may hold several runs, with titles such as "### ALGO=Ring" and "### GPUS=4". Output of NCCL_DEBUG, between the
-    lines and inside them, is removed first.
+    A file may contain several runs, with titles such as "### ALGO=Ring" and "### GPUS=4". Output of NCCL_DEBUG, between
+    lines and inside lines, is removed first.
     """
     lines = list(_without_debug(text))
     sections = [section for run in _runs(lines) if (section := _section(path, run)).points]
     if not sections:
-        raise ValueError(f"{path}:{lines[-1][0] if lines else 1}: up to here no row of nccl-tests, CSV or latency JSON")
+        raise ValueError(f"{path}:{lines[-1][0] if lines else 1}: no row of nccl-tests, CSV or latency JSON up to here")
     return sections
 
 
 def _runs(lines: Iterable[tuple[int, str]]) -> list[list[tuple[int, str]]]:
-    """The (number, line) of each run: one begins with a title, or with nccl-tests' first line if rows came before."""
+    """The pairs (number, line) of each run. A run begins with a title, or with nccl-tests' first line after rows."""
     runs: list[list[tuple[int, str]]] = [[]]
     for number, line in lines:
         is_first_line = "nccl-tests version" in line and any(_is_row(before) for _, before in runs[-1])
@@ -223,7 +236,7 @@ def _is_row(line: str) -> bool:
 
 
 def _section(path: str | Path, lines: Iterable[tuple[int, str]]) -> Section:
-    """One run. A header names the columns; a run that has a header must end with its average bandwidth."""
+    """Read one run. A header names the columns; a run with a header must end with its average bandwidth."""
     section, columns, number, is_complete = Section(), COLUMNS, 0, True
     for number, line in lines:
         if _is_row(line):
@@ -239,21 +252,21 @@ def _section(path: str | Path, lines: Iterable[tuple[int, str]]) -> Section:
 
 
 def _row(path: str | Path, number: int, words: list[str], columns: list[str]) -> tuple[str, str, str, str]:
-    """Size, time and both rates of a row, out of place: of columns with one name, the first."""
+    """(size, time, algorithm bandwidth, bus bandwidth) of a row, from the first, out-of-place columns of these names."""
     if len(words) <= columns.index("busbw"):
-        raise ValueError(f"{path}:{number}: {len(words)} columns of a row; cut off?")
+        raise ValueError(f"{path}:{number}: only {len(words)} columns; cut off?")
     wrong = words[columns.index("#wrong")] if "#wrong" in columns[: len(words)] else "0"
     if wrong not in ("0", "N/A"):
-        raise ValueError(f"{path}:{number}: {wrong} wrong results; nothing measured with them counts")
+        raise ValueError(f"{path}:{number}: {wrong} wrong results, so the times are invalid")
     size, time, rate, bus = (words[columns.index(name)] for name in ("size", "time", "algbw", "busbw"))
     return size, time, rate, bus
 
 
 def _without_debug(text: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of the lines without the output of NCCL_DEBUG; lines that it broke in two are joined again.
+    """Remove the output of NCCL_DEBUG; yields (number, line), where lines that it broke in two are joined again.
 
     A line of that output begins with the name of the host, which may follow a number without a space. So the names are
-    learnt first, from lines that contain nothing else.
+    collected first, from lines that contain nothing else.
     """
     hosts = sorted(set(re.findall(r"^(\S+?):\d+:\d+ \[\d+\] .*NCCL ", text, re.MULTILINE)))
     names = "|".join(map(re.escape, hosts)) or "(?!)"
@@ -277,7 +290,7 @@ def _read_comment(line: str, section: Section, place: str) -> None:
         section.variant = " ".join(named[key] for key in ("ALGO", "PROTO") if key in named)
         count = named.get("GPUS")
         if count is not None and not count.isdecimal():
-            raise ValueError(f"{place}: GPUS={count} is no number of ranks")
+            raise ValueError(f"{place}: GPUS={count} must be a number of ranks")
         section.ranks = None if count is None else int(count)
     elif started := re.search(r"Collective test starting: (\w+)_perf", line):
         section.operation = OPERATIONS.get(started[1], started[1])

@@ -1,4 +1,4 @@
-"""Writes a fabric as a page: its table, and plots of bus bandwidth, time, and the tokens per second that latency allows."""
+"""Writes a report of a fabric: its table, and plots of bus bandwidth, time, and the tokens/s that latency allows."""
 
 import io
 from pathlib import Path
@@ -14,15 +14,17 @@ from .curve import Curve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LAYERS = {"32 layers": 32, "80 layers": 80, "126 layers": 126}  # of a transformer: two all-reduces each
-CALLS = np.arange(8, 513, 8)  # all-reduces per token
+LAYERS = {"32 layers": 32, "80 layers": 80, "126 layers": 126}  # transformer layers, with two all-reduces each
+CALLS = np.arange(8, 513, 8)  # numbers of all-reduces per token
 
 
 def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
-    """Write fabric.md and three plots (PNG) into `directory`, which is made if it is missing; returns their paths.
+    """Write fabric.md and three plots (PNG) into `directory`, which is created if it is missing; returns their paths.
 
-    Failure: matplotlib is not installed. ValueError: the fabric has no curves, or `directory` is a file. OSError, with the
-    name of the file: it cannot be written, for instance because the disk is full.
+    Raises:
+        Failure: matplotlib is not installed.
+        ValueError: The fabric has no curves, or `directory` is a file.
+        OSError: A file, which the error names, cannot be written.
     """
     if not fabric.curves:
         raise ValueError("a fabric without curves has nothing to report")
@@ -46,7 +48,7 @@ def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
 
 
 def _write(path: Path, content: bytes) -> Path:
-    """Write a file and return its path. An OSError names it; if the disk is full, no part of it remains."""
+    """Write a file and return its path. An OSError names it; if the disk is full, the file is removed."""
     try:
         path.write_bytes(content)
     except OSError as error:
@@ -57,11 +59,11 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _pyplot() -> Any:
-    """The module matplotlib.pyplot, set to draw into files. Failure: it is not installed."""
+    """The module matplotlib.pyplot, configured to draw into files. Failure if it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        raise Failure("the report draws with matplotlib: pip install matplotlib") from None
+        raise Failure("the report needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
@@ -79,8 +81,8 @@ def markdown(fabric: Fabric) -> str:
     left_out = "## Left out of the fits\n\n" + "".join(dropped) + "\n" if dropped else ""
     return (
         f"# Fabric\n\n{described}\n{fabric.table()}\n\n"
-        "The errors are those of the fit at the measured points. Bus bandwidth is what a ring would send over each "
-        "link, per second.\n\n"
+        "The errors are those of the fit at the measured points. Bus bandwidth is the bytes per second that a ring would "
+        "send over each link.\n\n"
         f"{left_out}"
         "![bus bandwidth by message size](bandwidth.png)\n\n"
         "![time by message size, with latency and bandwidth bounds](roofline.png)\n\n"
@@ -120,7 +122,7 @@ def draw_roofline(axes: "Axes", fabric: Fabric) -> None:
 
 
 def draw_wall(axes: "Axes", fabric: Fabric) -> None:
-    """Draw the tokens per second that are possible if only small all-reduces take time, over their number per token."""
+    """Draw the tokens per second that latency allows, over the number of small all-reduces per token."""
     for curve in fabric.curves:
         if curve.operation.split()[0] == "all_reduce" and curve.floor:
             axes.plot(CALLS, 1 / (CALLS * curve.floor), label=f"{_label(curve)}: {curve.floor * 1e6:.1f} us")

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from .launcher import LauncherError, this_rank
 
-RANK_0_GRACE_S = 5.0  # how long the other ranks wait for rank 0 to print an error
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the numbers of errors of a full disk
-LIMIT = 2**31  # numbers of options are below this, unless they have a limit of their own
+RANK_0_GRACE_S = 5.0  # time for rank 0 to print an error before another rank exits
+FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk
+LIMIT = 2**31  # the default upper limit of numeric options, exclusive
 # Errors that the user's input causes. All others are failures of the run or of the program.
 INPUT_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -93,7 +93,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check_number(name: str, value: float, least: float, limit: float = LIMIT) -> None:
-    """ValueError, which names the option `name` and the rule that is broken, unless least <= value < limit."""
+    """ValueError, with the name of the option and the rule, unless least <= value < limit."""
     if not least <= value < limit:  # also refuses NaN
         upper = "finite" if limit == math.inf else "below 2^31" if limit == LIMIT else f"below {limit}"
         rule = f"at least {least}" + f" and {upper}" * (value >= limit)
@@ -101,8 +101,8 @@ def check_number(name: str, value: float, least: float, limit: float = LIMIT) ->
 
 
 def shortened(value: object, length: int = 60) -> str:
-    """A value as errors show it: at most `length` characters, and then "..."."""
-    # Python writes at most 4300 decimal digits of a whole number.
+    """str(value) for an error message, cut after `length` characters with "..."."""
+    # Python converts integers of at most 4300 digits to decimal.
     text = hex(value) if isinstance(value, int) and abs(value) >= 10**4000 else str(value)
     return text if len(text) <= length else f"{text[:length]}..."
 
@@ -119,7 +119,7 @@ def print_on_rank_0(line: str) -> None:
 
 
 def silence_third_parties() -> None:
-    """Turn off the warnings of other packages, in Python and C++, and log those of ours on rank 0 only.
+    """Turn off the warnings of other packages, in Python and C++, and log our own messages on rank 0 only.
 
     Call it before torch is imported, because torch's C++ library reads the environment then.
     """
@@ -134,7 +134,7 @@ def silence_third_parties() -> None:
 class Printer:
     """Prints UTF-8 to stdout and flushes it at once. If the reader has closed the pipe, the run continues silently.
 
-    OSError if stdout cannot be written for another reason, for instance because it is a file on a full disk; once.
+    The first other error, such as a full disk, is raised as OSError; later text is dropped.
     """
 
     def __init__(self, is_enabled: bool) -> None:
@@ -154,22 +154,29 @@ class Printer:
             raise
 
     def discard(self) -> None:
-        """Print nothing more, nor what stdout has not written yet: Python would try again when it ends."""
+        """Drop all further text, and text that stdout has buffered: Python would write it again when it exits."""
         self.is_enabled = False
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_on_interrupt() -> None:
-    """Let Ctrl-C end this process at once with code 130; a KeyboardInterrupt could be lost in imports or collectives."""
+    """Make Ctrl-C end this process at once with code 130; a KeyboardInterrupt could be lost in imports or collectives."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
 def run(name: str, command: Callable[[], object]) -> int:
     """Run `command()` and return the exit code of the process.
 
-    0: success. 2: one of INPUT_ERRORS, printed as one line on rank 0 (a `LauncherError` on each rank that has it). 1: a
-    `Failure`, printed in the same way; a full disk or no more memory, printed as one line with the rank; or any other
-    exception, printed with its traceback and its rank. 130: Ctrl-C. name: how the line begins.
+    | code | outcome | printed |
+    |---|---|---|
+    | 0 | success | |
+    | 2 | one of INPUT_ERRORS | one line on rank 0; a `LauncherError` on each rank that has it |
+    | 1 | a `Failure` | one line on rank 0 |
+    | 1 | a full disk, or out of memory | one line with the rank |
+    | 1 | any other exception | its traceback and the rank |
+    | 130 | Ctrl-C | |
+
+    Lines begin with `name`.
     """
     try:
         command()
@@ -200,7 +207,7 @@ def run(name: str, command: Callable[[], object]) -> int:
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Return True if an error reports a lack of memory on CPU or GPU; torch reports the former as a RuntimeError."""
+    """Return True if an error means out of memory, on CPU or GPU; on CPUs, torch raises a RuntimeError."""
     is_of_cpu = isinstance(error, RuntimeError) and re.search("[Cc]an(no|')t allocate memory", str(error)) is not None
     is_of_system = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     return is_of_cpu or is_of_system or type(error).__name__ == "OutOfMemoryError"

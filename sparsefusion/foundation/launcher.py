@@ -5,25 +5,25 @@ import re
 import zlib
 from collections.abc import Mapping
 
-# Of each MPI launcher: its names for WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE. Open MPI's; MPICH's and Intel MPI's.
+# The names of WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE under each MPI launcher.
 MPI = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
 )
 RANKS_LIMIT = 2**20
-FIRST_PORT, PORTS = 20_000, 10_000  # below those that systems give to clients
+FIRST_PORT, PORTS = 20_000, 10_000  # below the ephemeral ports that systems assign to clients
 
 
 class LauncherError(ValueError):
-    """The launcher's variables are wrong on this rank, which cannot tell the others: each rank prints its own line."""
+    """The launcher's variables are wrong on this rank. It cannot tell the other ranks, so each rank prints its own line."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """torchrun's variables of this process: those that are set, and the others from Slurm or MPI.
+    """torchrun's variables for this process; variables that are not set are derived from those of Slurm or MPI.
 
-    A task of a Slurm step (`srun`) and a rank of `mpirun` or `mpiexec` have variables of their own. They count unless
-    WORLD_SIZE says that there are more or fewer ranks. MASTER_ADDR becomes the first host of the step; ranks of MPI on
-    several hosts do not know it. MASTER_PORT is derived from the number of the job. {} if no launcher started this process.
+    The variables of a task of a Slurm step (`srun`) or of a rank of `mpirun` or `mpiexec` are ignored if WORLD_SIZE is set
+    and differs from their number of ranks. MASTER_ADDR becomes the first host of the Slurm step; ranks of MPI on several
+    hosts do not know it. MASTER_PORT is derived from the id of the job. {} if no launcher started this process.
     """
     names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     own = {name: environment[name] for name in names if environment.get(name)}
@@ -34,12 +34,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def launched_ranks() -> int:
-    """The number of ranks that a launcher started (1: none did). LauncherError if the variable is no number."""
+    """The number of ranks that a launcher started; 1 without a launcher. LauncherError if WORLD_SIZE is not a number."""
     return _integer("WORLD_SIZE", launched().get("WORLD_SIZE", "1"), 1, RANKS_LIMIT)
 
 
 def this_rank() -> int:
-    """The rank that the launcher gave to this process; 0 if it runs alone."""
+    """The rank of this process; 0 if it runs alone."""
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else 0
 
@@ -47,7 +47,7 @@ def this_rank() -> int:
 def adopt_launcher() -> None:
     """Set torchrun's variables in this process's environment, where torch and DeepSpeed read them.
 
-    LauncherError if they are incomplete, or RANK is none of WORLD_SIZE ranks.
+    LauncherError if RANK is missing or not below WORLD_SIZE.
     """
     variables, world = launched(), launched_ranks()
     if world > 1 and "RANK" not in variables:
@@ -62,26 +62,26 @@ def adopt_launcher() -> None:
 
 
 def meeting_address() -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT. LauncherError if one is missing, or the second is no port."""
+    """(MASTER_ADDR, MASTER_PORT). LauncherError if one is missing, or the port is invalid."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            raise LauncherError(f"rank {this_rank()}: {name} is not set: set it to where rank 0 listens, on all ranks")
+            raise LauncherError(f"rank {this_rank()}: {name} is not set: set it on all ranks to where rank 0 listens")
     return os.environ["MASTER_ADDR"], _integer("MASTER_PORT", os.environ["MASTER_PORT"], 1, 2**16 - 1)
 
 
 def ranks_that_slurm_did_not_start(environment: Mapping[str, str] = os.environ) -> int:
-    """The tasks of a Slurm job if this process is none of them, but one of a batch script or a shell; otherwise 0."""
+    """The number of tasks of a Slurm job if this process is its batch script or shell, not a task; otherwise 0."""
     tasks = environment.get("SLURM_NTASKS", "")
     is_alone = not environment.get("WORLD_SIZE") and not _of_mpi(environment) and _is_outside_step(environment)
     return int(tasks) if is_alone and tasks.isdecimal() and tasks != "1" else 0
 
 
 def _of_mpi(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank of MPI. Open MPI is first: Slurm's variables, which may be there too, are of its daemons."""
+    """torchrun's variables for a rank of MPI, {} if it is none. Under Open MPI, Slurm's variables describe its daemons."""
     for size, rank, local_rank, local_size in MPI:
         if size in environment and (size.startswith("OMPI") or local_size in environment):
-            found = dict(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=local_size)
-            variables = {name: environment.get(source, "") for name, source in found.items()}
+            sources = dict(WORLD_SIZE=size, RANK=rank, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=local_size)
+            variables = {name: environment.get(source, "") for name, source in sources.items()}
             if variables["LOCAL_WORLD_SIZE"] == variables["WORLD_SIZE"]:
                 variables["MASTER_ADDR"] = "127.0.0.1"
             return variables | {"MASTER_PORT": _port(environment.get("PMIX_NAMESPACE", ""))}
@@ -89,7 +89,7 @@ def _of_mpi(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a task of a Slurm step."""
+    """torchrun's variables for a task of a Slurm step, {} if this process is none."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "")
     if not tasks or _is_outside_step(environment):
         return {}
@@ -107,7 +107,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_outside_step(environment: Mapping[str, str]) -> bool:
-    """Return True in a batch script or a shell of `salloc`, which have the job's number of tasks, but are no step."""
+    """Return True in a batch script or a shell of `salloc`: these see the job's number of tasks, but belong to no step."""
     is_in_job = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
     return is_in_job and environment.get("SLURM_PROCID", "0") == "0"
 
@@ -119,12 +119,12 @@ def first_host(hosts: str) -> str:
 
 
 def _port(job: str) -> str:
-    """A port for the ranks of a job, the same on all of them; other jobs on the same machine probably have others."""
+    """A port derived from the id of the job: the same on all its ranks, and probably not that of another job."""
     return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
 
 
-def _integer(name: str, text: str, least: int, most: int, why: str = "") -> int:
-    """The value of a variable; LauncherError if it is no integer of this range."""
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise LauncherError(f"{name}={text[:60]} must be an integer from {least} to {most}{why}")
+def _integer(name: str, text: str, low: int, high: int, why: str = "") -> int:
+    """The value of a variable; LauncherError unless it is an integer from `low` to `high`."""
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise LauncherError(f"{name}={text[:60]} must be an integer from {low} to {high}{why}")
     return int(text)

@@ -11,8 +11,10 @@ def lazy_exports(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """(__all__, __getattr__, __dir__) for the `__init__.py` of `package`.
 
-    modules: {name: the module that defines it, relative to the package}. own: exported names that `__init__.py` itself
-    defines.
+    Args:
+        package: The name of the package.
+        modules: {exported name: the module that defines it, relative to the package}.
+        own: Exported names that `__init__.py` itself defines.
     """
     names = sorted([*own, *modules])
 

@@ -1,5 +1,5 @@
-"""`SparseFusion`, the front of the package: profile dense steps, plan, time the best plans, save its state.
+"""`SparseFusion`, the entry point of the package: it profiles dense steps, plans, times the best plans and saves its state.
 
-In: a framework's object and the mode, the density and the sparsifier that the user asks for.
-Out: gradients reduced with fewer bytes, and a report of what was sent.
+In: a framework's object, and the user's mode, density and sparsifier.
+Out: gradients reduced with fewer bytes, and a report of the predicted traffic.
 """

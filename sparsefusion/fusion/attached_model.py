@@ -11,9 +11,14 @@ from sparsefusion.gradients.session import Session, most_common_dtype
 
 @dataclass
 class AttachedModel:
-    """dtype: of its gradients. sent_itemsize: bytes of an element in the framework's own messages.
+    """The facts about an attached model.
 
-    dense_operation: the collective with which the framework sends gradients, all_reduce or reduce_scatter.
+    Attributes:
+        adapter: The adapter of its framework.
+        session: The session that reduces its gradients.
+        dtype: The dtype of its gradients.
+        sent_itemsize: Bytes of an element in the framework's own messages.
+        dense_operation: The collective with which the framework sends gradients, all_reduce or reduce_scatter.
     """
 
     adapter: Adapter
@@ -31,7 +36,7 @@ class AttachedModel:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks gradients are averaged."""
+        """The number of ranks over which gradients are averaged."""
         return self.session.reducer.group.size()
 
     @property
@@ -41,7 +46,7 @@ class AttachedModel:
 
     @property
     def groups(self) -> tuple[ProcessGroup, ProcessGroup | None]:
-        """The replicas, and the parts of a divided model."""
+        """(the group of replicas, the group of the parts of a divided model or None)."""
         return self.session.reducer.group, self.session.model_group
 
 

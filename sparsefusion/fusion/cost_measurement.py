@@ -1,6 +1,6 @@
-"""Measures what messages cost on the links between the ranks, and what selecting and copying costs on their cores.
+"""Measures the costs of messages on the links between ranks, and of selecting and copying on their cores.
 
-All ranks measure together, and take the mean over the ranks, so that all of them have the same costs.
+All ranks measure together and use the mean over the ranks, so that all ranks have the same costs.
 """
 
 from bisect import bisect_left
@@ -24,10 +24,10 @@ from sparsefusion.planning.plan import Unit
 from sparsefusion.planning.timeline import Costs
 from sparsefusion.selection.fused import add_at
 
-SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 1, 1 << 21: 1}  # bytes of a message: how often it is measured
-SLOW_S = 0.03  # after a message that takes longer, no larger one is measured; but at least two sizes are
-SMALLEST, LARGEST = 1 << 12, 1 << 22  # elements from which a selection is measured
-SMALL_MESSAGE = 64  # elements of the message with which the costs of any message are measured
+SIZES = {1 << 10: 8, 1 << 15: 5, 1 << 18: 3, 1 << 20: 1, 1 << 21: 1}  # {bytes of a message: repetitions}
+SLOW_S = 0.03  # if a message takes longer, larger ones are not measured, except that at least two sizes are
+SMALLEST, LARGEST = 1 << 12, 1 << 22  # numbers of elements from which a selection is measured
+SMALL_MESSAGE = 64  # elements of the message that measures the fixed costs of messages
 
 
 def mean_over_ranks(numbers: list, group: ProcessGroup, device: torch.device) -> list[float]:
@@ -45,10 +45,16 @@ def measure_costs(
     dense_operation: str = "all_reduce",
     fabric: "Fabric | SampledFabric | None" = None,
 ) -> Costs:
-    """Measure the costs of a step; all ranks of `group` call this together, and get the same result.
+    """Measure the costs of a step. All ranks of `group` call it together, and get the same result.
 
-    dtype: of the gradients. numel: the number of elements of all gradients. dense_operation: the collective with which
-    the framework sends gradients. fabric: the costs of messages, if they are known; otherwise they are measured.
+    Args:
+        group: The ranks that average gradients.
+        device: The device of the gradients.
+        dtype: The dtype of the gradients.
+        numel: The number of elements of all gradients.
+        compression: The user's settings.
+        dense_operation: The collective with which the framework sends gradients.
+        fabric: The times of messages. By default they are measured.
     """
     small = compression.messages(compression.sent_bytes(SMALL_MESSAGE, dtype.itemsize), group.size())
     fabric = fabric or measure_fabric(group, device, {"all_reduce", dense_operation, *(name for name, _ in small)})
@@ -64,7 +70,7 @@ def measure_costs(
 
     @cache
     def select(count):
-        """Seconds to select from `count` elements: interpolated, and in proportion beyond the largest size measured."""
+        """Seconds to select from `count` elements: interpolated, or proportional beyond the largest measured size."""
         if count > sizes[-1]:
             return selecting[-1] * count / sizes[-1]
         return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
@@ -99,16 +105,16 @@ def _reduce_scatter(group: ProcessGroup, device: torch.device, nbytes: int) -> C
 
 @dataclass(frozen=True)
 class SampledFabric:
-    """Times of messages, with straight lines between the measured sizes: as much of a `Fabric` as `Costs` needs.
+    """Times of messages, interpolated between the measured sizes: the part of a `Fabric` that `Costs` needs.
 
-    points: {operation: [(bytes, seconds)]}, ascending. Beyond the largest size, times continue along the line of the
-    last two: links that let short bursts through take longer per byte of a large message.
+    Beyond the largest size, times continue along the line through the last two points, because links with burst credit take
+    longer per byte of a large message. points: {operation: [(bytes, seconds)]}, ascending.
     """
 
     points: dict[str, list[tuple[int, float]]]
 
     def time(self, operation: str, nbytes: int, ranks: int) -> float:
-        """Seconds of a message of one rank; as `Fabric.time`."""
+        """Seconds of a message, as `Fabric.time`."""
         points = self.points[operation]
         if nbytes <= points[0][0]:
             return points[0][1]
@@ -119,7 +125,7 @@ class SampledFabric:
 
 
 def _time_selection(numel: int, dtype: torch.dtype, compression: CompressionSettings, device: torch.device) -> float:
-    generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the training
+    generator = torch.Generator(device).manual_seed(0)  # the global generator belongs to the training
     gradients = {"gradient": torch.randn(numel, device=device, generator=generator).to(dtype)}
     feedback = ErrorFeedback(compression.sparsifier)
     unit = Unit(("gradient",), numel, max(1, int(compression.density * numel)))
@@ -129,7 +135,7 @@ def _time_selection(numel: int, dtype: torch.dtype, compression: CompressionSett
 def _time_message(
     group: ProcessGroup, dtype: torch.dtype, compression: CompressionSettings, device: torch.device
 ) -> float:
-    """The time of a small sparse message, with its selection and its transfer: the median of seven, after a warm-up."""
+    """The time of a small sparse message with its selection and its transfer: the median of seven calls."""
     reducer = Reducer(group, compression.sparsifier, compression.wire, compression.exchange)
     unit = Unit(("gradient",), SMALLEST, SMALL_MESSAGE)
     gradients = {"gradient": torch.ones(SMALLEST, dtype=dtype, device=device)}

@@ -6,9 +6,14 @@ from sparsefusion.gradients.session import Session, StepObserver
 
 
 class DensityWarmup(StepObserver):
-    """In step t of `steps`, counted from step `since`, the density is max(density, 0.25^(1 + 4 t / steps)).
+    """Sets the density of step t, counted from step `since`, to max(density, 0.25^(1 + 4 t / steps)).
 
-    sends_less(density): whether this density sends clearly less than a dense step; otherwise the step is dense.
+    Args:
+        density: The final density.
+        steps: The number of steps of the warm-up.
+        since: The number of its first step.
+        sends_less: sends_less(density) returns True if this density sends clearly less than a dense step. Other steps are
+            dense.
     """
 
     def __init__(self, density: float, steps: int, since: int, sends_less: Callable[[float], bool]):

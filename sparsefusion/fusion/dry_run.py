@@ -1,4 +1,4 @@
-"""Texts for the user: the predicted time and traffic of each mode, and the result of a trial."""
+"""Reports to the user: the predicted time and traffic of each mode, and the result of a trial."""
 
 import sys
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ def dry_run(
 ) -> str:
     """A table of plans ({mode: plan}): predicted seconds, bytes that a rank sends, and the number of buffers.
 
-    The bytes leave out the 4 bytes that indices take for each 65,536 elements from which they are selected.
+    The bytes leave out the 4 bytes that indices take per 65,536 elements of the gradients.
     """
     ranks = next(iter(plans.values())).ranks
     lines = [
@@ -31,9 +31,9 @@ def dry_run(
 
 
 def describe_trial(mode: str, measured: Mapping[str, float]) -> str:
-    """The result of a trial. mode: the chosen one. measured: {mode: seconds of a step} of all that took part."""
-    tried = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in measured.items())
-    return f"sparsefusion: chose {mode}; measured steps: {tried}"
+    """The result of a trial. mode: the chosen mode. measured: {mode: seconds of a step} of all modes of the trial."""
+    times = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in measured.items())
+    return f"sparsefusion: chose {mode}; measured steps: {times}"
 
 
 def print_to_stderr(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The choice of a plan by `SparseFusion`: profile dense steps, plan on one rank, and measure close plans in turns."""
+"""The choice of a plan by `SparseFusion`: profiles dense steps, plans on one rank, and measures close plans in turns."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -34,9 +34,10 @@ class Options:
 class PlanSelection:
     """Chooses the plan of one attached model, the same on all ranks.
 
-    Attributes: is_final, whether the plan in force is the final one. sparse_since, the number of the first step that
-    was not dense, or None. candidates: while plans take turns, {"dense": seconds of a dense step, "plans": {mode:
-    JSON}}, else None.
+    Attributes:
+        is_final: True if the active plan is final.
+        sparse_since: The number of the first step that was not dense, or None.
+        candidates: During a trial {"dense": seconds of a dense step, "plans": {mode: JSON}}, otherwise None.
     """
 
     def __init__(self, model: AttachedModel, options: Options):
@@ -61,7 +62,7 @@ class PlanSelection:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Begin anew: profile dense steps, where there is something to choose. Sends nothing itself."""
+        """Start again: profile dense steps, if there is a plan to choose. The call itself sends nothing."""
         session, mode = self.session, self.options.mode
         self.stop()
         session.plan, self.is_final = self.empty_plan("dense"), True
@@ -120,7 +121,7 @@ class PlanSelection:
 
     @property
     def arguments(self) -> dict[str, object]:
-        """What must be equal on all ranks."""
+        """The arguments that must be equal on all ranks."""
         session, options = self.session, self.options
         given = {name: getattr(options, name) for name in ("mode", "compression", "density_warmup")}
         optional = dict(loss_scale=session.loss_scale, fabric=options.fabric, model_group=session.model_group)
@@ -131,7 +132,7 @@ class PlanSelection:
         )
 
     def report_once(self, text: str) -> None:
-        """Report a text on the first rank of all."""
+        """Report a text on the first of all ranks."""
         if all(group is None or group.rank() == 0 for group in self.model.groups):
             self.options.report(text)
 
@@ -143,7 +144,7 @@ class PlanSelection:
             options.fabric,
         )  # fmt: skip
 
-        def candidates():  # of a divided model, one rank of each part gets here
+        def candidates():  # runs on one rank of each part of a divided model
             found = on_first(lambda: self.make_candidates(timeline, costs), session.model_group, session.device)
             plans = {mode: Plan.from_json(text).for_sizes(session.sizes) for mode, text in found["plans"].items()}
             return {"dense": found["dense"], "plans": {mode: plan.to_json() for mode, plan in plans.items()}}
@@ -171,7 +172,7 @@ class PlanSelection:
         return modes
 
     def adopt(self, candidates: dict) -> None:
-        """Put the plan in force that is asked for, or predicted to be the fastest; plans that are close take turns first."""
+        """Activate the plan of the user's mode, or with auto the fastest, after a trial of plans with close predictions."""
         plans = {mode: Plan.from_json(text) for mode, text in candidates["plans"].items()}
         session, seconds = self.session, next(iter(plans.values())).predicted
         close = close_modes(seconds)
@@ -193,14 +194,14 @@ class PlanSelection:
         session.observers.append(trial)
 
     def adopt_final(self, plan: Plan) -> None:
-        """Put a plan in force, from a checkpoint."""
+        """Activate a plan from a checkpoint."""
         self.session.plan, self.is_final = plan.for_ranks(self.model.ranks), True
         self._warm_up([self.session.plan])
 
     def _warm_up(self, plans: Iterable[Plan]) -> None:
         steps, density = self.options.density_warmup, self.options.compression.density
         if steps and any(plan.buffers for plan in plans):
-            if self.sparse_since is None:  # a plan from a checkpoint, of a run that had sent nothing sparse yet
+            if self.sparse_since is None:  # the plan is from a checkpoint of a run without sparse steps so far
                 self.sparse_since = self.session.step
             self.session.observers.append(DensityWarmup(density, steps, self.sparse_since, self.sends_less))
 

@@ -1,6 +1,6 @@
-"""Profiles dense steps until it is known when each gradient is ready, and hands the timeline to the planner.
+"""Profiles dense steps to measure when each gradient is ready, and passes the timeline to the planner.
 
-Times are means over the ranks, so that all of them plan alike.
+Times are means over the ranks, so that all ranks make the same plan.
 """
 
 import time
@@ -17,17 +17,17 @@ from sparsefusion.planning.timeline import Tensor, Timeline
 
 from .cost_measurement import mean_over_ranks
 
-PROFILED = 4  # steps, after a first one, in which frameworks rebuild their buckets
+PROFILED = 4  # profiled steps, after a first step in which frameworks rebuild their buckets
 
 
 class Clock:
-    """Takes time marks on the host, or on the CUDA stream, and measures the seconds between them."""
+    """Records times on the host, or events on the CUDA stream, and measures the seconds between them."""
 
     def __init__(self, device: torch.device | str):
         self._is_cuda = torch.device(device).type == "cuda"
 
     def mark(self) -> float | torch.cuda.Event:
-        """A mark at the present time, or at the present end of the stream."""
+        """Record the current time, or the current end of the stream."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -35,7 +35,7 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The time between two marks; on CUDA it waits for the stream."""
+        """The time between two marks. On CUDA it synchronizes the end."""
         if not self._is_cuda:
             return end - start
         end.synchronize()
@@ -45,9 +45,14 @@ class Clock:
 class Profiler(StepObserver):
     """Observes 1 + PROFILED steps of a session, and then calls `done` with their timeline.
 
-    parameters: {name: parameter} of all gradients. itemsize: bytes of an element of a gradient; sent_itemsize: in the
-    framework's own messages. copied: the names of parameters of which several ranks of a divided model hold a copy.
-    can_send_early: gradients may be sent before their atom is complete.
+    Args:
+        parameters: {name: parameter} of all gradients.
+        group: The ranks that average gradients.
+        itemsize: Bytes of an element of a gradient.
+        sent_itemsize: Bytes of an element in the framework's own messages.
+        copied: The names of parameters of which several ranks of a divided model hold copies.
+        can_send_early: Gradients may be sent before their atom is complete.
+        done: Called with the timeline.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class Profiler(StepObserver):
         return note_ready
 
     def atom_arrived(self, names: Sequence[str]) -> None:
-        """Note the time; for parameters that were not used, it is the time at which their gradient is ready."""
+        """Record the time. It is also the time at which gradients of unused parameters are ready."""
         mark = self._clock.mark()
         self._atoms.append(names)
         self._waits.append([mark, mark])
@@ -87,20 +92,18 @@ class Profiler(StepObserver):
             self._ready_marks.setdefault(name, mark)
 
     def dense_reduction_started(self) -> None:
-        """Note the time until which the framework has waited, if it waits."""
+        """Record the time until which the framework has waited, if it waits."""
         self._waits[-1][1] = self._clock.mark()
 
     def step_ended(self, session: Session) -> None:
-        """Keep the times of this step; after the last one, call `done`."""
+        """Keep the times of this step; after the last step, call `done`."""
         ended = self._clock.mark()
         if self._ended is not None:
             since = partial(self._clock.seconds, self._ended)
             waits = [] if session.can_wait_for_buffer else [(since(came), since(left)) for came, left in self._waits]
             ready = {name: subtract_waits(since(mark), waits) for name, mark in self._ready_marks.items()}
-            if (
-                not self._can_send_early
-            ):  # nothing is sent before the first atom arrives, perhaps after the backward pass
-                first = since(self._waits[0][0])
+            if not self._can_send_early:
+                first = since(self._waits[0][0])  # nothing is sent before the first atom arrives
                 ready = {name: max(first, seconds) for name, seconds in ready.items()}
             self._steps.append((ready, since(ended), self._atoms))
         self._ended, self._ready_marks, self._waits, self._atoms = self._clock.mark(), {}, [], []
@@ -117,12 +120,12 @@ class Profiler(StepObserver):
     def _timeline(self, waits: bool) -> Timeline:
         """The medians of the steps, averaged over the ranks, and the atoms of the last step.
 
-        A gradient that was never handed over counts as the last one. Of two medians the lower one is taken, because
-        what disturbs a step makes it longer.
+        A gradient that was never handed over counts as the last one. The lower of two medians is used, because
+        disturbances make steps longer.
         """
         names, atoms = list(self._parameters), [list(atom) for atom in self._steps[-1][2]]
-        came = {name for atom in atoms for name in atom}
-        atoms[-1] += [name for name in names if name not in came]
+        arrived = {name for atom in atoms for name in atom}
+        atoms[-1] += [name for name in names if name not in arrived]
         local = [median_low(ready.get(name, max(ready.values())) for ready, _, _ in self._steps) for name in names]
         local.append(median_low(step for _, step, _ in self._steps))
         *ready, step = mean_over_ranks(local, self._group, next(iter(self._parameters.values())).device)
@@ -136,5 +139,5 @@ class Profiler(StepObserver):
 
 
 def subtract_waits(seconds: float, waits: Sequence[tuple[float, float]]) -> float:
-    """The time `seconds`, if the framework had not waited before it. waits: [(start, end)]."""
+    """The time `seconds` without the framework's waits before it. waits: pairs (start, end)."""
     return seconds - sum(end - start for start, end in waits if end <= seconds)

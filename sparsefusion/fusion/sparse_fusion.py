@@ -28,48 +28,57 @@ ATTACHED = "_sparsefusion"
 class SparseFusion:
     """Sends the largest elements of gradients, and adds the others to the gradients of the next step (error feedback).
 
-    density: the share of all elements that is sent.
-    sparsifier: how elements are selected: topk; dgc (like topk, with a sampled threshold, in C); gaussiank; redsync;
-        sidco; randomk.
-    mode: dense; fp16: all elements, in float16, times a power of two that follows the largest mean of the last such
-        step (gradients that are float16 already have no factor; a bucket that overflows is sent again); layerwise: a
-        share of every tensor; bucket: a share of every buffer; selective: gradients whose selection costs more than it
-        saves are sent dense; interleaved: as selective, with the dense gradients sent before the others are selected;
-        offload: as selective, with the selection in another thread (not on CUDA); auto: the fastest of these on this
-        machine, dense if none is faster.
-    wire: the format of selected values: fp32, fp16, bf16, int8 (randomk: fp32 only). Residuals have no loss scale, so
-        what is below fp16's smallest number, 6e-8, stays in them.
-    density_warmup: steps in which the density falls from a quarter to its final value.
-    loss_scale: returns the scale of the loss, if there is one (a GradScaler's get_scale; DeepSpeed's is found). It
-        promises that all optimizers skip a step if a mean of these gradients is not finite, and skip no other steps.
-        Each reduction is a step: accumulate under no_sync, or what earlier reductions sent is skipped as well. A scale
-        that is not above 0 is a ValueError.
-    fabric: a `Fabric` of these links; otherwise they are measured.
-    model_group: the ranks over which the model is divided (tensor parallelism), which then plan together and skip steps
-        together. Megatron's and DeepSpeed's are found. All ranks of the group must give it: replicas compare whether they
-        were given one, but if only parts of one replica differ, some of them wait for the others.
-    copied(parameter): whether several of these ranks hold the parameter, so that its copies must stay equal. By
-        default, parameters without the attribute tensor_model_parallel or model_parallel.
-    budget: how the density makes up for gradients that are sent dense: "bytes", or "paper" (SSFusion's formula).
-    exchange: how selected elements are summed. all_gather: every rank receives the elements of all ranks; a rank sends
-        P - 1 times its elements. sparse_all_reduce: every rank receives only the largest sums, as many as it has selected,
-        and the rest stays in residuals; a rank sends at most twice its elements, however many ranks there are. auto:
-        all_gather where it sends clearly less than dense gradients, otherwise sparse_all_reduce.
-    on_nonfinite: raise, or skip-known: the training skips steps that are not finite, also without a loss scale.
-    report: is called with texts for the user, on the first rank; by default they are printed to stderr.
+    Args:
+        density: The share of all elements that is sent.
+        sparsifier: The selection of elements: topk; dgc (topk with a sampled threshold, in C); gaussiank; redsync; sidco;
+            randomk.
+        mode: The plan, one of the modes below.
+        wire: The format of selected values: fp32, fp16, bf16, int8 (randomk: fp32 only). Residuals are unscaled, so values
+            below fp16's smallest number, 6e-8, stay in them.
+        density_warmup: The number of steps in which the density falls from a quarter to its final value.
+        loss_scale: Returns the scale of the loss, if there is one: a GradScaler's get_scale (DeepSpeed's is found). All
+            optimizers must skip a step if a mean of these gradients is not finite, and no other steps. A reduction is a
+            step: accumulate under no_sync, or earlier reductions of a skipped step are lost as well.
+        fabric: A `Fabric` of these links. By default they are measured.
+        model_group: The ranks over which the model is divided (tensor parallelism), which plan together and skip steps
+            together. Those of Megatron and DeepSpeed are found. All ranks of the group must pass it: if only some parts of
+            a replica do, they wait for the others.
+        copied: copied(parameter) returns True if several of these ranks hold copies of the parameter, which must stay equal.
+            By default, parameters without the attribute tensor_model_parallel or model_parallel.
+        budget: The compensation of the density for gradients that are sent dense: "bytes", or "paper" (SSFusion's formula).
+        exchange: How selected elements are summed. all_gather: every rank receives all elements of all ranks, so a rank
+            sends P - 1 times its elements. sparse_all_reduce: every rank receives only the largest sums, as many as it has
+            selected; the others stay in residuals. A rank sends at most twice its elements on any number of ranks. auto:
+            all_gather where it sends clearly less than dense gradients, otherwise sparse_all_reduce.
+        on_nonfinite: raise, or skip-known: the training skips steps that are not finite, also without a loss scale.
+        report: Called with texts for the user on the first rank. By default they are printed to stderr.
 
-    In each step, modes dense and fp16 send an all-reduce of each of the framework's buckets. The other modes send, for
-    each buffer of the plan, an all-gather of k values and indices (randomk: an all-reduce of values; sparse_all_reduce: an
-    all-to-all of k and an all-gather of k / P values and indices) and an all-reduce of the dense gradients. Every rank
-    keeps a residual of each sparse gradient, at least fp32 (4 bytes per element), and a second one where steps may be
-    skipped.
+    Raises:
+        ValueError: An option is invalid.
+
+    | mode | messages |
+    |---|---|
+    | dense | all elements |
+    | fp16 | all elements in float16, times a power of two that follows the largest mean of the last such step |
+    | layerwise | a share of every tensor |
+    | bucket | a share of every buffer |
+    | selective | gradients whose selection costs more than it saves are sent dense |
+    | interleaved | as selective; dense gradients are sent before elements of the others are selected |
+    | offload | as selective; another thread selects (not on CUDA) |
+    | auto | the fastest of these on this machine, dense if none is faster |
+
+    In fp16, gradients that are float16 already have no factor, and a bucket that overflows is sent again.
+
+    In each step, the modes dense and fp16 send an all-reduce of each of the framework's buckets. The other modes send, for
+    each buffer of the plan, an all-gather of k values and indices (randomk: an all-reduce of values;
+    sparse_all_reduce: an all-to-all of k and an all-gather of k / P values and indices) and an all-reduce of the dense
+    gradients. Every rank keeps a residual of each sparse gradient, at least fp32 (4 bytes per element),
+    and a copy of it where steps may be skipped.
 
     Modes other than dense and fp16 begin with five dense steps, which are profiled. All ranks have the same plan, and
     means with the same bits. If a mean is not finite, every rank raises FloatingPointError; or the step is skipped (by
-    default with a loss scale, and where DeepSpeed skips it), and residuals return to their values before it. Dense steps
-    without residuals are left to the framework.
-
-    ValueError: an option is invalid.
+    default with a loss scale, and where DeepSpeed skips it), and the residuals before it are restored. The framework
+    reduces dense steps without residuals itself.
     """
 
     def __init__(
@@ -104,13 +113,14 @@ class SparseFusion:
     def attach(self, target: object) -> "SparseFusion":
         """Reduce the gradients of `target` from now on: a DDP of torch or Megatron-Core, or a DeepSpeed engine.
 
-        All ranks call it at the same point, with the same options, between steps. They compare the options, and whether all
-        of them can attach, over the data-parallel group and over the ranks of a divided model.
+        All ranks call it at the same point between steps, with the same options, which they compare over the data-parallel
+        group and over the ranks of a divided model. If some ranks cannot attach, or `copied` raises there, all ranks of
+        these groups raise the same error, and none is attached.
 
-        ValueError: another kind of object; a target that has a communication hook or another SparseFusion; ZeRO 2 and 3;
-        pipelines; complex or sparse gradients; a fabric that has not measured the collectives of this number of ranks; a
-        model_group that only some replicas were given; options that differ. If this occurs on some ranks, or `copied` raises
-        there, all ranks of the target's groups raise the same error, and none of them is attached.
+        Raises:
+            ValueError: The target is another object, or has a communication hook or another SparseFusion, ZeRO 2 or 3, a
+                pipeline, or complex or sparse gradients; the fabric lacks the collectives of this number of ranks; or
+                options differ across ranks.
         """
         groups, selection_before = target_groups(target), self._selection
         model_group = groups.model if self._model_group is None else self._model_group
@@ -126,7 +136,7 @@ class SparseFusion:
     def _attach_here(self, target: object) -> None:
         """Attach on this rank; sends nothing."""
         if self._selection:
-            raise ValueError("this SparseFusion is attached already: detach() it first, or make another one")
+            raise ValueError("this SparseFusion is already attached: detach() it first, or create another one")
         if getattr(target, ATTACHED, None):
             raise ValueError("another SparseFusion is attached to this model: detach() it first")
         adapter, fabric = adapter_for(target), self._options.fabric
@@ -161,10 +171,9 @@ class SparseFusion:
         )  # fmt: skip
 
     def detach(self) -> None:
-        """Let the target reduce its gradients itself again. Residuals are dropped. ValueError: not attached.
+        """Let the target reduce its gradients itself again. Residuals are dropped. ValueError if it is not attached.
 
-        torch's DDP takes one communication hook for its lifetime: it works without a SparseFusion, but takes no other
-        hook.
+        torch's DDP accepts one communication hook in its lifetime: it works as without a hook, but accepts no other one.
         """
         selection = self._attached
         selection.stop()
@@ -174,19 +183,19 @@ class SparseFusion:
 
     @property
     def mode(self) -> str:
-        """The mode that was asked for."""
+        """The user's mode."""
         return self._options.mode
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; it is dense while steps are profiled. ValueError: not attached."""
+        """The active plan, which is dense while steps are profiled. ValueError if it is not attached."""
         return self._attached.session.plan
 
     @property
     def counter(self) -> Counter:
-        """Calls and bytes of gradients that this rank has given to collectives. ValueError: not attached.
+        """The calls and bytes of this rank's gradients in collectives. ValueError if it is not attached.
 
-        It does not count the framework's own reductions, nor profiling, planning and comparing ranks.
+        The framework's own reductions, profiling, planning and comparisons of ranks are not counted.
         """
         return self._attached.session.reducer.counter
 
@@ -201,17 +210,17 @@ class SparseFusion:
         return self._selection.session if self._selection else None
 
     def replan(self) -> None:
-        """Profile dense steps again, and make a new plan, on all ranks together. ValueError: not attached.
+        """Profile dense steps again, and make a new plan, on all ranks together. ValueError if it is not attached.
 
         Residuals are added to the gradients of the first of these steps. The call itself sends nothing.
         """
         self._attached.start()
 
     def state_dict(self) -> dict:
-        """The state of this rank: residuals ({name: (numel,)}), the plan, the step. Every rank saves its own.
+        """The state of this rank: residuals ({name: (numel,)}), the plan, the step. Every rank saves its own state.
 
-        It can be written with `torch.save` and read with `torch.load(weights_only=True)`. ValueError: not attached.
-        RuntimeError: a step has begun.
+        It can be written with `torch.save` and read with `torch.load(weights_only=True)`. ValueError if it is not attached,
+        RuntimeError if a step has begun.
         """
         selection, session = self._attached, self._attached.session
         session.finish_skipped_step()
@@ -235,14 +244,17 @@ class SparseFusion:
     def load_state_dict(self, state: Mapping | list) -> None:
         """Continue from `state_dict`, on all ranks together.
 
-        state: this rank's own; or, if the run had another number of ranks, the list of the states of all its ranks.
-        From a list, every rank takes the mean of all residuals, so that their sum is still applied. The saved plan is
-        kept, unless other options are asked for now, it would not send clearly less on these ranks, or the mode is auto
-        and the number of ranks has changed: then dense steps are profiled again.
+        The saved plan is kept, unless options differ, it would not send clearly less on these ranks, or the mode is auto and
+        the number of ranks has changed: then dense steps are profiled again.
 
-        ValueError on every rank, if any of them is given something else than a state; a state of other parameters, of
-        another number of ranks, of another rank or part of the model; a list that lacks a state or holds different
-        steps; or if only some ranks are given a list.
+        Args:
+            state: This rank's own state, or the list of the states of all ranks, if their number has changed. From a list,
+                every rank gets the mean of all residuals, so that their sum is still applied.
+
+        Raises:
+            ValueError: On every rank, if the state of any rank is invalid, or belongs to other parameters, another number of
+                ranks, another rank or another part of the model; if a list is incomplete or mixes steps; or if only some
+                ranks pass a list.
         """
         selection, session = self._attached, self._attached.session
 
@@ -251,13 +263,13 @@ class SparseFusion:
             return check_states(state, group, parameters, model_part(session.model_group))
 
         def same(states: list[Mapping]) -> dict[str, object]:
-            given = "its own state" if isinstance(state, Mapping) else "the list of all states"
+            kind = "its own state" if isinstance(state, Mapping) else "the list of all states"
             values = {name: states[0].get(name, 1.0) for name in ("step", "sparse_since", "budget", "half_scale")}
-            return {"state": given, **values}
+            return {"state": kind, **values}
 
         states = together(check, selection.model.groups, same, session.device)
         first = states[0]
-        # Each part of a divided model has other plans.
+        # Plans differ across the parts of a divided model.
         plans = {"plan": first["plan"], "candidates": first["candidates"] and first["candidates"]["plans"]}
         together(lambda: None, [session.reducer.group], lambda _: plans, session.device)
         selection.stop()
@@ -267,7 +279,7 @@ class SparseFusion:
         self._restore_plan(first)
 
     def _restore_plan(self, state: Mapping) -> None:
-        """Adopt the plan of a state, or its candidates, or plan anew."""
+        """Adopt the plan of a state, or its candidates, or plan again."""
         selection, ranks, mode = self._attached, self._attached.model.ranks, self._options.mode
         plan = state["plan"] and Plan.from_json(state["plan"])
         texts = state["candidates"]["plans"].values() if state["candidates"] else ()
@@ -283,5 +295,5 @@ class SparseFusion:
 
 
 def _is_replicated(parameter: torch.nn.Parameter) -> bool:
-    """Return True if a parameter lacks the marks of tensor parallelism."""
+    """Return True if a parameter lacks the attributes of tensor parallelism."""
     return not any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

@@ -1,4 +1,4 @@
-"""A trial: plans that are predicted to be about equally fast take turns for some steps, and the fastest one stays."""
+"""A trial: plans with close predictions take turns for some steps, and the fastest one is chosen."""
 
 import math
 import time
@@ -15,11 +15,11 @@ from sparsefusion.planning.plan import Plan
 # At most MOST_PLANS plans take turns. Their predicted time is at most CLOSE_RATIO times that of the best one.
 MOST_PLANS, CLOSE_RATIO = 4, 1.3
 ROUNDS, STEPS = 8, 4  # a round has STEPS steps of each plan; the first step after a change does not count
-# A plan that is slower than the best one by a share of DROP_MARGIN / rounds**DROP_DECAY is dropped.
+# A plan that is slower than the best one by more than a share of DROP_MARGIN / rounds**DROP_DECAY is dropped.
 DROP_MARGIN, DROP_DECAY = 0.2, 0.7
 WORTHWHILE_RATIO = 0.95  # a plan must take at most this share of a dense step, in the median of the rounds
-CERTAIN_SHARE = 0.75  # if this share of the rounds reaches WORTHWHILE_RATIO, dense needs no further turns
-LEAST_ROUNDS = 3  # rounds before that, unless dense takes CLOSE_RATIO times as long
+CERTAIN_SHARE = 0.75  # if this share of the rounds reaches WORTHWHILE_RATIO, dense gets no further turns
+LEAST_ROUNDS = 3  # the number of rounds before that, unless dense takes CLOSE_RATIO times as long
 
 
 def longest_trial_steps() -> int:
@@ -30,23 +30,29 @@ def longest_trial_steps() -> int:
 def close_modes(seconds: Mapping[str, float]) -> list[str]:
     """The modes whose plans take turns, best first, from the predictions {mode: seconds}.
 
-    If dense is close, it takes part, because its time from the profile may differ from its time during the trial.
+    If dense is close, it is included, because its time during the trial may differ from the profile.
     """
     order = sorted(seconds, key=lambda mode: seconds[mode])
     if seconds.get("offload", 0) >= seconds.get("selective", math.inf):
-        order.remove("offload")  # the same plan, with a thread that is waited for
+        order.remove("offload")  # the same plan, with a thread to wait for
     close = [mode for mode in order if seconds[mode] <= CLOSE_RATIO * seconds[order[0]]]
     return [*close[: MOST_PLANS - 1], "dense"] if "dense" in close[MOST_PLANS:] else close[:MOST_PLANS]
 
 
 class Trial(StepObserver):
-    """Lets plans take turns, round by round, and drops those that are clearly slower.
+    """Lets plans take turns, round by round, and drops plans that are clearly slower.
 
-    plans: {mode: plan}, with dense. turns: the modes of the first round, in order, the same on all ranks. dense:
-    seconds of a profiled dense step. If the best plan is not certainly faster than dense, or has been measured in few
-    rounds, dense takes turns as well, because the machine may have been slow while either was measured. after: steps to
-    wait before the trial. done: called with the best mode and {mode: seconds}. progress: of a trial from a checkpoint,
-    to be continued after its last complete round.
+    If the best plan is not certainly faster than dense, or has been measured in few rounds only, dense takes turns as well,
+    because the machine may have been slow while either was measured.
+
+    Args:
+        session: The session.
+        plans: {mode: plan}, including dense.
+        turns: The modes of the first round, in order, equal on all ranks.
+        dense: Seconds of a profiled dense step.
+        after: The number of steps to wait before the trial.
+        done: Called with the best mode and {mode: seconds}.
+        progress: The progress of a trial from a checkpoint, which continues after its last complete round.
     """
 
     def __init__(
@@ -61,26 +67,25 @@ class Trial(StepObserver):
     ):
         self._plans, self._dense, self._after, self._done = plans, dense, after, done
         progress = progress or {"samples": {}, "rounds": [], "turns": turns}
-        self._samples = {
-            mode: [*seconds] for mode, seconds in progress["samples"].items()
-        }  # of all steps that count, by mode
-        self._rounds = [*progress["rounds"]]  # {mode: median} of each
+        # The seconds of all steps that count, by mode.
+        self._samples = {mode: [*seconds] for mode, seconds in progress["samples"].items()}
+        self._rounds = [*progress["rounds"]]  # {mode: median seconds} of every round
         self._ended: float | None = None
         self._begin_round(session, progress["turns"])
 
     @property
     def progress(self) -> dict:
-        """For checkpoints: the measured times, the complete rounds, and the modes of the present round."""
+        """The progress for checkpoints: measured times, complete rounds, and the modes of the current round."""
         samples = {mode: [*seconds] for mode, seconds in self._samples.items()}
         return {"samples": samples, "rounds": [*self._rounds], "turns": list(self._seconds)}
 
     def _begin_round(self, session: Session, modes: Sequence[str]) -> None:
         self._turns = [mode for mode in modes for _ in range(STEPS)]
         self._seconds = {mode: [] for mode in modes}
-        session.plan = self._plans[modes[0]]  # the best, as far as is known
+        session.plan = self._plans[modes[0]]  # the best so far
 
     def step_ended(self, session: Session) -> None:
-        """Put the next plan in force, begin the next round, or end the trial."""
+        """Activate the next plan, begin the next round, or end the trial."""
         self._after -= 1
         if self._after >= 0:
             return
@@ -105,7 +110,7 @@ class Trial(StepObserver):
         best, *others = sorted(self._seconds, key=lambda mode: of_all[mode])
         slowest = (1 + DROP_MARGIN / len(self._rounds) ** DROP_DECAY) * of_all[best]
         relative = self._relative_to_dense(best)
-        is_certain = sum(each <= WORTHWHILE_RATIO for each in relative) >= CERTAIN_SHARE * len(relative)
+        is_certain = sum(ratio <= WORTHWHILE_RATIO for ratio in relative) >= CERTAIN_SHARE * len(relative)
         is_known = len(self._rounds) >= LEAST_ROUNDS or CLOSE_RATIO * of_all[best] <= of_all.get("dense", self._dense)
         remaining = [best, *(mode for mode in others if of_all[mode] <= slowest)]
         if not (is_certain and is_known) and "dense" not in remaining:
@@ -117,7 +122,7 @@ class Trial(StepObserver):
         self._done(best if median(relative) <= WORTHWHILE_RATIO else "dense", {"dense": self._dense, **of_all})
 
     def _slowest_medians(self, session: Session) -> tuple[dict[str, float], dict[str, float]]:
-        """{mode: median seconds of the slowest rank} of this round, and of all rounds; the same numbers on all ranks."""
+        """{mode: median seconds of the slowest rank} of this round and of all rounds, equal on all ranks."""
         local = [median(s) for s in (*self._seconds.values(), *self._samples.values())]
         medians = torch.tensor(local, dtype=torch.float64, device=session.device)
         for group in filter(None, (session.reducer.group, session.model_group)):
@@ -126,10 +131,10 @@ class Trial(StepObserver):
         return {mode: next(slowest) for mode in self._seconds}, {mode: next(slowest) for mode in self._samples}
 
     def _relative_to_dense(self, mode: str) -> list[float]:
-        """The time of a mode relative to dense in each round in which both took part.
+        """The time of a mode relative to dense in each round that measured both.
 
-        If dense took part in none, it is relative to the profiled dense step, in all rounds of the mode.
+        If no round did, it is relative to the profiled dense step, in all rounds of the mode.
         """
-        rounds = [each for each in self._rounds if mode in each]
-        with_dense = [each for each in rounds if "dense" in each] or rounds
-        return [each[mode] / each.get("dense", self._dense) for each in with_dense]
+        rounds = [seconds for seconds in self._rounds if mode in seconds]
+        with_dense = [seconds for seconds in rounds if "dense" in seconds] or rounds
+        return [seconds[mode] / seconds.get("dense", self._dense) for seconds in with_dense]

@@ -12,10 +12,12 @@ from .reducer import Reducer, Reduction
 class BufferQueue:
     """The gradients of one step that have arrived, and the messages that were started for them.
 
-    A buffer whose gradients are complete is sent when all buffers before it have been sent, so every rank starts the
-    same messages in the same order. Units that the plan marks as early may be sent before their buffer is complete.
+    A buffer whose gradients are complete is sent after all buffers before it, so every rank starts the same messages in the
+    same order. Units that the plan marks as early may be sent before their buffer is complete.
 
-    reducer: starts the messages. sizes: {name: numel} of all gradients.
+    Args:
+        reducer: Starts the messages.
+        sizes: {name: numel} of all gradients.
     """
 
     def __init__(self, reducer: Reducer, sizes: Mapping[str, int]):
@@ -25,17 +27,17 @@ class BufferQueue:
         self.clear()
 
     def begin(self, plan: Plan, scale: float, density_ratio: float) -> None:
-        """Start an empty step. scale: the loss scale. density_ratio: every k of the plan is multiplied by it."""
+        """Start an empty step. scale: the loss scale. density_ratio: the factor of every k of the plan."""
         self._buffers, self._is_interleaved = plan.buffers, plan.mode == "interleaved"
         self._scale, self._density_ratio = scale, density_ratio
         self.clear()
 
     def clear(self) -> None:
         """Forget all gradients and messages of the step."""
-        self._handed_over: set[str] = set()  # by the framework, as parts of atoms
-        self._arrived: dict[str, torch.Tensor] = {}  # and not yet sent
-        self._early: dict[str, torch.Tensor] = {}  # ready before the framework handed over their atom
-        self._started: dict[str, Reduction] = {}  # by the name of the gradient
+        self._handed_over: set[str] = set()  # names of gradients that the framework handed over in atoms
+        self._arrived: dict[str, torch.Tensor] = {}  # gradients that are not sent yet
+        self._early: dict[str, torch.Tensor] = {}  # gradients that were ready before their atom was handed over
+        self._started: dict[str, Reduction] = {}  # {name of a gradient: its reduction}
         self._next = 0  # the number of the first buffer that has not been sent
         self.reductions: list[Reduction] = []
 
@@ -46,28 +48,28 @@ class BufferQueue:
 
     @property
     def unsent(self) -> str | None:
-        """The name of a gradient that has arrived and has not been sent, if there is one."""
+        """The name of a gradient that has arrived but has not been sent, or None."""
         return next(iter(self._arrived), None)
 
     def first_repeated(self, names: Iterable[str], early: bool = False) -> str | None:
-        """The first of these gradients that has arrived in this step before; early: by `add_early`."""
+        """The first of these gradients that already arrived in this step by `add`, or with `early` by `add_early`."""
         known = self._early if early else self._handed_over
         return next((name for name in names if name in known), None)
 
     def add(self, gradients: Mapping[str, torch.Tensor], wait_for_buffer: bool) -> None:
-        """Gradients of one atom. wait_for_buffer: send complete buffers only; otherwise send what has arrived."""
+        """Add the gradients of an atom. wait_for_buffer: send complete buffers only, not all gradients at once."""
         self._handed_over.update(gradients)
         self._arrived.update((name, g) for name, g in gradients.items() if name not in self._started)
         self._send(complete_only=wait_for_buffer)
         self._send_early()
 
     def add_early(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient whose atom is not complete; it is sent if the plan sends it early."""
+        """Add a gradient whose atom is not complete, and send it if the plan sends it early."""
         self._early[name] = gradient
         self._send_early()
 
     def send_incomplete(self) -> None:
-        """Send what has arrived of incomplete buffers."""
+        """Send the gradients of incomplete buffers that have arrived."""
         self._next = 0
         self._send(complete_only=False)
 
@@ -79,13 +81,13 @@ class BufferQueue:
             reduction.wait()
 
     def _send(self, complete_only: bool) -> None:
-        """Send what has arrived, in the order of the plan; complete_only: up to the first incomplete buffer."""
+        """Send arrived gradients in the order of the plan; with `complete_only`, up to the first incomplete buffer."""
         while self._next < len(self._buffers):
             buffer = self._buffers[self._next]
             is_incomplete = any(name not in self._arrived and name not in self._started for name in buffer.names)
             if is_incomplete and complete_only:
                 return
-            # Early units have a message of their own, even if they were not sent early.
+            # Early units have their own message, even if they were not sent early.
             self._start(unit for unit in buffer.units if unit.early)
             self._start(unit for unit in buffer.units if not unit.early)
             if is_incomplete and not self._arrived:
@@ -103,7 +105,7 @@ class BufferQueue:
             self._start(units)
 
     def _start(self, units: Iterable[Unit]) -> None:
-        """Start the messages for those gradients of these units that have arrived."""
+        """Start the messages for the gradients of these units that have arrived."""
         units = tuple(units)
         sizes = {name: self._sizes[name] for unit in units for name in unit.names if name in self._arrived}
         if not sizes:

@@ -17,15 +17,18 @@ from sparsefusion.selection.sparsifiers import random_indices
 
 from .sparse_message import Selection
 
-PROBED = 64  # elements all over a gradient; in a gradient that is in use, they are hardly ever all 0
+PROBED = 64  # evenly spaced elements that `is_zero` tests first; in a used gradient they are hardly ever all 0
 
 
 @dataclass
 class ErrorFeedback:
     """The residuals of a rank, and the selection from gradients that updates them.
 
-    sparsifier: how elements are selected. can_roll_back: keep copies, so that residuals can return to their values
-    before the step. residuals: {name of the parameter: residual}. step: the number of the current step.
+    Attributes:
+        sparsifier: One of SPARSIFIERS.
+        can_roll_back: Keep copies, from which `roll_back` restores the residuals before the step.
+        residuals: {name of the parameter: residual}.
+        step: The number of the current step.
     """
 
     sparsifier: str = "dgc"
@@ -39,14 +42,14 @@ class ErrorFeedback:
         self.step, self._before = step, {}
 
     def roll_back(self) -> None:
-        """Restore residuals to their values before the last step, which was skipped."""
+        """Restore the residuals before the last step, which was skipped."""
         self.residuals.update(self._before)
         self._before = {}
 
     def flush(self, gradients: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
         """Add the residuals of these parameters, times `scale`, to their gradients, which are then sent dense.
 
-        Parameters that were not used in this step keep their residuals: some frameworks do not apply their means.
+        Parameters that were not used in this step keep their residuals, because some frameworks do not apply their means.
         """
         for name, gradient in gradients.items():
             residual = self.residuals.get(name)
@@ -75,14 +78,14 @@ class ErrorFeedback:
     def _select_used(
         self, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values (k,) and indices (k,) of parameters that were used; some frameworks do not apply the mean of others."""
+        """Select values (k,) and indices (k,), from used parameters only: some frameworks do not apply other means."""
         used = [not is_zero(gradient) for gradient in gradients]
         if all(used):
             return take(self.sparsifier, gradients, residuals, k, scale)
         lengths = [len(gradient) for gradient in gradients]
         used_gradients, used_residuals = list(compress(gradients, used)), list(compress(residuals, used))
         used_numel, numel = sum(compress(lengths, used)), sum(lengths)
-        dtype = reduce(torch.promote_types, (r.dtype for r in residuals))  # does not depend on which are used
+        dtype = reduce(torch.promote_types, (r.dtype for r in residuals))  # of all residuals: the same on every rank
         values = residuals[0].new_zeros(k, dtype=dtype)
         indices = residuals[0].new_full((k,), numel - 1, dtype=torch.int32)
         if count := min(k, used_numel):
@@ -96,7 +99,7 @@ class ErrorFeedback:
     def _select_random(
         self, unit: Unit, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], scale: float
     ) -> Selection:
-        """Select the same indices on all ranks; then only values are sent, and an all-reduce adds them up."""
+        """Select the same indices on all ranks, so that only values are sent, and an all-reduce sums them."""
         for gradient, residual in zip(gradients, residuals, strict=True):
             residual.add_(gradient.to(residual.dtype), alpha=1 / scale)
         x = torch.cat(list(residuals))
@@ -112,17 +115,17 @@ class ErrorFeedback:
         return Selection(unit, values, indices.int())
 
     def add_back(self, selection: Selection, values: torch.Tensor) -> None:
-        """Return values at the indices of a selection to the residuals: what rounding took from it, or what was not sent."""
+        """Add values to the residuals at the indices of a selection: its rounding errors, or elements that were not sent."""
         add_at([self.residuals[name] for name in selection.unit.names], values, selection.indices)
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
-    """Return True if all elements are zero: the parameter was not used."""
+    """Return True if all elements are zero, as in the gradient of an unused parameter."""
     return not (gradient[:: -(-len(gradient) // PROBED) or 1].any() or gradient.any())
 
 
 def _is_in_unused(gradients: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:
-    """A mask of the indices, counted through all gradients, in unused gradients; None: no gradient is unused."""
+    """The mask (k,) of indices into the concatenated gradients that lie in unused ones, or None if all are used."""
     unused = [is_zero(gradient) for gradient in gradients]
     if not any(unused):
         return None

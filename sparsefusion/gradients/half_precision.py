@@ -34,7 +34,7 @@ def to_fp16(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def to_fp16_ref(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`to_fp16` in torch. It rounds once, also from bfloat16; float64 is rounded to float32 first."""
+    """`to_fp16` in torch. It rounds once, except that it rounds float64 to float32 first."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(torch.float16)
 
 

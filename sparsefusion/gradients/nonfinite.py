@@ -1,4 +1,4 @@
-"""Detects NaN and Inf in means of gradients by their largest magnitudes, so that all ranks come to the same verdict."""
+"""Detects NaN and Inf in means of gradients by their largest magnitudes, with the same result on all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 
 def largest_mean(reductions: Sequence) -> float:
     """The largest of all `maxima` of these reductions: 0 if there are none, inf if one is not finite."""
-    maxima = [each for reduction in reductions for each in reduction.maxima]
+    maxima = [maximum for reduction in reductions for maximum in reduction.maxima]
     return torch.stack(maxima).nan_to_num(math.inf, math.inf).max().item() if maxima else 0.0
 
 
 def first_nonfinite(reductions: Sequence) -> str | None:
     """The name of the first gradient whose mean is not finite, or None; the same on all ranks.
 
-    reductions: each has `maxima`, which are not finite if a mean is not, and `gradients` by name. The framework may
-    have reused the memory of a gradient since; then the name is "a parameter".
+    If the framework has reused the memory of the gradient, the name is "a parameter". reductions: objects with `gradients`
+    by name, and with `maxima`, of which one is not finite if a mean is not.
     """
     if math.isfinite(largest_mean(reductions)):
         return None

@@ -1,7 +1,7 @@
-"""Averages gradients over ranks: some dense, of others only what was selected; the rest stays in residuals.
+"""Averages gradients over ranks: dense ones, and selected elements of sparse ones, whose other elements stay in residuals.
 
 A residual is reduced by exactly the value that is applied, after rounding to the wire format. So the applied means,
-times the number of ranks, and the residuals of all ranks add up to all gradients.
+times the number of ranks, plus the residuals of all ranks are the sum of all gradients.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +26,16 @@ from .sparse_message import Selection
 class Reducer:
     """Reduces gradients over `group`. All ranks call `start` and `start_fp16`, and `wait`, in the same order.
 
-    sparsifier, wire, exchange: how elements are selected, the format in which their values are sent, and how
-    (see `SparseFusion`).
+    Args:
+        group: The ranks.
+        sparsifier: One of SPARSIFIERS.
+        wire: The format of selected values.
+        exchange: all_gather or sparse_all_reduce (see `SparseFusion`).
 
-    Attributes: feedback, the residuals of this rank; counter, what was sent; fp16_scale, of gradients sent in float16.
+    Attributes:
+        feedback: The residuals of this rank.
+        counter: Counts the messages.
+        fp16_scale: The scale of gradients that are sent in float16.
     """
 
     def __init__(self, group: ProcessGroup, sparsifier: str = "dgc", wire: str = "fp32", exchange: str = "all_gather"):
@@ -45,9 +51,13 @@ class Reducer:
     ) -> "Reduction":
         """Start averaging the gradients of `units` over all ranks; `wait()` writes the means.
 
-        gradients: {name: gradient}, flat and contiguous. scale: the loss scale; residuals do not have it. interleaved:
-        send the dense units before selecting from the others. Units have the same names and k on all ranks. Sends one
-        all-reduce of all dense units, and what the exchange sends of the values and indices selected from the others.
+        Sends one all-reduce of all dense units, and the messages of the exchange (see `exchanges`).
+
+        Args:
+            units: The units, with the same names and k on all ranks.
+            gradients: {name: gradient}, flat and contiguous.
+            scale: The loss scale; residuals are unscaled.
+            interleaved: Send the dense units before selecting from the others.
         """
         dense, sparse = [u for u in units if not u.k], [u for u in units if u.k]
         dense_message = None
@@ -72,13 +82,13 @@ class Reducer:
         return kind(selections, self.wire, self.feedback, self.group, self.counter)
 
     def start_fp16(self, gradients: Mapping[str, torch.Tensor], flats: Sequence[torch.Tensor]) -> Fp16Reduction:
-        """Start averaging `flats`, of which the gradients are parts, in float16. Residuals take no part."""
+        """Start averaging `flats`, whose parts are the gradients, in float16, without residuals."""
         return Fp16Reduction(self.group, self.counter, gradients, flats, self.fp16_scale)
 
     def _select_all(
         self, units: Sequence[Unit], gradients: Mapping[str, torch.Tensor], scale: float
     ) -> list[Selection]:
-        """Select from all units, in their order; from those that the plan offloads, in another thread at the same time."""
+        """Select from all units; from units that the plan offloads, in another thread at the same time."""
         # On CUDA the thread would have another stream.
         in_thread = [unit for unit in units if unit.offload and not gradients[unit.names[0]].is_cuda]
         futures = {unit.names: self._worker.submit(self.feedback.select, unit, gradients, scale) for unit in in_thread}
@@ -91,10 +101,14 @@ class Reducer:
 
 
 class Reduction:
-    """Averages in progress; made by `Reducer.start`.
+    """Pending averages, made by `Reducer.start`.
 
-    dense_message, sparse_message: the all-reduce of `dense_units`, and the exchange of `selections`; None: there are
-    none.
+    Args:
+        reducer: The reducer.
+        dense_units: The dense units, and dense_message: their all-reduce, or None without dense units.
+        selections: The selections of sparse units, and sparse_message: their message, or None without selections.
+        gradients: {name: gradient}, into which the means are written.
+        scale: The loss scale.
     """
 
     def __init__(
@@ -110,7 +124,7 @@ class Reduction:
         self._reducer, self._dense_units, self._selections = reducer, dense_units, selections
         self._dense_message, self._sparse_message = dense_message, sparse_message
         self.gradients, self._scale, self._is_written = gradients, scale, False
-        self.maxima: list[torch.Tensor] = []  # once written: they are finite if all means are
+        self.maxima: list[torch.Tensor] = []  # filled by `wait`: all are finite if and only if all means are
 
     def wait(self) -> None:
         """Block until all messages have arrived, and write the means into the gradients. A second call does nothing."""
@@ -136,13 +150,13 @@ class Reduction:
             gradient.copy_(part)
 
     def _clear_gradients(self) -> None:
-        """Set to zero the gradients to which means are added. All selections have been made, on CUDA too."""
+        """Zero the gradients to which means are added. All selections have been made before, also on CUDA."""
         for name in (name for s in self._selections for name in s.unit.names):
             if _accumulates_exactly(self.gradients[name]):
                 self.gradients[name].zero_()
 
     def _write(self, unit: Unit, parts: Iterable, scale: float) -> None:
-        """Write the gradients of a unit from values and indices, added up in the order of the ranks, in at least fp32."""
+        """Write the gradients of a unit: the sum of values at indices, in rank order and in at least fp32."""
         gradients = [self.gradients[name] for name in unit.names]
         sums = [g if _accumulates_exactly(g) else residual_like(g) for g in gradients]
         for values, indices in parts:
@@ -150,12 +164,12 @@ class Reduction:
         for name, gradient, total in zip(unit.names, gradients, sums, strict=True):
             if not _accumulates_exactly(gradient):
                 gradient.copy_(total)
-                rounded_off = total.sub_(gradient)  # on every rank alike: this much of the mean is not applied yet
+                rounded_off = total.sub_(gradient)  # the part of the mean that is not applied; equal on all ranks
                 rounded_off = rounded_off.where(rounded_off.isfinite(), 0)
                 self._reducer.feedback.residuals[name].add_(rounded_off, alpha=1 / self._scale)
                 self.maxima.append(largest(gradient))  # the sum may be outside of the range of its dtype
 
 
 def _accumulates_exactly(gradient: torch.Tensor) -> bool:
-    """Return True if means are added up in the dtype of the gradient itself."""
+    """Return True if means are summed in the gradient's own dtype."""
     return gradient.dtype == at_least_fp32(gradient.dtype)

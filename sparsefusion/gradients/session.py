@@ -1,7 +1,7 @@
-"""The training steps of one model: reduces its gradients by the active plan, and handles steps that are skipped.
+"""The training steps of one model: reduces its gradients by the active plan, and handles skipped steps.
 
-An adapter calls `reduce` for each atom (the gradients that its framework hands over together), waits for the returned
-handles, and calls `end_step` when the step is over. Atoms arrive in the same order on all ranks.
+An adapter calls `reduce` for each atom (gradients that its framework hands over together), waits for the returned handles,
+and calls `end_step` when the step is over. Atoms arrive in the same order on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Waitable(Protocol):
 
 
 class StepObserver:
-    """Is told of the steps of a session, as a profiler or the trial of a plan must be. This base class does nothing."""
+    """The base class of observers of a session's steps, such as a profiler or the trial of a plan. It does nothing."""
 
     def step_began(self, session: "Session") -> None:
         """Called before the first atom of a step."""
@@ -40,7 +40,7 @@ class StepObserver:
     def dense_reduction_started(self) -> None:
         """Called when the framework has started its own reduction of the last atom.
 
-        If the framework waits for the result, the means are already there.
+        If the framework waits for the result, the means have been computed by then.
         """
 
     def step_ended(self, session: "Session") -> None:
@@ -48,18 +48,23 @@ class StepObserver:
 
 
 class Session:
-    """Reduces the gradients of one model, step by step. Every rank of `reducer.group` has one.
+    """Reduces the gradients of one model, step by step. Every rank of `reducer.group` has a session.
 
-    reducer: reduces gradients and holds residuals.
-    sizes: {name: number of elements} of all gradients.
-    can_wait_for_buffer: an atom may wait for the other atoms of its buffer; otherwise each is sent when it arrives.
-    loss_scale: returns the scale of the gradients, or None if they are not scaled.
-    skips_nonfinite_steps: the training skips a step whose gradients are not finite; otherwise that is an error.
-    model_group: the ranks over which the model is divided, which skip steps together, or None.
-    skipped_steps: returns how many steps the training has skipped, for any reason, the same on all ranks, or None.
+    Args:
+        reducer: Reduces gradients and holds residuals.
+        sizes: {name: number of elements} of all gradients.
+        device: The device of the gradients.
+        can_wait_for_buffer: True if an atom may wait for the other atoms of its buffer; otherwise it is sent at once.
+        loss_scale: Returns the scale of the gradients; None if they are not scaled.
+        skips_nonfinite_steps: True if the training skips a step with non-finite gradients; otherwise that is an error.
+        model_group: The ranks over which the model is divided, which skip steps together, or None.
+        skipped_steps: Returns the number of steps that the training has skipped for any reason, equal on all ranks; or None.
 
-    Attributes: plan, the active plan. is_dense_step, density_ratio: set by observers for the current step; all gradients
-    are sent dense, or every k of the plan is multiplied. step, the number of the current step.
+    Attributes:
+        plan: The active plan.
+        step: The number of the current step.
+        is_dense_step: Set by observers: True if all gradients of the current step are sent dense.
+        density_ratio: Set by observers: the factor of every k of the plan in the current step.
     """
 
     plan: Plan
@@ -77,7 +82,7 @@ class Session:
     ):
         self.reducer, self.sizes, self.device = reducer, dict(sizes), torch.device(device)
         self.can_wait_for_buffer, self.loss_scale, self.model_group = can_wait_for_buffer, loss_scale, model_group
-        self._scale = 1.0  # of the last step that needed it
+        self._scale = 1.0  # the loss scale of the last step that needed it
         self.skips_nonfinite_steps = skips_nonfinite_steps
         reducer.feedback.can_roll_back = skips_nonfinite_steps or skipped_steps is not None
         self.density_ratio, self.is_dense_step = 1.0, False
@@ -87,7 +92,7 @@ class Session:
             BufferQueue(reducer, self.sizes),
             SkippedSteps(reducer.feedback, skipped_steps or int),
         )
-        self._reductions: list = []  # of this step, beside those of the queue
+        self._reductions: list = []  # reductions of this step that are not in the queue
         self._may_have_residuals = False  # some rank may have residuals
         self._had_residuals = False  # this rank had residuals when the step began
 
@@ -100,10 +105,14 @@ class Session:
     ) -> Waitable:
         """Start averaging the gradients of an atom over the ranks, in place.
 
-        gradients: {name: gradient}, flat and contiguous. flats: the tensors of which the gradients are parts; together
-        the gradients are all of them. reduce_dense: starts the framework's own reduction, and returns what to wait for,
-        or None. factor: the framework expects the mean times this. ValueError: a gradient of a parameter that had none
-        when the session was made.
+        Args:
+            gradients: {name: gradient}, flat and contiguous.
+            flats: The flat tensors that consist of these gradients.
+            reduce_dense: Starts the framework's own reduction, and returns its handle, or None if it is done.
+            factor: The factor of the mean that the framework expects.
+
+        Raises:
+            ValueError: A parameter had no gradient when the session was made.
         """
         if unknown := [name for name in gradients if name not in self.sizes]:
             raise ValueError(
@@ -142,11 +151,11 @@ class Session:
         return reduction
 
     def _restart_step(self, name: str) -> None:
-        """An error ended a backward pass, and this gradient is from another. RuntimeError: some gradients were sent."""
+        """Forget the gradients of a backward pass that an error ended. RuntimeError if some of them were sent."""
         if self._queue.has_sent:
             raise RuntimeError(
-                f"the gradient of {name} comes again in step {self.step}: a backward pass ended in the middle, and what it "
-                "had sent is lost. detach() and attach() begin anew"
+                f"the gradient of {name} arrived twice in step {self.step}: a backward pass failed after it had sent "
+                "gradients, which are lost. Call detach() and attach() to start again"
             )
         self._queue.clear()
 
@@ -167,11 +176,11 @@ class Session:
 
     @property
     def _flushes_residuals(self) -> bool:
-        """True if residuals may be sent in this step with dense gradients, so that the result must be checked."""
+        """True if this step may send residuals with dense gradients, so that its means must be checked."""
         return self._may_have_residuals and not self._uses_buffers
 
     def gradient_ready(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient is ready, and its atom is not: it is sent now if the plan sends it early."""
+        """Add a gradient that is ready before its atom; it is sent now if the plan sends it early."""
         self._begin()
         if self.plan.mode == "interleaved" and self._uses_buffers:
             if self._queue.first_repeated([name], early=True) is not None:
@@ -189,13 +198,13 @@ class Session:
         if self._uses_buffers or self._uses_fp16 or (self._flushes_residuals and self._had_residuals):
             self._scale = 1.0 if self.loss_scale is None else float(self.loss_scale())
             if not self._scale > 0:
-                raise ValueError(f"loss_scale() returned {self._scale}, which is not above 0")
+                raise ValueError(f"loss_scale() must return a number above 0, not {self._scale}")
         self._queue.begin(self.plan, self._scale, self.density_ratio)
 
     def finish_skipped_step(self) -> None:
-        """If the last step was skipped, restore its residuals now. RuntimeError: a step has begun."""
+        """If the last step was skipped, restore the residuals before it. RuntimeError if a step has begun."""
         if self._has_begun:
-            raise RuntimeError(f"step {self.step} has begun: residuals are known only when it has ended")
+            raise RuntimeError(f"step {self.step} has begun: residuals are known only between steps")
         if self._skipped.roll_back():
             self._may_have_residuals = True
 
@@ -208,7 +217,7 @@ class Session:
         self.reducer.feedback.residuals, self.reducer.fp16_scale.value = dict(residuals), fp16_scale
 
     def abandon_step(self) -> None:
-        """An error ended the step on all ranks: restore its residuals, and let the next gradients start a new step."""
+        """After an error on all ranks, restore the residuals before the step; the next gradients start a new step."""
         self._clear()
         if self._has_begun:
             self._skipped.step_failed()
@@ -219,19 +228,20 @@ class Session:
         self._reductions = []
 
     def end_step(self) -> None:
-        """All gradients of the step have been handed over: wait for their means.
+        """End a step whose gradients have all been handed over: wait for their means.
 
-        FloatingPointError on every rank: a mean is not finite, and the training does not skip such steps. RuntimeError: the
-        step had no gradients.
+        Raises:
+            FloatingPointError: On every rank, if a mean is not finite and the training does not skip such steps.
+            RuntimeError: The step had no gradients.
         """
         if not self._has_begun:
             raise RuntimeError(
-                "a step ended without a gradient for SparseFusion: this framework reduces them elsewhere"
+                "a step ended without a gradient for SparseFusion: the framework has reduced them in another way"
             )
         if self._queue.unsent is not None:
             self._queue.send_incomplete()
         if self._queue.unsent is not None:
-            raise RuntimeError(f"the plan has no {self._queue.unsent!r}: replan() makes one that does")
+            raise RuntimeError(f"the plan does not contain {self._queue.unsent!r}: replan() makes a new plan")
         for reduction in self._all_reductions:
             reduction.wait()
         nonfinite = self._nonfinite_gradient()
@@ -253,40 +263,40 @@ class Session:
         return [*self._queue.reductions, *self._reductions]
 
     def _nonfinite_gradient(self) -> str | None:
-        """The name of a gradient whose mean is not finite, or "a parameter of another rank"; None: all are finite.
+        """The name of a gradient whose mean is not finite, "a parameter of another rank", or None if all are finite.
 
-        All ranks come to the same verdict. Means that the framework computed count only if residuals may have been
-        added to them on any rank; some frameworks leave only a part of these means on each rank.
+        All ranks get the same result. Means that the framework computed are checked only if residuals may have been added
+        to them on any rank; some frameworks leave only a part of these means on each rank.
         """
         nonfinite, has_residuals = first_nonfinite(self._all_reductions), bool(self.reducer.feedback.residuals)
-        had_residuals, is_ours = self._had_residuals, self._uses_buffers or self._uses_fp16
-        if not (is_ours or self._flushes_residuals):
+        had_residuals, follows_plan = self._had_residuals, self._uses_buffers or self._uses_fp16
+        if not (follows_plan or self._flushes_residuals):
             return None
-        largest_seen = largest_mean(self._all_reductions) if self._uses_fp16 else 0.0
+        magnitude = largest_mean(self._all_reductions) if self._uses_fp16 else 0.0
         for group in (self.reducer.group if self._flushes_residuals else None, self.model_group):
             if group is None:
                 continue
-            seen = [nonfinite is not None, has_residuals, had_residuals, largest_seen]
-            local = torch.tensor(seen, dtype=torch.float32, device=self.device)
-            is_bad, has_residuals, had_residuals, largest_seen = all_reduce(local, group, op=dist.ReduceOp.MAX).tolist()
+            flags = [nonfinite is not None, has_residuals, had_residuals, magnitude]
+            local = torch.tensor(flags, dtype=torch.float32, device=self.device)
+            is_bad, has_residuals, had_residuals, magnitude = all_reduce(local, group, op=dist.ReduceOp.MAX).tolist()
             nonfinite = nonfinite or ("a parameter of another rank" if is_bad else None)
         if self._uses_fp16:
-            self.reducer.fp16_scale.follow(largest_seen, self._scale)
-        if not (is_ours or had_residuals):
+            self.reducer.fp16_scale.follow(magnitude, self._scale)
+        if not (follows_plan or had_residuals):
             nonfinite = None
         if self._uses_buffers:
             self._may_have_residuals = True
-        elif self._flushes_residuals and not nonfinite:  # otherwise residuals are as they were before the step
+        elif self._flushes_residuals and not nonfinite:  # a skipped step leaves the residuals unchanged
             self._may_have_residuals = bool(has_residuals)
         return nonfinite
 
 
 class FrameworkReduction:
-    """A reduction by the framework in progress. is_checked: whether its means are examined for NaN and Inf."""
+    """A pending reduction by the framework. is_checked: check its means for NaN and Inf."""
 
     def __init__(self, work: Waitable | None, gradients: Mapping[str, torch.Tensor], is_checked: bool = False):
         self._work, self.gradients, self._is_checked = work, gradients, is_checked
-        self.maxima: list[torch.Tensor] = []  # once waited for: the largest magnitude of each mean
+        self.maxima: list[torch.Tensor] = []  # the largest magnitude of each mean; filled by `wait`
 
     def wait(self) -> None:
         """Block until the means are in the gradients."""
@@ -311,7 +321,7 @@ class QueuedAtom:
 def most_common_dtype(
     tensors: Iterable[torch.Tensor], dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 ) -> torch.dtype:
-    """The dtype of most elements of these tensors."""
+    """The dtype that most elements of these tensors have."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors:
         dtype = dtype_of(tensor)

@@ -1,4 +1,4 @@
-"""Steps that the training skips because a gradient is not finite: residuals return to their values before the step."""
+"""Steps that the training skips because a gradient is not finite; the residuals before such a step are restored."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,11 @@ from .error_feedback import ErrorFeedback
 
 
 class SkippedSteps:
-    """Remembers whether the last step was skipped, until `roll_back`.
+    """Remembers until `roll_back` whether the last step was skipped.
 
-    count: returns how many steps the framework has skipped, the same number on all ranks.
+    Args:
+        feedback: The residuals.
+        count: Returns the number of steps that the framework has skipped, equal on all ranks.
     """
 
     def __init__(self, feedback: ErrorFeedback, count: Callable[[], int]):
@@ -16,19 +18,19 @@ class SkippedSteps:
         self._last_count, self._was_skipped = count(), False
 
     def step_ended(self, was_skipped: bool) -> None:
-        """A step ended; was_skipped: it is known to be skipped by the training."""
+        """Record the end of a step. was_skipped: the training is known to skip it."""
         self._was_skipped, self._last_count = was_skipped, self._count()
 
     def step_failed(self) -> None:
-        """An error ended the step."""
+        """Record that an error ended the step."""
         self._was_skipped = True
 
     def forget(self) -> None:
-        """Residuals were replaced: there is nothing to roll back."""
+        """Record that residuals were replaced, so there is nothing to roll back."""
         self._was_skipped = False
 
     def roll_back(self) -> bool:
-        """Restore residuals if the last step was skipped. Returns whether the framework has skipped a step since then."""
+        """Restore residuals if the last step was skipped. Returns True if the framework has skipped a step since then."""
         before, self._last_count = self._last_count, self._count()
         has_new = self._last_count > before
         if self._was_skipped or has_new:

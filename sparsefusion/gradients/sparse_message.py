@@ -24,10 +24,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class SparseMessage:
-    """Encodes the selections of some units, and decodes those of all ranks.
+    """Encodes the selections of some units on this rank, and decodes those of all ranks.
 
-    Units, the number of elements of each, and the wire format are the same on all ranks, so messages have one size.
-    selections: this rank's. wire: the format of the values. ranks: how many there are.
+    All ranks have the same units, numbers of elements and wire format, so their messages have the same size.
+
+    Attributes:
+        selections: The selections of this rank.
+        wire: The format of their values.
+        ranks: The number of ranks.
     """
 
     selections: Sequence[Selection]
@@ -35,9 +39,9 @@ class SparseMessage:
     ranks: int
 
     def encode(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(message (nbytes,) uint8, for each unit what rounding took from its values; empty if values are sent in fp32).
+        """(message (nbytes,) uint8, [rounding errors (k,) of each unit]); the list is empty if values are sent in fp32.
 
-        The values of each unit begin a new block of the format. Indices count through all units.
+        The values of each unit begin a new block of the format. Indices are positions in the concatenated units.
         """
         format, counts = wire_format(self.wire, self._dtype), self._counts
         padded_values = [
@@ -56,7 +60,7 @@ class SparseMessage:
         return torch.cat([encoded[0], encode_indices(torch.cat(indices), numel)]), rounded_off
 
     def decode(self, messages: torch.Tensor) -> tuple[torch.Tensor, list[list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """(all values, for each unit [(values, indices)] of every rank) of messages (ranks, nbytes)."""
+        """Decode messages (ranks, nbytes); returns (all values, for each unit the pairs (values, indices) of all ranks)."""
         counts, (starts, numel) = self._counts, self._starts
         value_bytes = messages.shape[1] - index_bytes(sum(counts), numel)
         values = self._decode_values(messages[:, :value_bytes])
@@ -70,12 +74,12 @@ class SparseMessage:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """In which the values of all units are encoded."""
+        """The dtype from which the values of all units are encoded."""
         return reduce(torch.promote_types, (s.values.dtype for s in self.selections))
 
     @property
     def _padded_counts(self) -> list[int]:
-        """The number of values of each unit, filled up to whole blocks."""
+        """The number of values of each unit, padded to whole blocks."""
         block = wire_format(self.wire, self._dtype).block
         return [padded(count, block) for count in self._counts]
 
@@ -86,7 +90,7 @@ class SparseMessage:
         return starts, numel
 
     def _decode_values(self, encoded: torch.Tensor) -> torch.Tensor:
-        """(rows, elements) of rows of encoded values."""
+        """Decode rows of values; returns (rows, elements)."""
         format = wire_format(self.wire, self._dtype)
         return format.restore(format.decode(encoded, self._dtype), self.ranks)
 

@@ -24,7 +24,7 @@ def skipped() -> bool:
 
 
 def sources(package: str, root: str | Path = ROOT) -> list[Path]:
-    """The C files that a package's library is built from, sorted. An installed wheel contains none."""
+    """The C files from which a package's library is built, sorted. An installed wheel contains none."""
     own = Path(root, package, "native").glob("*.[ch]")
     return sorted({*own, *(path for name in COMMON if (path := Path(root, name)).is_file())})
 
@@ -42,13 +42,17 @@ def file_of(package: str) -> Path | None:
 
 
 class Library:
-    """The C library of a package. True if it can be used.
+    """The C library of a package. It is truthy if it can be used.
 
-    signatures: {name of a function: its argument types}; all functions return an int. path: another library than the
-    package's own, as the tests build for older processors.
+    Args:
+        package: The name of the package.
+        signatures: {function name: its argument types}. All functions return an int.
+        path: The library file, by default the package's own.
 
-    Attributes: functions, the ctypes library, or None if it cannot be used; why, the reason if it cannot be used;
-    variant, the instruction set of its kernels.
+    Attributes:
+        functions: The ctypes library, or None if it cannot be used.
+        why: The reason why it cannot be used, or "".
+        variant: The instruction set of its kernels.
     """
 
     def __init__(self, package: str, signatures: Mapping[str, Any], path: str | Path | None = None):
@@ -57,7 +61,7 @@ class Library:
         try:
             self.functions = self._load(Path(path) if path else self._path(), signatures)
             self.variant = self.functions.native_variant().decode()
-        except (OSError, AttributeError) as error:  # not a library; a library that lacks one of the functions
+        except (OSError, AttributeError) as error:  # AttributeError: the library lacks a function
             self.why = str(error)
 
     def _path(self) -> Path:
@@ -74,7 +78,7 @@ class Library:
             getattr(library, name).restype = ctypes.c_char_p
         built_from, here = library.native_sources().decode(), digest(self.package)
         if built_from and here and built_from != here:
-            raise OSError(f"{path.name} was built from other C files than those beside it: install the package again")
+            raise OSError(f"{path.name} was not built from the C files next to it: install the package again")
         for name, types in signatures.items():
             function = getattr(library, name)
             function.argtypes, function.restype = types, INT

@@ -6,7 +6,7 @@ from sparsefusion.selection.indices import INDEX_BYTES
 
 from .plan import filled_values, value_bytes
 
-GUARD_INDEX_BYTES = 4  # bytes of an index, for the decision whether a density is worth it (2 are sent)
+GUARD_INDEX_BYTES = 4  # bytes per index that `sends_less` counts (2 are sent)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class CompressionSettings:
     def sent_bytes(self, k: int, itemsize: int, filled: int = 0, bytes_per_index: int = INDEX_BYTES) -> int:
         """Bytes of k elements selected from gradients of that itemsize: values and indices, or with randomk values only.
 
-        filled: how many values they occupy if they belong to several units (see `filled`). It leaves out the 4 bytes
-        that indices take for each 65,536 elements from which they are selected.
+        It leaves out the 4 bytes that indices take per 65,536 elements of the gradients. filled: the number of values that
+        they occupy if they belong to several units (see the method `filled`).
         """
         values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, max(k, filled), itemsize)
         return values if self.sparsifier == "randomk" else values + bytes_per_index * k
@@ -59,9 +59,15 @@ def sends_less(
 ) -> bool:
     """Return True if sparse messages are much smaller than dense ones: density (value + index bytes) ranks < 2 dense bytes.
 
-    It counts 4 bytes for an index, though 2 are sent, to make up for the time of the selection. itemsize: bytes of an
-    element of a gradient. sent_itemsize: the same in the framework's own messages. reduce_scatters: the framework uses
-    reduce-scatter, which sends half as much. than_fp16: compare with an all-reduce in float16 as well.
+    It counts 4 bytes per index, though 2 are sent, to account for the time of the selection.
+
+    Args:
+        compression: The settings.
+        ranks: The number of ranks.
+        itemsize: Bytes of an element of a gradient.
+        sent_itemsize: Bytes of an element in the framework's own messages.
+        reduce_scatters: True if the framework uses reduce-scatter, which sends half as much as an all-reduce.
+        than_fp16: Compare with an all-reduce in float16 as well.
     """
     if ranks == 1:
         return False
@@ -72,6 +78,6 @@ def sends_less(
 
 
 def bytes_per_element(ranks: int, compression: CompressionSettings, itemsize: int) -> float:
-    """Bytes that a selected element costs on these ranks, to compare with 2 x the bytes of a dense element."""
-    each = compression.sent_bytes(1 << 20, itemsize, bytes_per_index=GUARD_INDEX_BYTES) / (1 << 20)
-    return each * (2 if compression.sparsifier == "randomk" or compression.reduces_sparsely else ranks)
+    """Bytes to send a selected element to all ranks, to be compared with twice the bytes of a dense element."""
+    element = compression.sent_bytes(1 << 20, itemsize, bytes_per_index=GUARD_INDEX_BYTES) / (1 << 20)
+    return element * (2 if compression.sparsifier == "randomk" or compression.reduces_sparsely else ranks)

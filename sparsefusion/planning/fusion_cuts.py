@@ -1,27 +1,32 @@
-"""FindOptFusion: which neighbouring gradients to send together, so that the last message arrives as early as possible.
+"""FindOptFusion: groups consecutive gradients so that the last message arrives as early as possible.
 
-The problem is that of Cupcake (Wang et al., MLSys 2023), solved exactly. Gradients become ready one after the other. A
-group of them is computed and selected from, and then sent while the next group is computed.
+It solves the problem of Cupcake (Wang et al., MLSys 2023) exactly. Gradients become ready one after the other. A group of
+gradients is computed, its elements are selected, and then it is sent while the next group is computed.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-MOST_CUTS = 128  # positions for a cut that are all tried; of more, COARSE are tried first, and then shifted
+MOST_CUTS = (
+    128  # all cuts of up to this many gradients are tried; with more gradients, COARSE cuts are tried and shifted
+)
 COARSE = 40
 
-Seconds = Callable[[int, int], float]  # of the gradients i to j - 1
+Seconds = Callable[[int, int], float]  # (i, j) -> seconds of the gradients i to j - 1
 
 
 def find_opt_fusion(
     count: int, compute: Seconds, send: Seconds, weights: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """The ends of the groups, ascending; the last one is `count`.
+    """The ascending ends of the groups, of which the last is `count`.
 
-    compute(i, j), send(i, j): seconds of the group of gradients i to j - 1, not negative. weights (count,): with more
-    than MOST_CUTS gradients, cuts are first made between equal shares of these weights, and then each is shifted by one
-    position if that helps.
+    Args:
+        count: The number of gradients.
+        compute: compute(i, j): seconds to compute the gradients i to j - 1 and to select from them.
+        send: send(i, j): seconds to send them together.
+        weights: Weights (count,) of the gradients, 1 by default. With more than MOST_CUTS gradients, cuts between equal
+            shares of the weights are tried first, and then shifted by one position if that helps.
     """
     if count <= MOST_CUTS:
         return _best_cuts(list(range(count + 1)), compute, send)
@@ -41,7 +46,7 @@ def finish_time(ends: Sequence[int], compute: Seconds, send: Seconds) -> float:
 
 
 def _best_cuts(positions: Sequence[int], compute: Seconds, send: Seconds) -> tuple[int, ...]:
-    """The best ends among `positions`, by dynamic programming over (computed, sent) times that no other one dominates."""
+    """The best ends among `positions`, by dynamic programming over the Pareto-optimal times (computed, sent)."""
     computed, sent, place, origin = np.zeros(1), np.zeros(1), np.zeros(1, int), np.zeros(1, int)
     for index, end in enumerate(positions[1:], 1):
         there = computed + np.array([compute(start, end) for start in positions[:index]])[place]
@@ -58,14 +63,14 @@ def _best_cuts(positions: Sequence[int], compute: Seconds, send: Seconds) -> tup
 
 
 def _pareto_front(computed: np.ndarray, sent: np.ndarray) -> np.ndarray:
-    """The indices of states that are not dominated: none is earlier in both `computed` and `sent`."""
+    """The indices of the Pareto-optimal states: no other state is earlier in both `computed` and `sent`."""
     order = np.lexsort((sent, computed))
     least = np.minimum.accumulate(sent[order])
     return order[np.concatenate([[True], sent[order][1:] < least[:-1]])]
 
 
 def _shift_cuts(ends: list[int], compute: Seconds, send: Seconds) -> tuple[int, ...]:
-    """Shift each cut once by one position, forward or back, if then the last message arrives earlier."""
+    """Shift each cut once by one position, forward or back, if the last message then arrives earlier."""
     best = finish_time(ends, compute, send)
     for number in range(len(ends) - 1):
         for step in (-1, 1):

@@ -1,4 +1,4 @@
-"""A plan: what to send of every gradient, how, and in which order. It is the same on all ranks, and kept in checkpoints."""
+"""A plan: the elements of every gradient to send, their format and their order. It is equal on all ranks."""
 
 import hashlib
 import json
@@ -19,10 +19,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters from whose gradients k elements are selected together; k = 0: they are dense, and sent by all-reduce.
+    """Parameters from whose gradients k elements are selected together, or whose gradients are dense.
 
-    numel: the number of their elements. offload: another thread selects (on the CPU). early: a dense unit is sent as
-    soon as all early units of its buffer are ready, before the rest of the buffer.
+    Attributes:
+        names: The names of the parameters.
+        numel: The number of their elements.
+        k: The number of elements to send. 0: the unit is dense, and sent by all-reduce.
+        offload: Select in another thread (on the CPU).
+        early: Send the dense unit as soon as all early units of its buffer are ready, before the rest of the buffer.
     """
 
     names: tuple[str, ...]
@@ -68,10 +72,13 @@ class Buffer:
 class Plan:
     """The messages of every rank in a step.
 
-    mode: one of MODES, but auto. Plans of the modes dense and fp16 have no buffers: they reduce the framework's
-    buckets. sparsifier, density (the share of elements to send), wire (the format of sent values), exchange: the settings.
-    ranks: the number of ranks over which gradients are averaged. predicted: seconds of a step in each mode that was
-    considered.
+    Attributes:
+        mode: One of MODES, but auto.
+        sparsifier, density, wire, exchange: The user's settings (see `SparseFusion`).
+        ranks: The number of ranks over which gradients are averaged.
+        buffers: The buffers, in their order. Plans of the modes dense and fp16 have none: they reduce the framework's
+            buckets.
+        predicted: {mode: predicted seconds of a step} of all modes that were considered.
     """
 
     mode: str
@@ -91,7 +98,7 @@ class Plan:
 
     @property
     def sent_elements(self) -> tuple[int, int, int]:
-        """The numbers of elements that each rank sends (dense, sparse) and has; (0, 0, 0) without buffers."""
+        """(dense elements that each rank sends, sparse ones that it sends, all elements); (0, 0, 0) without buffers."""
         units = [unit for buffer in self.buffers for unit in buffer.units]
         return (
             sum(unit.numel for unit in units if not unit.k),
@@ -108,7 +115,7 @@ class Plan:
         return replace(self, ranks=ranks)
 
     def for_sizes(self, sizes: Mapping[str, int]) -> "Plan":
-        """The plan for parameters of these sizes ({name: numel}), with k in proportion. ValueError: the names differ."""
+        """The plan for parameters of these sizes ({name: numel}), with k in proportion. ValueError if names differ."""
         if different := {name for buffer in self.buffers for name in buffer.names} ^ set(sizes) if self.buffers else ():
             raise ValueError(f"{sorted(different)[0]!r} is not in both the plan and this rank's part of the model")
         return replace(self, buffers=tuple(buffer.restricted_to(sizes) for buffer in self.buffers))
@@ -120,7 +127,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of what is sent, without predictions; equal plans have equal hashes."""
+        """The SHA-256 digest of the plan without its predictions."""
         made = self._plain()
         del made["predicted"]
         if self.exchange == "all_gather":  # plans of older versions do not have it
@@ -128,17 +135,17 @@ class Plan:
         return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
     def _plain(self) -> dict:
-        """The plan as dictionaries and lists. (`dataclasses.asdict` copies everything, and takes ten times as long.)"""
+        """The plan as dictionaries and lists. (`dataclasses.asdict` makes deep copies, and takes ten times as long.)"""
         made = {each.name: getattr(self, each.name) for each in fields(self)}
         return made | {"buffers": [{"units": [vars(unit) for unit in buffer.units]} for buffer in self.buffers]}
 
     def to_json(self) -> str:
-        """JSON from which `from_json` makes an equal plan."""
+        """Write JSON, from which `from_json` reads an equal plan."""
         return json.dumps({"version": VERSION, "hash": self.hash, **self._plain()})
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Read `to_json`. ValueError: it is not a plan, has another version, or was changed."""
+        """Read the JSON of `to_json`. ValueError if it is not a plan, has another version, or was changed."""
         try:
             made = json.loads(text)
             version, known = made.pop("version"), made.pop("hash")
@@ -152,17 +159,17 @@ class Plan:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a plan of sparsefusion: {error}") from None
         if plan.hash != known:
-            raise ValueError("a plan of sparsefusion whose hash is another's: it was changed")
+            raise ValueError("a plan of sparsefusion whose hash does not match: it was changed")
         return plan
 
 
 def value_bytes(wire: str, count: int, itemsize: int = 4) -> int:
-    """Bytes of `count` selected values in a format, filled up to whole blocks. itemsize: of the gradients."""
+    """Bytes of `count` selected values in a format, padded to whole blocks. itemsize: bytes of a gradient's element."""
     return _format(wire, itemsize == 8).nbytes(filled_values(wire, count))
 
 
 def filled_values(wire: str, count: int) -> int:
-    """The number of values that `count` values of one unit occupy in a message: int8 fills up its blocks."""
+    """The number of values that `count` values of one unit occupy in a message, in which int8 pads its blocks."""
     return padded(count, _format(wire, False).block)
 
 

@@ -15,12 +15,15 @@ from .fusion_cuts import find_opt_fusion
 from .plan import FRAMEWORK_BUCKET_MODES, Buffer, Plan, Unit
 from .timeline import Costs, Load, Tensor, Timeline, step_seconds
 
-SMALLEST_SPARSE, SMALLEST_SPARSE_DIMS = 2048, 2  # plans that may choose send smaller gradients dense
-LARGEST_DENSE = 0.05  # of all elements: a larger gradient is never sent dense to save its selection
-SLACK = 1.01  # by this factor a step may become longer while Eq. 2 sends more gradients of a buffer dense
-MOST_INDICES = 2**31 - 1  # elements that can have an index of 32 bits
-LEAST_COMPENSATION = 0.5  # the smallest share of the density that was asked for
-PAPER_FLOOR = 0.001
+SMALLEST_SPARSE, SMALLEST_SPARSE_DIMS = (
+    2048,
+    2,
+)  # elements and dims; smaller gradients are dense in modes that may choose
+LARGEST_DENSE = 0.05  # gradients above this share of all elements are never sent dense to save their selection
+SLACK = 1.01  # a step may become longer by this factor while Eq. 2 makes more gradients of a buffer dense
+MOST_INDICES = 2**31 - 1  # the number of elements that 32-bit indices can address
+LEAST_COMPENSATION = 0.5  # the smallest compensated density, as a share of the user's density
+PAPER_FLOOR = 0.001  # the smallest compensated density in SSFusion
 
 Number = TypeVar("Number", int, float)
 
@@ -32,7 +35,10 @@ def make_plans(
     costs: Costs,
     can_send_early: bool = False,
 ) -> dict[str, Plan]:
-    """{mode: plan}. modes: some of MODES, but auto. can_send_early: gradients may be sent before their atom is complete."""
+    """{mode: plan} for `modes`, which are some of MODES, but not auto.
+
+    can_send_early: gradients may be sent before their atom is complete.
+    """
     fused = _fuse_atoms(compression, timeline, costs) if set(modes) - set(FRAMEWORK_BUCKET_MODES) else []
     chosen = cache(lambda interleaved: _choose_dense(fused, compression, timeline, costs, interleaved))
     return {mode: _make_plan(mode, fused, chosen, compression, timeline, costs, can_send_early) for mode in modes}
@@ -47,7 +53,10 @@ def _make_plan(
     costs: Costs,
     can_send_early: bool,
 ) -> Plan:
-    """buffers: fused, with sparse units only. chosen(interleaved): the same with some units dense."""
+    """Make the plan of one mode.
+
+    buffers: fused buffers with sparse units only. chosen: chosen(interleaved) returns these buffers with some units dense.
+    """
     empty = Plan(
         mode, compression.sparsifier, compression.density, compression.wire, costs.ranks, exchange=compression.exchange
     )
@@ -64,7 +73,7 @@ def _make_plan(
 
 
 def calibrated_costs(costs: Costs, timeline: Timeline) -> Costs:
-    """The costs for which the predicted time of the profiled dense step is the measured one."""
+    """The costs with which the predicted time of the profiled dense step is its measured time."""
     return costs.calibrated(_dense_loads(timeline, costs), timeline)
 
 
@@ -79,7 +88,7 @@ def predict(plan: Plan, compression: CompressionSettings, timeline: Timeline, co
 
 
 def _dense_loads(timeline: Timeline, costs: Costs, in_fp16: bool = False) -> list[Load]:
-    """The costs of the framework's own buckets; in_fp16: of their all-reduce in float16 instead."""
+    """The costs of the framework's own buckets, or of their all-reduce in float16."""
     tensors, loads = timeline.by_name(), []
     for atom in timeline.atoms:
         numel = sum(tensors[name].numel for name in atom)
@@ -124,13 +133,13 @@ def _buffer_load(
 
 
 def _exchange(k: int, compression: CompressionSettings, itemsize: int, costs: Costs, filled: int = 0) -> float:
-    """Seconds of sending k selected elements, which occupy `filled` values."""
+    """Seconds to send k selected elements, which occupy `filled` values."""
     messages = compression.messages(compression.sent_bytes(k, itemsize, filled), costs.ranks)
     return sum(costs.message(operation, nbytes) for operation, nbytes in messages)
 
 
 def _fuse_atoms(compression: CompressionSettings, timeline: Timeline, costs: Costs) -> list[Buffer]:
-    """Buffers of one or more atoms, in which each gradient is sparse and a unit of its own."""
+    """Buffers of one or more atoms, in which every gradient is a sparse unit of its own."""
     tensors = timeline.by_name()
     units = [[_sparse_unit(tensors[name], compression.density) for name in atom] for atom in timeline.atoms]
     ready = [max(tensors[name].ready for name in atom) for atom in timeline.atoms]
@@ -162,9 +171,9 @@ def _sparse_unit(tensor: Tensor, density: float) -> Unit:
 
 
 def _join_units(buffer: Buffer, compression: CompressionSettings, tensors: Mapping[str, Tensor]) -> Buffer:
-    """The buffer with one unit and one k for all gradients, except those of which other ranks hold copies.
+    """The buffer with one unit for all gradients, except gradients of parameters that other ranks hold copies of.
 
-    A copy has a unit of its own: in a joint selection, the copies would compete with different gradients.
+    Such a parameter has a unit of its own: in a joint selection, its copies would compete with different gradients.
     """
     fits = [unit.k > 0 and not tensors[unit.names[0]].copied for unit in buffer.units]
     joined = [unit for unit, joins in zip(buffer.units, fits, strict=True) if joins]
@@ -187,7 +196,7 @@ def _prefix_sums(numbers: Iterable[Number]) -> list[Number]:
 def _choose_dense(
     buffers: Sequence[Buffer], compression: CompressionSettings, timeline: Timeline, costs: Costs, interleaved: bool
 ) -> list[Buffer]:
-    """Make dense what costs more to select than it saves, and by Eq. 2 more of each buffer; lower the other densities."""
+    """Make gradients dense that cost more to select than they save, and further ones by Eq. 2; lower the other densities."""
     tensors = timeline.by_name()
     dense = {
         t.name
@@ -240,7 +249,7 @@ def _send_dense(buffer: Buffer, names: Collection[str]) -> Buffer:
 
 
 def _count_excluded(units: Sequence[Unit], backward: float, sending: Load, costs: Costs) -> int:
-    """The number of sparse units, smallest first, that Eq. 2 sends dense. sending: the costs of the previous buffer."""
+    """The number of sparse units, smallest first, that Eq. 2 makes dense. sending: the costs of the previous buffer."""
     return count_excluded(
         [unit.numel for unit in units],
         backward,
@@ -250,10 +259,13 @@ def _count_excluded(units: Sequence[Unit], backward: float, sending: Load, costs
 
 
 def count_excluded(sizes: Sequence[int], backward: float, selecting: Sequence[float], sending: float) -> int:
-    """Eq. 2: how many of the smallest gradients to exclude from selection until sending >= backward + selecting.
+    """Eq. 2: the number of smallest gradients to exclude from selection so that sending >= backward + selecting.
 
-    sizes: of the gradients of a buffer. backward: seconds of all of them together. selecting: seconds of each. sending:
-    seconds of the messages of the previous buffer.
+    Args:
+        sizes: The sizes of the gradients of a buffer.
+        backward: Seconds of the backward pass for all of them.
+        selecting: Seconds to select from each of them.
+        sending: Seconds of the messages of the previous buffer.
     """
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     left, count = backward + sum(selecting), 0
@@ -282,11 +294,15 @@ def _compensate_density(
 
 
 def compensated_density(density: float, dense: int, sparse: int, worth: float, budget: str = "bytes") -> float:
-    """The density of `sparse` elements that makes up for `dense` elements being sent dense: about as many bytes as before.
+    """The density of `sparse` elements with which about as many bytes are sent as if `dense` elements were sparse too.
 
-    worth: how many selected elements have the bytes of a dense one: 1/ranks, if elements and indices have 4 bytes each.
-    budget: "bytes": (density N - worth dense) / sparse, and at least half of the density; "paper": (density N - dense)
-    / sparse, and at least 0.001, as in SSFusion.
+    Args:
+        density: The density of all N elements.
+        dense, sparse: The numbers of elements.
+        worth: The number of selected elements that take as many bytes as a dense one: 1/ranks, if elements and indices have
+            4 bytes each.
+        budget: "bytes": (density N - worth dense) / sparse, but at least half of the density. "paper" (SSFusion):
+            (density N - dense) / sparse, but at least 0.001.
     """
     if budget == "paper":
         return min(density, max(PAPER_FLOOR, (density * (dense + sparse) - dense) / sparse))
@@ -296,7 +312,7 @@ def compensated_density(density: float, dense: int, sparse: int, worth: float, b
 def _mark_early(
     buffers: Sequence[Buffer], compression: CompressionSettings, timeline: Timeline, costs: Costs
 ) -> list[Buffer]:
-    """In each buffer, send the first dense units early: as many as make the step shortest (SSFusion-I's l')."""
+    """Mark the first dense units of each buffer as early: the number that makes the step shortest (l' in SSFusion-I)."""
     tensors, loads, found = timeline.by_name(), _buffer_loads(buffers, compression, timeline, costs), []
     for number, buffer in enumerate(buffers):
         dense = sorted((unit for unit in buffer.units if not unit.k), key=lambda unit: tensors[unit.names[0]].ready)
@@ -316,7 +332,7 @@ def _mark_early(
 def _early_loads(
     load: Load, dense: Sequence[Unit], tensors: Mapping[str, Tensor], itemsize: int, costs: Costs
 ) -> list[Load]:
-    """The costs of a buffer if the first 0, 1, ... of its dense units are sent early."""
+    """The costs of a buffer if its first 0, 1, ... dense units are sent early."""
     nbytes = [itemsize * numel for numel in _prefix_sums([unit.numel for unit in dense])]
     ready = [0.0, *(tensors[unit.names[0]].ready for unit in dense)]
     reduce = [costs.all_reduce(n) for n in nbytes]

@@ -1,4 +1,4 @@
-"""When the gradients of a step are ready, what it costs to select and send them, and the predicted time of the step.
+"""The times at which the gradients of a step are ready, the costs to select and send them, and the predicted step time.
 
 Times of a step count from the end of the previous one, so they include the optimizer and the forward pass.
 """
@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-LARGEST_CORRECTION = 3.0  # of the costs of messages; its inverse is the smallest
-BISECTIONS = 12  # of the interval of the correction
+LARGEST_CORRECTION = 3.0  # the largest factor by which costs of messages are corrected; the smallest is its inverse
+BISECTIONS = 12  # bisections of the interval of these factors
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """The gradient of a parameter. dims: the number of its dimensions. ready: when it is complete, in seconds.
+    """The gradient of a parameter.
 
-    copied: several ranks of a divided model hold a copy of the parameter, and the copies must stay equal.
+    Attributes:
+        name: The name of the parameter.
+        numel, dims: The numbers of its elements and of its dimensions.
+        ready: The time at which the gradient is complete, in seconds.
+        copied: True if several ranks of a divided model hold copies of the parameter, which must stay equal.
     """
 
     name: str
@@ -29,10 +33,13 @@ class Tensor:
 class Timeline:
     """A profiled dense step.
 
-    tensors: in the order in which they are ready. atoms: the names of the gradients that the framework hands over
-    together, in its order. itemsize: bytes of an element. sent_itemsize: the same in the framework's own messages.
-    step: measured seconds of the step. waits_for_atoms: the framework waits for the means of each atom before it
-    continues.
+    Attributes:
+        tensors: The gradients, in the order in which they are ready.
+        atoms: The names of gradients that the framework hands over together, in its order.
+        itemsize: Bytes of an element.
+        sent_itemsize: Bytes of an element in the framework's own messages.
+        step: Measured seconds of the step.
+        waits_for_atoms: True if the framework waits for the means of an atom before it continues.
     """
 
     tensors: tuple[Tensor, ...]
@@ -61,12 +68,17 @@ class MessageTimes(Protocol):
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the parts of a step, in seconds, on `ranks` ranks.
+    """The costs of the parts of a step, in seconds.
 
-    fabric: the times of messages alone. factor: how many times as long they take beside everything else. select(numel):
-    the selection from so many elements. add(k): adding so many received values. copy(nbytes): copying. dense_operation:
-    the collective with which the framework sends gradients. per_message: what every sparse message costs the computing
-    thread, beside its selection and its transfer.
+    Attributes:
+        fabric: The times of messages on idle machines.
+        ranks: The number of ranks.
+        select: select(numel): seconds of a selection from this many elements.
+        add: add(k): seconds to add this many received values.
+        copy: copy(nbytes): seconds to copy this many bytes.
+        factor: The factor of the times of messages during a training step.
+        dense_operation: The collective with which the framework sends gradients.
+        per_message: Seconds of the computing thread for a sparse message, without its selection and its transfer.
     """
 
     fabric: MessageTimes
@@ -79,7 +91,7 @@ class Costs:
     per_message: float = 0.0
 
     def all_reduce(self, nbytes: int) -> float:
-        """Seconds of an all-reduce of so many bytes."""
+        """Seconds of an all-reduce of this many bytes."""
         return self.message("all_reduce", nbytes)
 
     def message(self, operation: str, nbytes: int) -> float:
@@ -87,10 +99,10 @@ class Costs:
         return self.factor * self.fabric.time(operation, nbytes, self.ranks) if nbytes else 0.0
 
     def calibrated(self, loads: Sequence["Load"], timeline: Timeline) -> "Costs":
-        """The costs with the factor for which the predicted time of the profiled step is the measured one, by bisection.
+        """The costs with the factor for which the predicted time of the profiled step is its measured time.
 
-        loads: of the framework's own messages, with these costs. The factor is at most LARGEST_CORRECTION and at least
-        its inverse. Where computation is nearly all of the step, the costs are returned unchanged.
+        The factor, found by bisection, is at most LARGEST_CORRECTION and at least its inverse. If computation takes nearly
+        all of the step, the costs are returned unchanged. loads: the framework's own messages, with these costs.
         """
         if timeline.step - timeline.tensors[-1].ready < 0.1 * timeline.step:
             return self
@@ -106,10 +118,15 @@ class Costs:
 
 
 class Load(NamedTuple):
-    """The work for one buffer. ready: when its gradients are complete. All others are seconds.
+    """The work for one buffer, in seconds.
 
-    select: the selection. reduce, gather: its dense and its sparse message. write: writing the means into the
-    gradients. early: when the gradients are ready that are sent early. early_reduce: their message.
+    Attributes:
+        ready: The time at which its gradients are complete.
+        select: The duration of the selection.
+        reduce, gather: The durations of its dense and of its sparse message.
+        write: The duration of writing the means into the gradients.
+        early: The time at which the gradients that are sent early are ready.
+        early_reduce: The duration of their message.
     """
 
     ready: float
@@ -122,10 +139,10 @@ class Load(NamedTuple):
 
 
 def step_seconds(loads: Sequence[Load], interleaved: bool, waits_for_atoms: bool = False) -> float:
-    """The time of a step with these buffers, in order: one thread computes, selects and writes, and one link sends.
+    """The time of a step in which one thread computes, selects and writes, and one link sends these buffers in order.
 
-    interleaved: the dense message of a buffer is sent before its selection. waits_for_atoms: the thread continues when
-    the means of a buffer are written.
+    interleaved: the dense message of a buffer is sent before its selection. waits_for_atoms: the thread waits until the
+    means of a buffer are written.
     """
     delay, link, arrived = 0.0, 0.0, []
     for backward, select, reduce, gather, write, early, early_reduce in loads:  # faster than access by name
@@ -134,7 +151,7 @@ def step_seconds(loads: Sequence[Load], interleaved: bool, waits_for_atoms: bool
             link = max(link, early + delay) + early_reduce
         selected = ready + select
         leaves = ready if interleaved else selected
-        link = (link if link > leaves else leaves) + reduce  # faster than max, and planning is mostly this
+        link = (link if link > leaves else leaves) + reduce  # faster than max; this loop dominates planning
         link = (link if link > selected else selected) + gather
         delay += select
         if waits_for_atoms:

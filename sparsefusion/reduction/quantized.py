@@ -1,9 +1,9 @@
 """The quantized all-reduce: sends fewer bytes for a sum, and gives the same bits on every rank.
 
-There are three algorithms. P is the number of ranks, n the number of elements, and b(n) the bytes of n elements in the
-wire format (see `collectives.wire_formats`):
+It has three algorithms, for P ranks and n elements that have b(n) bytes in the wire format (see
+`collectives.wire_formats`):
 
-| algorithm | what happens | bytes that a rank sends | rounds |
+| algorithm | messages | bytes that a rank sends | rounds |
 |---|---|---|---|
 | native | one all-reduce of gloo or NCCL, in the dtype of the format (not int8) | 2 (P-1)/P b(n) | depends on the backend |
 | one_shot | all-gather of all elements; every rank adds them up in rank order | (P-1) b(n) | 1 |
@@ -11,8 +11,8 @@ wire format (see `collectives.wire_formats`):
 
 one_shot and two_shot add in at least fp32. native fp16 sends x / P^2, so that no partial sum overflows, and loses
 precision below about 1e-4 P^2. Values that must not be rounded (`exact`) are sent in the same messages. Every rank
-decodes the same bytes in the same order, including its own, so all results have the same bits. fp16 and bf16 give the
-same bits by one_shot and by two_shot.
+decodes the same bytes in the same order, its own included, so all results have the same bits. In fp16 and bf16, one_shot
+and two_shot give the same bits.
 """
 
 import logging
@@ -43,14 +43,14 @@ from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.measurement import measure
 
 ALGORITHMS = ("native", "one_shot", "two_shot")
-KNEE_BYTES = 32 * 1024  # about how many bytes a link transmits during the latency of a round (alpha / beta)
-# What `auto` chooses from, the most exact first.
+LATENCY_BYTES = 32 * 1024  # the bytes that a link transmits in about the latency of a round (alpha / beta)
+# The formats and algorithms of `auto`, the most exact first.
 CANDIDATES = (
     ("fp32", "native"), ("fp32", "one_shot"), ("fp16", "native"), ("fp16", "one_shot"), ("fp16", "two_shot"),
     ("bf16", "one_shot"), ("bf16", "two_shot"), ("int8", "one_shot"), ("int8", "two_shot"),
 )  # fmt: skip
-AUTO_SIZES = [*(1 << bits for bits in range(11, 21)), 1 << 22]  # bytes of float32 that `auto` measures
-TIE = 1.05  # a candidate whose time is at most this multiple of the fastest one's counts as equally fast
+AUTO_SIZES = [*(1 << bits for bits in range(11, 21)), 1 << 22]  # sizes that `auto` measures, in bytes of float32
+TIE_RATIO = 1.05  # candidates within this factor of the fastest time count as equally fast
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def all_reduce(
     counter: Counter | None = ...,
     exact: torch.Tensor = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors, of which the second is summed in at least fp32."""
+    """Two tensors; the second is summed in at least fp32."""
 
 
 def all_reduce(
@@ -89,21 +89,27 @@ def all_reduce(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The sum of the ranks' tensors: a new tensor with the same bits on all ranks.
 
-    tensor: floating point, with the same shape and dtype on all ranks; the sum has that shape and dtype. group: None is
-    torch's default group, or one rank if there is none. format: fp32, fp16, bf16, int8 (see `collectives.wire_formats`),
-    or auto: the format and algorithm that are fastest on the links of this group. They are measured in the first such
-    call, which takes a few seconds, and are the same on all ranks. algorithm: one of ALGORITHMS; None:
-    `default_algorithm`. counter: counts the collectives and their bytes. exact: a second floating-point tensor, which is
-    summed in at least fp32; then the result is (sum, exact sum).
-
     Backward is the identity and sends nothing, because every rank uses the same sum in the same way: the operator g of
-    Megatron-LM (Shoeybi et al., 2019). ValueError: an unknown format or algorithm; int8 with native; a tensor that is not
-    floating point; a group that this rank does not belong to.
+    Megatron-LM (Shoeybi et al., 2019).
+
+    Args:
+        tensor: A floating-point tensor with the same shape and dtype on all ranks. The sum has the same shape and dtype.
+        group: The ranks. By default torch's default group, or one rank if torch.distributed is not initialized.
+        format: The wire format: fp32, fp16, bf16, int8 (see `collectives.wire_formats`), or auto. auto measures the links
+            of the group in the first call, which takes a few seconds, and uses the fastest format and algorithm, the same
+            on all ranks.
+        algorithm: native, one_shot or two_shot; by default that of `default_algorithm`.
+        counter: Counts the collectives and their bytes.
+        exact: A second floating-point tensor, which is summed in at least fp32. The result is then (sum, exact sum).
+
+    Raises:
+        ValueError: The format or algorithm is unknown, int8 is combined with native, a tensor is not floating point, or
+            this rank does not belong to the group.
     """
     _check(tensor, group, format, algorithm, exact)
     group = dist.group.WORLD if group is None and dist.is_initialized() else group
-    nothing = not tensor.numel() and (exact is None or not exact.numel())
-    if group is None or group.size() == 1 or nothing:
+    is_empty = not tensor.numel() and (exact is None or not exact.numel())
+    if group is None or group.size() == 1 or is_empty:
         return (tensor.clone(), exact.clone()) if exact is not None else tensor.clone()
     if format == "auto":
         format, algorithm = format_choice(group, tensor.device).choose(tensor.numel())
@@ -121,34 +127,36 @@ def _check(
     exact: torch.Tensor | None,
 ) -> None:
     if format not in FORMATS:
-        raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {format!r}: expected {', '.join(FORMATS)}")
     if algorithm not in (None, *ALGORITHMS):
-        raise ValueError(f"algorithm {algorithm!r} is none of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {algorithm!r}: expected {', '.join(ALGORITHMS)}")
     if (format, algorithm) == ("int8", "native"):
-        raise ValueError("int8 has no native all-reduce: sums of 8-bit integers overflow; take one_shot or two_shot")
+        raise ValueError(
+            "int8 has no native all-reduce, because sums of 8-bit integers overflow: use one_shot or two_shot"
+        )
     if format == "auto" and algorithm is not None:
-        raise ValueError(f"format 'auto' chooses the algorithm too: algorithm {algorithm!r} was given")
-    for each in (tensor, exact):
-        if each is not None and not (isinstance(each, torch.Tensor) and each.is_floating_point()):
-            raise ValueError(f"{getattr(each, 'dtype', type(each).__name__)} is not a tensor of floating point")
+        raise ValueError(f"algorithm must be None with format='auto', not {algorithm!r}")
+    for operand in (tensor, exact):
+        if operand is not None and not (isinstance(operand, torch.Tensor) and operand.is_floating_point()):
+            kind = getattr(operand, "dtype", type(operand).__name__)
+            raise ValueError(f"all_reduce needs floating-point tensors, not {kind}")
     check_member(group)
 
 
 def default_algorithm(format: str, numel: int, ranks: int, device: str = "cpu") -> str:
-    """The algorithm that a format uses if none is given. It depends on sizes only, so that results are reproducible.
+    """The default algorithm of a format. It depends on sizes only, so that results are reproducible.
 
-    fp32 uses native, and on CUDA so do fp16 and bf16. The others use one_shot as long as it sends at most KNEE_BYTES more
-    than two_shot, which has one more round; so between two ranks they always use one_shot. device: the type of the
-    tensor's device.
+    fp32 uses native, and on CUDA so do fp16 and bf16. The others use one_shot as long as it sends at most 32 KB more than
+    two_shot, which has one more round; so between two ranks they always use one_shot. device: "cpu" or "cuda".
     """
     if format == "fp32" or (format != "int8" and device == "cuda"):
         return "native"
     nbytes = wire_format(format, torch.float32).nbytes(padded(numel, BLOCK))
-    return "one_shot" if (ranks - 1) * (ranks - 2) * nbytes <= ranks * KNEE_BYTES else "two_shot"
+    return "one_shot" if (ranks - 1) * (ranks - 2) * nbytes <= ranks * LATENCY_BYTES else "two_shot"
 
 
 def wire_bytes(format: str, algorithm: str, numel: int, ranks: int, exact: int = 0) -> int:
-    """Bytes that a rank sends for an all-reduce of `numel` float32 elements, and of `exact` more that are not rounded."""
+    """Bytes that a rank sends for an all-reduce of `numel` float32 elements and of `exact` elements that are not rounded."""
     form = wire_format(format, torch.float32)
     if algorithm == "native":
         calls = [4 * (numel + exact)] if format == "fp32" else [form.nbytes(numel), 4 * exact]
@@ -161,7 +169,7 @@ def wire_bytes(format: str, algorithm: str, numel: int, ranks: int, exact: int =
 
 @dataclass
 class FormatChoice:
-    """The fastest format and algorithm for each size. fabric: contains the times of CANDIDATES among `ranks` ranks."""
+    """Chooses the fastest format and algorithm for each size. fabric: the times of CANDIDATES on `ranks` ranks."""
 
     fabric: Fabric
     ranks: int
@@ -170,15 +178,15 @@ class FormatChoice:
     def choose(self, numel: int) -> tuple[str, str]:
         """(format, algorithm) for `numel` elements of float32: the most exact candidate within 5 % of the fastest.
 
-        Sizes above the largest measured one are treated as that size. A candidate that was not measured at the size,
-        because it was too slow at smaller ones, is left out.
+        Sizes above the largest measured size are treated like it. A candidate that was too slow at smaller sizes was not
+        measured at this one, and is left out.
         """
         if numel not in self._known:
             curves = [self.fabric.curve(operation(*each), self.ranks) for each in CANDIDATES]
             nbytes = min(4 * numel, max(curve.nbytes[-1] for curve in curves))
             seconds = [curve.interpolated(nbytes) if nbytes <= curve.nbytes[-1] else math.inf for curve in curves]
-            fast = [each for each, time in zip(CANDIDATES, seconds, strict=True) if time <= TIE * min(seconds)]
-            self._known[numel] = fast[0]
+            limit = TIE_RATIO * min(seconds)
+            self._known[numel] = next(c for c, time in zip(CANDIDATES, seconds, strict=True) if time <= limit)
         return self._known[numel]
 
     def __str__(self) -> str:
@@ -188,7 +196,7 @@ class FormatChoice:
         return ", ".join(f"from {size} {choice}" for choice, size in choices.items())
 
 
-# {group: {type of device: choice}}, because the links of a group are measured once, for the CPU and for CUDA.
+# {group: {device type: choice}}: the links of a group are measured once for each type of device.
 _CHOICES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, FormatChoice]] = weakref.WeakKeyDictionary()
 
 
@@ -203,14 +211,14 @@ def format_choice(group: dist.ProcessGroup, device: torch.device | str = "cpu") 
 
 
 def operation(format: str, algorithm: str) -> str:
-    """The name in a fabric of the all-reduce in this format with this algorithm."""
+    """The operation of a fabric for the all-reduce in this format with this algorithm."""
     return "all_reduce" if (format, algorithm) == ("fp32", "native") else f"all_reduce {format} {algorithm}"
 
 
 def _candidate(
     group: dist.ProcessGroup, device: torch.device | str, format: str, algorithm: str
 ) -> Callable[[int], Callable[[], torch.Tensor]]:
-    """A function: nbytes -> a function that performs one such all-reduce of that many bytes of float32."""
+    """A function that maps nbytes to a function that performs one such all-reduce of this many bytes of float32."""
 
     def prepare(nbytes: int) -> Callable[[], torch.Tensor]:
         tensor = torch.ones(nbytes // 4, device=device)
@@ -223,8 +231,8 @@ class _AllReduce(torch.autograd.Function):
     """The sums of `tensor` and `exact` over the group; identity in backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, exact: torch.Tensor | None, *how: Any) -> Any:
-        return _sums(tensor, exact, *how)
+    def forward(ctx: Any, tensor: torch.Tensor, exact: torch.Tensor | None, *options: Any) -> Any:
+        return _sums(tensor, exact, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, exact_grad: torch.Tensor) -> Any:
@@ -239,24 +247,24 @@ def _sums(
     algorithm: str,
     counter: Counter | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sums of `tensor`, in a format, and of `exact` (or None), with their shapes and dtypes."""
-    wide = at_least_fp32(tensor.dtype)
-    x = tensor.detach().to(wide).reshape(-1).contiguous()
-    second = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()
+    """The sums of `tensor` in a format and of `exact` (or None), with their shapes and dtypes."""
+    accumulated = at_least_fp32(tensor.dtype)
+    x = tensor.detach().to(accumulated).reshape(-1).contiguous()  # (n,)
+    second = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()  # (m,)
     second = second.to(at_least_fp32(second.dtype))
     function = {"native": _native, "one_shot": _one_shot, "two_shot": _two_shot}[algorithm]
-    total, exact_total = function(x, second, wire_format(format, wide), group, counter)
+    total, exact_total = function(x, second, wire_format(format, accumulated), group, counter)
     total = total[: x.numel()].view(tensor.shape).to(tensor.dtype)
     return total, None if exact is None else exact_total[: exact.numel()].view(exact.shape).to(exact.dtype)
 
 
-# The algorithms: x (n,) and exact (m,), flat and at least fp32 -> their sums, of which two_shot's are padded with zeros.
+# The algorithms map x (n,) and exact (m,), both at least fp32, to their sums; two_shot pads the sums with zeros.
 
 
 def _native(
     x: torch.Tensor, exact: torch.Tensor, form: WireFormat, group: dist.ProcessGroup, counter: Counter | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The all-reduce of gloo or NCCL. Exact values need a second one, unless nothing is rounded."""
+    """The all-reduce of gloo or NCCL. Exact values need a second all-reduce, except with fp32."""
     assert isinstance(form, Cast)  # all_reduce refuses int8
     if form.name == "fp32" and exact.numel() == 0:
         return collectives.all_reduce(x, group, counter), exact
@@ -289,9 +297,9 @@ def _two_shot(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Send each chunk to its owner, and the owner's sum to every rank."""
     ranks = group.size()
-    exact_rows = rows_of(exact, ranks, 1)
+    exact_rows = rows_of(exact, ranks, 1)  # (ranks, count)
     count = exact_rows.shape[1]
-    message = _pack(exact_rows, form.encode(rows_of(x, ranks, form.block), ranks))
+    message = _pack(exact_rows, form.encode(rows_of(x, ranks, form.block), ranks))  # (ranks, bytes)
     received = collectives.all_to_all(message, group, counter)
     total, exact_total = _sum(received, count, x.dtype, exact.dtype, form)
     sums = collectives.all_gather(_pack(exact_total[None], form.encode_sum(total, ranks))[0], group, counter)
@@ -300,7 +308,7 @@ def _two_shot(
 
 
 def _pack(exact: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-    """Join rows of exact values and rows of encoded bytes into one message (rows, bytes)."""
+    """Join exact values (rows, count) and encoded bytes (rows, b) into messages (rows, bytes)."""
     return torch.cat([exact.view(torch.uint8), encoded], dim=1) if exact.shape[1] else encoded
 
 

@@ -1,7 +1,7 @@
-"""Takes k elements out of gradient + residual, and adds values at given indices: in one pass of a C kernel, or in torch.
+"""Takes k elements out of gradient + residual, and adds values at indices: in one pass of a C kernel, or in torch.
 
-Both work on several flat tensors as if they were concatenated: k elements are taken from all of them together, and
-indices count through all of them.
+Both functions treat several flat tensors as one concatenated tensor: k is the number of elements taken from all of them,
+and indices are positions in the concatenation.
 """
 
 import ctypes
@@ -41,11 +41,18 @@ def take(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Take k elements of gradient * scale + residual; the other elements are the new residual.
 
-    gradients: flat tensors of one dtype. residuals: of the same lengths, at least fp32; they are overwritten, with 0
-    where an element was taken. 1 <= k <= the number of elements, which is below 2^31.
+    Non-finite elements are taken first, and none of them stays in a residual.
 
-    Returns values (k,) and ascending indices (k,), int32. If fewer than k elements are selected, the others have value 0
-    and the last index. Non-finite elements are taken first, and none of them stays in a residual.
+    Args:
+        sparsifier: "topk", or one of `sparsifiers.THRESHOLDS`.
+        gradients: Flat tensors of one dtype, with fewer than 2^31 elements in all.
+        residuals: Flat tensors of the same lengths, at least fp32. They are overwritten, with 0 where an element is taken.
+        k: The number of elements, at least 1.
+        scale: The factor of the gradients.
+
+    Returns:
+        Values (k,) and ascending indices (k,), int32. If fewer than k elements are selected, the rest has value 0 and the
+        last index.
     """
     native = kernels()
     if sparsifier == "dgc" and native and _fits_kernel(gradients, residuals):
@@ -75,9 +82,15 @@ def take_ref(
 def add_at(targets: Sequence[torch.Tensor], values: torch.Tensor, indices: torch.Tensor, scale: float = 1.0) -> None:
     """targets += values * scale at `indices`.
 
-    targets: flat tensors. values, indices: (k,). indices: int32 or int64, ascending, counted through all targets.
-    ValueError: indices that do not ascend, or lie outside of the targets; some values may have been added then. Indices on
-    CUDA are not checked, because that would wait for the device.
+    Args:
+        targets: Flat tensors.
+        values: The values (k,).
+        indices: Their ascending positions (k,) in the concatenated targets, int32 or int64.
+        scale: The factor of the values.
+
+    Raises:
+        ValueError: Indices do not ascend or are out of range; some values may have been added by then. Indices on CUDA are
+            not checked, because that would synchronize.
     """
     native, tensors = kernels(), (*targets, values)
     fits = indices.dtype == torch.int32 and all(t.is_contiguous() for t in targets) and len(values) == len(indices)
@@ -99,7 +112,7 @@ def add_at_ref(
     """`add_at` in torch."""
     if indices.is_cpu and len(indices) and not _ascend_within(indices, sum(map(len, targets))):
         raise _wrong_indices(targets, indices)
-    indices, first = indices.long(), 0
+    indices, first = indices.long(), 0  # first: the position of the target's first element
     for target in targets:
         is_inside = (indices >= first) & (indices < first + len(target)) if len(targets) > 1 else slice(None)
         target.index_add_(0, indices[is_inside] - first, values[is_inside].to(target.dtype), alpha=scale)

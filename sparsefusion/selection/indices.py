@@ -1,8 +1,7 @@
-"""Packs ascending indices below `numel` into two bytes each, and four bytes for each block of 65,536 possible indices.
+"""Packs ascending indices below `numel` into two bytes each, plus four bytes for each block of 65,536 possible indices.
 
 The packed form contains, for each block, the number of indices before it, and then the lower 16 bits of all indices. If
-the plain indices take fewer bytes, which is so if fewer than about one in 32,768 elements is selected, they are sent
-instead.
+fewer than about one in 32,768 elements is selected, plain indices take fewer bytes and are sent instead.
 """
 
 import torch
@@ -13,7 +12,7 @@ BLOCK, INDEX_BYTES = 1 << 16, 2
 
 
 def encode_indices(indices: torch.Tensor, numel: int) -> torch.Tensor:
-    """The packed form (index_bytes(k, numel),), uint8, of ascending indices (k,) of dtype `index_dtype(numel)`."""
+    """Pack ascending indices (k,) of dtype `index_dtype(numel)`; returns uint8 (index_bytes(k, numel),)."""
     if not _is_blocked(len(indices), numel):
         return indices.view(torch.uint8)
     multiples = torch.arange(0, numel, BLOCK, dtype=indices.dtype, device=indices.device)
@@ -23,15 +22,14 @@ def encode_indices(indices: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def decode_indices(encoded: torch.Tensor, k: int, numel: int) -> torch.Tensor:
-    """Indices (rows, k) of dtype `index_dtype(numel)` from the packed forms in the rows of `encoded`."""
+    """Unpack rows (rows, index_bytes(k, numel)); returns indices (rows, k) of dtype `index_dtype(numel)`."""
     if not _is_blocked(k, numel):
         return view_bytes(encoded, index_dtype(numel))
     parts = encoded.split([encoded.shape[1] - INDEX_BYTES * k, INDEX_BYTES * k], 1)
-    below, lower = map(view_bytes, parts, (torch.int32, torch.int16))
+    below, lower = map(view_bytes, parts, (torch.int32, torch.int16))  # (rows, blocks), (rows, k)
     counts = torch.diff(below, append=below.new_full((len(below), 1), k))
-    first = torch.arange(
-        0, below.numel(), below.shape[1], dtype=torch.int32, device=encoded.device
-    )  # block number of each row
+    # The number of each row's first block, counting the blocks of all rows.
+    first = torch.arange(0, below.numel(), below.shape[1], dtype=torch.int32, device=encoded.device)
     blocks = torch.repeat_interleave(counts.flatten(), output_size=lower.numel()).view_as(lower) - first[:, None]
     return blocks.to(index_dtype(numel)).mul_(BLOCK).add_(lower).add_(BLOCK // 2)
 
@@ -52,5 +50,5 @@ def _blocked_bytes(k: int, numel: int) -> int:
 
 
 def _is_blocked(k: int, numel: int) -> bool:
-    """Return True if k indices are packed by blocks, and not sent plain."""
+    """Return True if k indices are packed by blocks, False if they are sent as they are."""
     return index_bytes(k, numel) == _blocked_bytes(k, numel)

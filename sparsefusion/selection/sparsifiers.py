@@ -1,8 +1,8 @@
-"""Sparsifiers: they select the k elements of a gradient that are sent.
+"""Sparsifiers: the selection of the k elements of a gradient to send.
 
-Each finds a threshold that about k magnitudes reach. `fit_k` makes them exactly k, so that messages have the same size on
-all ranks, whatever their data. Sources: SSFusion (Ming et al.), section II; Deep Gradient Compression (Lin et al., 2018);
-GaussianK (Shi et al., 2019); RedSync (Fang et al., 2019); SIDCo (Abdelmoniem et al., 2021).
+A sparsifier finds a threshold that about k magnitudes reach. `fit_k` makes them exactly k, so that messages have the same
+size on all ranks. Sources: SSFusion (Ming et al.), section II; Deep Gradient Compression (Lin et al., 2018); GaussianK (Shi
+et al., 2019); RedSync (Fang et al., 2019); SIDCo (Abdelmoniem et al., 2021).
 """
 
 import hashlib
@@ -11,9 +11,12 @@ from statistics import NormalDist
 
 import torch
 
-SMALL = 16384  # elements; smaller gradients are sorted
+SMALL = 16384  # gradients with fewer elements are sorted
 TRIES = 10  # corrections of a threshold
-STAGES, FIRST_SHARE = 3, 0.25  # of SIDCo: stages to begin with; share of the elements that the first stage leaves
+STAGES, FIRST_SHARE = (
+    3,
+    0.25,
+)  # SIDCo: the initial number of stages; the share of elements that reach the first threshold
 
 
 # Thresholds. magnitudes: (n,), finite; 1 <= k <= n.
@@ -25,7 +28,7 @@ def topk_threshold(magnitudes: torch.Tensor, k: int) -> float:
 
 
 def dgc_threshold(magnitudes: torch.Tensor, k: int) -> float:
-    """A threshold that somewhat more than k magnitudes should reach, from a sample: one in 33, or about 65,536 in all."""
+    """A threshold that somewhat more than k magnitudes should reach, from a sample of 1 in 33 or of about 65,536."""
     if magnitudes.numel() < SMALL:
         return 0.0
     sample = magnitudes[:: max(32, magnitudes.numel() // 65536) | 1]
@@ -36,29 +39,30 @@ def dgc_threshold(magnitudes: torch.Tensor, k: int) -> float:
 
 def gaussiank_threshold(magnitudes: torch.Tensor, k: int) -> float:
     """The threshold of a normal distribution, corrected by 20 % up to ten times until 0.8 k to 1.2 k elements reach it."""
-    found = magnitudes.square().mean().sqrt().item() * NormalDist().inv_cdf(1 - min(k / (2 * magnitudes.numel()), 0.49))
+    deviation = magnitudes.square().mean().sqrt().item()
+    threshold = deviation * NormalDist().inv_cdf(1 - min(k / (2 * magnitudes.numel()), 0.49))
     for _ in range(TRIES):
-        count = _count_reaching(magnitudes, found)
+        count = _count_reaching(magnitudes, threshold)
         if 0.8 * k <= count <= 1.2 * k:
             break
-        found *= 1.2 if count > k else 0.8
-    return found
+        threshold *= 1.2 if count > k else 0.8
+    return threshold
 
 
 def redsync_threshold(magnitudes: torch.Tensor, k: int) -> float:
     """Bisection between the mean and the largest magnitude until k to 1.2 k magnitudes reach it (RedSync: k to 2 k)."""
     low, high = magnitudes.mean().item(), magnitudes.max().item()
     for _ in range(2 * TRIES):
-        found = (low + high) / 2
-        count = _count_reaching(magnitudes, found)
+        threshold = (low + high) / 2
+        count = _count_reaching(magnitudes, threshold)
         if k <= count <= 1.2 * k:
             break
-        low, high = (found, high) if count > k else (low, found)
-    return found
+        low, high = (threshold, high) if count > k else (low, threshold)
+    return threshold
 
 
 def sidco_threshold(magnitudes: torch.Tensor, k: int) -> float:
-    """The threshold of exponential distributions that are fitted in stages, each to the magnitudes above the last threshold.
+    """The threshold of exponential distributions, fitted in stages to the magnitudes above the last stage's threshold.
 
     SIDCo adapts the number of stages, 1 to 6, from call to call. Here it is adapted within one call, as long as that
     brings the number of selected elements closer to k.
@@ -68,12 +72,12 @@ def sidco_threshold(magnitudes: torch.Tensor, k: int) -> float:
         return _staged_threshold(magnitudes, share, 1)
     stages, best, least_error = STAGES, 0.0, math.inf
     while 1 <= stages <= 6:
-        found = _staged_threshold(magnitudes, share, stages)
-        count = max(_count_reaching(magnitudes, found), 1)
+        threshold = _staged_threshold(magnitudes, share, stages)
+        count = max(_count_reaching(magnitudes, threshold), 1)
         error = abs(math.log(count / k))
         if error >= least_error:
             break
-        best, least_error = found, error
+        best, least_error = threshold, error
         if 0.8 * k <= count <= 1.2 * k:
             break
         stages += 1 if count > k else -1
@@ -81,15 +85,15 @@ def sidco_threshold(magnitudes: torch.Tensor, k: int) -> float:
 
 
 def _staged_threshold(magnitudes: torch.Tensor, share: float, stages: int) -> float:
-    """The threshold after some stages. Each fits an exponential distribution to what reaches the last threshold."""
-    found, first = 0.0, FIRST_SHARE if stages > 1 else share
+    """The threshold after `stages` fits of an exponential distribution to the magnitudes that reach the last threshold."""
+    threshold, first = 0.0, FIRST_SHARE if stages > 1 else share
     for stage in range(stages):
-        remaining = magnitudes if stage == 0 else magnitudes[magnitudes >= found]
+        remaining = magnitudes if stage == 0 else magnitudes[magnitudes >= threshold]
         if not remaining.numel():
             break
-        share_left = first if stage == 0 else (share / FIRST_SHARE) ** (1 / (stages - 1))
-        found -= (remaining.mean().item() - found) * math.log(share_left)
-    return found
+        stage_share = first if stage == 0 else (share / FIRST_SHARE) ** (1 / (stages - 1))
+        threshold -= (remaining.mean().item() - threshold) * math.log(stage_share)
+    return threshold
 
 
 def _count_reaching(magnitudes: torch.Tensor, threshold: float) -> int:
@@ -105,10 +109,10 @@ THRESHOLDS = {
 
 
 def select(sparsifier: str, x: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices (k,), int64, ascending, of elements of `x` (n,) with large magnitudes.
+    """Ascending indices (k,), int64, of elements of `x` (n,) with large magnitudes.
 
-    sparsifier: "topk", or one of THRESHOLDS. Non-finite elements are selected first. If fewer than k elements are
-    selected, the last index, n - 1, is repeated.
+    Non-finite elements are selected first. If fewer than k elements are selected, the last index, n - 1, is repeated.
+    sparsifier: "topk", or one of THRESHOLDS.
     """
     magnitudes = x.abs()
     if not math.isfinite(x.sum().item()):
@@ -122,10 +126,10 @@ def select(sparsifier: str, x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def fit_k(magnitudes: torch.Tensor, indices: torch.Tensor, k: int, exact: bool = False) -> torch.Tensor:
-    """Exactly k ascending indices: the candidate `indices` with the largest magnitudes, if there are more than k.
+    """Exactly k ascending indices from candidate `indices`: those of the largest magnitudes, if there are more than k.
 
-    If there are fewer, the last index of `magnitudes` is repeated. If there are fewer than k / 2, or fewer than k with
-    `exact`, the k largest of all magnitudes are selected instead.
+    If there are fewer, the last index of `magnitudes` is repeated. If there are fewer than k / 2, or with `exact` fewer
+    than k, the k largest of all magnitudes are selected instead.
     """
     if len(indices) > k:
         return indices[_largest(magnitudes[indices], k)].sort().values
@@ -135,7 +139,7 @@ def fit_k(magnitudes: torch.Tensor, indices: torch.Tensor, k: int, exact: bool =
 
 
 def _largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
-    """The indices of the k largest magnitudes; among equal ones, the first."""
+    """The indices of the k largest magnitudes; ties go to lower indices."""
     least = magnitudes.topk(k).values[-1]
     above = (magnitudes > least).nonzero().flatten()
     equal = (magnitudes == least).nonzero().flatten()
@@ -143,9 +147,9 @@ def _largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def random_indices(numel: int, k: int, name: str, step: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """k different indices (k,), int64, ascending: a random one in each of k equally long parts of `numel` elements.
+    """Ascending indices (k,), int64: a random one in each of k equal parts of `numel` elements.
 
-    They depend on the name and the step only, so they are the same on every rank and are not sent.
+    They depend on the name and the step only, so every rank computes them, and they are not sent.
     """
     seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:8], "little", signed=True)
     generator = torch.Generator().manual_seed(seed)

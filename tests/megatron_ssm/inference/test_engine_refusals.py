@@ -146,7 +146,7 @@ def test_a_request_of_another_engine():
     request = one.add([1, 2], max_new_tokens=3)
     other.add([1, 2], max_new_tokens=3)
     for use in (other.cancel, other.stream):
-        assert attempt(use, request) == ("ValueError", "the request is not one of this engine's")
+        assert attempt(use, request) == ("ValueError", "the request belongs to another engine")
     one.step()
     assert attempt(other.cancel, request) is not None and request.finished is None
     assert list(one.stream(request)) == request.tokens and request.finished == "length"

@@ -239,7 +239,7 @@ def test_formats_that_are_enforced():
 
 
 def test_an_unknown_kind():
-    with pytest.raises(ValueError, match="grammar kind 'ebnf' is none of json_object, "):
+    with pytest.raises(ValueError, match="unknown grammar kind 'ebnf': expected json_object, "):
         grammar.Grammar("ebnf", "")
 
 

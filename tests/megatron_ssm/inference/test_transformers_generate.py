@@ -267,7 +267,7 @@ def test_a_pad_id_that_is_no_padding(ranks, world, family):
     assert found == [
         transformers(directory, rows, torch.ones_like(rows), **options) for options in cases for rows in (inside, right)
     ]
-    message = "pad_token_id=0 stands after other tokens of a prompt: pass an attention_mask"
+    message = "pad_token_id=0 follows other tokens of a prompt: pass an attention_mask"
     assert refused == [("ValueError", message)] * 4
 
 

@@ -327,9 +327,9 @@ def test_the_example_of_weights_in_the_guide(ranks, tp, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "family, name, line",
     [
-        ("zamba2", "num_mem_block", "is no field of zamba2's config.json (did you mean num_mem_blocks?)"),
-        ("zamba2", "adaptor_rank", "is no field of zamba2's config.json (did you mean adapter_rank?)"),
-        ("mamba2", "num_mem_blocks", "is no field of mamba2's config.json"),
+        ("zamba2", "num_mem_block", "is not a field of zamba2's config.json (did you mean num_mem_blocks?)"),
+        ("zamba2", "adaptor_rank", "is not a field of zamba2's config.json (did you mean adapter_rank?)"),
+        ("mamba2", "num_mem_blocks", "is not a field of mamba2's config.json"),
         ("mambo2", "expand", "unknown family 'mambo2' (did you mean mamba2?)"),
     ],
 )

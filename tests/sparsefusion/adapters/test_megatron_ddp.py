@@ -323,7 +323,7 @@ def test_an_interrupted_backward_pass_of_megatron(ranks, world, where, forced, m
             ddp.zero_grad_buffer()
             ddp(batch(4, rank), True).square().mean().backward()
         wrong.remove()
-        with pytest.raises(RuntimeError, match="comes again in step 2: a backward pass ended in the middle"):
+        with pytest.raises(RuntimeError, match="arrived twice in step 2: a backward pass failed"):
             megatron_step(ddp, 3, rank)
         fusion.detach()
         if forced:

@@ -18,7 +18,6 @@ from shared import joined, needs_library
 from sparsefusion.collectives import counted as collectives
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.collectives.shared_memory import SIGNATURES, connect
-from sparsefusion.collectives.shared_memory_calls import FORMATS
 from sparsefusion.native.library import Library
 from sparsefusion.reduction.quantized import wire_bytes
 
@@ -28,6 +27,7 @@ worlds = pytest.mark.parametrize("world", (2, 3, 4))
 fewer = pytest.mark.parametrize("world", (2, 3))
 # For the tests of all variants: with three ranks, dividing by the number of ranks (fp16) rounds as well.
 worlds_of_variants = pytest.mark.parametrize("world", (3, pytest.param(2, marks=pytest.mark.full)))
+FORMATS = ("fp32", "fp16", "bf16", "int8")
 SIZES = (0, 1, 127, 128, 129, 511, 513, 70_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SLOT = 256 * 1024  # bytes of a piece: longer messages are sent in several

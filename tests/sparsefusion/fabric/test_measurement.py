@@ -426,9 +426,9 @@ def test_sizes_and_times_that_cannot_be_measured(ranks, world, exact_times):
 @pytest.mark.parametrize("flags,message", [
     ([], "the following arguments are required: --out"),
     (["--out", "F", "--sizes", "4M:1K"], "argument --sizes: '4M:1K' begins above its end"),
-    (["--out", "F", "--sizes", "1X:2K"], "argument --sizes: '1X' is no size such as 4096, 64K or 16M"),
-    (["--out", "F", "--sizes", "1K"], "argument --sizes: '' is no size such as 4096, 64K or 16M"),
-    (["--out", "F", "--collectives", "all_reduce,reduce"], "argument --collectives: 'reduce' is none of all_reduce, .*"),
+    (["--out", "F", "--sizes", "1X:2K"], "argument --sizes: invalid size '1X': expected a number such as 4096, 64K or 16M"),
+    (["--out", "F", "--sizes", "1K"], "argument --sizes: invalid size '': expected a number such as 4096, 64K or 16M"),
+    (["--out", "F", "--collectives", "all_reduce,reduce"], "argument --collectives: unknown collective 'reduce'.*"),
     (["--out", "F", "--ranks", "1"], "argument --ranks: '1' must be a number of ranks, at least 2"),
     (["--out", "F", "--ranks", "2,"], "argument --ranks: '' must be a number of ranks, at least 2"),
     (["--out", "F", "--rank", "2"], r"unknown argument --rank \(did you mean --ranks\?\)"),

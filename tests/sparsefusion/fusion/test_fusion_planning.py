@@ -53,25 +53,28 @@ def test_unsupported_targets_are_refused_by_name(ranks, world):
             without_buckets = DDP(Net())
         for target, why in (
             (hooked, "has the communication hook allreduce_hook"),
-            (builtin, "this DDP takes no communication hook: register_comm_hook"),
+            (builtin, "this DDP accepts no communication hook: register_comm_hook"),
             (
                 DDP(Net(), skip_all_reduce_unused_params=True, find_unused_parameters=True),
                 "skip_all_reduce_unused_params",
             ),
             (
                 builtin,
-                "this DDP takes no communication hook: register_comm_hook",
+                "this DDP accepts no communication hook: register_comm_hook",
             ),  # again: the first attempt left no hook
             (without_buckets, "has the python reducer"),
             (DDP(fused), "optimizers in its backward"),
             (ours, "another SparseFusion is attached"),
-            (Net(), "attaches to torch's DistributedDataParallel, Megatron-Core's, or a DeepSpeed engine; this is Net"),
+            (
+                Net(),
+                "attaches to DistributedDataParallel of torch or Megatron-Core, or to a DeepSpeed engine, not to Net",
+            ),
             (DDP(Embedded()), "words has sparse=True"),
-            (DDP(Waves()), "modes is of torch.complex64: SparseFusion selects from real numbers"),
+            (DDP(Waves()), "modes is torch.complex64: SparseFusion needs real gradients"),
         ):
             with pytest.raises(ValueError, match=why):
                 quiet().attach(target)
-        with pytest.raises(ValueError, match="attached already"):
+        with pytest.raises(ValueError, match="is already attached"):
             fusion.attach(DDP(Net()))
         fusion.detach()
         for action in (lambda: fusion.plan, fusion.detach, fusion.state_dict, fusion.replan):
@@ -130,7 +133,7 @@ def test_fsdp_is_refused(ranks, world):
     def run(rank):
         mesh = init_device_mesh("cpu", (world,))
         for target in (fully_shard(Net(), mesh=mesh), FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))):
-            with pytest.raises(ValueError, match="this is .*(FullySharded|FSDP).*, whose gradients are divided over"):
+            with pytest.raises(ValueError, match="not to .*(FullySharded|FSDP).*, whose gradients are sharded over"):
                 quiet().attach(target)
 
     ranks(run, world)
@@ -162,13 +165,13 @@ def test_nothing_is_reported_where_there_is_nothing_to_choose(ranks, world):
         ({"report": "log.txt"}, "report='log.txt' must be a function"),
         ({"fabric": "fabric.json"}, "fabric='fabric.json' must be a Fabric"),
         ({"model_group": -100}, "model_group=-100 must be a process group that this rank is in"),
-        ({"mode": "sparse"}, "mode='sparse' is none of dense, fp16"),
-        ({"sparsifier": "top"}, "sparsifier='top' is none of topk"),
-        ({"wire": "fp8"}, "wire='fp8' is none of fp32"),
+        ({"mode": "sparse"}, "unknown mode 'sparse': expected dense, fp16"),
+        ({"sparsifier": "top"}, "unknown sparsifier 'top': expected topk"),
+        ({"wire": "fp8"}, "unknown wire 'fp8': expected fp32"),
         ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
         ({"density_warmup": math.nan}, "density_warmup=nan must be a number of steps"),
-        ({"budget": "money"}, "budget='money' is none of bytes, paper"),
-        ({"on_nonfinite": "hope"}, "on_nonfinite='hope' is none of raise, skip-known"),
+        ({"budget": "money"}, "unknown budget 'money': expected bytes, paper"),
+        ({"on_nonfinite": "hope"}, "unknown on_nonfinite 'hope': expected raise, skip-known"),
     ],
 )
 def test_wrong_options(options, why):

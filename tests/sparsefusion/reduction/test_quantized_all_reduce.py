@@ -500,13 +500,16 @@ def test_errors_come_before_messages(ranks, world):
     """Every rank raises the same error, which says what would be right, and sends nothing."""
     floats, integers = torch.ones(3), torch.ones(3, dtype=torch.int64)
     refused = [
-        (dict(tensor=floats, format="fp8"), "format 'fp8' is none of fp32, fp16, bf16, int8, auto"),
-        (dict(tensor=floats, algorithm="ring"), "algorithm 'ring' is none of native, one_shot, two_shot"),
+        (dict(tensor=floats, format="fp8"), "unknown format 'fp8': expected fp32, fp16, bf16, int8, auto"),
+        (dict(tensor=floats, algorithm="ring"), "unknown algorithm 'ring': expected native, one_shot, two_shot"),
         (dict(tensor=floats, format="int8", algorithm="native"), "int8 has no native all-reduce"),
-        (dict(tensor=floats, format="auto", algorithm="one_shot"), "algorithm 'one_shot' was given"),
-        (dict(tensor=integers), "torch.int64 is not a tensor of floating point"),
-        (dict(tensor=[1.0]), "list is not a tensor of floating point"),
-        (dict(tensor=floats, exact=integers), "torch.int64 is not a tensor of floating point"),
+        (
+            dict(tensor=floats, format="auto", algorithm="one_shot"),
+            "algorithm must be None with format='auto', not 'one_shot'",
+        ),
+        (dict(tensor=integers), "needs floating-point tensors, not torch.int64"),
+        (dict(tensor=[1.0]), "needs floating-point tensors, not list"),
+        (dict(tensor=floats, exact=integers), "needs floating-point tensors, not torch.int64"),
     ]
 
     def run(rank):
