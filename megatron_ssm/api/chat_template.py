@@ -18,8 +18,8 @@ class ChatTemplate:
     """The template of a checkpoint: chat_template.jinja, or the field chat_template of tokenizer_config.json.
 
     It is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits (see the
-    module `template_process`). path: the file with the template, or None if there is none. ValueError if the template, or
-    tokenizer_config.json, cannot be read, or if the template takes more than the limits.
+    module `template_process`). path: the file with the template, or None if there is none. text: the template itself.
+    ValueError if the template, or tokenizer_config.json, cannot be read, or if the template takes more than the limits.
     """
 
     def __init__(self, directory: str | Path):
@@ -30,7 +30,7 @@ class ChatTemplate:
         else:
             path = Path(directory) / "tokenizer_config.json"
             text = _default(config.get("chat_template"), path)
-        self.path = None if text is None else path
+        self.path, self.text = None if text is None else path, text or ""
         self._special_tokens = special_tokens(directory)
         if text is not None and len(text) > LONGEST:
             raise ValueError(f"{self.path}: the chat template has {len(text)} characters; the limit is {LONGEST}")
@@ -39,14 +39,15 @@ class ChatTemplate:
         except ValueError as error:
             raise ValueError(f"{self.path}: the chat template is not valid: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         """The text of a prompt for the assistant's next message.
 
-        messages: with "role" and "content". ApiError 400 if there is no template, or if it refuses the messages.
+        messages: with "role" and "content". tools: those that the model may call. ApiError 400 if there is no template, or
+        if it refuses the messages.
         """
         if self._template is None:
             raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", "messages")
-        variables = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+        variables = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=True)
         try:
             return self._template.render({**variables, **self._special_tokens})
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,12 @@ from .request_models import (
     GenerationRequest,
     ResponseFormat,
     StructuredOutputs,
+    Tool,
+    ToolChoice,
     parse_body,
 )
 from .sequences import Arguments, Sequence
+from .tool_calls import CallParser, Schemas, calls_schema
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,6 +47,7 @@ class Served:
         stop_tokens: The ids that end a text.
         max_length: The maximum number of tokens of a request.
         shares_prefixes: True if the users of different API keys share the prefix cache.
+        tool_parser: Of the tool calls that the model writes; None if its format is not known.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Served:
     max_length: int
     template: ChatTemplate
     shares_prefixes: bool = False
+    tool_parser: type[CallParser] | None = None
 
     @cached_property
     def most_characters(self) -> int | None:
@@ -112,6 +117,8 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
     if body.model:
         served.check_name(body.model)
     _check_combinations(body, served.vocab_size)
+    if isinstance(body, ChatRequest):
+        _check_tools(body, served)
     prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
@@ -161,6 +168,20 @@ def _check_combinations(body: Body, vocab_size: int) -> None:
         raise bad_request(f"{name}={body.num_logprobs} exceeds the vocabulary of {vocab_size}", name)
 
 
+def _check_tools(body: ChatRequest, served: Served) -> None:
+    """ApiError 400 for tools that cannot be called."""
+    choice, names = body.tool_choice, {tool.function.name for tool in body.tools}
+    if len(names) < len(body.tools):
+        raise bad_request("tools: two of them have the same name", "tools")
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        raise bad_request(f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice")
+    if choice == "required" and not names:
+        raise bad_request("tool_choice=required needs tools", "tool_choice")
+    if choice == "auto" and names and served.tool_parser is None:
+        rule = "tools need a chat template that writes calls in a known format, --tool-parser, or tool_choice=required"
+        raise bad_request(rule, "tools")
+
+
 def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
     """The prompts of a completion."""
     prompts: list[Prompt] = []
@@ -182,7 +203,8 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
 
 def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
-    text = served.template.render([message.for_template() for message in body.messages])
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
+    text = served.template.render([message.for_template() for message in body.messages], tools or None)
     ids = _token_ids(text, served, "messages", add_special_tokens=False)
     if not ids:
         raise bad_request("the chat template makes an empty prompt of the messages", "messages")
@@ -253,10 +275,23 @@ def _schema(form: ResponseFormat | None) -> dict[str, Any] | None:
     return form.json_schema.schema_
 
 
+def schemas_of(tools: Iterable[Tool]) -> Schemas:
+    """Return the JSON schemas of the tools' arguments, which are objects."""
+    return {tool.function.name: {"type": "object", **tool.function.parameters} for tool in tools}
+
+
+def _forced_calls(body: GenerationRequest) -> dict[str, Any] | None:
+    """The JSON schema of the tool calls that the reply must consist of, or None."""
+    if not isinstance(body, ChatRequest) or not body.forced_tools:
+        return None
+    return calls_schema(schemas_of(body.forced_tools), body.max_calls)
+
+
 def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
     """The parameter that gives the grammar of the reply, and the grammar; ("", None) if there is none."""
     outputs = body.structured_outputs or StructuredOutputs()
     given: list[tuple[str, Callable[..., Grammar], Any]] = [
+        ("tools", grammars.json_schema, _forced_calls(body)),
         ("response_format", grammars.json_schema, _schema(body.response_format)),
         ("structured_outputs.json", grammars.json_schema, outputs.json_),
         ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
@@ -272,6 +307,8 @@ def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
     if not found:
         return "", None
     name, make, value = found[0]
+    if isinstance(body, ChatRequest) and body.usable_tools and name != "tools":
+        raise bad_request(f"tools and {name} exclude each other, unless tool_choice is none", name)
     others = [other for other, *_ in found[1:]] + ["min_tokens"] * (body.min_tokens > 0)
     if others:
         raise bad_request(f"{name} and {others[0]} exclude each other", others[0])

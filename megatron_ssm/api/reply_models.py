@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, SkipValidation
 from typing_extensions import TypedDict
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
 class ReplyModel(BaseModel):
@@ -107,12 +107,29 @@ class ChatLogprobs(ReplyModel):
     refusal: None
 
 
+class CalledFunction(ReplyModel):
+    """The function of a tool call. arguments: the text of a JSON object, or a part of it."""
+
+    name: str = ""
+    arguments: str
+
+
+class CalledTool(ReplyModel):
+    """A tool call, or a part of its arguments. index: only in events."""
+
+    index: int = 0
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(ReplyModel):
-    """The assistant's message."""
+    """The assistant's message. content: null if there are only tool calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[CalledTool] = []
 
 
 class ChatChoice(Choice):
@@ -134,6 +151,7 @@ class Delta(ReplyModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CalledTool] = []
 
 
 class ChunkChoice(Choice):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from megatron_ssm.api.tool_calls import PARSERS
 from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (
@@ -98,6 +99,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--api-key-file", metavar="F", help="a file with one API key on each line (default: no keys)")
     serve.add_argument("--share-prefixes", action="store_true", help="share prefixes between API keys, too")
     serve.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
+    serve.add_argument("--tool-parser", choices=tuple(PARSERS),
+                       help="format of the model's tool calls (default: that of the chat template)")  # fmt: skip
     serve.add_argument("--request-timeout", type=float, default=600, metavar="S", help="for a reply (default: 600)")
     serve.add_argument("--drain-timeout", type=int, default=60, metavar="S",
                        help="after SIGTERM, for open requests; then they end with an error (default: 60)")  # fmt: skip

@@ -192,10 +192,13 @@ class TextStream:
         stop_strings: str | Iterable[str] = (),
         special_ids: Iterable[int] = (),
         prompt: Sequence[int] = (),
+        printed: Iterable[str] = (),
     ):
         """special_ids: ids that are not printed, in addition to the tokenizer's special tokens (they may exceed its size).
 
         prompt: the ids that the text follows. They are not printed, but the text of the first id may depend on the last.
+
+        printed: names of special tokens that are printed like others.
 
         ValueError if a stop string is empty.
         """
@@ -205,7 +208,9 @@ class TextStream:
             raise ValueError("a stop string is empty: it would end every text before its first character")
         added = tokenizer.get_added_tokens_decoder()
         special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._special_ids = {*special_ids, *special}
+        names = set(printed)
+        self._printed = {token_id: name for token_id, name in special.items() if name in names}
+        self._special_ids = {*special_ids, *special} - self._printed.keys()
         self._stop_ids = {token_id for token_id, name in special.items() if name in self._stop_strings}
         self._tokenizer = tokenizer
         self._bytes_of = _byte_reader(tokenizer)
@@ -233,6 +238,8 @@ class TextStream:
 
     def _detokenize(self, token_id: int) -> str:
         """The text that this id adds, up to the last complete character."""
+        if token_id in self._printed:
+            return self._flush_bytes() + self._printed[token_id]
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return self._flush_bytes() + REPLACEMENT

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.tool_calls import PARSERS, detect_parser
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.families import read_for_ranks
@@ -153,9 +154,11 @@ def _served(arguments: Namespace, directory: Path, config: Stack) -> Served:
     """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
+    template = ChatTemplate(directory)
+    parser = PARSERS[arguments.tool_parser][0] if arguments.tool_parser else detect_parser(template.text)
     return Served(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
-        stop_tokens(directory, config, tokenizer), arguments.max_length, ChatTemplate(directory), arguments.share_prefixes,
+        stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, parser,
     )  # fmt: skip
 
 

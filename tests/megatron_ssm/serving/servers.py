@@ -20,7 +20,10 @@ from serving import checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 60  # for what takes seconds
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | map(attribute='function.name') | join }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+)
 IGNORE_EOS = {"ignore_eos": True}  # random models end texts at random
 
 
