@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ssm.inference import grammar as grammars
 from megatron_ssm.inference.grammar import Grammar
 from megatron_ssm.inference.text import most_characters
+from megatron_ssm.inference.thinking import BEGIN, END
 
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
@@ -79,12 +80,14 @@ class PreparedRequest:
     Args:
         sequences: The replies, those to one prompt together.
         offsets: Where the tokens of each prompt begin in its text, if prompts are repeated with log-probabilities.
+        is_thinking: True if the prompt has begun the reasoning, False if replies may begin it, None if the model has none.
     """
 
     body: Body
     prompts: list[Prompt]
     sequences: list[Sequence]
     offsets: list[list[int]]
+    is_thinking: bool | None = None
 
     @property
     def drops_tokens(self) -> bool:
@@ -120,6 +123,7 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
     if isinstance(body, ChatRequest):
         _check_tools(body, served)
     prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
+    is_thinking = _is_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
     grammar_parameter, grammar = _grammar(body)
@@ -138,6 +142,7 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_logprobs is not None and body.echo,
         grammar=None if grammar is None else (grammar.kind, grammar.text),
+        thinking=_thinking(body, is_thinking, grammar, served),
         prefix_key="" if served.shares_prefixes else owner,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -146,7 +151,7 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
         Sequence(Arguments(ids, new, seed + i, **shared), i, grammar_parameter) for i, (ids, new) in enumerate(rows)
     ]
     offsets = [prompt_offsets(served.tokenizer, *prompt) for prompt in prompts] if shared["prompt_logprobs"] else []
-    return PreparedRequest(body, prompts, sequences, offsets)
+    return PreparedRequest(body, prompts, sequences, offsets, is_thinking)
 
 
 def _check_combinations(body: Body, vocab_size: int) -> None:
@@ -203,12 +208,55 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
 
 def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
+    messages = [message.for_template() for message in body.messages]
+    for message in messages:
+        if message["role"] == "developer" and "developer" not in served.template.text:
+            message["role"] = "system"
+    if body.continue_final_message and body.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
+    starts_message = (
+        not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
-    text = served.template.render([message.for_template() for message in body.messages], tools or None)
+    variables = {**body.chat_template_kwargs, "tools": tools or None, "add_generation_prompt": starts_message}
+    text = served.template.render(messages, variables)
+    if body.continue_final_message:
+        text = _without_end(text, messages[-1]["content"])
     ids = _token_ids(text, served, "messages", add_special_tokens=False)
     if not ids:
         raise bad_request("the chat template makes an empty prompt of the messages", "messages")
     return [(text, ids)]
+
+
+def _without_end(prompt: str, content: str) -> str:
+    """A prompt up to the end of the content of its last message, of which the template may strip white space."""
+    place = prompt.rfind(content.strip()) if content.strip() else -1
+    if place < 0:
+        message = "continue_final_message needs a last message with content that the chat template shows"
+        raise bad_request(message, "continue_final_message")
+    whole = content.lstrip()
+    return prompt[:place] + (whole if prompt.startswith(whole, place) else content.strip())
+
+
+def _is_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool | None:
+    """See `PreparedRequest.is_thinking`."""
+    if not template.reasons:
+        return None
+    last = body.messages[-1].for_template()["content"] if body.continue_final_message else ""
+    return prompt.rstrip().endswith(BEGIN) or last.rfind(BEGIN) > last.rfind(END)
+
+
+def _thinking(
+    body: Body, is_thinking: bool | None, grammar: Grammar | None, served: Served
+) -> tuple[tuple[int, ...], bool, int | None] | None:
+    """The values of the engine's `Thinking`, if it has to follow the reasoning: it has a budget, or is before a grammar."""
+    if not isinstance(body, ChatRequest) or is_thinking is None:
+        return None
+    if not is_thinking if grammar is not None else body.budget is None:
+        return None
+    return tuple(served.tokenizer.encode_batch([END], add_special_tokens=False)[0].ids), is_thinking, body.budget
 
 
 def _token_ids(text: str, served: Served, param: str, add_special_tokens: bool = True) -> list[int]:

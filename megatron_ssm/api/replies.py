@@ -8,9 +8,11 @@ from functools import cache
 from typing import Any
 
 from megatron_ssm.inference.text import TextStream, token_bytes
+from megatron_ssm.inference.thinking import BEGIN, END
 
 from .offsets import TextOffsets
 from .prepared_request import PreparedRequest, Served, schemas_of
+from .reasoning import ReasoningSplitter
 from .reply_models import ChatCompletion, ChatCompletionChunk, Completion, ReplyModel
 from .request_models import ChatRequest
 from .sequences import Update
@@ -35,6 +37,12 @@ class Piece:
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+
+    @property
+    def is_shown(self) -> bool:
+        """Return True if it adds anything to the reply beside its tokens."""
+        return bool(self.text or self.reasoning or self.calls or self.is_first or self.finished)
 
     def add(self, part: Part) -> None:
         """Append content, or a part of a tool call."""
@@ -48,6 +56,7 @@ class Piece:
     def extend(self, other: "Piece") -> None:
         """Append the next part of the reply."""
         self.text += other.text
+        self.reasoning += other.reasoning
         for call in other.calls:
             self.add(call)
         self.tokens += other.tokens
@@ -71,6 +80,7 @@ class Reply:
         self._has_offsets = arguments.logprobs is not None and not isinstance(request.body, ChatRequest)
         self._is_first, self._has_calls = True, False
         self._parser = _parser(request, served)
+        self._reasoning = None if request.is_thinking is None else ReasoningSplitter(request.is_thinking)
         self._offsets = TextOffsets(served.tokenizer, hidden, len(text) if self._echo else 0, ids)
 
     def add_update(self, update: Update) -> Piece:
@@ -86,19 +96,25 @@ class Reply:
         text = "".join(map(self._text.push, tokens))
         if update.finished is not None:
             text += self._text.finish()
-        for part in self._parts(text, update.finished is not None):
-            piece.add(part)
+        self._split(text, update.finished is not None, piece)
         self._has_calls = self._has_calls or bool(piece.calls)
         if piece.finished == "stop" and self._has_calls:
             piece.finished = "tool_calls"
         self._is_first = False
         return piece
 
-    def _parts(self, text: str, is_last: bool) -> list[Part]:
-        """The content and the tool calls that text adds."""
-        if self._parser is None:
-            return [text]
-        return self._parser.push(text) + (self._parser.finish() if is_last else [])
+    def _split(self, text: str, is_last: bool, piece: Piece) -> None:
+        """Add the reasoning, the content and the tool calls of text to a piece."""
+        if self._reasoning is not None:
+            piece.reasoning, text = self._reasoning.push(text)
+            if is_last:
+                reasoning, answer = self._reasoning.finish()
+                piece.reasoning, text = piece.reasoning + reasoning, text + answer
+        parts: list[Part] = [text]
+        if self._parser is not None:
+            parts = self._parser.push(text) + (self._parser.finish() if is_last else [])
+        for part in parts:
+            piece.add(part)
 
 
 def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCallParser | None:
@@ -114,8 +130,10 @@ def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCall
 
 def _marks(request: PreparedRequest, served: Served) -> tuple[str, ...]:
     """The special tokens that are part of a reply's text, because its parsers look for them."""
-    has_calls = isinstance(request.body, ChatRequest) and request.body.usable_tools and served.tool_parser is not None
-    return (served.tool_parser.begin, served.tool_parser.end) if has_calls and served.tool_parser is not None else ()
+    marks = () if request.is_thinking is None else (BEGIN, END)
+    if served.tool_parser is not None and isinstance(request.body, ChatRequest) and request.body.usable_tools:
+        return (*marks, served.tool_parser.begin, served.tool_parser.end)
+    return marks
 
 
 class Replies:
@@ -190,6 +208,7 @@ class Replies:
         if piece.calls:
             message["content"] = piece.text or None
             message["tool_calls"] = [_call(call) for call in piece.calls]
+        message |= _reasoning(piece)
         return self._choice(piece, {"message": message}, self._chat_logprobs(piece))
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
@@ -198,6 +217,7 @@ class Replies:
             delta["content"] = piece.text
         if piece.calls:
             delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in piece.calls]
+        delta |= _reasoning(piece)
         return self._choice(piece, {"delta": delta}, self._chat_logprobs(piece))
 
     def _choice(self, piece: Piece, content: dict[str, Any], logprobs: Any) -> dict[str, Any]:
@@ -249,6 +269,11 @@ class Replies:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _reasoning(piece: Piece) -> dict[str, str]:
+    """The fields with the reasoning, if there is any, by its two names."""
+    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -124,12 +124,14 @@ class CalledTool(ReplyModel):
 
 
 class ChatMessage(ReplyModel):
-    """The assistant's message. content: null if there are only tool calls."""
+    """The assistant's message. content: null if there are only tool calls. reasoning: the same as reasoning_content."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[CalledTool] = []
+    reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChatChoice(Choice):
@@ -152,6 +154,8 @@ class Delta(ReplyModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[CalledTool] = []
+    reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChunkChoice(Choice):

@@ -194,6 +194,8 @@ class Message(RequestModel):
         """Return the fields for the template; the content is one text."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         fields = {"role": self.role, "content": text, **(self.model_extra or {})}
+        if "reasoning" in fields:
+            fields.setdefault("reasoning_content", fields["reasoning"])  # the name that templates know
         if self.tool_calls:
             calls = [(call, call.function.for_template()) for call in self.tool_calls]
             fields["tool_calls"] = [{"id": call.id, "type": call.type, "function": made} for call, made in calls]
@@ -401,6 +403,16 @@ class ChatRequest(GenerationRequest):
     """False: a reply has at most one tool call."""
     functions: EmptyList = []
     function_call: Literal["none", "auto"] = "none"
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as enable_thinking."""
+    add_generation_prompt: bool | None = None
+    """Let the template begin the assistant's next message."""
+    continue_final_message: bool = False
+    """Continue the last message, instead of adding one."""
+    thinking_token_budget: Count | None = None
+    """The maximum number of tokens of the reasoning."""
+    thinking_budget: Count | None = None
+    """Another name of thinking_token_budget."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     reasoning_effort: Literal["none", "minimal"] = "none"
     verbosity: Literal["medium"] = "medium"
@@ -417,6 +429,11 @@ class ChatRequest(GenerationRequest):
             name = self.tool_choice.function.name
             return [tool for tool in self.tools if tool.function.name == name]
         return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def budget(self) -> int | None:
+        """The maximum number of tokens of the reasoning; None: no limit."""
+        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
 
     @property
     def max_calls(self) -> int | None:

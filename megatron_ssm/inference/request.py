@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from .grammar import Grammar, GrammarMatcher
 from .sampling import LogProbability, Sampling
+from .thinking import Thinking
 
 LARGEST_LOGPROBS = 1000  # alternatives of a token: more would only be a mistake
 
@@ -24,7 +25,8 @@ class Request:
     same for each token of the prompt that was read, with None for the first. Both are of the model's own distribution, in
     nats, and the same on all tensor-parallel ranks.
 
-    matcher: what follows its text through the grammar. ValueError for arguments that are out of range or of a wrong type.
+    matcher: what follows its text through the grammar.
+    thinking: the reasoning before its answer, or None. ValueError for arguments that are out of range or of a wrong type.
     """
 
     prompt: tuple[int, ...]
@@ -40,6 +42,7 @@ class Request:
     grammar: Grammar | None = None
     prefix_key: str = ""
     matcher: GrammarMatcher | None = field(default=None, repr=False)
+    thinking: Thinking | None = None
     id: int = -1
     tokens: list[int] = field(default_factory=list)
     finished: str | None = None
@@ -90,6 +93,7 @@ class Request:
             logprobs=self.num_logprobs,
             prompt_logprobs=self.with_prompt_logprobs or None,
             grammar=self.grammar,
+            thinking=self.thinking,
             prefix_key=hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16] if self.prefix_key else None,
         )
         given = {name: value for name, value in additions.items() if value is not None}

@@ -13,6 +13,7 @@ from .request import Request
 from .request_tokenizer import RequestTokenizer
 from .sampling import Penalties
 from .text import TextStream
+from .thinking import ThinkingFollower
 
 
 @dataclass(eq=False)
@@ -21,7 +22,8 @@ class Slot:
 
     vocabulary: the ids in this rank's slice of the vocabulary. generator: for sampled tokens, else None. text: finds stop
     strings; None if there are none. penalties: for the tokens that the request has; None: there are none. bias: (width,),
-    what is added to the logits; None: nothing. matcher: follows the grammar, or None. tokens_read: how many tokens of the
+    what is added to the logits; None: nothing. matcher: follows the grammar, or None.
+    thinking: follows the reasoning, or None. tokens_read: how many tokens of the
     prompt are in the cache. logits: this rank's (width,), from which the next token is to be chosen. proposed: [(proposed
     token, the logits after it)], the tokens that were read ahead. snapshot: while the prompt is read, the last one taken of
     it or restored for it.
@@ -35,6 +37,7 @@ class Slot:
     penalties: Penalties | None = None
     bias: torch.Tensor | None = None
     matcher: GrammarMatcher | None = None
+    thinking: ThinkingFollower | None = None
     tokens_read: int = 0
     logits: torch.Tensor | None = None
     proposed: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -59,6 +62,8 @@ class Slot:
             slot.generator = torch.Generator().manual_seed(request.seed)
         if request.stop_strings:
             slot.text = tokenizer.text_stream(request.stop_strings, request.stop_tokens, request.prompt)
+        if request.thinking is not None:
+            slot.thinking = ThinkingFollower(request.thinking, tokenizer)
         if request.logit_bias:
             slot.bias = torch.zeros(model.embeddings.width, device=model.device)
             local = {token: bias for token, bias in request.logit_bias if token in slot.vocabulary}
@@ -82,19 +87,24 @@ class Slot:
     def allowed_logits(self) -> torch.Tensor:
         """The logits of a slot that has some, with the request's bias and penalties; -inf for ids that must not come next.
 
-        These are the stop tokens until the request has `min_new_tokens` tokens, and what does not fit the grammar.
+        These are the stop tokens until the request has `min_new_tokens` tokens and, before a grammar, while it reasons; and
+        what does not fit the grammar, or the end of reasoning whose budget is used up.
         """
         assert self.logits is not None, "the prompt has not been read"
         logits = self.logits if self.bias is None else self.logits + self.bias
         if self.penalties is not None:
             logits = self.penalties.apply(logits)
-        if self.matcher is not None:
+        thinking = self.thinking if self.thinking is not None and self.thinking.is_open else None
+        if thinking is not None and thinking.next_token is not None:
+            banned = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            banned[self._local([thinking.next_token])] = False
+        elif self.matcher is not None and thinking is None:
             allowed = self.matcher.allowed[self.vocabulary.start : self.vocabulary.stop].to(logits.device)
             banned = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             banned[: len(allowed)] = ~allowed
             if self.matcher.accepts:
                 banned[self._local(self.request.stop_tokens)] = False
-        elif len(self.request.tokens) < self.request.min_new_tokens:
+        elif self.matcher is not None or len(self.request.tokens) < self.request.min_new_tokens:
             banned = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
             banned[self._local(self.request.stop_tokens)] = True
         else:
@@ -115,11 +125,14 @@ class Slot:
             self.penalties.add_token(self._local([token]))
         if self.text is not None:
             self.text.push(token)
+        was_thinking = self.thinking is not None and self.thinking.is_open
+        if self.thinking is not None:
+            self.thinking.advance(token)
         if token in request.stop_tokens or (self.text is not None and self.text.stopped):
             request.finished = "stop"
         elif len(request.tokens) == request.max_new_tokens:
             request.finished = "length"
-        elif self.matcher is not None:
+        elif self.matcher is not None and not was_thinking:
             request.finished = self._follow_grammar(self.matcher, token)
         if request.finished is None and self.proposed and self.proposed[0][0] == token:
             _, self.logits = self.proposed.pop(0)

@@ -115,7 +115,7 @@ async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncItera
             if not has_begun:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
                 has_begun = True
-            if piece.text or piece.calls or piece.is_first or piece.finished or request.shows_tokens:
+            if piece.is_shown or request.shows_tokens:
                 await event(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
         if request.body.includes_usage:
             await event(replies.last_chunk().to_json())

@@ -23,6 +23,7 @@ LIMIT_S = 60  # for what takes seconds
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | map(attribute='function.name') | join }}{% endif %}"
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    "{% if enable_thinking %}<think>{% else %}{# </think> #}{% endif %}"
 )
 IGNORE_EOS = {"ignore_eos": True}  # random models end texts at random
 

@@ -77,3 +77,23 @@ def test_several_forced_calls_as_a_stream(clients):
         assert arguments_of(whole[0]) and "tool_calls.function.arguments.delta" in kinds
         alone = client.chat.completions.create(**options, parallel_tool_calls=False).choices[0].message.tool_calls
         assert len(alone) == 1
+
+
+def test_reasoning_with_a_budget_before_a_call(clients):
+    """The prompt begins the reasoning; after its tokens, the call follows the grammar."""
+    options = dict(**OPTIONS, messages=[{"role": "user", "content": "a"}], tools=TOOLS, tool_choice=FORCED)
+    for budget in (0, 12):
+        extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": budget}
+        found = []
+        for client in clients:
+            extra["return_token_ids"] = True
+            reply = client.chat.completions.create(**options, extra_body=extra)
+            message, ids = reply.choices[0].message, reply.choices[0].token_ids
+            assert bytes(ids[budget : budget + 8]) == b"</think>" and arguments_of(message.tool_calls[0])
+            reasoning = bytes(token for token in ids[:budget] if token < 256).decode("utf-8", "replace").strip()
+            assert getattr(message, "reasoning_content", "") == getattr(message, "reasoning", "") == reasoning
+            with client.chat.completions.create(**options, extra_body=extra, stream=True) as stream:
+                deltas = [chunk.choices[0].delta for chunk in stream]
+            assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == reasoning
+            found.append(ids)
+        assert found[0] == found[1]
