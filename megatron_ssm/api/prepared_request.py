@@ -19,6 +19,7 @@ from .request_models import (
     Body,
     ChatRequest,
     CompletionRequest,
+    Conversation,
     GenerationRequest,
     ResponseFormat,
     StructuredOutputs,
@@ -48,6 +49,7 @@ class Served:
         stop_tokens: The ids that end a text.
         max_length: The maximum number of tokens of a request.
         shares_prefixes: True if the users of different API keys share the prefix cache.
+        fingerprint: A name of the model, the software and its settings.
         tool_parser: Of the tool calls that the model writes; None if its format is not known.
     """
 
@@ -58,6 +60,7 @@ class Served:
     max_length: int
     template: ChatTemplate
     shares_prefixes: bool = False
+    fingerprint: str = ""
     tool_parser: type[CallParser] | None = None
 
     @cached_property
@@ -66,11 +69,16 @@ class Served:
         return most_characters(self.tokenizer, self.max_length)
 
     def check_name(self, name: str) -> None:
-        """ApiError 404 for the name of another model."""
-        if name != self.name:
+        """ApiError 404 for the name of another model; "" is any."""
+        if name and name != self.name:
             raise ApiError(
                 404, f"there is no model {name[:100]!r} here, only {self.name!r}", "model", "model_not_found"
             )
+
+    def check_ids(self, ids: list[int], param: str) -> None:
+        """ApiError 400 if the vocabulary does not have one of the token ids."""
+        if ids and max(ids) >= self.vocab_size:
+            raise bad_request(f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}", param)
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,7 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
         ApiError: 400, or 404 for another model.
     """
     body = parse_body(model, text)
-    if body.model:
-        served.check_name(body.model)
+    served.check_name(body.model)
     _check_combinations(body, served.vocab_size)
     if isinstance(body, ChatRequest):
         _check_tools(body, served)
@@ -196,8 +203,7 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
             continue
         if len(prompt) > served.max_length:
             raise _too_many(len(prompt), "prompt", served.max_length)
-        if max(prompt) >= served.vocab_size:
-            raise bad_request(f"token id {max(prompt)} is outside the vocabulary of {served.vocab_size}", "prompt")
+        served.check_ids(prompt, "prompt")
         # `decode` would hold the interpreter's lock, as `encode` does below.
         text = served.tokenizer.decode_batch([prompt], skip_special_tokens=False)[0] if body.echo else ""
         prompts.append((text, prompt))
@@ -208,6 +214,15 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
 
 def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
+    text = chat_text(body, served)
+    ids = _token_ids(text, served, "messages", add_special_tokens=False)
+    if not ids:
+        raise bad_request("the chat template makes an empty prompt of the messages", "messages")
+    return [(text, ids)]
+
+
+def chat_text(body: Conversation, served: Served) -> str:
+    """Return the text that the chat template makes of a conversation. ApiError 400 for a wrong one."""
     messages = [message.for_template() for message in body.messages]
     for message in messages:
         if message["role"] == "developer" and "developer" not in served.template.text:
@@ -224,10 +239,7 @@ def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     text = served.template.render(messages, variables)
     if body.continue_final_message:
         text = _without_end(text, messages[-1]["content"])
-    ids = _token_ids(text, served, "messages", add_special_tokens=False)
-    if not ids:
-        raise bad_request("the chat template makes an empty prompt of the messages", "messages")
-    return [(text, ids)]
+    return text
 
 
 def _without_end(prompt: str, content: str) -> str:

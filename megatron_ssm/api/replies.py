@@ -151,6 +151,7 @@ class Replies:
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": served.name,
+            "system_fingerprint": served.fingerprint,
         }
         self._new, self._reused = 0, {}
 

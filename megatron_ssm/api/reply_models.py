@@ -52,6 +52,7 @@ class Reply(ReplyModel):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage | None = None
 
 
@@ -188,6 +189,21 @@ class ModelList(ReplyModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class TokenizeReply(ReplyModel):
+    """The reply of /tokenize. token_strs: the names of the tokens, if the request asks for them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(ReplyModel):
+    """The reply of /detokenize."""
+
+    prompt: str
 
 
 class Status(ReplyModel):

@@ -202,6 +202,9 @@ class Message(RequestModel):
         return fields
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=10_000)]
+
+
 class Function(RequestModel):
     """A function that the model may call. parameters: the JSON schema of its arguments."""
 
@@ -379,14 +382,56 @@ class CompletionRequest(GenerationRequest):
         return "max_tokens", self.max_tokens
 
 
-class ChatRequest(GenerationRequest):
+class Conversation(RequestModel):
+    """The parameters that the chat template needs."""
+
+    messages: Annotated[Messages, Field(min_length=1)]
+    """The conversation."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    """The functions that the model may call."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as enable_thinking."""
+    add_generation_prompt: bool | None = None
+    """Let the template begin the assistant's next message."""
+    continue_final_message: bool = False
+    """Continue the last message, instead of adding one."""
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the template shows."""
+        return self.tools
+
+
+class TokenizeRequest(Conversation):
+    """The body of a request to /tokenize: a text or a conversation."""
+
+    model: str = ""
+    """The name of the served model."""
+    prompt: str | None = None
+    """A text."""
+    messages: Messages = []
+    """A conversation."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's own special tokens; by default to a text only."""
+    return_token_strs: bool = False
+    """Return the names of the tokens, too."""
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of a request to /detokenize."""
+
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    """Token ids."""
+    model: str = ""
+    """The name of the served model."""
+
+
+class ChatRequest(Conversation, GenerationRequest):
     """The body of a request to /v1/chat/completions."""
 
     prompt_field, logprobs_field = "messages", "top_logprobs"
     echo: ClassVar[bool] = False
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
-    """The conversation."""
     max_tokens: PositiveCount | None = None
     """The maximum number of new tokens; by default as many as a request may have."""
     max_completion_tokens: PositiveCount | None = None
@@ -395,20 +440,12 @@ class ChatRequest(GenerationRequest):
     """Return the log-probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """With logprobs: also those of this many of the most likely tokens."""
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
-    """The functions that the model may call."""
     tool_choice: ToolChoices = "auto"
     """auto: the model calls tools, or not; none: it does not; required: it calls one or more; or the function to call."""
     parallel_tool_calls: bool = True
     """False: a reply has at most one tool call."""
     functions: EmptyList = []
     function_call: Literal["none", "auto"] = "none"
-    chat_template_kwargs: dict[str, Any] = {}
-    """Further variables of the chat template, such as enable_thinking."""
-    add_generation_prompt: bool | None = None
-    """Let the template begin the assistant's next message."""
-    continue_final_message: bool = False
-    """Continue the last message, instead of adding one."""
     thinking_token_budget: Count | None = None
     """The maximum number of tokens of the reasoning."""
     thinking_budget: Count | None = None

@@ -15,8 +15,9 @@ from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.openapi import GENERATING, description
 from megatron_ssm.api.prepared_request import Served
 from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
+from megatron_ssm.api.tokenization import detokenize, tokenize
 
-from .endpoint import Endpoint
+from .endpoint import Endpoint, WorkEndpoint
 from .hosts import Hosts
 from .keys import Keys
 from .metrics import Metrics
@@ -29,8 +30,8 @@ PROBES = ("/health", "/ready")  # which systems ask by the server's address, and
 def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
     """The ASGI application.
 
-    Paths under /v1 need an API key, if there are keys; the others do not. hosts: those that requests may name, except for
-    PROBES.
+    Paths under /v1, /tokenize and /detokenize need an API key, if there are keys; the others do not. hosts: those that
+    requests may name, except for PROBES.
     """
     html, page_headers = read_page()
 
@@ -47,7 +48,7 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(description(_version()))
+        return JSONResponse(description(software_version()))
 
     async def models(request: Request) -> Response:
         keys.owner(request.headers.get("authorization"))
@@ -65,6 +66,8 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
     routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
     for path, (body, _, _) in GENERATING.items():
         routes.append(Route(path, Endpoint(body, service, served, keys, metrics), methods=["POST"]))
+    for path, work in {"/tokenize": tokenize, "/detokenize": detokenize}.items():
+        routes.append(Route(path, WorkEndpoint(work, service, served, keys), methods=["POST"]))
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
     app = _Guarded(Starlette(routes=routes, exception_handlers=handlers), hosts)
     return _Counted(app, metrics, {route.path for route in routes})
@@ -136,7 +139,8 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     return _json(ApiError(500, "the server has failed to handle the request").reply, 500)
 
 
-def _version() -> str:
+def software_version() -> str:
+    """Return the version of this package, if it is installed."""
     try:
         return version("megatron-ssm")
     except PackageNotFoundError:

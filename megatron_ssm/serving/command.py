@@ -36,6 +36,7 @@ from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.command_line import Printer, is_lack_of_memory
 from sparsefusion.foundation.launcher import launched_ranks
 
+from .app import software_version
 from .channel import Channel
 from .connections import allow_files
 from .driver import follow
@@ -134,7 +135,7 @@ class _Inputs:
             )
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, ranks, arguments.ep)
-        served = _served(arguments, directory, config)
+        served = _served(arguments, directory, config, ranks)
         draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
         is_first = rank == 0
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
@@ -150,15 +151,27 @@ class _Inputs:
         return cls(served, keys, hosts, listener, engine, (config, draft, checksum, engine))
 
 
-def _served(arguments: Namespace, directory: Path, config: Stack) -> Served:
+def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) -> Served:
     """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
     template = ChatTemplate(directory)
     parser = PARSERS[arguments.tool_parser][0] if arguments.tool_parser else detect_parser(template.text)
+    settings = (
+        config,
+        arguments.dtype,
+        arguments.weights,
+        arguments.reduce,
+        arguments.device,
+        ranks,
+        arguments.ep,
+        software_version(),
+    )
+    fingerprint = f"fp_{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
     return Served(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
-        stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, parser,
+        stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
+        parser,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_request
 from megatron_ssm.api.replies import Piece, Replies
+from megatron_ssm.api.reply_models import ReplyModel
 from megatron_ssm.api.request_models import Body
 from megatron_ssm.api.sequences import Update
 
@@ -85,6 +86,28 @@ class Endpoint:
             yield replies.add_update(update)
 
 
+class WorkEndpoint:
+    """An ASGI application that replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
+
+    def __init__(self, work: Callable[[bytes, Served], ReplyModel], service: Service, served: Served, keys: Keys):
+        self._work, self._service, self._served, self._keys = work, service, served, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = time.monotonic()
+        headers = Headers(scope=scope)
+        self._keys.owner(headers.get("authorization"))
+        self._service.check_room()
+        try:
+            body = await read_body(receive, headers, self._service)
+            await while_connected(receive, self._answer(body, arrival, send), self._service.limits.seconds + GRACE_S)
+        except ClientDisconnected:
+            return
+
+    async def _answer(self, body: bytes, arrival: float, send: Send) -> None:
+        work = partial(self._work, body, self._served)
+        await _send_json(await self._service.prepare(lambda: work().to_json().encode(), arrival), send)
+
+
 async def _whole(replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
     """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
     wholes: dict[int, Piece] = {}
@@ -95,6 +118,10 @@ async def _whole(replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> 
             wholes[piece.index] = piece
     ordered = [wholes[index] for index in sorted(wholes)]
     body = await asyncio.to_thread(lambda: replies.whole(ordered).to_json().encode())
+    await _send_json(body, send)
+
+
+async def _send_json(body: bytes, send: Send) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})

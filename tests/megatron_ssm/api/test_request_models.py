@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.request_models import ChatRequest, CompletionRequest, parse_body
+from megatron_ssm.api.request_models import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_body,
+)
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 
@@ -114,7 +120,8 @@ def test_what_is_missing(endpoint, name):
 
 def test_every_parameter_is_documented():
     section = PAGE.read_text().split("## Parameters")[1].split("## Errors")[0]
-    assert set(COMPLETIONS.model_fields) | set(CHAT.model_fields) <= set(re.findall(r"`(\w+)`", section))
+    models = (COMPLETIONS, CHAT, TokenizeRequest, DetokenizeRequest)
+    assert set().union(*(model.model_fields for model in models)) <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_values_that_change_nothing_are_accepted():

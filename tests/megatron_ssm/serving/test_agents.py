@@ -97,3 +97,20 @@ def test_reasoning_with_a_budget_before_a_call(clients):
             assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == reasoning
             found.append(ids)
         assert found[0] == found[1]
+
+
+def test_tokens_of_texts_and_conversations(servers, clients):
+    """Those that replies count, and the text that they came from."""
+    one, _ = servers
+    chat = {"messages": [{"role": "user", "content": "é"}], "tools": TOOLS}
+    found = one.post("/tokenize", {**chat, "return_token_strs": True}).json()
+    reply = clients[0].chat.completions.create(**chat, **OPTIONS | {"max_tokens": 1})
+    assert found["count"] == reply.usage.prompt_tokens == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == 4096 and reply.system_fingerprint.startswith("fp_")
+    text = one.post("/detokenize", {"tokens": found["tokens"]}).json()
+    assert text == {"prompt": "<tool_call>paintdraw<|endoftext|>[user]é[assistant]"}
+    alone = one.post("/tokenize", {"prompt": "é"}).json()
+    assert alone == {"count": 2, "max_model_len": 4096, "tokens": list("é".encode()), "token_strs": None}
+    for path, body, param in (("/tokenize", {}, "prompt"), ("/detokenize", {"tokens": [300]}, "tokens")):
+        assert one.post(path, body).json()["error"]["param"] == param
+    assert one.post("/tokenize", {"prompt": "a", "model": "b"}).status_code == 404
