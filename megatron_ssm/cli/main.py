@@ -94,6 +94,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
                        help="for a request's headers, for its body, for replies to be read (default: 60)")  # fmt: skip
     serve.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
                        help="a host that requests may name besides localhost; repeatable")  # fmt: skip
+    serve.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN",
+                       help="of web pages from elsewhere that may use the server (CORS); repeatable")  # fmt: skip
     serve.add_argument("--prefix-gb", type=float, default=1, metavar="GB",
                        help="memory of each rank for the states of prompts; 0: no prefix cache (default: 1)")  # fmt: skip
     serve.add_argument("--api-key-file", metavar="F", help="a file with one API key on each line (default: no keys)")

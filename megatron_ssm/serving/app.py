@@ -24,6 +24,8 @@ from .metrics import Metrics
 from .page import read_page
 from .service import Service
 
+EXPOSED = {"Access-Control-Expose-Headers": "Retry-After"}
+PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 PROBES = ("/health", "/ready")  # which systems ask by the server's address, and whose replies are no secret
 
 
@@ -74,7 +76,11 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
 
 
 class _Guarded:
-    """Refuses requests, except for PROBES, that name a host that is not allowed, or come from a page there."""
+    """Refuses requests, except for PROBES, that name a host that is not allowed, or come from a page there.
+
+    Pages of the origins with which replies are shared may read them, and browsers' questions before a request (OPTIONS) are
+    answered, without a key.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Hosts):
         self._app, self._hosts = app, hosts
@@ -86,7 +92,26 @@ class _Guarded:
                 self._hosts.check(headers.get("host"), headers.get("origin"))
         except ApiError as error:
             return await _json(error.reply, error.status)(scope, receive, send)
+        origin = headers.get("origin", "")
+        if self._hosts.shares_with(origin):
+            send = _with_headers(send, {"Access-Control-Allow-Origin": origin, "Vary": "Origin", **EXPOSED})
+            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                asked = headers.get("access-control-request-headers", "")
+                permission = {**PREFLIGHT, **({"Access-Control-Allow-Headers": asked} if asked else {})}
+                return await Response(status_code=204, headers=permission)(scope, receive, send)
         await self._app(scope, receive, send)
+
+
+def _with_headers(send: Send, headers: dict[str, str]) -> Send:
+    """Send with further headers."""
+    added = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
+        await send(message)
+
+    return sent
 
 
 class _Counted:

@@ -142,7 +142,9 @@ class _Inputs:
         if is_first:
             allow_files(arguments.max_connections)
         listener = opened.enter_context(bind(arguments.host, arguments.port)) if is_first else None
-        hosts = Hosts(listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host)
+        hosts = Hosts(
+            listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host, arguments.allowed_origin
+        )
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
             slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,

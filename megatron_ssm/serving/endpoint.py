@@ -21,6 +21,7 @@ from .metrics import Metrics
 from .service import Service
 
 GRACE_S = 30.0  # for a client to read the rest of a reply, after the time for the reply is over
+PING_S, PING = 10.0, ": ping\n\n"  # a comment, for clients and proxies that give up on connections without data
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -35,7 +36,8 @@ class ClientDisconnected(Exception):
 class Endpoint:
     """An ASGI application that answers the requests to one path under /v1. model: that of their bodies.
 
-    ApiError, before the reply has begun, for a request that is refused or fails. An error in a stream is its last event.
+    ApiError, before the reply has begun, for a request that is refused or fails. A stream begins when the request waits for
+    a slot; an error from then on is its last event.
     """
 
     def __init__(self, model: type[Body], service: Service, served: Served, keys: Keys, metrics: Metrics):
@@ -67,12 +69,16 @@ class Endpoint:
 
     async def _pieces(
         self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
-    ) -> AsyncIterator[Piece]:
-        """The parts of all replies as they come; left: how many replies there are."""
+    ) -> AsyncIterator[Piece | None]:
+        """The parts of all replies as they come, and None after PING_S without one; left: how many replies there are."""
         firsts: dict[int, float] = {}
         tokens = [0] * left
         while left:
-            update = await updates.get()
+            try:
+                update = await asyncio.wait_for(updates.get(), PING_S)
+            except asyncio.TimeoutError:
+                yield None
+                continue
             if update.error is not None:
                 raise update.error
             index, now = update.sequence.index, time.monotonic()
@@ -108,10 +114,12 @@ class WorkEndpoint:
         await _send_json(await self._service.prepare(lambda: work().to_json().encode(), arrival), send)
 
 
-async def _whole(replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
+async def _whole(replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:
     """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
     wholes: dict[int, Piece] = {}
     async for piece in pieces:
+        if piece is None:
+            continue
         if piece.index in wholes:
             wholes[piece.index].extend(piece)
         else:
@@ -127,29 +135,32 @@ async def _send_json(body: bytes, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
-    """Send each part as an event. The reply begins with the first one, so that an error before it has its own status."""
+async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:
+    """Send the headers at once, each part as an event, and a comment whenever nothing was sent for PING_S."""
+    sent_at = time.monotonic()
+
+    async def send_text(text: str) -> None:
+        nonlocal sent_at
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        sent_at = time.monotonic()
 
     async def event(data: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+        await send_text(f"data: {data}\n\n")
 
     def encoded(piece: Piece) -> str:
         return replies.chunk(piece).to_json()
 
-    has_begun = False
+    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
     try:
         async for piece in pieces:
-            if not has_begun:
-                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-                has_begun = True
-            if piece.is_shown or request.shows_tokens:
+            if piece is not None and (piece.is_shown or request.shows_tokens):
                 await event(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
+            elif time.monotonic() - sent_at >= PING_S:
+                await send_text(PING)
         if request.body.includes_usage:
             await event(replies.last_chunk().to_json())
         await event("[DONE]")
     except ApiError as error:
-        if not has_begun:
-            raise
         await event(error.reply.to_json())
     await send({"type": "http.response.body", "body": b""})
 
