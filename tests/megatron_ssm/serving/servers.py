@@ -173,6 +173,6 @@ def text_of(tokens):
 
 def events(lines):
     """The JSON objects in the lines of an event stream, which ends with [DONE]."""
-    data = [line.removeprefix("data: ") for line in lines if line]
+    data = [line.removeprefix("data: ") for line in lines if line and not line.startswith(":")]  # no comments
     assert data[-1] == "[DONE]", data[-1]
     return [json.loads(each) for each in data[:-1]]
