@@ -74,11 +74,13 @@ class Endpoint:
         firsts: dict[int, float] = {}
         tokens = [0] * left
         while left:
-            try:
-                update = await asyncio.wait_for(updates.get(), PING_S)
-            except asyncio.TimeoutError:
-                yield None
-                continue
+            getting = asyncio.ensure_future(updates.get())
+            try:  # not asyncio.wait_for, which in Python 3.11 loses a cancellation that comes together with an update
+                while not (await asyncio.wait({getting}, timeout=PING_S))[0]:
+                    yield None
+            finally:
+                getting.cancel()  # nothing happens to one that is done
+            update = getting.result()
             if update.error is not None:
                 raise update.error
             index, now = update.sequence.index, time.monotonic()
