@@ -1,5 +1,6 @@
 """Chat templates: from a conversation to the text of a prompt, as transformers' `apply_chat_template` does it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import jinja2  # noqa: F401 - of the template's process; it is missed here, wher
 
 from megatron_ssm.inference.special_tokens import read_tokenizer_config, special_tokens
 from megatron_ssm.inference.text import read_text
+from megatron_ssm.inference.thinking import END
 
 from .errors import bad_request
 from .template_process import TemplateProcess
@@ -18,8 +20,9 @@ class ChatTemplate:
     """The template of a checkpoint: chat_template.jinja, or the field chat_template of tokenizer_config.json.
 
     It is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits (see the
-    module `template_process`). path: the file with the template, or None if there is none. ValueError if the template, or
-    tokenizer_config.json, cannot be read, or if the template takes more than the limits.
+    module `template_process`). path: the file with the template, or None if there is none. text: the template itself.
+    reasons: True if the model reasons before its answers, because the template has the mark between the two.
+    ValueError if the template, or tokenizer_config.json, cannot be read, or if the template takes more than the limits.
     """
 
     def __init__(self, directory: str | Path):
@@ -30,7 +33,8 @@ class ChatTemplate:
         else:
             path = Path(directory) / "tokenizer_config.json"
             text = _default(config.get("chat_template"), path)
-        self.path = None if text is None else path
+        self.path, self.text = None if text is None else path, text or ""
+        self.reasons = END in self.text
         self._special_tokens = special_tokens(directory)
         if text is not None and len(text) > LONGEST:
             raise ValueError(f"{self.path}: the chat template has {len(text)} characters; the limit is {LONGEST}")
@@ -39,16 +43,19 @@ class ChatTemplate:
         except ValueError as error:
             raise ValueError(f"{self.path}: the chat template is not valid: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
         """The text of a prompt for the assistant's next message.
 
-        messages: with "role" and "content". ApiError 400 if there is no template, or if it refuses the messages.
+        messages: with "role" and "content". variables: further ones of the template, or others than the defaults. ApiError
+        400 if there is no template, or if it refuses the messages.
         """
         if self._template is None:
             raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", "messages")
-        variables = dict(messages=messages, tools=None, documents=None, add_generation_prompt=True)
+        defaults = dict(tools=None, documents=None, add_generation_prompt=True)
         try:
-            return self._template.render({**variables, **self._special_tokens})
+            return self._template.render(
+                {**defaults, **(variables or {}), "messages": messages, **self._special_tokens}
+            )
         except ValueError as error:
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
 

@@ -5,8 +5,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .reply_models import ChatCompletion, ChatCompletionChunk, Completion, ErrorReply, ModelCard, ModelList, Status
-from .request_models import Body, ChatRequest, CompletionRequest
+from .reply_models import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    DetokenizeReply,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    Status,
+    TokenizeReply,
+)
+from .request_models import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 ERRORS = {
     "400": "A parameter is unknown, not implemented, or out of range; `param` names it.",
@@ -24,6 +34,11 @@ GENERATING: dict[str, tuple[type[Body], type[BaseModel], type[BaseModel]]] = {
     "/v1/completions": (CompletionRequest, Completion, Completion),
     "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatCompletionChunk),
 }
+# {path: (body of the request, reply)}
+COMPUTING: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
+    "/tokenize": (TokenizeRequest, TokenizeReply),
+    "/detokenize": (DetokenizeRequest, DetokenizeReply),
+}
 # {path: (summary, media type, the JSON of the reply, errors)}
 READING: dict[str, tuple[str, str, type[BaseModel] | None, tuple[str, ...]]] = {
     "/": ("A chat page for browsers.", "text/html", None, ()),
@@ -38,6 +53,7 @@ READING: dict[str, tuple[str, str, type[BaseModel] | None, tuple[str, ...]]] = {
 def description(version: str) -> dict[str, Any]:
     """Return the OpenAPI 3.1 description, made from the models of requests and replies."""
     paths: dict[str, Any] = {path: {"post": _generating(path, *models)} for path, models in GENERATING.items()}
+    paths |= {path: {"post": _computing(path, *models)} for path, models in COMPUTING.items()}
     paths |= {path: {"get": _reading(path, *row)} for path, row in READING.items()}
     return {"openapi": "3.1.0", "info": {"title": "megatron-ssm", "version": version}, "paths": paths}
 
@@ -49,6 +65,15 @@ def _generating(path: str, body: type[BaseModel], reply: type[BaseModel], event:
         "summary": f"OpenAI's {path.removeprefix('/v1/')}.",
         "requestBody": {"required": True, "content": _content("application/json", body)},
         "responses": _responses(content, tuple(ERRORS)),
+    }
+
+
+def _computing(path: str, body: type[BaseModel], reply: type[BaseModel]) -> dict[str, Any]:
+    """The operation of an endpoint whose reply is a JSON object."""
+    return {
+        "summary": f"vLLM's {path.removeprefix('/')}.",
+        "requestBody": {"required": True, "content": _content("application/json", body)},
+        "responses": _responses(_content("application/json", reply), tuple(ERRORS)),
     }
 
 

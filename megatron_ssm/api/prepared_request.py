@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ssm.inference import grammar as grammars
 from megatron_ssm.inference.grammar import Grammar
 from megatron_ssm.inference.text import most_characters
+from megatron_ssm.inference.thinking import BEGIN, END
 
 from .chat_template import ChatTemplate
 from .errors import ApiError, bad_request
@@ -18,12 +19,16 @@ from .request_models import (
     Body,
     ChatRequest,
     CompletionRequest,
+    Conversation,
     GenerationRequest,
     ResponseFormat,
     StructuredOutputs,
+    Tool,
+    ToolChoice,
     parse_body,
 )
 from .sequences import Arguments, Sequence
+from .tool_calls import CallParser, Schemas, calls_schema
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,6 +49,8 @@ class Served:
         stop_tokens: The ids that end a text.
         max_length: The maximum number of tokens of a request.
         shares_prefixes: True if the users of different API keys share the prefix cache.
+        fingerprint: A name of the model, the software and its settings.
+        tool_parser: Of the tool calls that the model writes; None if its format is not known.
     """
 
     name: str
@@ -53,6 +60,8 @@ class Served:
     max_length: int
     template: ChatTemplate
     shares_prefixes: bool = False
+    fingerprint: str = ""
+    tool_parser: type[CallParser] | None = None
 
     @cached_property
     def most_characters(self) -> int | None:
@@ -60,11 +69,16 @@ class Served:
         return most_characters(self.tokenizer, self.max_length)
 
     def check_name(self, name: str) -> None:
-        """ApiError 404 for the name of another model."""
-        if name != self.name:
+        """ApiError 404 for the name of another model; "" is any."""
+        if name and name != self.name:
             raise ApiError(
                 404, f"there is no model {name[:100]!r} here, only {self.name!r}", "model", "model_not_found"
             )
+
+    def check_ids(self, ids: list[int], param: str) -> None:
+        """ApiError 400 if the vocabulary does not have one of the token ids."""
+        if ids and max(ids) >= self.vocab_size:
+            raise bad_request(f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}", param)
 
 
 @dataclass(frozen=True)
@@ -74,12 +88,14 @@ class PreparedRequest:
     Args:
         sequences: The replies, those to one prompt together.
         offsets: Where the tokens of each prompt begin in its text, if prompts are repeated with log-probabilities.
+        is_thinking: True if the prompt has begun the reasoning, False if replies may begin it, None if the model has none.
     """
 
     body: Body
     prompts: list[Prompt]
     sequences: list[Sequence]
     offsets: list[list[int]]
+    is_thinking: bool | None = None
 
     @property
     def drops_tokens(self) -> bool:
@@ -109,10 +125,12 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
         ApiError: 400, or 404 for another model.
     """
     body = parse_body(model, text)
-    if body.model:
-        served.check_name(body.model)
+    served.check_name(body.model)
     _check_combinations(body, served.vocab_size)
+    if isinstance(body, ChatRequest):
+        _check_tools(body, served)
     prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
+    is_thinking = _is_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
     grammar_parameter, grammar = _grammar(body)
@@ -131,6 +149,7 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_logprobs is not None and body.echo,
         grammar=None if grammar is None else (grammar.kind, grammar.text),
+        thinking=_thinking(body, is_thinking, grammar, served),
         prefix_key="" if served.shares_prefixes else owner,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -139,7 +158,7 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
         Sequence(Arguments(ids, new, seed + i, **shared), i, grammar_parameter) for i, (ids, new) in enumerate(rows)
     ]
     offsets = [prompt_offsets(served.tokenizer, *prompt) for prompt in prompts] if shared["prompt_logprobs"] else []
-    return PreparedRequest(body, prompts, sequences, offsets)
+    return PreparedRequest(body, prompts, sequences, offsets, is_thinking)
 
 
 def _check_combinations(body: Body, vocab_size: int) -> None:
@@ -161,6 +180,20 @@ def _check_combinations(body: Body, vocab_size: int) -> None:
         raise bad_request(f"{name}={body.num_logprobs} exceeds the vocabulary of {vocab_size}", name)
 
 
+def _check_tools(body: ChatRequest, served: Served) -> None:
+    """ApiError 400 for tools that cannot be called."""
+    choice, names = body.tool_choice, {tool.function.name for tool in body.tools}
+    if len(names) < len(body.tools):
+        raise bad_request("tools: two of them have the same name", "tools")
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        raise bad_request(f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice")
+    if choice == "required" and not names:
+        raise bad_request("tool_choice=required needs tools", "tool_choice")
+    if choice == "auto" and names and served.tool_parser is None:
+        rule = "tools need a chat template that writes calls in a known format, --tool-parser, or tool_choice=required"
+        raise bad_request(rule, "tools")
+
+
 def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
     """The prompts of a completion."""
     prompts: list[Prompt] = []
@@ -170,8 +203,7 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
             continue
         if len(prompt) > served.max_length:
             raise _too_many(len(prompt), "prompt", served.max_length)
-        if max(prompt) >= served.vocab_size:
-            raise bad_request(f"token id {max(prompt)} is outside the vocabulary of {served.vocab_size}", "prompt")
+        served.check_ids(prompt, "prompt")
         # `decode` would hold the interpreter's lock, as `encode` does below.
         text = served.tokenizer.decode_batch([prompt], skip_special_tokens=False)[0] if body.echo else ""
         prompts.append((text, prompt))
@@ -182,11 +214,61 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
 
 def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
-    text = served.template.render([message.for_template() for message in body.messages])
+    text = chat_text(body, served)
     ids = _token_ids(text, served, "messages", add_special_tokens=False)
     if not ids:
         raise bad_request("the chat template makes an empty prompt of the messages", "messages")
     return [(text, ids)]
+
+
+def chat_text(body: Conversation, served: Served) -> str:
+    """Return the text that the chat template makes of a conversation. ApiError 400 for a wrong one."""
+    messages = [message.for_template() for message in body.messages]
+    for message in messages:
+        if message["role"] == "developer" and "developer" not in served.template.text:
+            message["role"] = "system"
+    if body.continue_final_message and body.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
+    starts_message = (
+        not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    )
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
+    variables = {**body.chat_template_kwargs, "tools": tools or None, "add_generation_prompt": starts_message}
+    text = served.template.render(messages, variables)
+    if body.continue_final_message:
+        text = _without_end(text, messages[-1]["content"])
+    return text
+
+
+def _without_end(prompt: str, content: str) -> str:
+    """A prompt up to the end of the content of its last message, of which the template may strip white space."""
+    place = prompt.rfind(content.strip()) if content.strip() else -1
+    if place < 0:
+        message = "continue_final_message needs a last message with content that the chat template shows"
+        raise bad_request(message, "continue_final_message")
+    whole = content.lstrip()
+    return prompt[:place] + (whole if prompt.startswith(whole, place) else content.strip())
+
+
+def _is_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool | None:
+    """See `PreparedRequest.is_thinking`."""
+    if not template.reasons:
+        return None
+    last = body.messages[-1].for_template()["content"] if body.continue_final_message else ""
+    return prompt.rstrip().endswith(BEGIN) or last.rfind(BEGIN) > last.rfind(END)
+
+
+def _thinking(
+    body: Body, is_thinking: bool | None, grammar: Grammar | None, served: Served
+) -> tuple[tuple[int, ...], bool, int | None] | None:
+    """The values of the engine's `Thinking`, if it has to follow the reasoning: it has a budget, or is before a grammar."""
+    if not isinstance(body, ChatRequest) or is_thinking is None:
+        return None
+    if not is_thinking if grammar is not None else body.budget is None:
+        return None
+    return tuple(served.tokenizer.encode_batch([END], add_special_tokens=False)[0].ids), is_thinking, body.budget
 
 
 def _token_ids(text: str, served: Served, param: str, add_special_tokens: bool = True) -> list[int]:
@@ -253,10 +335,23 @@ def _schema(form: ResponseFormat | None) -> dict[str, Any] | None:
     return form.json_schema.schema_
 
 
+def schemas_of(tools: Iterable[Tool]) -> Schemas:
+    """Return the JSON schemas of the tools' arguments, which are objects."""
+    return {tool.function.name: {"type": "object", **tool.function.parameters} for tool in tools}
+
+
+def _forced_calls(body: GenerationRequest) -> dict[str, Any] | None:
+    """The JSON schema of the tool calls that the reply must consist of, or None."""
+    if not isinstance(body, ChatRequest) or not body.forced_tools:
+        return None
+    return calls_schema(schemas_of(body.forced_tools), body.max_calls)
+
+
 def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
     """The parameter that gives the grammar of the reply, and the grammar; ("", None) if there is none."""
     outputs = body.structured_outputs or StructuredOutputs()
     given: list[tuple[str, Callable[..., Grammar], Any]] = [
+        ("tools", grammars.json_schema, _forced_calls(body)),
         ("response_format", grammars.json_schema, _schema(body.response_format)),
         ("structured_outputs.json", grammars.json_schema, outputs.json_),
         ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
@@ -272,6 +367,8 @@ def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
     if not found:
         return "", None
     name, make, value = found[0]
+    if isinstance(body, ChatRequest) and body.usable_tools and name != "tools":
+        raise bad_request(f"tools and {name} exclude each other, unless tool_choice is none", name)
     others = [other for other, *_ in found[1:]] + ["min_tokens"] * (body.min_tokens > 0)
     if others:
         raise bad_request(f"{name} and {others[0]} exclude each other", others[0])

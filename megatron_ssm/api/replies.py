@@ -8,17 +8,20 @@ from functools import cache
 from typing import Any
 
 from megatron_ssm.inference.text import TextStream, token_bytes
+from megatron_ssm.inference.thinking import BEGIN, END
 
 from .offsets import TextOffsets
-from .prepared_request import PreparedRequest, Served
+from .prepared_request import PreparedRequest, Served, schemas_of
+from .reasoning import ReasoningSplitter
 from .reply_models import ChatCompletion, ChatCompletionChunk, Completion, ReplyModel
 from .request_models import ChatRequest
 from .sequences import Update
+from .tool_calls import CallParser, ForcedCallParser, Part, ToolCall
 
 
 @dataclass
 class Piece:
-    """A part of the reply `index`, or the whole. logprobs: of `tokens`; see `Request.logprobs`.
+    """A part of the reply `index`, or the whole. calls: tool calls; logprobs: of `tokens`; see `Request.logprobs`.
 
     prompt, prompt_logprobs: what the reply repeats of the prompt at its beginning (echo). offsets: for a completion with
     log-probabilities, where each token of `prompt` and of `tokens` begins in the text of the whole reply.
@@ -33,10 +36,29 @@ class Piece:
     is_first: bool = False
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+
+    @property
+    def is_shown(self) -> bool:
+        """Return True if it adds anything to the reply beside its tokens."""
+        return bool(self.text or self.reasoning or self.calls or self.is_first or self.finished)
+
+    def add(self, part: Part) -> None:
+        """Append content, or a part of a tool call."""
+        if isinstance(part, str):
+            self.text += part
+        elif self.calls and self.calls[-1].index == part.index:
+            self.calls[-1].arguments += part.arguments
+        else:
+            self.calls.append(part)
 
     def extend(self, other: "Piece") -> None:
         """Append the next part of the reply."""
         self.text += other.text
+        self.reasoning += other.reasoning
+        for call in other.calls:
+            self.add(call)
         self.tokens += other.tokens
         self.logprobs += other.logprobs
         self.offsets += other.offsets
@@ -51,11 +73,14 @@ class Reply:
         arguments = request.sequences[index].arguments
         hidden = arguments.stop_tokens  # as in the engine, which finds the stop strings
         text, ids = request.prompts[index // request.body.n]
-        self._text = TextStream(served.tokenizer, arguments.stop_strings, hidden, ids)
+        shown = _marks(request, served)
+        self._text = TextStream(served.tokenizer, arguments.stop_strings, hidden, ids, shown)
         self._echo = (text, ids) if request.body.echo else None
         self._prompt_offsets = request.offsets[index // request.body.n] if request.offsets else []
         self._has_offsets = arguments.logprobs is not None and not isinstance(request.body, ChatRequest)
-        self._is_first = True
+        self._is_first, self._has_calls = True, False
+        self._parser = _parser(request, served)
+        self._reasoning = None if request.is_thinking is None else ReasoningSplitter(request.is_thinking)
         self._offsets = TextOffsets(served.tokenizer, hidden, len(text) if self._echo else 0, ids)
 
     def add_update(self, update: Update) -> Piece:
@@ -68,11 +93,47 @@ class Reply:
             piece.prompt_logprobs = update.prompt_logprobs
             piece.offsets = list(self._prompt_offsets)
         piece.offsets += map(self._offsets.push, tokens) if self._has_offsets else []
-        piece.text += "".join(map(self._text.push, tokens))
+        text = "".join(map(self._text.push, tokens))
         if update.finished is not None:
-            piece.text += self._text.finish()
+            text += self._text.finish()
+        self._split(text, update.finished is not None, piece)
+        self._has_calls = self._has_calls or bool(piece.calls)
+        if piece.finished == "stop" and self._has_calls:
+            piece.finished = "tool_calls"
         self._is_first = False
         return piece
+
+    def _split(self, text: str, is_last: bool, piece: Piece) -> None:
+        """Add the reasoning, the content and the tool calls of text to a piece."""
+        if self._reasoning is not None:
+            piece.reasoning, text = self._reasoning.push(text)
+            if is_last:
+                reasoning, answer = self._reasoning.finish()
+                piece.reasoning, text = piece.reasoning + reasoning, text + answer
+        parts: list[Part] = [text]
+        if self._parser is not None:
+            parts = self._parser.push(text) + (self._parser.finish() if is_last else [])
+        for part in parts:
+            piece.add(part)
+
+
+def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCallParser | None:
+    """The parser of a reply's tool calls; None if it has none."""
+    body = request.body
+    if not isinstance(body, ChatRequest) or not body.usable_tools:
+        return None
+    if body.forced_tools:
+        return ForcedCallParser()
+    assert served.tool_parser is not None, "the request was checked"
+    return served.tool_parser(schemas_of(body.tools), body.max_calls)
+
+
+def _marks(request: PreparedRequest, served: Served) -> tuple[str, ...]:
+    """The special tokens that are part of a reply's text, because its parsers look for them."""
+    marks = () if request.is_thinking is None else (BEGIN, END)
+    if served.tool_parser is not None and isinstance(request.body, ChatRequest) and request.body.usable_tools:
+        return (*marks, served.tool_parser.begin, served.tool_parser.end)
+    return marks
 
 
 class Replies:
@@ -90,6 +151,7 @@ class Replies:
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": served.name,
+            "system_fingerprint": served.fingerprint,
         }
         self._new, self._reused = 0, {}
 
@@ -143,13 +205,20 @@ class Replies:
         return self._choice(piece, {"text": piece.text}, logprobs)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = [_call(call) for call in piece.calls]
+        message |= _reasoning(piece)
         return self._choice(piece, {"message": message}, self._chat_logprobs(piece))
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
-        delta = {"role": "assistant"} if piece.is_first else {}
+        delta: dict[str, Any] = {"role": "assistant"} if piece.is_first else {}
         if piece.is_first or piece.text:
             delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in piece.calls]
+        delta |= _reasoning(piece)
         return self._choice(piece, {"delta": delta}, self._chat_logprobs(piece))
 
     def _choice(self, piece: Piece, content: dict[str, Any], logprobs: Any) -> dict[str, Any]:
@@ -201,3 +270,15 @@ class Replies:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _reasoning(piece: Piece) -> dict[str, str]:
+    """The fields with the reasoning, if there is any, by its two names."""
+    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A tool call, or a further piece of its arguments, which has no name."""
+    if not call.name:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

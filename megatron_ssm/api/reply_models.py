@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, SkipValidation
 from typing_extensions import TypedDict
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "error"]
 
 
 class ReplyModel(BaseModel):
@@ -52,6 +52,7 @@ class Reply(ReplyModel):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage | None = None
 
 
@@ -107,12 +108,31 @@ class ChatLogprobs(ReplyModel):
     refusal: None
 
 
+class CalledFunction(ReplyModel):
+    """The function of a tool call. arguments: the text of a JSON object, or a part of it."""
+
+    name: str = ""
+    arguments: str
+
+
+class CalledTool(ReplyModel):
+    """A tool call, or a part of its arguments. index: only in events."""
+
+    index: int = 0
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(ReplyModel):
-    """The assistant's message."""
+    """The assistant's message. content: null if there are only tool calls. reasoning: the same as reasoning_content."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[CalledTool] = []
+    reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChatChoice(Choice):
@@ -134,6 +154,9 @@ class Delta(ReplyModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CalledTool] = []
+    reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChunkChoice(Choice):
@@ -166,6 +189,21 @@ class ModelList(ReplyModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class TokenizeReply(ReplyModel):
+    """The reply of /tokenize. token_strs: the names of the tokens, if the request asks for them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(ReplyModel):
+    """The reply of /detokenize."""
+
+    prompt: str
 
 
 class Status(ReplyModel):

@@ -19,8 +19,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from sparsefusion.foundation.command_line import did_you_mean
 
 from .errors import ApiError, bad_request
+from .tool_calls import NO_ARGUMENTS
 
-MAX_PROMPTS, MAX_CHOICES, MAX_BIASES = 128, 128, 1024
+MAX_PROMPTS, MAX_CHOICES, MAX_BIASES, MAX_TOOLS = 128, 128, 1024, 128
 MAX_FIELDS = 100  # of an object: pydantic collects an error for each field before one of them is reported
 _NULL = {"type": "null"}
 SHOWN = 60  # characters of a wrong value in the error
@@ -102,6 +103,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 JsonSchema = Annotated[dict[str, Any], BeforeValidator(_from_json, json_schema_input_type=dict[str, Any] | str)]
 ShortText = Annotated[str, Field(min_length=1, max_length=1000)]
 Choices = Annotated[list[ShortText], Field(min_length=1, max_length=1000, fail_fast=True)]
+FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
 Regex = Annotated[str, Field(min_length=1, max_length=10_000)]
 LarkGrammar = Annotated[str, Field(min_length=1, max_length=100_000)]
 StopStrings = Annotated[list[ShortText], Field(max_length=16)]
@@ -116,7 +118,15 @@ Prompt = Annotated[
         custom_error_message="Input should be a text, a list of texts, a list of token ids, or a list of such lists",
     ),
 ]
-TAGS = {"text", "texts", "token ids", "lists of token ids", "parts"}  # which pydantic adds to the places of errors
+TAGS = {
+    "text",
+    "texts",
+    "token ids",
+    "lists of token ids",
+    "parts",
+    "a mode",
+    "a function",
+}  # which pydantic adds to the places of errors
 
 
 class TextPart(RequestModel):
@@ -136,22 +146,102 @@ Content = Annotated[
 ]
 
 
+class CalledFunction(RequestModel):
+    """The function of a tool call in a message. arguments: the text of a JSON object."""
+
+    name: str
+    arguments: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the fields for the template, which expects the object; text that is no JSON stays as it is."""
+        try:
+            return {"name": self.name, "arguments": from_json(self.arguments or "{}")}
+        except ValueError:
+            return {"name": self.name, "arguments": self.arguments}
+
+
+class CalledTool(RequestModel):
+    """A tool call in an assistant's message. Other fields, such as its index in a stream, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
 class Message(RequestModel):
     """A message of a conversation. Templates may use fields that are not listed here."""
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     type: Literal["text"] = "text"
-    tool_calls: EmptyList = []
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = []
     function_call: None = None
     audio: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def make_content_optional(cls, fields: Any) -> Any:
+        """Return the fields, with an empty content if the message has tool calls and no content."""
+        if isinstance(fields, dict) and fields.get("tool_calls") and fields.get("content") is None:
+            return {**fields, "content": ""}
+        return fields
 
     def for_template(self) -> dict[str, Any]:
         """Return the fields for the template; the content is one text."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text, **(self.model_extra or {})}
+        fields = {"role": self.role, "content": text, **(self.model_extra or {})}
+        if "reasoning" in fields:
+            fields.setdefault("reasoning_content", fields["reasoning"])  # the name that templates know
+        if self.tool_calls:
+            calls = [(call, call.function.for_template()) for call in self.tool_calls]
+            fields["tool_calls"] = [{"id": call.id, "type": call.type, "function": made} for call, made in calls]
+        return fields
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=10_000)]
+
+
+class Function(RequestModel):
+    """A function that the model may call. parameters: the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str = ""
+    parameters: dict[str, Any] = NO_ARGUMENTS
+    strict: bool = False
+
+
+class Tool(RequestModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(RequestModel):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class ToolChoice(RequestModel):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+def _kind_of_choice(choice: Any) -> str:
+    return "a function" if isinstance(choice, dict | ToolChoice) else "a mode"
+
+
+ToolChoices = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a mode")] | Annotated[ToolChoice, Tag("a function")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class StreamOptions(RequestModel):
@@ -292,14 +382,56 @@ class CompletionRequest(GenerationRequest):
         return "max_tokens", self.max_tokens
 
 
-class ChatRequest(GenerationRequest):
+class Conversation(RequestModel):
+    """The parameters that the chat template needs."""
+
+    messages: Annotated[Messages, Field(min_length=1)]
+    """The conversation."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    """The functions that the model may call."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as enable_thinking."""
+    add_generation_prompt: bool | None = None
+    """Let the template begin the assistant's next message."""
+    continue_final_message: bool = False
+    """Continue the last message, instead of adding one."""
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the template shows."""
+        return self.tools
+
+
+class TokenizeRequest(Conversation):
+    """The body of a request to /tokenize: a text or a conversation."""
+
+    model: str = ""
+    """The name of the served model."""
+    prompt: str | None = None
+    """A text."""
+    messages: Messages = []
+    """A conversation."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's own special tokens; by default to a text only."""
+    return_token_strs: bool = False
+    """Return the names of the tokens, too."""
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of a request to /detokenize."""
+
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    """Token ids."""
+    model: str = ""
+    """The name of the served model."""
+
+
+class ChatRequest(Conversation, GenerationRequest):
     """The body of a request to /v1/chat/completions."""
 
     prompt_field, logprobs_field = "messages", "top_logprobs"
     echo: ClassVar[bool] = False
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
-    """The conversation."""
     max_tokens: PositiveCount | None = None
     """The maximum number of new tokens; by default as many as a request may have."""
     max_completion_tokens: PositiveCount | None = None
@@ -308,14 +440,42 @@ class ChatRequest(GenerationRequest):
     """Return the log-probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """With logprobs: also those of this many of the most likely tokens."""
-    tools: EmptyList = []
-    tool_choice: Literal["none", "auto"] = "none"
+    tool_choice: ToolChoices = "auto"
+    """auto: the model calls tools, or not; none: it does not; required: it calls one or more; or the function to call."""
     parallel_tool_calls: bool = True
+    """False: a reply has at most one tool call."""
     functions: EmptyList = []
     function_call: Literal["none", "auto"] = "none"
+    thinking_token_budget: Count | None = None
+    """The maximum number of tokens of the reasoning."""
+    thinking_budget: Count | None = None
+    """Another name of thinking_token_budget."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     reasoning_effort: Literal["none", "minimal"] = "none"
     verbosity: Literal["medium"] = "medium"
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the reply may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which the reply must call one; [] if it need not."""
+        if isinstance(self.tool_choice, ToolChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == name]
+        return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def budget(self) -> int | None:
+        """The maximum number of tokens of the reasoning; None: no limit."""
+        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
+
+    @property
+    def max_calls(self) -> int | None:
+        """The maximum number of tool calls of a reply; None: no limit."""
+        return None if self.parallel_tool_calls and not isinstance(self.tool_choice, ToolChoice) else 1
 
     @property
     def num_logprobs(self) -> int | None:

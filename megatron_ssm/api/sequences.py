@@ -10,6 +10,7 @@ from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.grammar import Grammar, GrammarMatcher
 from megatron_ssm.inference.request import Request
 from megatron_ssm.inference.sampling import Sampling
+from megatron_ssm.inference.thinking import Thinking
 
 from .errors import ApiError
 
@@ -18,7 +19,7 @@ from .errors import ApiError
 class Arguments:
     """The arguments of `Engine.add`; seed is given, because ranks that draw one would draw different ones.
 
-    grammar: the kind and the text of a `Grammar`, or None.
+    grammar: the kind and the text of a `Grammar`, or None. thinking: the values of a `Thinking`, or None.
     """
 
     prompt: list[int]
@@ -39,6 +40,7 @@ class Arguments:
     prompt_logprobs: bool = False
     grammar: tuple[str, str] | None = None
     prefix_key: str = ""
+    thinking: tuple[tuple[int, ...], bool, int | None] | None = None
 
     def request(self, engine: Engine, matcher: GrammarMatcher | None = None) -> Request:
         """The request, which is not queued yet. matcher: of its grammar, if that was compiled before.
@@ -63,6 +65,7 @@ class Arguments:
             grammar=None if self.grammar is None else Grammar.unchecked(*self.grammar),
             prefix_key=self.prefix_key,
             matcher=matcher,
+            thinking=None if self.thinking is None else Thinking(*self.thinking),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,11 +75,12 @@ class Arguments:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Arguments":
         """The arguments that became these values by `to_json`, `json.dumps` and `json.loads`."""
-        bias, grammar = values.pop("logit_bias"), values.pop("grammar")
+        bias, grammar, thinking = (values.pop(name) for name in ("logit_bias", "grammar", "thinking"))
         return cls(
             **values,
             logit_bias=None if bias is None else {int(token): each for token, each in bias.items()},
             grammar=None if grammar is None else (grammar[0], grammar[1]),
+            thinking=None if thinking is None else (tuple(thinking[0]), thinking[1], thinking[2]),
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from megatron_ssm.api.tool_calls import PARSERS
 from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (
@@ -93,11 +94,15 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
                        help="for a request's headers, for its body, for replies to be read (default: 60)")  # fmt: skip
     serve.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
                        help="a host that requests may name besides localhost; repeatable")  # fmt: skip
+    serve.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN",
+                       help="of web pages from elsewhere that may use the server (CORS); repeatable")  # fmt: skip
     serve.add_argument("--prefix-gb", type=float, default=1, metavar="GB",
                        help="memory of each rank for the states of prompts; 0: no prefix cache (default: 1)")  # fmt: skip
     serve.add_argument("--api-key-file", metavar="F", help="a file with one API key on each line (default: no keys)")
     serve.add_argument("--share-prefixes", action="store_true", help="share prefixes between API keys, too")
     serve.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
+    serve.add_argument("--tool-parser", choices=tuple(PARSERS),
+                       help="format of the model's tool calls (default: that of the chat template)")  # fmt: skip
     serve.add_argument("--request-timeout", type=float, default=600, metavar="S", help="for a reply (default: 600)")
     serve.add_argument("--drain-timeout", type=int, default=60, metavar="S",
                        help="after SIGTERM, for open requests; then they end with an error (default: 60)")  # fmt: skip

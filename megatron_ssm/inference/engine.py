@@ -26,6 +26,7 @@ from .request_tokenizer import RequestTokenizer
 from .sampling import Sampling, choose_tokens, log_probabilities
 from .slot import Slot
 from .speculation import SpeculativeDecoder, check_draft
+from .thinking import Thinking, ThinkingFollower
 
 DRAFTED = 7  # the largest number of proposals of a draft if `speculate` is 0
 
@@ -170,6 +171,7 @@ class Engine:
         grammar: Grammar | None = None,
         prefix_key: str = "",
         matcher: GrammarMatcher | None = None,
+        thinking: Thinking | None = None,
     ) -> Request:
         """Make a request without queueing it, and reserve space for it in the cache. Sends nothing.
 
@@ -186,6 +188,7 @@ class Engine:
 
         Raises:
             ValueError, FileNotFoundError: This engine cannot serve the request.
+            thinking: The reasoning before the answer, and its budget.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -193,7 +196,7 @@ class Engine:
         biases = tuple(sorted((operator.index(i), bias) for i, bias in (logit_bias or {}).items()))
         request = Request(
             ids, max_new_tokens, sampling, stops, strings, seed, min_new_tokens,
-            biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher,
+            biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher, thinking,
         )  # fmt: skip
         self._check(request)
         if self.max_length is None:
@@ -203,7 +206,11 @@ class Engine:
     def _check(self, request: Request) -> None:
         """ValueError or FileNotFoundError if this engine cannot serve the request."""
         vocabulary, prompt, strings = self.model.config.vocab_size, request.prompt, request.stop_strings
-        for name, ids in (("token id", prompt), ("logit_bias: token id", (i for i, _ in request.logit_bias))):
+        marks = () if request.thinking is None else request.thinking.end_ids
+        for name, ids in (
+            ("token id", (*prompt, *marks)),
+            ("logit_bias: token id", (i for i, _ in request.logit_bias)),
+        ):
             wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
             if wrong is not None:
                 raise ValueError(f"{name} {wrong} is outside the vocabulary of {vocabulary}")
@@ -220,12 +227,14 @@ class Engine:
             raise ValueError(f"stop_strings={strings!r} must be strings")
         if strings:
             self.tokenizer.text_stream(strings)  # ValueError if one is empty
+        if request.thinking is not None:
+            ThinkingFollower(request.thinking, self.tokenizer)  # ValueError without a tokenizer
         if request.grammar is not None and request.matcher is None:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The values that must be equal on every rank before requests are queued: their arguments, and a used tokenizer."""
-        is_used = any(request.stop_strings or request.grammar for request in requests)
+        is_used = any(request.stop_strings or request.grammar or request.thinking for request in requests)
         arguments = {f"request {row}": request.arguments for row, request in enumerate(requests)}
         return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
 

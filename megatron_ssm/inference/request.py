@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from .grammar import Grammar, GrammarMatcher
 from .sampling import LogProbability, Sampling
+from .thinking import Thinking
 
 LARGEST_LOGPROBS = 1000  # the largest number of alternatives of a token
 
@@ -28,6 +29,7 @@ class Request:
         logprobs: Unless num_logprobs is None, for each new token (its log-probability, [(id, log-probability), ...]) with
             the num_logprobs most likely ids, the most likely first.
         prompt_logprobs: The same for each token of the prompt, with None for the first, if with_prompt_logprobs is True.
+        thinking: The reasoning before the answer, or None.
     """
 
     prompt: tuple[int, ...]
@@ -43,6 +45,7 @@ class Request:
     grammar: Grammar | None = None
     prefix_key: str = ""
     matcher: GrammarMatcher | None = field(default=None, repr=False)
+    thinking: Thinking | None = None
     id: int = -1
     tokens: list[int] = field(default_factory=list)
     finished: str | None = None
@@ -90,6 +93,7 @@ class Request:
             logprobs=self.num_logprobs,
             prompt_logprobs=self.with_prompt_logprobs or None,
             grammar=self.grammar,
+            thinking=self.thinking,
             prefix_key=hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16] if self.prefix_key else None,
         )
         used = {name: value for name, value in additions.items() if value is not None}

@@ -13,6 +13,7 @@ from .request import Request
 from .request_tokenizer import RequestTokenizer
 from .sampling import Penalties
 from .text import TextStream
+from .thinking import ThinkingFollower
 
 
 @dataclass(eq=False)
@@ -28,6 +29,7 @@ class Slot:
         penalties: The penalties for earlier tokens, or None.
         bias: The bias (width,) of the logits, or None.
         matcher: The matcher of the grammar, or None.
+        thinking: The follower of the reasoning, or None.
         tokens_read: The number of prompt tokens in the cache.
         logits: This rank's logits (width,) for the next token, or None.
         proposed: Pairs (proposed token, logits after it) of speculative tokens that were read.
@@ -42,6 +44,7 @@ class Slot:
     penalties: Penalties | None = None
     bias: torch.Tensor | None = None
     matcher: GrammarMatcher | None = None
+    thinking: ThinkingFollower | None = None
     tokens_read: int = 0
     logits: torch.Tensor | None = None
     proposed: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -66,6 +69,8 @@ class Slot:
             slot.generator = torch.Generator().manual_seed(request.seed)
         if request.stop_strings:
             slot.text = tokenizer.text_stream(request.stop_strings, request.stop_tokens, request.prompt)
+        if request.thinking is not None:
+            slot.thinking = ThinkingFollower(request.thinking, tokenizer)
         if request.logit_bias:
             slot.bias = torch.zeros(model.embeddings.width, device=model.device)
             local = {token: bias for token, bias in request.logit_bias if token in slot.vocabulary}
@@ -89,19 +94,24 @@ class Slot:
     def allowed_logits(self) -> torch.Tensor:
         """The logits with the request's bias and penalties, and with -inf for ids that must not come next.
 
-        These are stop tokens until the request has `min_new_tokens` tokens, and ids that do not match the grammar.
+        These are stop tokens until the request has `min_new_tokens` tokens and, before a grammar, while it reasons; and ids
+        that match neither the grammar nor the end of reasoning whose budget is used up.
         """
         assert self.logits is not None, "the prompt has not been read"
         logits = self.logits if self.bias is None else self.logits + self.bias
         if self.penalties is not None:
             logits = self.penalties.apply(logits)
-        if self.matcher is not None:
+        thinking = self.thinking if self.thinking is not None and self.thinking.is_open else None
+        if thinking is not None and thinking.next_token is not None:
+            banned = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            banned[self._local([thinking.next_token])] = False
+        elif self.matcher is not None and thinking is None:
             allowed = self.matcher.allowed[self.vocabulary.start : self.vocabulary.stop].to(logits.device)
             banned = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             banned[: len(allowed)] = ~allowed
             if self.matcher.accepts:
                 banned[self._local(self.request.stop_tokens)] = False
-        elif len(self.request.tokens) < self.request.min_new_tokens:
+        elif self.matcher is not None or len(self.request.tokens) < self.request.min_new_tokens:
             banned = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
             banned[self._local(self.request.stop_tokens)] = True
         else:
@@ -122,11 +132,14 @@ class Slot:
             self.penalties.add_token(self._local([token]))
         if self.text is not None:
             self.text.push(token)
+        was_thinking = self.thinking is not None and self.thinking.is_open
+        if self.thinking is not None:
+            self.thinking.advance(token)
         if token in request.stop_tokens or (self.text is not None and self.text.stopped):
             request.finished = "stop"
         elif len(request.tokens) == request.max_new_tokens:
             request.finished = "length"
-        elif self.matcher is not None:
+        elif self.matcher is not None and not was_thinking:
             request.finished = self._follow_grammar(self.matcher, token)
         if request.finished is None and self.proposed and self.proposed[0][0] == token:
             _, self.logits = self.proposed.pop(0)

@@ -191,6 +191,7 @@ class TextStream:
         stop_strings: str | Iterable[str] = (),
         special_ids: Iterable[int] = (),
         prompt: Sequence[int] = (),
+        printed: Iterable[str] = (),
     ):
         """Start a stream. ValueError if a stop string is empty.
 
@@ -199,6 +200,7 @@ class TextStream:
             stop_strings: Strings that end the text.
             special_ids: Ids without text, in addition to the tokenizer's special tokens; they may exceed its vocabulary.
             prompt: The ids before the text, because the text of the first id may depend on the last of them.
+            printed: Names of special tokens that are printed like others.
         """
         self.stopped = False
         self._stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -206,7 +208,9 @@ class TextStream:
             raise ValueError("a stop string is empty: it would end every text before its first character")
         added = tokenizer.get_added_tokens_decoder()
         special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._special_ids = {*special_ids, *special}
+        names = set(printed)
+        self._printed = {token_id: name for token_id, name in special.items() if name in names}
+        self._special_ids = {*special_ids, *special} - self._printed.keys()
         self._stop_ids = {token_id for token_id, name in special.items() if name in self._stop_strings}
         self._tokenizer = tokenizer
         self._bytes_of = _byte_reader(tokenizer)
@@ -234,6 +238,8 @@ class TextStream:
 
     def _detokenize(self, token_id: int) -> str:
         """The text that this id adds, up to the last complete character."""
+        if token_id in self._printed:
+            return self._flush_bytes() + self._printed[token_id]
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return self._flush_bytes() + REPLACEMENT

@@ -15,22 +15,25 @@ from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.openapi import GENERATING, description
 from megatron_ssm.api.prepared_request import Served
 from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
+from megatron_ssm.api.tokenization import detokenize, tokenize
 
-from .endpoint import Endpoint
+from .endpoint import Endpoint, WorkEndpoint
 from .hosts import Hosts
 from .keys import Keys
 from .metrics import Metrics
 from .page import read_page
 from .service import Service
 
+EXPOSED = {"Access-Control-Expose-Headers": "Retry-After"}
+PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 PROBES = ("/health", "/ready")  # which systems ask by the server's address, and whose replies are no secret
 
 
 def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
     """The ASGI application.
 
-    Paths under /v1 need an API key, if there are keys; the others do not. hosts: those that requests may name, except for
-    PROBES.
+    Paths under /v1, /tokenize and /detokenize need an API key, if there are keys; the others do not. hosts: those that
+    requests may name, except for PROBES.
     """
     html, page_headers = read_page()
 
@@ -47,7 +50,7 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(description(_version()))
+        return JSONResponse(description(software_version()))
 
     async def models(request: Request) -> Response:
         keys.owner(request.headers.get("authorization"))
@@ -65,13 +68,19 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
     routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
     for path, (body, _, _) in GENERATING.items():
         routes.append(Route(path, Endpoint(body, service, served, keys, metrics), methods=["POST"]))
+    for path, work in {"/tokenize": tokenize, "/detokenize": detokenize}.items():
+        routes.append(Route(path, WorkEndpoint(work, service, served, keys), methods=["POST"]))
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
     app = _Guarded(Starlette(routes=routes, exception_handlers=handlers), hosts)
     return _Counted(app, metrics, {route.path for route in routes})
 
 
 class _Guarded:
-    """Refuses requests, except for PROBES, that name a host that is not allowed, or come from a page there."""
+    """Refuses requests, except for PROBES, that name a host that is not allowed, or come from a page there.
+
+    Pages of the origins with which replies are shared may read them, and browsers' questions before a request (OPTIONS) are
+    answered, without a key.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Hosts):
         self._app, self._hosts = app, hosts
@@ -83,7 +92,26 @@ class _Guarded:
                 self._hosts.check(headers.get("host"), headers.get("origin"))
         except ApiError as error:
             return await _json(error.reply, error.status)(scope, receive, send)
+        origin = headers.get("origin", "")
+        if self._hosts.shares_with(origin):
+            send = _with_headers(send, {"Access-Control-Allow-Origin": origin, "Vary": "Origin", **EXPOSED})
+            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                asked = headers.get("access-control-request-headers", "")
+                permission = {**PREFLIGHT, **({"Access-Control-Allow-Headers": asked} if asked else {})}
+                return await Response(status_code=204, headers=permission)(scope, receive, send)
         await self._app(scope, receive, send)
+
+
+def _with_headers(send: Send, headers: dict[str, str]) -> Send:
+    """Send with further headers."""
+    added = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
+        await send(message)
+
+    return sent
 
 
 class _Counted:
@@ -136,7 +164,8 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     return _json(ApiError(500, "the server has failed to handle the request").reply, 500)
 
 
-def _version() -> str:
+def software_version() -> str:
+    """Return the version of this package, if it is installed."""
     try:
         return version("megatron-ssm")
     except PackageNotFoundError:

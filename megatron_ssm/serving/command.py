@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.tool_calls import PARSERS, detect_parser
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.families import read_for_ranks
@@ -35,6 +36,7 @@ from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.command_line import Printer, is_lack_of_memory
 from sparsefusion.foundation.launcher import launched_ranks
 
+from .app import software_version
 from .channel import Channel
 from .connections import allow_files
 from .driver import follow
@@ -133,14 +135,16 @@ class _Inputs:
             )
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, ranks, arguments.ep)
-        served = _served(arguments, directory, config)
+        served = _served(arguments, directory, config, ranks)
         draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
         is_first = rank == 0
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
         if is_first:
             allow_files(arguments.max_connections)
         listener = opened.enter_context(bind(arguments.host, arguments.port)) if is_first else None
-        hosts = Hosts(listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host)
+        hosts = Hosts(
+            listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host, arguments.allowed_origin
+        )
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
             slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,
@@ -149,13 +153,27 @@ class _Inputs:
         return cls(served, keys, hosts, listener, engine, (config, draft, checksum, engine))
 
 
-def _served(arguments: Namespace, directory: Path, config: Stack) -> Served:
+def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) -> Served:
     """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
+    template = ChatTemplate(directory)
+    parser = PARSERS[arguments.tool_parser][0] if arguments.tool_parser else detect_parser(template.text)
+    settings = (
+        config,
+        arguments.dtype,
+        arguments.weights,
+        arguments.reduce,
+        arguments.device,
+        ranks,
+        arguments.ep,
+        software_version(),
+    )
+    fingerprint = f"fp_{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
     return Served(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
-        stop_tokens(directory, config, tokenizer), arguments.max_length, ChatTemplate(directory), arguments.share_prefixes,
+        stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
+        parser,
     )  # fmt: skip
 
 

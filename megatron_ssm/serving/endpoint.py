@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_request
 from megatron_ssm.api.replies import Piece, Replies
+from megatron_ssm.api.reply_models import ReplyModel
 from megatron_ssm.api.request_models import Body
 from megatron_ssm.api.sequences import Update
 
@@ -20,6 +21,7 @@ from .metrics import Metrics
 from .service import Service
 
 GRACE_S = 30.0  # for a client to read the rest of a reply, after the time for the reply is over
+PING_S, PING = 10.0, ": ping\n\n"  # a comment, for clients and proxies that give up on connections without data
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -34,7 +36,8 @@ class ClientDisconnected(Exception):
 class Endpoint:
     """An ASGI application that answers the requests to one path under /v1. model: that of their bodies.
 
-    ApiError, before the reply has begun, for a request that is refused or fails. An error in a stream is its last event.
+    ApiError, before the reply has begun, for a request that is refused or fails. A stream begins when the request waits for
+    a slot; an error from then on is its last event.
     """
 
     def __init__(self, model: type[Body], service: Service, served: Served, keys: Keys, metrics: Metrics):
@@ -66,12 +69,18 @@ class Endpoint:
 
     async def _pieces(
         self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
-    ) -> AsyncIterator[Piece]:
-        """The parts of all replies as they come; left: how many replies there are."""
+    ) -> AsyncIterator[Piece | None]:
+        """The parts of all replies as they come, and None after PING_S without one; left: how many replies there are."""
         firsts: dict[int, float] = {}
         tokens = [0] * left
         while left:
-            update = await updates.get()
+            getting = asyncio.ensure_future(updates.get())
+            try:  # not asyncio.wait_for, which in Python 3.11 loses a cancellation that comes together with an update
+                while not (await asyncio.wait({getting}, timeout=PING_S))[0]:
+                    yield None
+            finally:
+                getting.cancel()  # nothing happens to one that is done
+            update = getting.result()
             if update.error is not None:
                 raise update.error
             index, now = update.sequence.index, time.monotonic()
@@ -85,44 +94,75 @@ class Endpoint:
             yield replies.add_update(update)
 
 
-async def _whole(replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
+class WorkEndpoint:
+    """An ASGI application that replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
+
+    def __init__(self, work: Callable[[bytes, Served], ReplyModel], service: Service, served: Served, keys: Keys):
+        self._work, self._service, self._served, self._keys = work, service, served, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = time.monotonic()
+        headers = Headers(scope=scope)
+        self._keys.owner(headers.get("authorization"))
+        self._service.check_room()
+        try:
+            body = await read_body(receive, headers, self._service)
+            await while_connected(receive, self._answer(body, arrival, send), self._service.limits.seconds + GRACE_S)
+        except ClientDisconnected:
+            return
+
+    async def _answer(self, body: bytes, arrival: float, send: Send) -> None:
+        work = partial(self._work, body, self._served)
+        await _send_json(await self._service.prepare(lambda: work().to_json().encode(), arrival), send)
+
+
+async def _whole(replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:
     """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
     wholes: dict[int, Piece] = {}
     async for piece in pieces:
+        if piece is None:
+            continue
         if piece.index in wholes:
             wholes[piece.index].extend(piece)
         else:
             wholes[piece.index] = piece
     ordered = [wholes[index] for index in sorted(wholes)]
     body = await asyncio.to_thread(lambda: replies.whole(ordered).to_json().encode())
+    await _send_json(body, send)
+
+
+async def _send_json(body: bytes, send: Send) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncIterator[Piece], send: Send) -> None:
-    """Send each part as an event. The reply begins with the first one, so that an error before it has its own status."""
+async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:
+    """Send the headers at once, each part as an event, and a comment whenever nothing was sent for PING_S."""
+    sent_at = time.monotonic()
+
+    async def send_text(text: str) -> None:
+        nonlocal sent_at
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        sent_at = time.monotonic()
 
     async def event(data: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+        await send_text(f"data: {data}\n\n")
 
     def encoded(piece: Piece) -> str:
         return replies.chunk(piece).to_json()
 
-    has_begun = False
+    await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
     try:
         async for piece in pieces:
-            if not has_begun:
-                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-                has_begun = True
-            if piece.text or piece.is_first or piece.finished or request.shows_tokens:
+            if piece is not None and (piece.is_shown or request.shows_tokens):
                 await event(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
+            elif time.monotonic() - sent_at >= PING_S:
+                await send_text(PING)
         if request.body.includes_usage:
             await event(replies.last_chunk().to_json())
         await event("[DONE]")
     except ApiError as error:
-        if not has_begun:
-            raise
         await event(error.reply.to_json())
     await send({"type": "http.response.body", "body": b""})
 

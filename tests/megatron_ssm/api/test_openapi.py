@@ -15,12 +15,27 @@ from megatron_ssm.api.request_models import parse_body
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 FORM = {"type": "json_schema", "json_schema": {"schema": {}}}
 MESSAGES = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PLACES = [
     # endpoint, where the schema of an object is, a body with such an object, where it is
     (COMPLETIONS, (), {"prompt": "a"}, ()),
     (CHAT, (), MESSAGES, ()),
     (CHAT, ("properties", "messages", "items"), MESSAGES, ("messages", 0)),
+    (CHAT, ("properties", "tools", "anyOf", 0, "items"), {**MESSAGES, "tools": [TOOL]}, ("tools", 0)),
+    (
+        CHAT,
+        ("properties", "tools", "anyOf", 0, "items", "properties", "function"),
+        {**MESSAGES, "tools": [TOOL]},
+        ("tools", 0, "function"),
+    ),
+    (
+        CHAT,
+        ("properties", "messages", "items", "properties", "tool_calls", "anyOf", 0, "items"),
+        {"messages": [CALLING]},
+        ("messages", 0, "tool_calls", 0),
+    ),
     (CHAT, ("properties", "stream_options", "anyOf", 0), {**MESSAGES, "stream_options": {}}, ("stream_options",)),
     (CHAT, ("properties", "response_format", "anyOf", 0), {**MESSAGES, "response_format": FORM}, ("response_format",)),
     (

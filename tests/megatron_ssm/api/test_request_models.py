@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.request_models import ChatRequest, CompletionRequest, parse_body
+from megatron_ssm.api.request_models import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_body,
+)
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 
@@ -58,7 +64,8 @@ def test_fields_that_are_null_count_as_left_out():
         (COMPLETIONS, "temprature", 1, r"there is no parameter temprature \(did you mean temperature\?\)"),
         (COMPLETIONS, "logit_bias", {"5": 101}, r"logit_bias\.5=101: Input should be less than or equal to 100"),
         (COMPLETIONS, "logit_bias", {"5": None}, r"logit_bias\.5=null: Input should be a valid number"),
-        (CHAT, "tools", [{}], r"tools=\[{}\]: not implemented, so the list must be empty"),
+        (CHAT, "tools", [{}], r"tools\[0\]\.type is missing"),
+        (CHAT, "functions", [{}], r"functions=\[{}\]: not implemented, so the list must be empty"),
         (CHAT, "echo", True, "there is no parameter echo"),
         (CHAT, "messages", [{"content": "a"}], r"messages\[0\]\.role is missing"),
         (CHAT, "messages", [{"role": "user"}], r"messages\[0\]\.content is missing"),
@@ -73,10 +80,10 @@ def test_fields_that_are_null_count_as_left_out():
         (
             CHAT,
             "messages",
-            [{"role": "tool", "content": "a"}],
-            r"\.role=tool: Input should be 'system', 'developer', 'us",
+            [{"role": "function", "content": "a"}],
+            r"\.role=function: Input should be 'system', 'developer', 'us",
         ),
-        (CHAT, "messages", [TOOL_CALL], r"messages\[0\]\.tool_calls=.*: not implemented"),
+        (CHAT, "messages", [TOOL_CALL], r"messages\[0\]\.tool_calls\[0\]\.function is missing"),
         (CHAT, "messages", [{"role": "user", "content": "a", "type": "image"}], r"\[0\]\.type=image: .* be 'text'"),
         (CHAT, "messages", [IMAGE], r"messages\[0\]\.content\[0\]\.type=image_url: Input should be 'text'"),
         (CHAT, "parallel_tool_calls", 1, "parallel_tool_calls=1: Input should be a valid boolean"),
@@ -113,7 +120,8 @@ def test_what_is_missing(endpoint, name):
 
 def test_every_parameter_is_documented():
     section = PAGE.read_text().split("## Parameters")[1].split("## Errors")[0]
-    assert set(COMPLETIONS.model_fields) | set(CHAT.model_fields) <= set(re.findall(r"`(\w+)`", section))
+    models = (COMPLETIONS, CHAT, TokenizeRequest, DetokenizeRequest)
+    assert set().union(*(model.model_fields for model in models)) <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_values_that_change_nothing_are_accepted():

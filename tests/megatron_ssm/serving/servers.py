@@ -20,7 +20,11 @@ from serving import checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 60  # for what takes seconds
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | map(attribute='function.name') | join }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    "{% if enable_thinking %}<think>{% else %}{# </think> #}{% endif %}"
+)
 IGNORE_EOS = {"ignore_eos": True}  # random models end texts at random
 
 
@@ -169,6 +173,6 @@ def text_of(tokens):
 
 def events(lines):
     """The JSON objects in the lines of an event stream, which ends with [DONE]."""
-    data = [line.removeprefix("data: ") for line in lines if line]
+    data = [line.removeprefix("data: ") for line in lines if line and not line.startswith(":")]  # no comments
     assert data[-1] == "[DONE]", data[-1]
     return [json.loads(each) for each in data[:-1]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from servers import LIMIT_S, events, server, with_template
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -68,7 +68,9 @@ GRAMMARS = {
     | st.builds(chain, st.sampled_from([5, 400, 6000]), st.sampled_from(["", "/a/", "</s>"]), st.booleans())
     | st.integers(1, 200).map(lambda depth: f'start: {"(" * depth}"a"{")" * depth}'),
     "response_format": SCHEMAS.map(lambda schema: {"type": "json_schema", "json_schema": {"schema": schema}}),
+    "tools": SCHEMAS.map(lambda schema: [{"type": "function", "function": {"name": "f", "parameters": schema}}]),
 }
+CHATTING = {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}
 
 
 def with_few_nulls(strategy):
@@ -95,6 +97,8 @@ def values(schema, name=""):
         least = schema.get("minimum", schema.get("exclusiveMinimum", 0))
         return st.floats(least, schema["maximum"], exclude_min="exclusiveMinimum" in schema)
     if kind == "string":
+        if "pattern" in schema:
+            return st.from_regex(schema["pattern"].rstrip("$"), fullmatch=True)
         return st.just("mamba2") if name == "model" else st.text(min_size=schema.get("minLength", 0), max_size=12)
     if kind == "array":
         return st.lists(values(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
@@ -111,6 +115,8 @@ def values(schema, name=""):
 VALID = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
 }
 
 
@@ -158,7 +164,7 @@ def test_random_bodies(running, path, examples):
             elif reply.headers["content-type"].startswith("text/event-stream"):
                 kinds = {chunk["object"] for chunk in events(reply.text.split("\n"))}
                 assert kinds <= {"text_completion", "chat.completion.chunk"}
-            else:
+            elif path.startswith("/v1/"):
                 assert reply.json()["usage"]["total_tokens"] > 0 and reply.json()["choices"]
 
         check()
@@ -176,7 +182,8 @@ def test_random_grammars(running, name, examples):
         @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(GRAMMARS[name])
         def check(value):
-            reply = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, name: value})
+            path, body = ("/v1/chat/completions", CHATTING) if name == "tools" else ("/v1/completions", {"prompt": "a"})
+            reply = client.post(path, json={**body, "max_tokens": 5, name: value})
             statuses.add(reply.status_code)
             assert reply.status_code in (200, 400), reply.text
             assert reply.status_code == 200 or reply.json()["error"]["param"] == name

@@ -121,3 +121,39 @@ def test_requests(tmp_path):
             assert client.get("/", headers={"Host": "model.example"}).status_code == 200
             assert client.get("/").status_code == 200
         assert running.metric("requests_total", 'status="403"') == 8
+
+
+PAGE = "https://chat.example:8443"
+
+
+def test_origins_that_share_replies(tmp_path):
+    """A page of an allowed origin may read replies and errors, also after a preflight, which needs no key."""
+    (tmp_path / "keys").write_text("sk-a")
+    flags = ["--allowed-origin", PAGE, "--allowed-origin", "null", "--api-key-file", tmp_path / "keys"]
+    with server(with_template("mamba2"), tmp_path / "log", *flags) as running:
+        with httpx.Client(base_url=running.url, timeout=LIMIT_S) as client:
+            asked = {
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,x-stainless-os",
+            }
+            for origin in (PAGE, "null"):
+                reply = client.options("/v1/chat/completions", headers={"Origin": origin, **asked})
+                assert reply.status_code == 204 and reply.headers["access-control-allow-origin"] == origin
+                assert reply.headers["access-control-allow-headers"] == asked["Access-Control-Request-Headers"]
+                assert "POST" in reply.headers["access-control-allow-methods"]
+            for headers, status in (({}, 401), ({"Authorization": "Bearer sk-a"}, 200)):
+                reply = client.get("/v1/models", headers={"Origin": PAGE, **headers})
+                assert reply.status_code == status and reply.headers["access-control-allow-origin"] == PAGE
+            for origin in ("https://chat.example", "http://chat.example:8443", "https://evil.example"):
+                for reply in (client.options("/v1/models", headers={"Origin": origin, **asked}),
+                              client.get("/v1/models", headers={"Origin": origin})):  # fmt: skip
+                    assert reply.status_code == 403 and "access-control-allow-origin" not in reply.headers
+            reply = client.get("/v1/models", headers={"Origin": PAGE, "Host": "evil.example"})
+            assert reply.status_code == 403
+            assert client.options("/v1/models", headers={"Origin": running.url, **asked}).status_code == 405
+
+
+@pytest.mark.parametrize("origin", ("chat.example", "https://chat.example/", "*", "https://", ""))
+def test_origins_that_cannot_be_allowed(origin):
+    with pytest.raises(ValueError, match="--allowed-origin .* must be an origin, such as https://chat.example"):
+        Hosts("127.0.0.1", [], [origin])

@@ -117,7 +117,7 @@ def test_a_chat(client, directory):
         {"role": "user", "content": "Hi"},
     ]
     prompt = [256, *b"[system]Be brief.[user]Hi[assistant]"]
-    assert TEMPLATE.endswith("[assistant]")
+    assert "[assistant]" in TEMPLATE
     options = dict(model="mamba2", messages=messages, temperature=0, max_completion_tokens=10, extra_body=IGNORE_EOS)
     reply = client.chat.completions.create(**options)
     assert reply.choices[0].message.content == text_of(expected(directory, prompt, 10))

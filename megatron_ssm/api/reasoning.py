@@ -1,0 +1,59 @@
+"""The reasoning at the beginning of a reply, up to `</think>`, apart from its answer."""
+
+from megatron_ssm.inference.thinking import BEGIN, END
+
+from .tool_calls import begun_length
+
+
+class ReasoningSplitter:
+    """Splits a reply, as it comes, into its reasoning and its answer; white space around the two is left out.
+
+    is_open: True if the prompt has begun the reasoning. Otherwise, a reply that does not begin with `<think>` has none.
+    """
+
+    def __init__(self, is_open: bool):
+        self._is_open, self._held, self._state = is_open, "", "start"
+        self._has_reasoning = self._has_begun = False  # the second: some of the reasoning was returned
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Add text of the reply; returns the reasoning and the answer that have become certain."""
+        if self._state == "answer":
+            return "", text
+        self._held += text
+        if self._state == "start":
+            self._start()
+        reasoning = self._reasoning() if self._state == "reasoning" else ""
+        if self._state != "gap" or not self._held.strip():
+            return reasoning, ""
+        self._state = "answer"
+        return reasoning, self._held.lstrip() if self._has_reasoning else self._held
+
+    def finish(self) -> tuple[str, str]:
+        """Return the rest, after the last text of the reply."""
+        held = "" if self._state == "answer" else self._held
+        self._held = ""
+        if self._state == "reasoning" or (self._state == "start" and self._is_open):
+            return held.rstrip(), ""
+        return "", "" if self._state == "gap" and self._has_reasoning else held
+
+    def _start(self) -> None:
+        """Leave the state "start" as soon as it is certain how the reply begins."""
+        text = self._held.lstrip()
+        if text.startswith(BEGIN):
+            self._held, self._has_reasoning, self._state = text[len(BEGIN) :], True, "reasoning"
+        elif not BEGIN.startswith(text):
+            self._has_reasoning = self._is_open
+            self._held, self._state = (text, "reasoning") if self._is_open else (self._held, "gap")
+
+    def _reasoning(self) -> str:
+        """The reasoning that has become certain, up to white space, which is left out if it is the last."""
+        if not self._has_begun:
+            self._held = self._held.lstrip()
+        place = self._held.find(END)
+        if place >= 0:
+            reasoning, self._held, self._state = self._held[:place].rstrip(), self._held[place + len(END) :], "gap"
+            return reasoning
+        certain = self._held[: len(self._held) - begun_length(self._held, END)].rstrip()
+        self._held = self._held[len(certain) :]
+        self._has_begun = self._has_begun or bool(certain)
+        return certain

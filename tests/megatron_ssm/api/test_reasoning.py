@@ -1,0 +1,116 @@
+"""Reasoning in replies, however their text is split, and fields of the chat template. Oracle: transformers' template."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_ssm.api.chat_template import ChatTemplate
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.reasoning import ReasoningSplitter
+from megatron_ssm.api.replies import Replies
+from megatron_ssm.api.request_models import ChatRequest
+from megatron_ssm.api.sequences import Arguments, Update
+from megatron_ssm.api.tool_calls import HermesParser
+from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>\n{% endif %}{# </think> #}{% endif %}"
+)
+REPLIES = [
+    # whether the prompt has begun the reasoning, text, reasoning, answer
+    (False, "<think>\nSo  what?\n</think>\n\nYes. ", "So  what?", "Yes. "),
+    (False, "\n<think>a < b</think></think>", "a < b", "</think>"),
+    (False, "<think>\n\n</think>\n\nYes.", "", "Yes."),
+    (False, "<think> cut o", "cut o", ""),
+    (False, "<think", "", "<think"),
+    (False, " <b>Yes</b> <think>no</think>", "", " <b>Yes</b> <think>no</think>"),
+    (False, " ", "", " "),
+    (True, "So what?\n</think>\nYes.", "So what?", "Yes."),
+    (True, "\n<think>So</think>Yes", "So", "Yes"),
+    (True, "<thin", "<thin", ""),
+    (True, "cut off </thin", "cut off </thin", ""),
+    (True, "</think> ", "", ""),
+]
+
+
+@pytest.mark.parametrize("is_open, text, reasoning, answer", REPLIES)
+def test_replies_are_split_the_same_way_however_they_come(is_open, text, reasoning, answer):
+    for pieces in ([text], list(text), *([text[:place], text[place:]] for place in range(len(text)))):
+        splitter = ReasoningSplitter(is_open)
+        parts = [*map(splitter.push, pieces), splitter.finish()]
+        assert tuple(map("".join, zip(*parts, strict=True))) == (reasoning, answer)
+
+
+def served(directory, template=TEMPLATE):
+    write_byte_tokenizer(directory)
+    (directory / "chat_template.jinja").write_text(template)
+    (directory / "config.json").write_text('{"model_type": "mamba2"}')
+    tokenizer = load_tokenizer(directory)
+    return Served("model", tokenizer, 257, (256,), 4000, ChatTemplate(directory), tool_parser=HermesParser)
+
+
+def prepared(model, messages=({"role": "user", "content": "a"},), **changes):
+    return prepare_request(ChatRequest, json.dumps({"messages": list(messages), **changes}), "", model)
+
+
+def test_a_call_after_reasoning(tmp_path):
+    model = served(tmp_path)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    request = prepared(model, tools=tools, chat_template_kwargs={"enable_thinking": True})
+    assert request.is_thinking is True
+    replies, (sequence,) = Replies(request, model), request.sequences
+    text = b'So.\n</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    piece = replies.add_update(Update(sequence, list(text), "stop"))
+    message = json.loads(replies.whole([piece]).to_json())["choices"][0]["message"]
+    assert message["content"] is None and message["reasoning_content"] == message["reasoning"] == "So."
+    assert message["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_what_the_engine_follows(tmp_path):
+    model, end, think = served(tmp_path), tuple(b"</think>"), {"chat_template_kwargs": {"enable_thinking": True}}
+
+    def thinking(**changes):
+        arguments = prepared(model, **changes).sequences[0].arguments
+        copy = Arguments.from_json(json.loads(json.dumps(arguments.to_json())))
+        assert copy.thinking == arguments.thinking
+        return copy.thinking
+
+    assert thinking() is None and thinking(**think) is None
+    assert thinking(thinking_budget=5) == (end, False, 5) and thinking(thinking_token_budget=0, **think) == (
+        end,
+        True,
+        0,
+    )
+    form = {"response_format": {"type": "json_object"}}
+    assert thinking(**form, thinking_budget=5) is None and thinking(**form, **think) == (end, True, None)
+    plain = served(tmp_path, "{{ messages[0].content }}")
+    assert prepared(plain, thinking_budget=5).sequences[0].arguments.thinking is None
+
+
+@pytest.mark.parametrize("content", ("Once upon ", "  a\n\nb", "<think>so"))
+def test_the_last_message_is_continued(tmp_path, content):
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    model = served(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    request = prepared(model, chat, continue_final_message=True)
+    assert request.prompts[0][0] == theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert request.is_thinking is ("<think>" in content)
+    request = prepared(model, chat, add_generation_prompt=False)
+    assert request.prompts[0][0] == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
+    with pytest.raises(ApiError, match="exclude each other"):
+        prepared(model, chat, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(ApiError, match="needs a last message with content that the chat template shows"):
+        prepared(model, [{"role": "assistant", "content": " "}], continue_final_message=True)
+
+
+def test_messages_of_developers_and_with_reasoning(tmp_path):
+    """A template that does not know developers sees the system."""
+    messages = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c"}]
+    ((text, _),) = prepared(served(tmp_path, "{{ messages | tojson }}"), messages).prompts
+    assert [message["role"] for message in json.loads(text)] == ["system", "assistant"]
+    assert json.loads(text)[1]["reasoning_content"] == "c"
+    ((text, _),) = prepared(served(tmp_path, "{{ messages[0].role }}{# developer #}"), messages).prompts
+    assert text == "developer"
