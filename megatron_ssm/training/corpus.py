@@ -48,7 +48,7 @@ class Corpus:
                 name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()
             }
             self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
-            self.end_of_text_id = _end_of_text_id(tokenizer, folder)
+            self.end_of_text_id = end_of_text_id_of(tokenizer, folder)
         end = self.end_of_text_id
         self.train: Tokens = tokenize(documents, tokenizer, end)
         self.held_out: Tokens | None = tokenize(held_out, tokenizer, end) if held_out else None
@@ -93,7 +93,7 @@ class _ByteTokenizer:
         return [SimpleNamespace(ids=np.frombuffer(text.encode("utf-8"), np.uint8)) for text in texts]
 
 
-def _end_of_text_id(tokenizer: "Tokenizer", folder: Path) -> int:
+def end_of_text_id_of(tokenizer: "Tokenizer", folder: Path) -> int:
     """The id of the end-of-text token: the eos_token of the tokenizer's configuration, otherwise one of the usual names."""
     names = [END_OF_TEXT, "</s>"]
     own = special_tokens(folder).get("eos_token")

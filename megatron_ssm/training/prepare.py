@@ -1,7 +1,7 @@
 """`megatron-ssm prepare`: tokenizes text into a Megatron indexed dataset, PREFIX.bin and PREFIX.idx.
 
-In: JSON lines, Parquet, datasets of Hugging Face, or plain text; a tokenizer. Out: the tokens of all documents, each followed
-by the end-of-text id, in the format of Megatron's `IndexedDataset`, and PREFIX.json, which says how they were made.
+In: JSON lines, Parquet, datasets of Hugging Face, or plain text; a tokenizer. Out: the tokens of all documents, each
+followed by the end-of-text id, in the format of Megatron's `IndexedDataset`, and PREFIX.json, which says how they were made.
 
 Documents are read and written as a stream, so memory does not grow with the text. Tokens are appended to PREFIX.bin.partial.
 A journal beside it records how many of them are complete; a command that was interrupted continues from there.
@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, load_tokenizer
 
-from .corpus import _end_of_text_id
-from .data import _files, _text_of, read_documents
+from .corpus import end_of_text_id_of
+from .documents import JSON_LINES, files_of, read_documents, text_of_line
 
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096  # the most that are tokenized at once
 JOURNAL_TOKENS = 1 << 24  # after so many, what was written is recorded
@@ -51,7 +51,7 @@ class Source:
         tokenizer = load_tokenizer(folder)
         vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-        return cls(tokenizer, vocab_size, _end_of_text_id(tokenizer, folder), digest)
+        return cls(tokenizer, vocab_size, end_of_text_id_of(tokenizer, folder), digest)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without special tokens."""
@@ -83,15 +83,15 @@ def prepare(
     """Tokenize documents into OUT.bin and OUT.idx, and return what they hold.
 
     Args:
-        inputs: Files, or directories that stand for all files below them: JSON lines (.jsonl, .ndjson; also with .gz), Parquet
-            (.parquet) and UTF-8 text, of which each file is a document.
+        inputs: Files, or directories that stand for all files below them: JSON lines (.jsonl, .ndjson; also with .gz),
+            Parquet (.parquet) and UTF-8 text, of which each file is a document.
         out: The path of the result without its suffix.
         tokenizer: "byte", a directory with a tokenizer.json, or such a file.
         column: The string of each JSON line or row that is the document.
         separator: In files of text, each line that is equal to it ends a document.
         dataset: A directory written by `datasets.save_to_disk`, or the name of a dataset on the Hugging Face hub.
         split: The split of `dataset`.
-        shows_progress: Whether to draw a bar on stderr.
+        shows_progress: Draw a bar on stderr.
 
     Raises:
         ValueError: An input or the tokenizer is not what it should be; the message names the file and the line. What was
@@ -99,11 +99,12 @@ def prepare(
         OSError: A file cannot be read or written.
     """
     source, out = Source.of(tokenizer), Path(out)
-    recipe = {"inputs": _described(inputs), "dataset": dataset and [dataset, split], "column": column} | {
+    files = _described(inputs)
+    recipe = {"inputs": files, "dataset": dataset and [dataset, split], "column": column} | {
         "separator": separator, "tokenizer": source.digest, "end_of_text_id": source.end_of_text_id,
     }  # fmt: skip
     texts = _texts(inputs, column, separator) if dataset is None else _rows_of(dataset, split, column)
-    total = None if dataset else sum(size for _, size, _ in recipe["inputs"])
+    total = None if dataset else sum(size for _, size, _ in files)
     with _Writer(out, recipe, source) as writer, _progress_bar(total, shows_progress) as bar:
         _tokenize(texts, source, writer, bar)
     return writer.prepared
@@ -195,8 +196,7 @@ class _Writer:
         self._recorded = self.prepared.tokens
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None or not self.prepared.documents:
-            self._record()
+        self._record()
         self._bin.close()
         self._lengths.close()
         if kind is None:
@@ -213,6 +213,7 @@ class _Writer:
             "tokenizer": self._source.digest, "vocab_size": self._source.vocab_size, "end_of_text_id": self._end,
         }  # fmt: skip
         self._path(".json").write_text(json.dumps(made, indent=1) + "\n")
+        self._path(".idx").unlink(missing_ok=True)  # of an earlier dataset
         self._path(".bin.partial").replace(self._path(".bin"))
         index.replace(self._path(".idx"))  # last: a dataset is complete if it has an index
         for suffix in (".journal.json", ".lengths.partial"):
@@ -233,18 +234,18 @@ def write_index(file: IO[bytes], lengths: np.ndarray, dtype: np.dtype) -> None:
 
 def _described(inputs: Sequence[str | Path]) -> list[list]:
     """[[path, bytes, time of the last change]] of all input files."""
-    files = [file for path in inputs for file in _files(Path(path))]
+    files = [file for path in inputs for file in files_of(Path(path))]
     return [[str(file.absolute()), status.st_size, status.st_mtime_ns] for file in files for status in (file.stat(),)]
 
 
 def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> Iterator[tuple[str, int]]:
     """(document, about its bytes in the file) of all inputs; those of white space alone are left out."""
     for path in inputs:
-        for file in _files(Path(path)):
+        for file in files_of(Path(path)):
             suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
             if suffixes[-1:] == [".parquet"]:
                 found = _parquet_texts(file, column)
-            elif {".jsonl", ".ndjson"} & set(suffixes) and suffixes[-1] in (".jsonl", ".ndjson", ".gz"):
+            elif suffixes[-1:] == [".gz"] or set(suffixes[-1:]) & set(JSON_LINES):
                 found = _json_texts(file, column)
             else:
                 found = ((text, len(text)) for text in read_documents(file, separator))
@@ -257,7 +258,7 @@ def _json_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _text_of(path, number, line, column), len(line)
+                    yield text_of_line(path, number, line, column), len(line)
     except (EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is cut off or is not gzip: {error}") from None
 
