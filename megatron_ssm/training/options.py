@@ -35,8 +35,18 @@ class Options:
     """
 
     data: tuple[str, ...] = _option(
-        (), "text files or folders; a document is a file, or the `text` of a line of JSON lines (.jsonl)", required=True
+        (),
+        "text files or folders; a document is a file, or the `text` of a line of JSON lines (.jsonl); or "
+        "indexed datasets, as --data-path",
     )
+    data_path: tuple[str, ...] = _option(
+        (), "Megatron's indexed datasets: PREFIX of PREFIX.bin and .idx, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        metavar="WORD",
+    )  # fmt: skip
+    train_data_path: tuple[str, ...] = _option((), "as --data-path, all of it for training", metavar="WORD")
+    split: str = _option("949,50,1", "shares of --data-path for training, evaluation and tests, which are not read")
+    data_cache_path: str = _option("", "directory for the index of samples of indexed datasets (default: in --out)")
+    eval_iters: int = _option(10, "global batches of an evaluation with indexed datasets")
     out: str = _option(
         "", "directory for checkpoints, and at the end for the model in Hugging Face format", required=True
     )
@@ -284,7 +294,8 @@ _MINIMUM = {
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout",
                      "peak_tflops", "lora_rank", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-                     "moe_latent_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), 0),
+                     "moe_latent_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
+                     "eval_iters"), 0),
 }  # fmt: skip
 
 
@@ -326,6 +337,8 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         for option in fields(Options):
             if option.metadata.get("required") and not values.get(option.name):
                 raise ValueError(f"{flag(option.name)} is required")
+        if not any(values.get(name) for name in ("data", "data_path", "train_data_path")):
+            raise ValueError("--data is required")
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return Options(**values)
     except ValueError as error:

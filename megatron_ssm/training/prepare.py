@@ -17,20 +17,33 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, load_tokenizer
+from megatron_ssm.inference.special_tokens import special_tokens
+from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, load_tokenizer
 
-from .corpus import end_of_text_id_of
 from .documents import JSON_LINES, files_of, read_documents, text_of_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096  # the most that are tokenized at once
 JOURNAL_TOKENS = 1 << 24  # after so many, what was written is recorded
 MAGIC, INDEX_VERSION = b"MMIDIDX\0\0", 1  # the beginning of a file .idx, as Megatron writes it
 TYPE_CODES = {np.uint16: 8, np.int32: 4}  # Megatron's numbers of dtypes
 UINT16_VOCABULARY = 65_500  # larger vocabularies are int32, as in Megatron
+
+
+def end_of_text_id_of(tokenizer: "Tokenizer", folder: Path) -> int:
+    """The id of the end-of-text token: the eos_token of the tokenizer's configuration, otherwise one of the usual names."""
+    names = [END_OF_TEXT, "</s>"]
+    own = special_tokens(folder).get("eos_token")
+    for name in names if own is None else [own, *names]:
+        if (token_id := tokenizer.token_to_id(name)) is not None:
+            return token_id
+    raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names)}")
 
 
 @dataclass(frozen=True)
