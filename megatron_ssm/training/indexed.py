@@ -4,7 +4,7 @@ import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ from megatron_ssm.parallel.groups import join_alone
 
 from .options import Options
 from .prepare import INDEX_VERSION, MAGIC, TYPE_CODES
-
-if TYPE_CHECKING:
-    from .corpus import Corpus
 
 ITEM_SIZES = {code: np.dtype(kind).itemsize for kind, code in TYPE_CODES.items()}
 
@@ -118,8 +115,11 @@ class IndexedBatches:
     more begins again with the first. `open` is called on all ranks together before the first batch.
     """
 
-    def __init__(self, options: Options, corpus: "Corpus", samples: int):
-        """Check the files that the options name. ValueError if one of them is not a dataset, or has no training sample."""
+    def __init__(self, options: Options, corpus: Any, samples: int):
+        """Check the files that the options name; corpus: a `Corpus`.
+
+        ValueError if one of them is not a dataset, or has no training sample.
+        """
         self._options, self._corpus, self.samples = options, corpus, samples
         self.train = Blend.of(options.train_data_path or options.data_path or options.data)
         self.valid = Blend.of(options.valid_data_path) if options.valid_data_path else None

@@ -12,6 +12,8 @@ from typing import Any
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
 
+from .megatron_flags import NOT_THERE, SAME, add_arguments, translated
+
 # Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
@@ -304,6 +306,20 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class _Parser(Parser):
+    """Its error for an unknown flag is the answer of `megatron_flags`, or suggests a flag with the same first word."""
+
+    def _refuse(self, unknown: Sequence[str]) -> None:
+        if not unknown:
+            return
+        name = unknown[0].split("=")[0]
+        if name in NOT_THERE:
+            self.error(f"{name} is not there: {NOT_THERE[name]}")
+        first = name.split("-")[2:3]
+        similar = [known for known in self.flags() if known.split("-")[2:3] == first]
+        self.error(f"unknown argument {unknown[0]}{did_you_mean(name, similar)}")
+
+
 def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") -> Options:
     """Options from the command line, which override those of --config F.yaml, which override the defaults.
 
@@ -313,7 +329,7 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         argv: The words of the command line (None: sys.argv[1:]).
         prog: The name of the program in errors.
     """
-    parser = Parser(prog=prog, description="Pretrain a state-space language model on text.")
+    parser = _Parser(prog=prog, description="Pretrain a state-space language model on text.")
     parser.add_argument("--config", metavar="F.yaml", help="options in YAML, under the same names")
     for option in fields(Options):
         arguments: dict[str, Any] = dict(default=argparse.SUPPRESS, help=option.metadata["help"])
@@ -327,13 +343,16 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
             arguments |= dict(nargs="?", const=alone)
             no: dict[str, Any] = dict(default=argparse.SUPPRESS, help=argparse.SUPPRESS, dest=option.name)
             parser.add_argument(flag(f"no_{option.name}"), action="store_const", const="", **no)
-        parser.add_argument(flag(option.name), **arguments)
+        others = [other for other, name in SAME.items() if name == option.name]
+        parser.add_argument(flag(option.name), *others, **arguments)
+    add_arguments(parser, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
     parsed = vars(parser.parse_args(argv))
     config = parsed.pop("config")
     parsed.pop("local_rank", None)
     try:
         values: dict[str, Any] = {**_read_yaml(config), **parsed} if config else parsed
+        values = translated(values, {option.name: option.default for option in fields(Options)})
         for option in fields(Options):
             if option.metadata.get("required") and not values.get(option.name):
                 raise ValueError(f"{flag(option.name)} is required")

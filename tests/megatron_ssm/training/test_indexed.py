@@ -34,7 +34,7 @@ def dataset(folder, name, documents):
 
 
 def one_dataset(documents, samples):
-    """The samples that Megatron draws from documents: whole epochs are shuffled, the last one alone if most of it is left."""
+    """The samples that Megatron draws from documents: whole epochs are shuffled, the last alone if most of it is left."""
     random = np.random.RandomState(SEED)
     tokens = sum(map(len, documents))
     epochs = next(n for n in range(1, 1000) if n * tokens >= samples * SEQ + 1)
