@@ -1,4 +1,4 @@
-"""`megatron-ssm prepare` against tokenizers' `encode_batch` alone, on the same texts (about a minute).
+"""`megatron-ssm prepare` against tokenizers' `encode_batch` alone, on the same texts (about 1 min).
 
 The claim: prepare, which also reads JSON lines and writes a Megatron dataset, tokenizes at least 0.8 times as many bytes per
 second as `encode_batch` with a BPE of up to 32,768 tokens.

@@ -1,4 +1,4 @@
-"""Flags of Megatron's and Megatron-DeepSpeed's scripts that are no options here: what each stands for, or why it is not there.
+"""Flags of the scripts of Megatron and Megatron-DeepSpeed that are no options here: what replaces each, or why it is not there.
 
 The table in docs/reference/training-flags.md is this file's `table`.
 """
