@@ -1,4 +1,4 @@
-"""Flags of the scripts of Megatron and Megatron-DeepSpeed that are no options here: what replaces each, or why it is not there.
+"""Flags of Megatron's and DeepSpeed's scripts that are no options here: what replaces each, or why it is not there.
 
 The table in docs/reference/training-flags.md is this file's `table`.
 """
