@@ -29,7 +29,8 @@ ROOMS = {
 FOLDERS = ("examples", "launch", "benchmarks", "tests")
 ALL_FILES = PACKAGE_FILES + [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MEGATRON_FILES = {
-    "megatron_ssm/parallel/groups.py", "megatron_ssm/parallel/megatron_ddp.py", "megatron_ssm/integrations/specs.py"
+    "megatron_ssm/parallel/groups.py", "megatron_ssm/parallel/megatron_ddp.py", "megatron_ssm/integrations/specs.py",
+    "megatron_ssm/training/indexed.py",
 } | {f"megatron_ssm/integrations/megatron_{name}.py" for name in ("gpt", "layers", "split", "weights")}  # fmt: skip
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
     ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
@@ -38,6 +39,7 @@ OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file im
     ("lm_eval",): {"megatron_ssm/integrations/lm_eval.py"},
     ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
     ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},
+    ("pyarrow", "datasets"): {"megatron_ssm/training/prepare.py"},
 }
 # Pages of the design, which are not part of the repository.
 DESIGN_PAGES = re.compile(

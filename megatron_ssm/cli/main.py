@@ -52,6 +52,8 @@ def parser() -> Parser:
         "How to divide a model over ranks: predicted times and memory of every division, and why one is the fastest."
     )
     _add_advise(commands.add_parser("advise", help="how to divide a model over ranks", description=about))
+    about = "Tokenize text into a Megatron indexed dataset, PREFIX.bin and PREFIX.idx; run again, it continues."
+    _add_prepare(commands.add_parser("prepare", help="text to an indexed dataset for training", description=about))
     about = "Versions, the kernels that run on this machine and why, and known problems: for a bug report."
     doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
@@ -169,6 +171,22 @@ def _add_advise(advise: argparse.ArgumentParser) -> None:
     advise.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_prepare(prepare: argparse.ArgumentParser) -> None:
+    """The flags of `prepare`."""
+    prepare.add_argument("--input", nargs="+", default=[], metavar="FILE",
+                         help="files or folders: JSON lines (also .gz), Parquet, or UTF-8 text")  # fmt: skip
+    prepare.add_argument("--out", required=True, metavar="PREFIX", help="the result's path without its suffix")
+    prepare.add_argument("--tokenizer-model", default="byte", metavar="T",
+                         help="'byte', a tokenizer.json, or its folder (default: byte)")  # fmt: skip
+    prepare.add_argument("--text-column", default="text", metavar="C",
+                         help="the string of each line or row that is its document (default: text)")  # fmt: skip
+    prepare.add_argument("--document-separator", metavar="LINE", help="a line that separates documents of a text file")
+    prepare.add_argument("--dataset", metavar="D",
+                         help="in place of --input: a dataset of Hugging Face, by name, or a folder of one")  # fmt: skip
+    prepare.add_argument("--dataset-split", default="train", metavar="S", help="default: train")
+    prepare.add_argument("--workers", type=int, metavar="N", help="threads that tokenize (default: one per core)")
+
+
 def _add_hidden(parser: argparse.ArgumentParser, *flags: str) -> None:
     """Flags that launchers pass, and that the help does not show."""
     for flag in flags:
@@ -183,7 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.command in ("generate", "serve"):
         return {"generate": _generate, "serve": _serve}[arguments.command](arguments, argv)
-    return {"convert": _convert, "doctor": _doctor, "advise": _advise}[arguments.command](arguments)
+    commands = {"convert": _convert, "doctor": _doctor, "advise": _advise, "prepare": _prepare}
+    return commands[arguments.command](arguments)
 
 
 def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -298,6 +317,29 @@ def _advise(arguments: argparse.Namespace) -> int:
         advise(arguments)
 
     return run("megatron_ssm advise", command)
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    _check(arguments, "workers", 1)
+    if bool(arguments.input) == bool(arguments.dataset):
+        parser().error("prepare needs --input or --dataset, and not both")
+    leave_on_interrupt()
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # before silence_third_parties turns it off
+    if arguments.workers:
+        os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)  # the threads of tokenizers
+    silence_third_parties()
+
+    def command() -> None:
+        from megatron_ssm.training.prepare import prepare
+
+        made = prepare(
+            arguments.input, arguments.out, arguments.tokenizer_model, arguments.text_column,
+            arguments.document_separator, arguments.dataset, arguments.dataset_split, sys.stderr.isatty(),
+        )  # fmt: skip
+        counts = f"{made.documents:,} documents, {made.tokens:,} tokens of {made.text_bytes:,} bytes"
+        print(f"{arguments.out}.bin, {arguments.out}.idx: {counts}")
+
+    return run("megatron_ssm prepare", command)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

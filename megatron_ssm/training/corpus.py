@@ -2,41 +2,38 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
-from megatron_ssm.inference.special_tokens import special_tokens
 from megatron_ssm.inference.text import (
     BYTE_END_OF_TEXT_ID,
-    END_OF_TEXT,
     load_tokenizer,
     write_byte_tokenizer,
     write_whole_files,
 )
 from megatron_ssm.stack.stack import Stack
 
-from .batches import Tokens, tokenize
+from .batches import Batches, Tokens, tokenize
 from .documents import read_documents, split_documents
+from .indexed import IndexedBatches, Samples, names_indexed
 from .options import Options
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from .prepare import end_of_text_id_of
 
 
 class Corpus:
     """The training text and the held-out text as tokens, and the tokenizer that made them.
 
-    train, held_out: `batches.Tokens`; held_out is None if there is only one document. vocab_size: of the tokenizer.
+    train, held_out: `batches.Tokens`; held_out is None if there is only one document. With indexed datasets, train is None,
+    and held_out `indexed.Samples` that `IndexedBatches.open` returns. vocab_size: of the tokenizer.
     end_of_text_id: follows every document. tokenizer_files: {name: content}, None for the byte tokenizer.
 
     Every rank reads all of it. ValueError or FileNotFoundError if a file cannot be read or is not what it should be.
     """
 
     def __init__(self, options: Options):
-        documents, held_out = _documents(options)
         source = options.tokenizer_model or options.init_from or "byte"
         self.tokenizer_files: dict[str, bytes] | None = None
         tokenizer: Any = _ByteTokenizer()
@@ -48,10 +45,25 @@ class Corpus:
                 name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()
             }
             self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
-            self.end_of_text_id = _end_of_text_id(tokenizer, folder)
-        end = self.end_of_text_id
-        self.train: Tokens = tokenize(documents, tokenizer, end)
-        self.held_out: Tokens | None = tokenize(held_out, tokenizer, end) if held_out else None
+            self.end_of_text_id = end_of_text_id_of(tokenizer, folder)
+        self._tokenizer = tokenizer
+        self.train: Tokens | None = None
+        self.held_out: Tokens | Samples | None = None
+        if not names_indexed(options):
+            documents, held_out = _documents(options)
+            self.train = tokenize(documents, tokenizer, self.end_of_text_id)
+            self.held_out = tokenize(held_out, tokenizer, self.end_of_text_id) if held_out else None
+
+    def batches(self, options: Options, samples: int) -> Batches | IndexedBatches:
+        """The batch of each step; samples: of the whole run, which decide Megatron's order."""
+        if self.train is None:
+            return IndexedBatches(options, self, samples)
+        return Batches(self.train, options.seq_length, options.global_batch_size, options.seed)
+
+    def bytes_of(self, ids: list[int]) -> int:
+        """The UTF-8 bytes of tokens, without those that end a text."""
+        ids = [each for each in ids if each != self.end_of_text_id]
+        return len(ids) if self.tokenizer_files is None else len(self._tokenizer.decode(ids).encode())
 
     def new_model_config(self, options: Options) -> Stack:
         """The configuration of a new model: that of --model-config, or one of the options' sizes for this tokenizer."""
@@ -91,13 +103,3 @@ class _ByteTokenizer:
     def encode_batch(self, texts: list[str], add_special_tokens: bool = False) -> list[SimpleNamespace]:
         """Like tokenizers.Tokenizer.encode_batch: the `ids` of each result are the tokens."""
         return [SimpleNamespace(ids=np.frombuffer(text.encode("utf-8"), np.uint8)) for text in texts]
-
-
-def _end_of_text_id(tokenizer: "Tokenizer", folder: Path) -> int:
-    """The id of the end-of-text token: the eos_token of the tokenizer's configuration, otherwise one of the usual names."""
-    names = [END_OF_TEXT, "</s>"]
-    own = special_tokens(folder).get("eos_token")
-    for name in names if own is None else [own, *names]:
-        if (token_id := tokenizer.token_to_id(name)) is not None:
-            return token_id
-    raise ValueError(f"{folder} names no eos_token in tokenizer_config.json, and has none of {', '.join(names)}")

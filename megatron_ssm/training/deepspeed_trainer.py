@@ -49,6 +49,7 @@ from .gradients import (
     clip_gradients,
     grad_norm,
 )
+from .indexed import Samples
 from .options import Options
 from .trainer import SequenceLoss, Trainer, entries, evaluate, gathered_state, torch_adamw, unfilled_state
 
@@ -193,7 +194,7 @@ class DeepSpeedTrainer(Trainer):
             gradient.fill_(value)
         self._set_gradients(gradients)
 
-    def evaluate(self, tokens: Tokens, leaves: Callable[[], bool] | None = None) -> float | None:
+    def evaluate(self, tokens: Tokens | Samples, leaves: Callable[[], bool] | None = None) -> float | None:
         """See `trainer.evaluate`. The engine computes the loss, because ZeRO 3 gathers parameters in its forward pass."""
         return evaluate(self.model, tokens, self.groups, self.options, self._engine, leaves)
 

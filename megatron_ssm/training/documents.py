@@ -47,13 +47,13 @@ def read_documents(paths: Path | str | Iterable[Path | str], separator: str | No
             is named if it is a known one; a line of JSON lines has no such string; no document is left.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    documents = [text for path in paths for file in _files(Path(path)) for text in _documents_of(file, separator)]
+    documents = [text for path in paths for file in files_of(Path(path)) for text in _documents_of(file, separator)]
     if not documents:
         raise ValueError(f"no text in {', '.join(map(str, paths)) or 'an empty list of paths'}")
     return documents
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     """The file itself, or the files below a directory; ValueError for a directory that cannot be read."""
     if not path.is_dir():
         return [path]
@@ -83,19 +83,29 @@ def _documents_of(path: Path, separator: str | None) -> Iterator[str]:
 
 def _text_fields(path: Path, lines: str) -> Iterator[str]:
     """The field `text` of each line. ValueError if a line is not an object with such a string."""
-    for number, line in enumerate(lines.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} of {path} is not JSON: {error}") from None
-        text = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(f"line {number} of {path} is not a JSON object with a string `text`")
-        if re.search("[\ud800-\udfff]", text):
-            raise ValueError(f"line {number} of {path}: `text` has half of a surrogate pair")
-        yield text
+    numbered = enumerate(lines.split("\n"), start=1)
+    return (text_of_line(path, number, line) for number, line in numbered if line.strip())
+
+
+def text_of_line(path: Path, number: int, line: str | bytes, column: str = "text") -> str:
+    """The string `column` of the object on a line of JSON lines; ValueError if it has none.
+
+    Args:
+        path: The file, and
+        number: the number of the line in it, for the error.
+        line: The line.
+        column: The name of the string.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {number} of {path} is not JSON: {error}") from None
+    text = record.get(column) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"line {number} of {path} is not a JSON object with a string `{column}`")
+    if re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"line {number} of {path}: `{column}` has half of a surrogate pair")
+    return text
 
 
 def _is_record(line: str) -> bool:

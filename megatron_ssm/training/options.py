@@ -12,6 +12,8 @@ from typing import Any
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
 
+from .megatron_flags import NOT_THERE, SAME, add_arguments, translated
+
 # Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
@@ -35,8 +37,18 @@ class Options:
     """
 
     data: tuple[str, ...] = _option(
-        (), "text files or folders; a document is a file, or the `text` of a line of JSON lines (.jsonl)", required=True
+        (),
+        "text files or folders; a document is a file, or the `text` of a line of JSON lines (.jsonl); or "
+        "indexed datasets, as --data-path",
     )
+    data_path: tuple[str, ...] = _option(
+        (), "Megatron's indexed datasets: PREFIX of PREFIX.bin and .idx, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        metavar="WORD",
+    )  # fmt: skip
+    train_data_path: tuple[str, ...] = _option((), "as --data-path, all of it for training", metavar="WORD")
+    split: str = _option("949,50,1", "shares of --data-path for training, evaluation and tests, which are not read")
+    data_cache_path: str = _option("", "directory for the index of samples of indexed datasets (default: in --out)")
+    eval_iters: int = _option(10, "global batches of an evaluation with indexed datasets")
     out: str = _option(
         "", "directory for checkpoints, and at the end for the model in Hugging Face format", required=True
     )
@@ -284,13 +296,28 @@ _MINIMUM = {
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout",
                      "peak_tflops", "lora_rank", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-                     "moe_latent_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"), 0),
+                     "moe_latent_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
+                     "eval_iters"), 0),
 }  # fmt: skip
 
 
 def flag(name: str) -> str:
     """The command-line flag of an option."""
     return "--" + name.replace("_", "-")
+
+
+class _Parser(Parser):
+    """Its error for an unknown flag is the answer of `megatron_flags`, or suggests a flag with the same first word."""
+
+    def _refuse(self, unknown: Sequence[str]) -> None:
+        if not unknown:
+            return
+        name = unknown[0].split("=")[0]
+        if name in NOT_THERE:
+            self.error(f"{name} is not there: {NOT_THERE[name]}")
+        first = name.split("-")[2:3]
+        similar = [known for known in self.flags() if known.split("-")[2:3] == first]
+        self.error(f"unknown argument {unknown[0]}{did_you_mean(name, similar)}")
 
 
 def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") -> Options:
@@ -302,7 +329,7 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         argv: The words of the command line (None: sys.argv[1:]).
         prog: The name of the program in errors.
     """
-    parser = Parser(prog=prog, description="Pretrain a state-space language model on text.")
+    parser = _Parser(prog=prog, description="Pretrain a state-space language model on text.")
     parser.add_argument("--config", metavar="F.yaml", help="options in YAML, under the same names")
     for option in fields(Options):
         arguments: dict[str, Any] = dict(default=argparse.SUPPRESS, help=option.metadata["help"])
@@ -316,16 +343,21 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
             arguments |= dict(nargs="?", const=alone)
             no: dict[str, Any] = dict(default=argparse.SUPPRESS, help=argparse.SUPPRESS, dest=option.name)
             parser.add_argument(flag(f"no_{option.name}"), action="store_const", const="", **no)
-        parser.add_argument(flag(option.name), **arguments)
+        others = [other for other, name in SAME.items() if name == option.name]
+        parser.add_argument(flag(option.name), *others, **arguments)
+    add_arguments(parser, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
     parsed = vars(parser.parse_args(argv))
     config = parsed.pop("config")
     parsed.pop("local_rank", None)
     try:
         values: dict[str, Any] = {**_read_yaml(config), **parsed} if config else parsed
+        values = translated(values, {option.name: option.default for option in fields(Options)})
         for option in fields(Options):
             if option.metadata.get("required") and not values.get(option.name):
                 raise ValueError(f"{flag(option.name)} is required")
+        if not any(values.get(name) for name in ("data", "data_path", "train_data_path")):
+            raise ValueError("--data is required")
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return Options(**values)
     except ValueError as error:

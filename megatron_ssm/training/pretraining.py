@@ -267,7 +267,13 @@ def _summary(model: Model, groups: Groups, inputs: RunInputs) -> str:
     experts = "" if groups.expert is None else f", {groups.expert.size()} of which divide the experts"
     context = "" if groups.context is None else f" {groups.context_ranks} context ({_exchange_of(model)}) x"
     corpus, out = inputs.corpus, inputs.out
-    held_out = f"{corpus.held_out.text_bytes:,} held out" if corpus.held_out else "nothing held out: one document"
+    held_out = (
+        f"{corpus.held_out.text_bytes:,} held out"
+        if corpus.held_out
+        else "nothing held out" + ": one document" * bool(corpus.train)
+    )
+    tokens = inputs.requirements["training_tokens"]
+    text = f"{corpus.train.text_bytes:,} bytes of text" if corpus.train else f"{tokens:,} tokens"
     if inputs.checkpoint:
         target = f"resuming {inputs.checkpoint[0]}"
     elif find_checkpoints(out / "checkpoints"):
@@ -276,5 +282,5 @@ def _summary(model: Model, groups: Groups, inputs: RunInputs) -> str:
         target = f"{'overwriting' if (out / 'config.json').exists() else 'writing'} {out}"
     return (
         f"{model.config.family}, {size:,} parameters; {model.ranks.size} tensor x{context} {groups.data_ranks} "
-        f"data-parallel ranks{experts}; {corpus.train.text_bytes:,} bytes of text, {held_out}; {target}"
+        f"data-parallel ranks{experts}; {text}, {held_out}; {target}"
     )

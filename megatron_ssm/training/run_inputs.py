@@ -4,6 +4,7 @@ Every rank reads it. Before training, the ranks compare what they have read: if 
 or differs between ranks, every rank raises the same error.
 """
 
+import contextlib
 import json
 import zlib
 from dataclasses import asdict, dataclass, fields
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm import families
+from megatron_ssm.checkpoints.folders import DamagedCheckpoint, find_checkpoints, read_training
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
@@ -24,16 +26,17 @@ from sparsefusion.foundation.launcher import launched_ranks
 from .batches import Batches, Tokens
 from .corpus import Corpus
 from .deepspeed_settings import read_settings
+from .indexed import IndexedBatches
 from .memory_budget import check_memory_budget
 from .options import Options, flag
 from .progress import check_places, make_folder
-from .saving import checkpoint_to_resume
+from .saving import OWN, checkpoint_to_resume
 from .tracking import check_trackers
 
 # Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
 LOCAL_OPTIONS = {
     "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
-    "profile", "tensorboard",
+    "profile", "tensorboard", "data_path", "train_data_path", "data_cache_path",
 }  # fmt: skip
 # Options of the shape of a new model, and of sparse gradients.
 SHAPE = (
@@ -66,7 +69,7 @@ class RunInputs:
     out: Path
     corpus: Corpus
     config: Stack
-    batches: Batches
+    batches: Batches | IndexedBatches
     requirements: dict[str, Any]
     checkpoint: tuple[Path, int] | None
     deepspeed: dict[str, Any] | None
@@ -84,12 +87,12 @@ class RunInputs:
         check_routers(options, config)
         check_memory_budget(options, config)
         check_sequence_length(options.seq_length, options.context_parallel_size, config.history)
-        batches = Batches(corpus.train, options.seq_length, options.global_batch_size, options.seed)
+        batches = corpus.batches(options, _samples_of_run(options, out / "checkpoints"))
         deepspeed = None
         if options.engine == "deepspeed":
             data_ranks = launched_ranks() // (options.tensor_model_parallel_size * options.context_parallel_size)
             deepspeed = read_settings(options, data_ranks, config.hidden_size)
-        requirements = _resume_requirements(options, config, corpus)
+        requirements = _resume_requirements(options, config, batches)
         checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements, options.train_iters)
         check_places(options)
         check_trackers(options)
@@ -106,7 +109,7 @@ class RunInputs:
         training_text = self.requirements["training_tokens"], self.requirements["training_text"]
         return {
             "training tokens, checksum": training_text,
-            "held-out tokens, checksum": held_out and (len(held_out.ids), _checksum(held_out)),
+            "held-out tokens, checksum": isinstance(held_out, Tokens) and (len(held_out.ids), _checksum(held_out.ids)),
             "resumed step": self.start,
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
             "outputs": [bool(getattr(options, name)) for name in ("log", "tensorboard", "profile")],
@@ -131,7 +134,10 @@ def read_on_all_ranks(options: Options, device: torch.device) -> RunInputs:
     def same(inputs: RunInputs) -> dict[str, Any]:
         return {"optimizer": _optimizer(options, device), **inputs.fingerprint()}
 
-    return together(read, [dist.group.WORLD], same, device)
+    inputs = together(read, [dist.group.WORLD], same, device)
+    if isinstance(inputs.batches, IndexedBatches):
+        inputs.corpus.held_out = inputs.batches.open()
+    return inputs
 
 
 def _optimizer(options: Options, device: torch.device) -> str:
@@ -168,12 +174,15 @@ def _make_output_directory(path: str) -> Path:
     return out
 
 
-def _resume_requirements(options: Options, config: Stack, corpus: Corpus) -> dict[str, Any]:
+def _resume_requirements(options: Options, config: Stack, batches: Batches | IndexedBatches) -> dict[str, Any]:
     """The JSON values that a resumed run must have in common with the run that wrote its checkpoint."""
     run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
     if options.lora_rank:
         run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
-    text = {"training_tokens": len(corpus.train.ids), "training_text": _checksum(corpus.train)}
+    if isinstance(batches, IndexedBatches):
+        text = {"training_tokens": batches.tokens, "training_text": batches.checksum, "train_samples": batches.samples}
+    else:
+        text = {"training_tokens": len(batches.ids), "training_text": _checksum(batches.ids)}
     return json.loads(json.dumps({**_described(config), **run, **text}))
 
 
@@ -190,8 +199,17 @@ def _described(config: Stack) -> dict[str, Any]:
     return found
 
 
-def _checksum(tokens: Tokens) -> int:
-    array: Any = tokens.ids.numpy()
+def _samples_of_run(options: Options, directory: Path) -> int:
+    """The samples for which Megatron's order is made: those of the first start of a run, which its checkpoints record."""
+    for path in find_checkpoints(directory)[::-1] if options.resume in OWN[1:] else ():
+        with contextlib.suppress(DamagedCheckpoint):
+            if samples := read_training(path).requirements.get("train_samples"):
+                return samples
+    return options.train_iters * options.global_batch_size
+
+
+def _checksum(ids: torch.Tensor) -> int:
+    array: Any = ids.numpy()
     return zlib.crc32(array)
 
 

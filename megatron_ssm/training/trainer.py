@@ -40,6 +40,7 @@ from .gradients import (
     grad_norm,
     whole_gradients,
 )
+from .indexed import IndexedBatches, Samples
 from .options import Options
 
 
@@ -194,7 +195,7 @@ class Trainer:
         experts = [names[parameter] for parameter in divided_experts(self.model)]
         return ordered_ddp(loss, self.groups.data_context, tokens, tokens, left_out=experts), optimizer
 
-    def step(self, batches: Batches, step: int) -> Step:
+    def step(self, batches: Batches | IndexedBatches, step: int) -> Step:
         """One optimizer step on global batch number `step`, counted from 0.
 
         Context and data-parallel ranks sum their gradients, those of experts over `groups.expert_data`; the tensor-parallel
@@ -254,7 +255,7 @@ class Trainer:
         self._discard_gradients()
         return result
 
-    def evaluate(self, tokens: Tokens, leaves: Callable[[], bool] | None = None) -> float | None:
+    def evaluate(self, tokens: Tokens | Samples, leaves: Callable[[], bool] | None = None) -> float | None:
         """See `evaluate`."""
         return evaluate(self.model, tokens, self.groups, self.options, leaves=leaves)
 
@@ -343,7 +344,7 @@ class Trainer:
 @torch.no_grad()
 def evaluate(
     model: Model,
-    tokens: Tokens,
+    tokens: Tokens | Samples,
     groups: Groups,
     options: Options,
     loss: nn.Module | None = None,
@@ -363,7 +364,10 @@ def evaluate(
         Nats per byte, the same on every rank; None if the text was not read to its end.
     """
     loss = loss or SequenceLoss(model, options.bf16)
-    inputs, labels = windows(tokens, options.seq_length)
+    if isinstance(tokens, Samples):
+        inputs, labels = tokens.inputs, tokens.labels
+    else:
+        inputs, labels = windows(tokens, options.seq_length)
     rows, ranks = options.micro_batch_size, groups.data_ranks
     missing = -len(inputs) % (rows * ranks)
     inputs = nn.functional.pad(inputs, (0, 0, 0, missing))
