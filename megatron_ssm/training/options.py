@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -307,7 +308,7 @@ def flag(name: str) -> str:
 
 
 class _Parser(Parser):
-    """Its error for an unknown flag is the answer of `megatron_flags`, or suggests a flag with the same first word."""
+    """Its error for an unknown flag is the answer of `megatron_flags`, or suggests a flag with a similar first word."""
 
     def _refuse(self, unknown: Sequence[str]) -> None:
         if not unknown:
@@ -315,8 +316,9 @@ class _Parser(Parser):
         name = unknown[0].split("=")[0]
         if name in NOT_THERE:
             self.error(f"{name} is not there: {NOT_THERE[name]}")
-        first = name.split("-")[2:3]
-        similar = [known for known in self.flags() if known.split("-")[2:3] == first]
+        first_words = {flag: flag.split("-")[2] for flag in self.flags()}
+        close = difflib.get_close_matches(name.removeprefix("--").split("-")[0], {*first_words.values()}, cutoff=0.8)
+        similar = [flag for flag, word in first_words.items() if word in close]
         self.error(f"unknown argument {unknown[0]}{did_you_mean(name, similar)}")
 
 
