@@ -1,5 +1,5 @@
-"""The fast paths for tokens with a cache: one call of C for all layers or, for decoding one token, a CUDA graph.
+"""The fast paths of calls with a cache: one call of C for all layers, or a CUDA graph that decodes one token.
 
-In: a model, token ids and a cache. Out: logits, or hidden states; the cache is advanced in place.
-Every path gives what the layers' own forward gives.
+In: a model, token ids and a cache. Out: logits, or hidden states; the cache is updated in place.
+Each path has the results of the layers' own `forward`.
 """

@@ -1,8 +1,8 @@
-"""The tapes of a model: which calls C computes, and how a tape is made from the model's modules.
+"""The tapes of a model: the calls that C computes, and the conversion of the model's modules to a tape.
 
-A tape is made when it is first needed, and again when a module of the model has changed (`parallel.tracked`). One is for
-tokens that are decoded, one for tokens that may be taken back, one for prompts, which are read in pieces that fit the
-processor's caches. A layer that C does not compute is a stop, at which Python computes it.
+A tape is made when it is first needed, and again after a module of the model has changed (`parallel.tracked`). There are
+separate tapes for decoding, for speculative decoding, for the draft head, and for prompts. A prompt is read in chunks that
+fit the processor's caches. A layer that C cannot compute is a stop of the tape, at which Python computes it.
 """
 
 import math
@@ -24,15 +24,15 @@ from megatron_ssm.parallel.tracked import Version
 from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from megatron_ssm.tape.run import BoundCall, FinishedTape, Section
 
-PIECE = 256  # tokens of a piece of prompts, of all sequences together
-PIECE_OF_EXPERTS = 1024  # where layers have experts, whose weights are read again for each piece
-SHORTEST = 32  # tokens of each sequence in one of several pieces: for fewer, recurrences take longer
-MOST_TOKENS = 16  # of a row that is decoded speculatively
+CHUNK = 256  # the largest number of tokens in a chunk of prompts, of all sequences together
+EXPERT_CHUNK = 1024  # CHUNK for layers with experts, whose weights are read again for each chunk
+MIN_CHUNK = 32  # the smallest number of tokens of each sequence in one of several chunks; shorter recurrences are slow
+MAX_SPECULATIVE = 16  # the largest number of speculative tokens of a row
 DECODE, SPECULATE, PROMPT, DRAFT = "decode", "speculate", "prompt", "draft"
 
 
 def may_use_kernels() -> bool:
-    """Return True if C may compute layers: no gradients, autocast or module hooks are in use, and the library is there."""
+    """Return True if C may compute layers: the library is loaded, and gradients, autocast and global hooks are off."""
     return (
         kernels.LIBRARY.functions is not None
         and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
@@ -41,34 +41,37 @@ def may_use_kernels() -> bool:
 
 
 class Tapes(threading.local):
-    """The tapes of one model in each thread. A copy has none."""
+    """The tapes of one model in each thread. A copy starts without tapes."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[Version, FinishedTape | None]] = {}
+        self._tapes: dict[str, tuple[Version, FinishedTape | None]] = {}
 
     def __reduce__(self) -> tuple:
         return Tapes, ()
 
     def tape(self, model: Any, kind: str) -> FinishedTape | None:
-        """The tape for a kind of call; None if C computes no layer, or for decoding not the embeddings and the head."""
-        made = self._made.get(kind)
-        if made is None or not made[0].is_current(model):
-            self._made[kind] = made = Version(model), _make(model, kind)
-        return made[1]
+        """The tape for a kind of call.
+
+        None if C can compute none of the layers or, when decoding, not the embeddings or the head.
+        """
+        entry = self._tapes.get(kind)
+        if entry is None or not entry[0].is_current(model):
+            self._tapes[kind] = entry = Version(model), _make(model, kind)
+        return entry[1]
 
     def logits(
-        self, model: Any, ids: Tensor, cache: Cache, speculative: bool, about: Callable[[], Call]
+        self, model: Any, ids: Tensor, cache: Cache, speculative: bool, describe: Callable[[], Call]
     ) -> Tensor | None:
         """This rank's logits (batch, tokens, width) of decoded tokens ids (batch, tokens), by one call of C.
 
-        The tokens advance the cache, unless they are speculative. None, with nothing done: C does not compute these. about:
-        makes the `Call`, for layers that Python computes.
+        Advances the cache, unless the tokens are speculative. Returns None, with nothing done, if C cannot compute them.
+        describe: A function that makes the `Call`, for layers that Python computes.
         """
         call = self._bound_call(model, SPECULATE if speculative else DECODE, ids, cache)
         if call is None:
             return None
         tape = call.tape
-        call.call = about() if tape.builder.stops else None
+        call.call = describe() if tape.builder.stops else None
         logits = call.logits(ids, tape.sections["all"])
         if logits is not None and model.config.logits_scale != 1.0:
             logits.mul_(model.config.logits_scale)
@@ -76,19 +79,19 @@ class Tapes(threading.local):
             cache.layout.pending = call
         return logits
 
-    def drafted(self, model: Any, ids: Tensor, hidden: Tensor, cache: Cache) -> Tensor | None:
-        """`Model.drafted` by one call of C; None, with nothing done: C does not compute it."""
+    def draft_hidden(self, model: Any, ids: Tensor, hidden: Tensor, cache: Cache) -> Tensor | None:
+        """`Model.draft_hidden` by one call of C. Returns None, with nothing done, if C cannot compute it."""
         call = self._bound_call(model, DRAFT, ids, cache)
         return None if call is None else call.hidden(ids, hidden, call.tape.sections["all"])
 
     def _bound_call(self, model: Any, kind: str, ids: Tensor, cache: Cache) -> BoundCall | None:
-        """A call of a tape for decoded tokens ids (batch, tokens), with space in the cache; None: C does not compute it."""
+        """A call of a tape for decoded tokens ids (batch, tokens), with space in the cache; None if C cannot compute it."""
         if not (
             torch.is_tensor(ids) and ids.ndim == 2 and ids.is_cpu and ids.dtype is torch.int64 and may_use_kernels()
         ):
             return None
-        (batch, tokens), most = ids.shape, 1 if kind == DECODE else MOST_TOKENS
-        if not batch or not 0 < tokens <= most or cache.batch != batch or not cache.lengths.is_cpu:
+        (batch, tokens), limit = ids.shape, 1 if kind == DECODE else MAX_SPECULATIVE
+        if not batch or not 0 < tokens <= limit or cache.batch != batch or not cache.lengths.is_cpu:
             return None
         tape = self.tape(model, kind)
         if tape is None or not tape.is_fast(batch * tokens):
@@ -98,49 +101,49 @@ class Tapes(threading.local):
         call = tape.call(batch, tokens)
         return call if call.bind(cache) else None
 
-    def read(self, model: Any, about: Call, cache: Cache | None, x: Tensor) -> Tensor | None:
-        """The hidden states after all layers of tokens of prompts, from their embeddings x (batch, tokens, hidden).
+    def read_prompt(self, model: Any, call: Call, cache: Cache | None, x: Tensor) -> Tensor | None:
+        """The hidden states after the last layer, (batch, tokens, hidden), of a call that reads tokens of prompts.
 
-        None: C does not compute them, or not as fast.
+        Returns None if C cannot compute them, or would be slower. x: (batch, tokens, hidden), the embeddings.
         """
-        if cache is None or about.decoding or about.speculative or about.mask is not None or about.sharding is not None:
+        if cache is None or call.decoding or call.speculative or call.mask is not None or call.sharding is not None:
             return None
         if cache.device.type != "cpu" or model.ranks.group is not None or not may_use_kernels():
             return None
         batch, tokens = x.shape[:2]
         tape = self.tape(model, PROMPT)
         if tape is not None and not tape.has_addresses():
-            self._made.clear()
+            self._tapes.clear()
             tape = self.tape(model, PROMPT)
         if tape is None:
             return None
-        most = PIECE_OF_EXPERTS if tape.builder.has_experts else PIECE
-        if not 0 < batch <= most:
+        limit = EXPERT_CHUNK if tape.builder.has_experts else CHUNK
+        if not 0 < batch <= limit:
             return None
-        pieces = math.ceil(tokens / (most // batch))
-        sizes = {tokens // pieces, math.ceil(tokens / pieces)}
-        if pieces > 1 and min(sizes) < SHORTEST or not all(tape.is_fast(batch * size) for size in sizes):
+        chunks = math.ceil(tokens / (limit // batch))
+        sizes = {tokens // chunks, math.ceil(tokens / chunks)}
+        if chunks > 1 and min(sizes) < MIN_CHUNK or not all(tape.is_fast(batch * size) for size in sizes):
             return None
-        starts, parts = cache.lengths[cache.rows].clone(), []
-        for i in range(pieces):
-            piece = slice(i * tokens // pieces, (i + 1) * tokens // pieces)
-            call = tape.call(batch, piece.stop - piece.start)
-            if not call.bind(cache):
+        starts, outputs = cache.lengths[cache.rows].clone(), []
+        for i in range(chunks):
+            chunk = slice(i * tokens // chunks, (i + 1) * tokens // chunks)
+            bound = tape.call(batch, chunk.stop - chunk.start)
+            if not bound.bind(cache):
                 return None
-            call.call = about
-            if about.positions is not None:
-                positions = Positions.of(starts + piece.start, batch, call.tokens, None, x.device)
-                call.call = replace(about, positions=positions, begins=about.begins and not piece.start)
-            call.tensor(tape.x).copy_(x[:, piece])
+            bound.call = call
+            if call.positions is not None:
+                positions = Positions.of(starts + chunk.start, batch, bound.tokens, None, x.device)
+                bound.call = replace(call, positions=positions, begins=call.begins and not chunk.start)
+            bound.tensor(tape.x).copy_(x[:, chunk])
             if tape.embeddings is not None:
-                call.tensor(tape.embeddings).copy_(x[:, piece])
-            call.run(tape.sections["layers"])
-            parts.append(call.tensor(tape.x).clone())
-        return parts[0] if pieces == 1 else torch.cat(parts, dim=1)
+                bound.tensor(tape.embeddings).copy_(x[:, chunk])
+            bound.run(tape.sections["layers"])
+            outputs.append(bound.tensor(tape.x).clone())  # (batch, tokens of the chunk, hidden)
+        return outputs[0] if chunks == 1 else torch.cat(outputs, dim=1)
 
 
 def _make(model: Any, kind: str) -> FinishedTape | None:
-    """Write a tape of the model."""
+    """The tape of a model for a kind of call, or None; see `Tapes.tape`."""
     if model.context_ranks is not None or model.ranks.sequence_parallel or not len(model.layers):
         return None
     dtype, config = model.dtype, model.config
@@ -174,7 +177,10 @@ def _make(model: Any, kind: str) -> FinishedTape | None:
 
 
 def _embedding(builder: Builder, model: Any, kind: str) -> tuple[Buffer, Buffer | None]:
-    """The residual stream and, where there are shared blocks, the embeddings, which stay."""
+    """(the residual stream, the embeddings for shared blocks or None) at the start of the layers.
+
+    For prompts, both are inputs of the tape.
+    """
     if kind == PROMPT:
         size = model.config.hidden_size
         x = builder.buffer(size, builder.sum_dtype)
@@ -188,24 +194,24 @@ def _embedding(builder: Builder, model: Any, kind: str) -> tuple[Buffer, Buffer 
 
 
 def _embedded(builder: Builder, model: Any) -> Buffer:
-    """The embeddings, times their constant."""
+    """Write the scaled embeddings; see `Model.embedded`."""
     layer, scale = model.embeddings, model.config.embedding_scale
     check_plain(layer)
-    part = builder.embed(layer.weight, layer.start, layer.stop - layer.start, model.config.hidden_size)
-    builder.sum(layer.ranks, part, is_exact=True)
+    embeddings = builder.embed(layer.weight, layer.start, layer.stop - layer.start, model.config.hidden_size)
+    builder.sum(layer.ranks, embeddings, is_exact=True)
     if scale == 1.0:
-        return part
-    scaled = builder.converted(part, builder.dtype, scale)
-    builder.release(part)
+        return embeddings
+    scaled = builder.converted(embeddings, builder.dtype, scale)
+    builder.release(embeddings)
     return scaled
 
 
 def _lower_layer(builder: Builder, model: Any, index: int, layer: Any, x: Buffer, embeddings: Buffer | None) -> bool:
-    """Write a layer, or a stop at which Python computes it; returns whether it was written."""
+    """Write a layer, or a stop at which Python computes it. Returns True if C computes the layer."""
     path, mark = f"layers.{index}.", builder.mark()
     try:
         if not isinstance(layer, Layer) or layer.sum_dtype is not builder.sum_dtype:
-            raise NotLowered("a layer of another class, or with a residual stream in another dtype")
+            raise NotLowered("another class of layers, or another dtype of the residual stream")
         layer.lower(builder, path, x, embeddings, model.shared)
         return True
     except NotLowered as reason:
@@ -216,8 +222,8 @@ def _lower_layer(builder: Builder, model: Any, index: int, layer: Any, x: Buffer
             states = {
                 name.removeprefix(path): state for name, state in call.cache.states.items() if name.startswith(path)
             }
-            given = None if embeddings is None else call.tensor(embeddings)
-            call.tensor(x).copy_(layer(call.tensor(x), call.call, states, shared, given))
+            e = None if embeddings is None else call.tensor(embeddings)
+            call.tensor(x).copy_(layer(call.tensor(x), call.call, states, shared, e))
 
         builder.path = path.rstrip(".")
         builder.stop(compute, f"Python ({reason})")

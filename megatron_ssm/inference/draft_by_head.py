@@ -56,10 +56,10 @@ class DraftByHead:
         model, columns = self.model, []
         hidden, rows = self._read(slots, AT_ONCE), self._cache.select(slot.row for slot in slots)
         for left in reversed(range(count)):
-            local = model.drafted_logits(hidden[:, -1])
+            local = model.draft_logits(hidden[:, -1])
             columns.append(choose_tokens(local, Sampling(), [], model.ranks).clamp(min=0))
             if left:
-                hidden = model.drafted(columns[-1].unsqueeze(1).to(model.device), hidden, rows)
+                hidden = model.draft_hidden(columns[-1].unsqueeze(1).to(model.device), hidden, rows)
                 rows.advance(1)
         rows.advance(1 - count)  # the next call reads the request's new tokens instead
         return torch.stack(columns, dim=1).tolist()
@@ -74,6 +74,6 @@ class DraftByHead:
         before = cache.states["final"]["hidden"]
         rows = torch.tensor([slot.row for slot in slots]).unsqueeze(1)
         positions = torch.tensor(starts).unsqueeze(1) + torch.arange(padded.shape[1])
-        out = model.drafted(padded, before[rows, positions.clamp(max=before.shape[1] - 1)], cache)
+        out = model.draft_hidden(padded, before[rows, positions.clamp(max=before.shape[1] - 1)], cache)
         cache.lengths[cache.rows] += counts
         return out[torch.arange(len(slots)), counts - 1].unsqueeze(1)

@@ -36,10 +36,10 @@ class LanguageModel(Protocol):
     draft_head: Any
     context_ranks: Any
 
-    def drafted(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """The draft head's hidden states (batch, seq, hidden) of ids (batch, seq); see `Model.drafted`."""
+    def draft_hidden(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The draft head's hidden states (batch, seq, hidden) of ids (batch, seq); see `Model.draft_hidden`."""
 
-    def drafted_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's logits (batch, width) of the draft head's hidden states (batch, hidden), for greedy search."""
 
     @property

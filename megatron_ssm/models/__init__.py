@@ -1,6 +1,6 @@
-"""The language model: embedding, residual blocks, head and loss; and the initial values of its parameters.
+"""The language model (embeddings, layers, head and loss), the initial values of its parameters, and LoRA adapters.
 
-In: a `Stack`, the tensor-parallel ranks, and the schedule of the context ranks if sequences are spread over several.
-Out: logits and losses; `inference` is imported for `Model.generate`, which has the arguments of transformers.
-How a family differs from another is in `families`; there is no module per family here.
+In: a `Stack`, the tensor-parallel ranks, and the schedule of the context ranks if sequences are split over several.
+Out: logits and losses. `Model.generate`, with the arguments of transformers, imports `inference`.
+The package `families` defines the families of models; no module here is specific to one.
 """

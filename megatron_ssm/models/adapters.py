@@ -2,7 +2,6 @@
 
 import logging
 import math
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.fields import Field
 from megatron_ssm.stack.stack import Stack
 
-from .initialization import draw
+from .initialization import draw, field_generator
 from .lora import Lora, Target, find_modules, lora_fields, lora_targets
 from .model import Model
 
@@ -22,30 +21,36 @@ log = logging.getLogger("megatron_ssm")
 
 
 def add_lora(model: Model, rank: int, alpha: float, targets: Iterable[str], seed: int = 0) -> None:
-    """Add LoRA adapters to a model in place; afterwards only they are trained.
+    """Add LoRA adapters to a model in place, and freeze all other parameters.
 
-    rank, alpha: see `Lora`. targets: see `find_modules`. A is drawn from `seed`, as in PEFT uniformly in +-1/sqrt(inputs),
-    with the same values on any number of ranks, and B is zero, so that the model computes what it computed before. All ranks
-    use the same arguments; sends nothing. The first rank logs a line if PEFT will not load such adapters.
+    As in PEFT, A is drawn uniformly in +-1/sqrt(inputs), with the same values on any number of ranks, and B is zero, so the
+    outputs of the model do not change. All ranks use the same arguments. Sends nothing. The first rank logs a warning if
+    PEFT does not load such adapters.
 
-    ValueError for a target that the model does not have, for a model that has adapters, and for a quantized model.
+    Args:
+        model: The model.
+        rank: The rank of the adapters (r in PEFT's configuration).
+        alpha: The numerator of their scale alpha / rank (lora_alpha).
+        targets: Names of linear layers, either whole or their last parts (in_proj, q_proj, ...).
+        seed: The seed of A.
+
+    Raises:
+        ValueError: The model does not have a target, already has adapters, or is quantized; rank or alpha is out of range.
     """
     lora = Lora(rank, alpha, find_modules(model.config, targets))
     attach_lora(model, lora)
     for field, parameter in adapter_parameters(model):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))
+        values = draw(field, model.config.num_layers, field_generator(field, seed))
         with torch.no_grad():
-            parameter.copy_(
-                draw(field, model.config.num_layers, generator)[field.piece(model.ranks.rank, model.ranks.size)]
-            )
+            parameter.copy_(values[field.piece(model.ranks.rank, model.ranks.size)])
     groups = (model.ranks.group, *model.copy_groups)
     if all(group is None or group.rank() == 0 for group in groups):
-        _tell_what_peft_refuses(model.config.family, lora.modules)
+        _warn_about_peft(model.config.family, lora.modules)
 
 
-def _tell_what_peft_refuses(family: str, modules: Iterable[str]) -> None:
-    refused = FAMILIES[family].unsupported_by_peft
-    for name in sorted({module.rpartition(".")[2] for module in modules} & set(refused)):
+def _warn_about_peft(family: str, modules: Iterable[str]) -> None:
+    unsupported = FAMILIES[family].unsupported_by_peft
+    for name in sorted({module.rpartition(".")[2] for module in modules} & set(unsupported)):
         log.warning(
             f"PEFT does not load adapters of {name} into {family} models: leave this target out, or merge the adapters "
             "(merge_lora) and save the model"
@@ -53,12 +58,14 @@ def _tell_what_peft_refuses(family: str, modules: Iterable[str]) -> None:
 
 
 def attach_lora(model: Model, lora: Lora) -> None:
-    """Add adapters with uninitialized values, and freeze the other parameters; errors as `add_lora`."""
+    """Add adapters with uninitialized values, and freeze all other parameters. Raises the errors of `add_lora`."""
     model.check_exact_weights("adapted")
     if model.lora is not None:
-        raise ValueError(f"the model already has LoRA adapters of rank {model.lora.rank}: merge_lora or load it again")
+        raise ValueError(
+            f"the model already has LoRA adapters of rank {model.lora.rank}: call merge_lora, or load the model again"
+        )
     if lora.rank < 1 or not 0 < lora.alpha < math.inf:
-        raise ValueError(f"LoRA rank {lora.rank} must be at least 1, and alpha {lora.alpha} positive and finite")
+        raise ValueError(f"LoRA rank={lora.rank}, alpha={lora.alpha}: expected rank >= 1 and a positive, finite alpha")
     targets = lora_targets(model.config)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -73,44 +80,45 @@ def attach_lora(model: Model, lora: Lora) -> None:
 
 
 def _low_rank(target: Target, lora: Lora, model: Model) -> LowRank:
-    """The module of an adapter, with this rank's shapes."""
+    """The module of one adapter, with uninitialized parameters."""
     ranks: Ranks = model.ranks
     down, *ups = target.fields(lora.rank)
-    rows = {target.part(field): field.local_shape(ranks.rank, ranks.size)[0] for field in ups}
+    rows = {target.part_name(field): field.local_shape(ranks.rank, ranks.size)[0] for field in ups}
     repeated = [field for field in ups if field.split == 0 and field.copies(ranks.size) > 1]
     shared: dict[str, Any] = {}
     if repeated:
-        shared = dict(shared=[target.part(field) for field in repeated], pieces=repeated[0].units)
+        shared = dict(shared=[target.part_name(field) for field in repeated], pieces=repeated[0].units)
     inputs = down.local_shape(ranks.rank, ranks.size)[1]
     split = target.weights[0].split
     return LowRank(split, lora.rank, inputs, rows, lora.scale, ranks, model.dtype, model.device, **shared)
 
 
 def adapter_parameters(model: Model) -> list[tuple[Field, torch.nn.Parameter]]:
-    """(field, parameter) of A and B of every adapter, in the layout's order; none if there are no adapters."""
+    """(field, parameter) of A and B of every adapter, in the order of `lora_fields`; [] without adapters."""
     parameters = dict(model.named_parameters())
     return [(field, parameters[field.name]) for field in lora_fields(model.config, model.lora)]
 
 
 @torch.no_grad()
 def merge_lora(model: Model) -> None:
-    """Add the adapters' products to the weights of the layers, remove them, and train all parameters again. Sends nothing.
+    """Add the product of each adapter to the weight of its layer, remove the adapters, and unfreeze all parameters.
 
-    ValueError, with the model unchanged, if layers that share a block have adapters for it: their products differ. Such a
-    model generates with its adapters.
+    Sends nothing.
+
+    Raises:
+        ValueError: The model has no adapters; or several layers share a block, so that they have different adapters for one
+            weight. The model is unchanged, and can generate with its adapters.
     """
     if model.lora is None:
         raise ValueError("the model has no LoRA adapters to merge")
     targets, weights = lora_targets(model.config), dict(model.named_parameters())
     names = [field.name for module in model.lora.modules for field in targets[module].weights]
     if repeated := [name for name in names if name.startswith("shared.") and _is_reused(model.config, name)]:
-        raise ValueError(
-            f"{repeated[0]} is shared by several layers with adapters of their own, so these cannot be merged"
-        )
+        raise ValueError(f"{repeated[0]} is shared by several layers with different adapters, so they cannot be merged")
     for module in model.lora.modules:
         target = targets[module]
         owner: Any = model.get_submodule(target.owner)
-        product = owner.lora[target.key].product()
+        product = owner.lora[target.key].product()  # (rows of all parts, columns)
         parts = [weights[field.name] for field in target.weights]
         for part, rows in zip(parts, product.split([len(part) for part in parts]), strict=True):
             part.add_(rows)
@@ -118,12 +126,12 @@ def merge_lora(model: Model) -> None:
 
 
 def _is_reused(config: Stack, name: str) -> bool:
-    """Return True if several layers use the block of a field called shared.BLOCK.…"""
+    """Return True if several layers invoke the shared block of a field `name`, which is shared.BLOCK...."""
     return len(config.uses(int(name.split(".")[1]))) > 1
 
 
 def remove_lora(model: Model) -> None:
-    """Remove the adapters, and train all parameters again."""
+    """Remove the adapters, and unfreeze all parameters except the `idle` ones, which are only saved again."""
     owners: list[Any] = [module for module in model.modules() if "lora" in module._modules]
     for owner in owners:
         owner.lora = None

@@ -1,4 +1,4 @@
-"""Initial values of parameters, which do not depend on the number of ranks."""
+"""Initial values of parameters. They do not depend on the number of ranks."""
 
 import math
 import zlib
@@ -10,85 +10,105 @@ from torch import nn
 
 from megatron_ssm.stack.fields import Field, field_of
 
-NO_CHANGES: Mapping[str, str] = {}
+NO_REPLACEMENTS: Mapping[str, str] = {}
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 @torch.no_grad()
 def initialize(model: AnyModel, seed: int = 0) -> AnyModel:
-    """Draw every parameter as the model's `Stack.draws` says, in place; returns the model.
+    """Initialize every parameter of a model in place.
 
-    Each field is drawn in full from a generator of its own (`seed` and the field's name), and this rank keeps its part. All
-    ranks must use the same seed. Sends nothing.
+    Each field is drawn in full from its own generator, which depends on the seed and the name of the field, and this rank
+    keeps its part. Sends nothing.
+
+    Args:
+        model: The model.
+        seed: The seed, the same on all ranks.
+
+    Returns:
+        The model.
     """
     place: Any = model.place
     config: Any = model.config
     for parameter in model.parameters():
         field = field_of(parameter)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
-        drawn = draw(field, config.num_layers, generator, config.draws, config.draws_std)
-        parameter.copy_(drawn[field.piece(*place.part)])
+        values = draw(field, config.num_layers, field_generator(field, seed), config.draws, config.draws_std)
+        parameter.copy_(values[field.piece(*place.part)])
     return model
 
 
+def field_generator(field: Field, seed: int) -> torch.Generator:
+    """The generator of the initial values of a field."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {field.name}".encode()))  # uses 32 bits of a seed
+
+
 def draw(
-    field: Field, layers: int, generator: torch.Generator | None = None, draws: Mapping[str, str] = NO_CHANGES,
+    field: Field, layers: int, generator: torch.Generator | None = None, draws: Mapping[str, str] = NO_REPLACEMENTS,
     std: float = 0.02,
 ) -> torch.Tensor:  # fmt: skip
-    """The initial values of a whole field, at least fp32. layers: of the model. generator: None is torch's own.
+    """The initial values of a whole field, in at least fp32.
 
-    draws: {a kind in `Field.init`: the kind that takes its place}. std: the deviation of normal ones.
+    Args:
+        field: The field.
+        layers: The number of layers of the model.
+        generator: The generator; None for torch's default one.
+        draws: {an initialization in `Field.init`: the one that replaces it}; see `Stack.draws`.
+        std: The standard deviation of the initialization "normal".
     """
     kind = draws.get(field.init, field.init)
     if kind == "normal":
-        return torch.empty(field.shape, dtype=torch.float64).normal_(0, std, generator=generator)
+        return _normal(field.shape, std, generator)
     return _DRAWS[kind](field, layers, generator)
 
 
-def _uniform(shape, bound, generator) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+def _uniform(shape, low, high, generator) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float64).uniform_(low, high, generator=generator)
+
+
+def _normal(shape, std, generator) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float64).normal_(0, std, generator=generator)
 
 
 def _linear(field, layers, generator) -> torch.Tensor:
-    """torch's default: uniform in +-1/sqrt(inputs); the inputs of a convolution are its taps."""
-    return _uniform(field.shape, field.shape[-1] ** -0.5, generator)
+    """Uniform in +-1/sqrt(inputs), as torch initializes linear layers; the inputs of a convolution are its taps."""
+    bound = field.shape[-1] ** -0.5
+    return _uniform(field.shape, -bound, bound, generator)
 
 
 def _out_proj(field, layers, generator) -> torch.Tensor:
-    """Scaled down by the square root of the number of residual additions (GPT-2)."""
+    """`_linear`, divided by the square root of the number of residual additions (GPT-2)."""
     return _linear(field, layers, generator) / math.sqrt(layers)
 
 
 def _embedding(field, layers, generator) -> torch.Tensor:
-    return torch.empty(field.shape, dtype=torch.float64).normal_(0, 0.02, generator=generator)
+    return _normal(field.shape, 0.02, generator)
 
 
 def _a_log(field, layers, generator) -> torch.Tensor:
-    """Mamba-1: A = -1 .. -N for every channel (S4D-real); Mamba-2: one A per head, uniform in [1, 16]."""
-    shape = field.shape
-    if len(shape) == 2:
-        return torch.arange(1, shape[1] + 1, dtype=torch.float64).log().expand(shape)
-    return torch.empty(shape, dtype=torch.float64).uniform_(1, 16, generator=generator).log()
+    """Mamba-1: A = -1, ..., -N for every channel (S4D-real). Mamba-2: one A per head, -A uniform in [1, 16]."""
+    if len(field.shape) == 2:
+        return _counted(field, layers, generator)
+    return _uniform(field.shape, 1, 16, generator).log()
 
 
 def _a_range(field, layers, generator) -> torch.Tensor:
-    """One A per head, uniform in a range (`Field.init_range`)."""
+    """One A per head, -A uniform in the range (low, high) = `Field.init_range`."""
     low, high = field.init_range
-    return torch.empty(field.shape, dtype=torch.float64).uniform_(low, high, generator=generator).log()
+    return _uniform(field.shape, low, high, generator).log()
 
 
 def _counted(field, layers, generator) -> torch.Tensor:
-    """A = -1, -2, ..., of each head, or of each state of a channel."""
+    """A = -1, -2, ... along the last dimension: over the heads, or over the states of each channel."""
     count = torch.arange(1, field.shape[-1] + 1, dtype=torch.float64)
     return count.log().expand(field.shape)
 
 
 def _dt_bias(field, layers, generator) -> torch.Tensor:
-    """The inverse softplus of a step size that is drawn log-uniformly from a range, with a floor (`Field.init_range`)."""
+    """The inverse softplus of a log-uniform step size. (low, high, floor) of the step size are `Field.init_range`."""
     low, high, floor = field.init_range
-    drawn = torch.rand(field.shape, dtype=torch.float64, generator=generator)
-    dt = torch.exp(drawn * math.log(high / low) + math.log(low)).clamp(min=floor)
+    uniform = torch.rand(field.shape, dtype=torch.float64, generator=generator)
+    dt = torch.exp(uniform * math.log(high / low) + math.log(low)).clamp(min=floor)
     return dt + torch.log(-torch.expm1(-dt))
 
 

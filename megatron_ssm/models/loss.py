@@ -1,4 +1,4 @@
-"""Cross-entropy over logits that are split by vocabulary over the tensor-parallel ranks."""
+"""Cross-entropy of logits that are split along the vocabulary over the tensor-parallel ranks."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.sizes import LARGE_LOGITS, LOGITS_PIECE
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
-POSITIONS = 256  # of each sequence, whose log-sum-exps are computed at once
+POSITIONS = 256  # the number of positions per sequence whose log-sum-exps are computed at once
 
 
 def cross_entropy(
@@ -22,10 +22,17 @@ def cross_entropy(
 ) -> torch.Tensor:
     """-log p(label) of each position, in nats: (batch, seq), the same on every rank.
 
-    x: (batch, seq, hidden), the head's input; with sequence parallelism this rank's share of the tokens, of which those
-    after the labels are padding. labels: (batch, seq). scale: of the logits. If they are more than LARGE_LOGITS numbers,
-    they are computed piece by piece, and in backward once more. Sends what the head sends, and all-reduces of 1 value
-    (maximum) and of 2 values (sum) per position; backward sends nothing for these.
+    If there are more than LARGE_LOGITS logits, they are computed in pieces, and once more in backward. Sends the messages of
+    the head, and per position an all-reduce of 1 value (maximum) and one of 2 values (sum). Backward sends nothing for these
+    all-reduces.
+
+    Args:
+        x: (batch, seq, hidden), the input of the head. With sequence parallelism, it has this rank's share of the tokens;
+            tokens after the labels are padding.
+        head: The language-model head.
+        labels: (batch, seq).
+        ranks: The tensor-parallel ranks.
+        scale: The constant that multiplies the logits.
     """
     vocabulary = range(head.start, head.stop)
     if labels.numel() * head.width <= LARGE_LOGITS:
@@ -40,9 +47,15 @@ def cross_entropy(
 def vocabulary_parallel_cross_entropy(
     local: torch.Tensor, labels: torch.Tensor, vocabulary: range, ranks: Ranks
 ) -> torch.Tensor:
-    """`cross_entropy` of logits: local (batch, seq, width), this rank's slice of them. vocabulary: the ids of the slice.
+    """`cross_entropy` of this rank's slice of the logits.
 
-    The log-sum-exp is shifted by the largest of the slices' log-sum-exps.
+    The log-sum-exps of the slices are shifted by the largest one before they are added.
+
+    Args:
+        local: (batch, seq, width), the slice of the logits.
+        labels: (batch, seq).
+        vocabulary: The token ids of the slice.
+        ranks: The tensor-parallel ranks.
     """
     is_local, index = _local_labels(labels, vocabulary)
     log_sum, label_logit = _LogSumAndLabel.apply(local, index)
@@ -50,36 +63,36 @@ def vocabulary_parallel_cross_entropy(
 
 
 def _local_labels(labels: torch.Tensor, vocabulary: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mask of the labels in this rank's part of the vocabulary, and their places in it."""
+    """(mask of the labels that are in this rank's slice of the vocabulary, their indices in the slice): (batch, seq)."""
     is_local = (labels >= vocabulary.start) & (labels < vocabulary.stop)
     return is_local, (labels - vocabulary.start).where(is_local, 0)
 
 
 def _nats(log_sum: torch.Tensor, label_logit: torch.Tensor, is_local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The log-sum-exp of all ranks' logits minus the logit of the label."""
+    """The log-sum-exp of all ranks' logits minus the logit of the label: (batch, seq)."""
     label_logit = label_logit.masked_fill(~is_local, 0)
     if ranks.group is None:
         return log_sum - label_logit
     largest = ranks.all_reduce_max(log_sum)
-    parts = torch.stack([(log_sum - largest).exp(), label_logit])
-    total, label_logit = reduce_from_ranks(parts, ranks.group, ranks.all_reduce_exact)
+    summands = torch.stack([(log_sum - largest).exp(), label_logit])  # (2, batch, seq)
+    total, label_logit = reduce_from_ranks(summands, ranks.group, ranks.all_reduce_exact)
     return total.log() + largest - label_logit
 
 
 class _InPieces(torch.autograd.Function):
-    """x (batch, tokens, hidden), weight (width, hidden), index (batch, seq) -> what `_LogSumAndLabel` gives of their logits.
+    """`_LogSumAndLabel` of the logits of x (batch, tokens, hidden) and weight (width, hidden), at index (batch, seq).
 
-    There are never more than about LOGITS_PIECE of the logits. Tokens after the first `seq` count for nothing.
+    At most about LOGITS_PIECE logits exist at a time. Tokens after the first `seq` are ignored.
     """
 
     @staticmethod
     def forward(ctx, x, weight, index, scale):
         ctx.scale, ctx.seq = scale, index.shape[1]
         log_sums, labels = [], []
-        for rows, where in _pieces(x, weight, index):
-            logits = _scaled_logits(rows, weight, scale)
+        for rows, row_index in _pieces(x, weight, index):
+            logits = _scaled_logits(rows, weight, scale)  # (rows, width)
             log_sums.append(logits.logsumexp(-1))
-            labels.append(logits.gather(-1, where.unsqueeze(-1)).squeeze(-1))
+            labels.append(logits.gather(-1, row_index.unsqueeze(-1)).squeeze(-1))
         log_sum, label = torch.cat(log_sums).view_as(index), torch.cat(labels).view_as(index)
         ctx.save_for_backward(x, weight, index, log_sum)
         return log_sum, label
@@ -89,30 +102,31 @@ class _InPieces(torch.autograd.Function):
     def backward(ctx, d_log_sum, d_label):
         x, weight, index, log_sum = ctx.saved_tensors
         dx, dweight = [], torch.zeros_like(weight, dtype=log_sum.dtype) if ctx.needs_input_grad[1] else None
-        terms = (t.flatten().split(_rows(weight)) for t in (log_sum, d_log_sum, d_label))
-        for (rows, where), total, d_total, d_of_label in zip(_pieces(x, weight, index), *terms, strict=True):
+        terms = (t.flatten().split(_piece_size(weight)) for t in (log_sum, d_log_sum, d_label))
+        for (rows, row_index), total, d_total, d_row_label in zip(_pieces(x, weight, index), *terms, strict=True):
             grad = _scaled_logits(rows, weight, ctx.scale).sub_(total.unsqueeze(-1)).exp_().mul_(d_total.unsqueeze(-1))
-            grad = grad.scatter_add_(-1, where.unsqueeze(-1), d_of_label.unsqueeze(-1)).mul_(ctx.scale).to(weight.dtype)
+            grad.scatter_add_(-1, row_index.unsqueeze(-1), d_row_label.unsqueeze(-1))
+            grad = grad.mul_(ctx.scale).to(weight.dtype)  # (rows, width)
             dx.append(grad @ weight)
             if dweight is not None:
                 dweight += grad.t() @ rows
-        whole = torch.cat(dx).view(*index.shape, -1)
+        without_padding = torch.cat(dx).view(*index.shape, -1)  # (batch, seq, hidden)
         return (
-            F.pad(whole, (0, 0, 0, x.shape[1] - ctx.seq)),
+            F.pad(without_padding, (0, 0, 0, x.shape[1] - ctx.seq)),
             None if dweight is None else dweight.to(weight.dtype),
             None,
             None,
         )
 
 
-def _rows(weight: torch.Tensor) -> int:
-    """The tokens of a piece."""
+def _piece_size(weight: torch.Tensor) -> int:
+    """The number of tokens in a piece."""
     return max(1, LOGITS_PIECE // len(weight))
 
 
 def _pieces(x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows of x, their index) of each piece."""
-    count = _rows(weight)
+    """(rows of x, elements of the index) of each piece: (rows, hidden) and (rows,)."""
+    count = _piece_size(weight)
     return zip(x[:, : index.shape[1]].flatten(0, 1).split(count), index.flatten().split(count), strict=True)
 
 
@@ -122,10 +136,10 @@ def _scaled_logits(rows: torch.Tensor, weight: torch.Tensor, scale: float) -> to
 
 
 class _LogSumAndLabel(torch.autograd.Function):
-    """logits (batch, seq, width), index (batch, seq) -> their log-sum-exp, and the logit at the index: (batch, seq) each.
+    """logits (batch, seq, width), index (batch, seq) -> log-sum-exp (batch, seq), logit at the index (batch, seq).
 
-    The logits are often the largest tensor of a training step. So there is never a second one of their size, except their
-    gradient: what torch would store or compute for all positions is computed for some at a time.
+    The logits are often the largest tensor of a training step. The only other tensor of this size is their gradient:
+    forward computes POSITIONS positions at a time, and backward recomputes the exponentials.
     """
 
     @staticmethod
@@ -138,6 +152,6 @@ class _LogSumAndLabel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_log_sum, d_label):
         logits, index, log_sum = ctx.saved_tensors
-        log_sum = log_sum.clamp(min=torch.finfo(log_sum.dtype).min)  # it is -inf on a rank without vocabulary
+        log_sum = log_sum.clamp(min=torch.finfo(log_sum.dtype).min)  # -inf on a rank with an empty slice
         grad = torch.sub(logits, log_sum.unsqueeze(-1)).exp_().mul_(d_log_sum.unsqueeze(-1))
         return grad.scatter_add_(-1, index.unsqueeze(-1), d_label.unsqueeze(-1)), None

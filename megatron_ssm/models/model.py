@@ -1,4 +1,4 @@
-"""The language model: vocabulary-parallel embedding, layers and head; and what one call of it does."""
+"""The language model: vocabulary-parallel embeddings, layers and head, and the steps of a call."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -32,19 +32,22 @@ from sparsefusion.collectives import counted as collectives
 
 from .context import check_length, check_schedule, context_ranks
 from .draft_head import DraftHead
-from .inputs import can_be_sharded, check_ids, check_inputs, check_shares, pad_to_multiple
 from .lora import Lora, lora_fields
 from .loss import cross_entropy
 from .parameters import attach_fields
+from .token_ids import can_be_sharded, check_ids, check_inputs, check_sequence_parallel, pad_to_multiple
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """The kind of a call. For the fields up to prompt see `Model.local_logits`.
+    """The kind of a call.
 
-    is_sharded: whether each context rank has its own tokens; otherwise every one has all of them. speculative: see
-    `Model.speculative_logits`. without_head: the call gives the input of the head instead of logits, with sequence
-    parallelism this rank's share of it.
+    Attributes:
+        logits_to_keep, seq, prompt: The arguments of `Model.local_logits`.
+        is_sharded: True if the tokens are split over the context ranks; False if every rank has all of them.
+        speculative: True for `Model.speculative_logits`.
+        without_head: True if the call returns the input of the head instead of logits. With sequence parallelism, this is
+            the rank's share of the tokens.
     """
 
     logits_to_keep: int = 0
@@ -56,28 +59,39 @@ class CallKind:
 
     @property
     def is_prompt_or_sharded(self) -> bool:
-        """True unless the call decodes tokens that every rank has."""
+        """True if the tokens are part of a prompt, or split over the context ranks."""
         return self.prompt or self.is_sharded
 
 
 class Model(TrackedModule):
-    """A state-space language model split over the tensor-parallel ranks. Its parameters are uninitialized until loaded.
+    """A state-space language model split over the tensor-parallel ranks, with uninitialized parameters.
 
-    config: its layers, sizes and constants. ranks: the tensor-parallel ranks, with the counter of what this rank sends.
-    data_group: the ranks that hold other tokens of the same batch, over which the loss is averaged (None: there are none).
-    dtype: of parameters and activations. device: of the parameters. All ranks make the model together, because that may make
-    a process group. ValueError on every rank if the model cannot be split over the ranks. experts: see `load`'s expert_group
-    (None: one rank).
+    All ranks construct the model together, because this may create process groups. `load` makes models from checkpoints.
 
-    schedule: how sequences are spread over the context ranks, and attended (None: this rank has whole sequences). With it,
-    the model takes and returns this rank's tokens, `schedule.shard(input_ids)`; see `loss` for the labels. The attribute
-    context_ranks are these ranks, or None if there is one. exchange_channels: see `load`.
+    With a schedule, sequences are split over the context-parallel ranks: the model takes and returns this rank's tokens,
+    `schedule.shard(input_ids, 1)`. See `loss` for the labels.
 
-    The attribute draft_head is the layer that guesses tokens, or None (see `load`). directory is the checkpoint it was
-    loaded from, or None; routing, what routers of experts report to in `loss`, or None (see `operators.routing`); lora says
-    which LoRA adapters it has, or None; weights is "int8" or "int4" if the matrices are quantized, so that the model can
-    only generate, and None otherwise; graphs tells whether it may decode with CUDA graphs, and is False once a step could
-    not be captured.
+    Args:
+        config: The layers, sizes and constants.
+        ranks: The tensor-parallel ranks, with the counter of sent bytes.
+        data_group: The ranks that hold other tokens of the same batch, over which the loss is averaged; None for one rank.
+        dtype: The dtype of parameters and activations.
+        device: The device of the parameters.
+        schedule: The attention schedule of the context-parallel ranks; None if this rank has whole sequences.
+        exchange_channels: See `load`.
+        experts: The expert-parallel ranks (`expert_group` of `load`); None for one rank.
+
+    Attributes:
+        context_ranks: The context-parallel ranks, or None if there is only one.
+        draft_head: The layer that guesses tokens (see `load`), or None.
+        directory: The directory from which the model was loaded, or None.
+        routing: The object to which routers of experts report in `loss` (see `operators.routing`), or None.
+        lora: The LoRA adapters, or None.
+        weights: "int8" or "int4" if the matrices are quantized, so that the model can only generate; otherwise None.
+        graphs: True if CUDA graphs may decode tokens. A failed capture sets it to False.
+
+    Raises:
+        ValueError: On every rank, if the model cannot be split over the ranks.
     """
 
     def __init__(
@@ -114,37 +128,37 @@ class Model(TrackedModule):
         self.attach_fields()
 
     def __deepcopy__(self, memo: dict) -> "Model":
-        """A copy with parameters of its own, for the same ranks: process groups are handles."""
+        """A copy with its own parameters and the same process groups."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         memo[id(self.data_group)] = self.data_group
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __setstate__(self, state: dict) -> None:
-        """Attach the fields again, which the parameters of a deep copy have lost."""
+        """Restore a copy. Copied parameters lose their fields, which are attached again."""
         super().__setstate__(state)
         self.attach_fields()
 
     def attach_fields(self) -> None:
-        """Give each parameter its field; see `parameters.attach_fields`."""
+        """Attach the field of each parameter; see `parameters.attach_fields`."""
         fields = (*self.config.fields(), *lora_fields(self.config, self.lora))
         attach_fields(self, fields, self.place.part, is_complete=self.weights is None)
 
     def check_exact_weights(self, purpose: str) -> None:
-        """ValueError if the weights are quantized, so that the model cannot be `purpose` ("saved", "trained")."""
+        """Raise ValueError if the weights are quantized. purpose: a participle for the message, such as "trained"."""
         if self.weights is not None:
             raise ValueError(
                 f"a model with weights={self.weights!r} cannot be {purpose}: load one that is not quantized"
             )
 
     def close(self) -> None:
-        """Release the CUDA graphs, and the memory that the ranks share. No thread may be running the model.
+        """Release the CUDA graphs and the memory that the ranks share. No thread may be running the model.
 
-        Call it before the process group is destroyed, also after an exception. NCCL (since 2.26; pytorch#115388) does not
-        destroy a communicator until all graphs that were captured with it are gone, and so waits for ever if they stay.
+        Call it before the process group is destroyed, also after an exception: NCCL 2.26 and later destroys a communicator
+        only after all graphs that were captured with it, and otherwise hangs (pytorch#115388).
 
-        Afterwards no graphs are made. If the ranks share no memory, the model can still be used; if they do, neither the
-        model nor its copies can run. Copies have their own graphs, and are closed one by one.
+        A closed model captures no graphs. It can still be used, unless its ranks share memory; then neither the model nor
+        its copies can run. Copies have their own graphs, and are closed separately.
         """
         self.graphs = False
         self._graphs.clear()
@@ -159,38 +173,40 @@ class Model(TrackedModule):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks that make the same calls when they generate.
+        """The number of ranks that make the same calls in generation.
 
-        It is the number of tensor-parallel ranks times that of context ranks or expert-parallel ranks.
+        This is the number of tensor-parallel ranks times the number of context-parallel or expert-parallel ranks.
         """
         context = 1 if self.context_ranks is None else self.context_ranks.size
         return self.ranks.size * max(context, self.place.experts.size)
 
     @property
     def copy_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """The groups whose ranks hold copies of this part of the model, but for experts: replicas, context ranks, and those
-        that divide the experts. None: one rank.
+        """The data-parallel, context-parallel and expert-parallel groups. None stands for one rank.
+
+        The ranks of each group hold the same parameters, except experts in the expert-parallel group.
         """
         return *self.token_groups, self.place.experts.group
 
     @property
     def token_groups(self) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """The groups whose ranks hold other tokens of a batch: replicas and context ranks. None: one rank."""
+        """The data-parallel and context-parallel groups, whose ranks hold other tokens of a batch. None: one rank."""
         return self.data_group, None if self.context_ranks is None else self.context_ranks.group
 
     @property
     def generating_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """The groups whose ranks make the same calls when they generate. None: one rank."""
+        """The groups whose ranks make the same calls in generation. None stands for one rank."""
         return self.ranks.group, self._peers
 
     @property
     def _peers(self) -> ProcessGroup | None:
-        """The ranks besides the tensor-parallel ones that make the same calls when they generate."""
+        """The context-parallel or expert-parallel group, whose ranks make the same calls in generation."""
         return self.place.experts.group if self.context_ranks is None else self.context_ranks.group
 
     def same_on_peers(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens (on the CPU) that the first context or expert-parallel rank has chosen. Others may have rounded in
-        another way.
+        """The tokens that the first context-parallel or expert-parallel rank has chosen, on the CPU.
+
+        Ranks may choose differently, because their rounding errors differ. Sends one all-gather of the tokens.
         """
         if self._peers is None:
             return tokens
@@ -198,12 +214,12 @@ class Model(TrackedModule):
 
     @property
     def counter(self) -> collectives.Counter:
-        """The counter of what this rank sends."""
+        """The counter of the bytes that this rank sends."""
         return self.ranks.counter
 
     @property
     def logits_layer(self) -> VocabularyParallel:
-        """The language-model head; if it is tied, the embeddings."""
+        """The language-model head, or the embeddings if they are tied."""
         return self.embeddings if self.config.tie_embeddings else self.lm_head
 
     @property
@@ -216,12 +232,14 @@ class Model(TrackedModule):
         """The device of the parameters."""
         return self.norm_f.weight.device
 
-    @torch.inference_mode(False)  # so that calls outside of inference mode can update the cache, too
+    @torch.inference_mode(False)  # calls outside of inference mode could not update a cache from inside
     def new_cache(self, batch: int, max_length: int | None = None) -> Cache:
-        """An empty cache for `batch` sequences, with this rank's channels and heads only.
+        """An empty cache for `batch` sequences, with this rank's channels and heads.
 
-        max_length: for models with attention, the most tokens that a sequence may have; the memory for their keys and values
-        is allocated at once. None: it grows as needed. Context ranks allocate their share of it.
+        Args:
+            batch: The number of sequences.
+            max_length: The largest number of tokens of a sequence. The memory for the keys and values of attention is
+                allocated at once; with context parallelism, each rank allocates its share. None: the memory grows as needed.
         """
         modules, layers = dict(self.named_modules()), list(enumerate(self.layers))
         paths = [f"layers.{i}.{name}" for i, layer in layers for name in getattr(layer, "names_with_state", ())]
@@ -245,22 +263,31 @@ class Model(TrackedModule):
         logits_to_keep: int = 0,
         seq: int | None = None,
     ) -> torch.Tensor:
-        """input_ids (batch, seq) -> logits (batch, kept, vocab), at least fp32, the same on every rank.
+        """Compute the logits of all tokens. Sends an all-reduce of the embeddings and of each unit, and gathers the logits.
 
-        attention_mask: (batch, seq) of 0 and 1, with zeros only on the left and only in the first call for a sequence.
-        logits_to_keep: how many of the last positions to return (0: all). ValueError for inputs that are out of range.
+        In models with a time_step_limit, which clamps the step size dt, a call with one token per row that continues a
+        sequence counts as decoding. As in transformers, decoding does not clamp dt, so a prompt that is read token by token
+        has different logits.
 
-        cache: the call continues its sequences by any number of tokens, and updates it. Gradients stop at the cache, so
-        such calls are made under torch.no_grad(). Where the step size dt is clamped (by a time_step_limit), a later
-        call with one token per row counts as decoding, which does not clamp dt, as in transformers; so a prompt that is
-        given token by token has different logits.
+        Under context parallelism, input_ids and the logits are those of this rank's tokens. With a cache, a call with one
+        token per row has the same token on every context rank.
 
-        Under context parallelism, input_ids and the logits are those of this rank's tokens, and seq is the number of tokens
-        of each sequence that the call reads, if their division is padded. With a cache, a call with one token per row has
-        the same token on every context rank. The last positions of `logits_to_keep` are those of the whole sequence, on
-        every rank. There is no attention_mask.
+        Args:
+            input_ids: (batch, seq).
+            attention_mask: (batch, seq) of 0 and 1, with zeros only on the left, and only in the first call of a sequence.
+                Context parallelism does not support zeros.
+            cache: The sequences that the call continues, by any number of tokens. The call updates it. Gradients stop at
+                the cache, so use torch.no_grad().
+            logits_to_keep: The number of last positions whose logits are returned; 0 for all. Under context parallelism,
+                these are the last positions of the whole sequence, on every rank.
+            seq: Under context parallelism, the number of tokens that the call reads of each sequence, if the shards are
+                padded.
 
-        Sends the all-reduces of each block, one of the embeddings, and one all-gather of the logits.
+        Returns:
+            The logits (batch, kept, vocab) in at least fp32, the same on every tensor-parallel rank.
+
+        Raises:
+            ValueError: An input is invalid; on every rank, before anything is sent.
         """
         local = self.local_logits(input_ids, attention_mask, cache, logits_to_keep, seq=seq)
         return gather_last(local, self.ranks)[..., : self.config.vocab_size]
@@ -274,10 +301,10 @@ class Model(TrackedModule):
         prompt: bool = False,
         seq: int | None = None,
     ) -> torch.Tensor:
-        """Like forward, but this rank's slice of the vocabulary: (batch, kept, ceil(vocab/ranks)), -inf beyond its end.
+        """This rank's slice of the logits of `forward`: (batch, kept, ceil(vocab / ranks)), -inf beyond the vocabulary.
 
-        prompt: the tokens are part of a prompt, so that dt is clamped even if there is only one token per row. Sends what
-        forward sends, but the all-gather.
+        The arguments are those of `forward`, and `prompt`: True if the tokens are part of a prompt, so that dt is clamped
+        even if there is one token per row. Sends the messages of `forward` without the all-gather.
         """
         is_one_token = cache is not None and seq is None and torch.is_tensor(input_ids) and input_ids.shape[-1] == 1
         is_sharded = self.context_ranks is not None and not is_one_token
@@ -290,10 +317,10 @@ class Model(TrackedModule):
         cache: Cache | None = None,
         prompt: bool = False,
     ) -> torch.Tensor:
-        """This rank's slice of the logits after the last token, (batch, ceil(vocab/ranks)); see `local_logits`.
+        """This rank's slice of the logits after the last token: (batch, ceil(vocab / ranks)). See `local_logits`.
 
-        input_ids: (batch, seq), all tokens on every rank. Context ranks divide them, unless they are so few that a block
-        would be shorter than the convolution: then every rank computes all of them.
+        input_ids: (batch, seq), all tokens on every rank. They are split over the context ranks, unless blocks would be
+        shorter than the history of the convolution; then every rank computes all tokens.
         """
         schedule, context = self.schedule, self.context_ranks
         if schedule is None or context is None or not can_be_sharded(input_ids, context.blocks, self.config.history):
@@ -303,35 +330,35 @@ class Model(TrackedModule):
         return self._call(local, attention_mask, cache, kind)[:, -1]
 
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """This rank's slice of the logits after each of some tokens (batch, seq), which may be taken back: `local_logits`.
+        """`local_logits` of tokens (batch, seq) that may be rejected.
 
-        The tokens count as decoded one by one. The cache stays as it was, until `cache.accept` says how many tokens to keep,
-        which comes before the next call. Sends what `local_logits` sends. Not for context ranks.
+        The tokens are decoded as if one by one. The cache does not change until `cache.accept`, with the number of accepted
+        tokens, which must precede the next call. Not supported under context parallelism.
         """
         return self._call(input_ids, None, cache, CallKind(speculative=True))
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
-        """The logits of decoded tokens by one call of C, which advances the cache as `_call` does; None: not done."""
-        if getattr(self.compute, "__func__", None) is not Model.compute or self._graphs.handles(input_ids):
+        """`_call` for decoded tokens by one call of C. None, with nothing done, if C cannot compute them."""
+        if self._graphs.handles(input_ids):
             return None
 
-        def about() -> Call:
-            call = self._about(input_ids, None, cache, cache.lengths[cache.rows].tolist(), True, None)
+        def describe() -> Call:
+            call = self._describe(input_ids, None, cache, cache.lengths[cache.rows].tolist(), True, None)
             return replace(call, speculative=speculative)
 
-        return self._tapes.logits(self, input_ids, cache, speculative, about)
+        return self._tapes.logits(self, input_ids, cache, speculative, describe)
 
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
-        """The logits of a decoding step by a CUDA graph, or None if this step has none."""
+        """The logits of a decoding step by a CUDA graph, or None if no graph can compute this step."""
         return self._graphs.logits(self, input_ids, mask, cache)
 
     def _call(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
     ) -> torch.Tensor:
-        """This rank's slice of the logits, (batch, kept, ceil(vocab/ranks)); updates the cache. See `local_logits`."""
+        """This rank's slice of the logits, (batch, kept, ceil(vocab / ranks)). Updates the cache. See `local_logits`."""
         keep = kind.logits_to_keep
-        is_usual = attention_mask is None and keep >= 0 and kind.seq is None and not kind.is_prompt_or_sharded
-        if cache is not None and is_usual:
+        may_decode = attention_mask is None and keep >= 0 and kind.seq is None and not kind.is_prompt_or_sharded
+        if cache is not None and may_decode:
             local = self.native_logits(input_ids, cache, kind.speculative)
             if local is not None:
                 return local
@@ -346,7 +373,7 @@ class Model(TrackedModule):
             is_decoding = all(length > 0 for length in lengths)
             local = self.captured_logits(input_ids, mask, cache) if is_decoding else None
         if local is None:
-            call = self._about(input_ids, mask, cache, lengths, is_decoding, sharding)
+            call = self._describe(input_ids, mask, cache, lengths, is_decoding, sharding)
             new_per_rank = None if call.placement is None else call.placement.new_per_rank
             if kind.without_head:
                 call = call if self.routing is None else replace(call, routing=self.routing)
@@ -363,9 +390,9 @@ class Model(TrackedModule):
     def _check_call(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
     ) -> tuple[torch.Tensor | None, TokenSharding | None]:
-        """The mask as (batch, seq, 1), or None; and how the tokens are sharded over context ranks, or None.
+        """Check a call. Returns (the mask as (batch, seq, 1) or None, the split over the context ranks or None).
 
-        ValueError for inputs that are wrong, and for what context parallelism does not support.
+        Raises ValueError for inputs that are invalid, or that context parallelism does not support.
         """
         keep, context = kind.logits_to_keep, self.context_ranks
         if keep < 0:
@@ -374,16 +401,16 @@ class Model(TrackedModule):
         tokens = input_ids.shape[1]
         check_length(self.schedule, tokens, kind.seq)
         if self.ranks.sequence_parallel and cache is not None:
-            raise ValueError("a model with sequence_parallel=True computes losses and logits, and takes no cache")
+            raise ValueError("a model with sequence_parallel=True takes no cache and cannot generate")
         if context is None:
             return mask, None
         if self.ranks.sequence_parallel:
-            check_shares(tokens, self.ranks.size, keep)
+            check_sequence_parallel(tokens, self.ranks.size, keep)
         if mask is not None:
             raise ValueError("attention_mask has zeros, which context parallelism does not support")
         if (cache is not None or keep) and torch.is_grad_enabled():
             raise ValueError(
-                "on context ranks, a cache and logits_to_keep have no gradient: call it under torch.no_grad()"
+                "on context ranks, calls with a cache or logits_to_keep have no gradient: use torch.no_grad()"
             )
         if cache is not None and cache.kv_lengths is None:
             raise ValueError("the cache was not made by the new_cache of a model on context ranks")
@@ -392,15 +419,15 @@ class Model(TrackedModule):
         check_block_length(tokens, self.config.history, context)
         return None, TokenSharding(tokens * context.size if kind.seq is None else kind.seq, tokens, context)
 
-    def _about(
+    def _describe(
         self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, lengths: list[int], is_decoding: bool,
         sharding: TokenSharding | None,
     ) -> Call:  # fmt: skip
-        """A description of a call for the operators; reserves space for its keys and values."""
+        """The description of a call for the operators. Reserves space for its keys and values."""
         batch, tokens = input_ids.shape
-        begins = cache is not None and not any(lengths)
-        call = Call(mask, is_decoding, EVERY_ROW if cache is None else cache.rows, None, begins, sharding)
-        call = replace(call, same_tokens=cache is not None and sharding is None)
+        rows, is_first = EVERY_ROW if cache is None else cache.rows, cache is not None and not any(lengths)
+        same_tokens = cache is not None and sharding is None
+        call = Call(mask, is_decoding, rows, begins=is_first, sharding=sharding, same_tokens=same_tokens)
         if not self.config.attentions:
             return call
         starts = None if cache is None else cache.lengths[cache.rows]
@@ -425,12 +452,12 @@ class Model(TrackedModule):
         self, input_ids: torch.Tensor, call: Call, cache: Cache | None = None, logits_to_keep: int = 0,
         without_head: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """`local_logits` after its checks, for a cache with enough space; updates the cache but not its lengths."""
-        x = self.embedded(input_ids)
-        embeddings = x if len(self.shared) else None  # without shared blocks they would only occupy memory
-        read = self._tapes.read(self, call, cache, x)
-        if read is not None:
-            x = read
+        """`local_logits` without its checks, for a cache with enough space. Updates the cache, except for its lengths."""
+        x = self.embedded(input_ids)  # (batch, seq, hidden)
+        embeddings = x if len(self.shared) else None  # only shared blocks read them, so others would waste memory
+        hidden = self._tapes.read_prompt(self, call, cache, x)
+        if hidden is not None:
+            x = hidden
         else:
             for index, layer in enumerate(self.layers):
                 x = layer(x, call, self.states_of(cache, index), self.shared, embeddings)
@@ -442,38 +469,36 @@ class Model(TrackedModule):
             return self.scaled_logits(x[:, -logits_to_keep:] if x.shape[1] > 1 else x)
         if call.sharding is not None and logits_to_keep:
             x = call.sharding.gather_last(x, logits_to_keep)
-        x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
+        x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x  # (batch, kept, hidden)
         x = self.norm_f(x)
-        if without_head:
-            return x
-        return self.scaled_logits(x)
+        return x if without_head else self.scaled_logits(x)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings (batch, seq, hidden) of ids (batch, seq), times their constant."""
+        """The scaled embeddings (batch, seq, hidden) of ids (batch, seq)."""
         x = self.embeddings.embed(ids)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def drafted(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def draft_hidden(self, ids: torch.Tensor, hidden: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The draft head's hidden states (batch, seq, hidden) of ids (batch, seq), the same on all ranks.
 
-        hidden, cache: see `DraftHead.forward`. Sends the sum of the embeddings, and what the head sends.
+        hidden, cache: see `DraftHead.forward`. Sends the sum of the embeddings, and the messages of the draft head.
         """
         assert self.draft_head is not None, "the model has no draft head"
-        found = self._tapes.drafted(self, ids, hidden, cache)
-        return self.draft_head(self.embedded(ids), hidden, cache) if found is None else found
+        by_tape = self._tapes.draft_hidden(self, ids, hidden, cache)
+        return self.draft_head(self.embedded(ids), hidden, cache) if by_tape is None else by_tape
 
-    def drafted_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's logits (batch, width) of the draft head's hidden states (batch, hidden); see `DraftHead.logits`."""
         assert self.draft_head is not None, "the model has no draft head"
         return self.draft_head.logits(hidden, self.logits_layer)
 
     def scaled_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's logits (batch, seq, width) of normalized hidden states, times their constant."""
+        """This rank's scaled logits (batch, seq, width) of normalized hidden states (batch, seq, hidden)."""
         logits = self.logits_layer.logits(x)
         return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
     def states_of(self, cache: Cache | None, layer: int) -> dict[str, State] | None:
-        """{name of an operator of this layer: its state}."""
+        """{name of an operator: its state} for the operators of a layer; None without a cache."""
         if cache is None:
             return None
         paths = {name: f"layers.{layer}.{name}" for name, _ in self.layers[layer].named_children()}
@@ -487,19 +512,28 @@ class Model(TrackedModule):
         seed: int | None = None,
         **arguments: Any,
     ) -> torch.Tensor:
-        """transformers' `generate`: the prompts and the tokens that follow, (batch * num_return_sequences, seq + new) int64.
+        """Generate tokens, with the arguments of transformers' `generate`.
 
-        input_ids: (batch, seq), may also be called inputs. generation_config: an object of transformers or a dictionary.
-        arguments: those of transformers (max_new_tokens, max_length, min_new_tokens, min_length, do_sample, temperature,
-        top_k, top_p, num_beams, num_return_sequences, length_penalty, early_stopping, repetition_penalty, eos_token_id,
-        pad_token_id, stop_strings). An argument that is not given has the value of generation_config, else that of the
-        checkpoint, else transformers' default: greedy search, 20 new tokens. Sequences end at eos_token_id, and shorter ones
-        are filled with pad_token_id.
+        Arguments default to the values in generation_config, then in the checkpoint, then to those of transformers: greedy
+        search, 20 new tokens. Greedy search and beam search give the tokens of transformers. Samples are those of
+        `megatron_ssm.generate`. Sequences end at eos_token_id; shorter ones are filled with pad_token_id.
 
-        Greedy search and beam search give transformers' tokens; samples are drawn from `seed` as `megatron_ssm.generate`
-        draws them. attention_mask: as in `forward`; without it, pad_token_id on the left of a row is padding, as in
-        transformers, and elsewhere an error. ValueError on every rank for an argument that is unknown, that would change
-        the tokens and is not implemented, or that differs between ranks.
+        Args:
+            input_ids: (batch, seq); the name `inputs` is accepted, too.
+            generation_config: A GenerationConfig of transformers, or a dictionary.
+            attention_mask: As in `forward`. If it is missing, pad_token_id is padding on the left of a row, as in
+                transformers, and elsewhere an error.
+            seed: The seed of samples, see `megatron_ssm.generate`.
+            arguments: max_new_tokens, max_length, min_new_tokens, min_length, do_sample, temperature, top_k, top_p,
+                num_beams, num_return_sequences, length_penalty, early_stopping, repetition_penalty, eos_token_id,
+                pad_token_id, stop_strings.
+
+        Returns:
+            The prompts and the new tokens, (batch * num_return_sequences, seq + new) int64.
+
+        Raises:
+            ValueError: On every rank, if an argument is unknown, differs between ranks, or would change the tokens but is
+                not implemented.
         """
         input_ids = arguments.pop("inputs", None) if input_ids is None else input_ids
         return transformers_generate(self, input_ids, attention_mask, generation_config, seed, arguments)
@@ -507,22 +541,28 @@ class Model(TrackedModule):
     def loss(
         self, input_ids: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100, seq: int | None = None
     ) -> torch.Tensor:
-        """The mean cross-entropy in nats of predicting labels[b, t] after input_ids[b, :t + 1]: labels are already shifted.
+        """The mean cross-entropy in nats of predicting labels[b, t] after input_ids[b, :t + 1].
 
-        input_ids, labels: (batch, seq) int64, the same on all tensor-parallel ranks; positions with `ignore_index` do not
-        count, and if no position counts, the loss is 0. A replica may have no rows, (0, seq): it adds nothing.
-        The mean is over the tokens of all ranks of `data_group`, and each of them gets the same value. The gradient on a
-        rank is the share of its own tokens, to be summed over that group. Sends all-reduces of 1 and of 2 values per
-        position over the tensor-parallel ranks, and one of 2 values over the data group. ValueError for ids outside the
-        vocabulary, for labels of another shape than input_ids, and for a quantized model under autograd.
+        The mean is over the tokens of all data-parallel and context-parallel ranks, which all get the same value. The
+        gradients on a rank are those of its own tokens; sum them over these ranks. If no position counts, the loss is 0.
 
-        Under context parallelism, input_ids and labels are this rank's tokens: the labels are shifted before they are
-        sharded, and the mean and the sum of the gradients are also over the context ranks. seq: the length of the whole
-        sequence, whose padding does not count (None: there is no padding).
+        Sends the messages of the model, all-reduces of 1 and of 2 values per position over the tensor-parallel ranks, and
+        one of 2 values over the data-parallel and over the context-parallel ranks.
+
+        Args:
+            input_ids: (batch, seq) int64, the same on all tensor-parallel ranks. A data-parallel rank may have batch 0.
+            labels: (batch, seq) int64, already shifted. Under context parallelism, shift them before they are sharded.
+            ignore_index: The label of positions that do not count.
+            seq: Under context parallelism, the length of the whole sequence, whose padding does not count; None without
+                padding.
+
+        Raises:
+            ValueError: An id is outside the vocabulary, the shapes differ, or the model is quantized and gradients are
+                enabled.
         """
         labels = self._check_labels(input_ids, labels, ignore_index, seq)
         if self.routing is not None:
-            self.routing.begin(self._valid(labels.shape[1], seq))
+            self.routing.begin(self._is_token(labels.shape[1], seq))
         hidden = self._call(
             input_ids, None, None, CallKind(is_sharded=self.context_ranks is not None, without_head=True)
         )
@@ -539,15 +579,15 @@ class Model(TrackedModule):
             return loss
         return self.routing.added_to(loss, self.ranks, 1 if self.data_group is None else self.data_group.size())
 
-    def _valid(self, tokens: int, seq: int | None) -> torch.Tensor:
-        """(tokens,): which of this rank's tokens are no padding of a sequence of `seq` tokens."""
+    def _is_token(self, tokens: int, seq: int | None) -> torch.Tensor:
+        """(tokens,) bool: False for this rank's padding of a sequence of `seq` tokens."""
         if seq is None or self.schedule is None:
             return torch.ones(tokens, dtype=torch.bool, device=self.device)
         padded = tokens if self.context_ranks is None else tokens * self.context_ranks.size
         return (self.schedule.positions(padded) < seq).to(self.device)
 
     def _check_labels(self, input_ids, labels, ignore_index: int, seq: int | None) -> torch.Tensor:
-        """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens; see `loss` for what is refused."""
+        """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens. Raises the errors of `loss`."""
         if torch.is_grad_enabled():
             self.check_exact_weights("trained")
         if not torch.is_tensor(labels):
@@ -555,16 +595,16 @@ class Model(TrackedModule):
         if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
         context, padding = self.context_ranks, 0
-        if self.ranks.sequence_parallel and context is not None:  # the tokens of a block divide over the ranks
+        if self.ranks.sequence_parallel and context is not None:  # each block is padded to a multiple of the ranks
             padding = context.blocks_per_rank * self.ranks.size
         check_length(self.schedule, labels.shape[1], seq, padding)
         if seq is not None and self.schedule is not None:
-            labels = labels.masked_fill(~self._valid(labels.shape[1], seq).to(labels.device), ignore_index)
+            labels = labels.masked_fill(~self._is_token(labels.shape[1], seq).to(labels.device), ignore_index)
         check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
         return labels
 
     def check_inputs(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: Cache | None = None
     ) -> torch.Tensor | None:
-        """Raise ValueError for invalid input, on every rank before anything is sent; returns the mask as (batch, seq, 1)."""
+        """The mask as (batch, seq, 1), or None. Raises ValueError for invalid inputs, before anything is sent."""
         return check_inputs(input_ids, attention_mask, cache, self.config.vocab_size, self.dtype)

@@ -1,4 +1,4 @@
-"""The attributes of a model's parameters that say which field of the layout they are and how they are split."""
+"""The fields of a model's parameters, as attributes of the parameters, and the groups of an optimizer."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,33 +9,40 @@ from megatron_ssm.stack.fields import Field
 
 
 def attach_fields(model: nn.Module, fields: Iterable[Field], part: Sequence[int], is_complete: bool) -> None:
-    """Give each parameter its `field` and Megatron's attributes; see `attach_field`.
+    """Set the attributes of `attach_field` on each parameter of a model.
 
-    fields: of the model and of its adapters. part: see `attach_field`. is_complete: whether the model has a parameter for
-    every field (a quantized model has not). AssertionError if the parameters and the layout differ.
+    Args:
+        model: The model.
+        fields: The fields of the model and of its adapters.
+        part: The arguments of `Field.piece` for this rank.
+        is_complete: True if the model has a parameter for every field, which a quantized model has not.
     """
     fields, parameters = tuple(fields), dict(model.named_parameters())
     names = {field.name for field in fields}
     if is_complete and names != set(parameters):
-        raise AssertionError(f"layout and model differ in {set(parameters) ^ names}")
-    for field in (field for field in fields if field.name in parameters):
-        attach_field(parameters[field.name], field, part)
+        raise AssertionError(f"the fields and the parameters of the model differ in {set(parameters) ^ names}")
+    for field in fields:
+        if field.name in parameters:
+            attach_field(parameters[field.name], field, part)
 
 
 def attach_field(parameter: Any, field: Field, part: Sequence[int]) -> None:
-    """Give a parameter its `field`, and the attributes that Megatron and other libraries read.
+    """Set `parameter.field`, and the attributes that Megatron and other libraries read.
 
-    part: which part of its field it is, as the arguments of `Field.piece`.
+    - tensor_model_parallel, partition_dim, partition_stride: the split of the parameter.
+    - shared: True for a part that an earlier rank also holds. Megatron leaves it out of the norm of the gradients.
+    - allreduce: False for experts that are split over ranks. Megatron's DDP sums their gradients over fewer ranks.
+    - _no_weight_decay: set if the parameter has no weight decay, as in state-spaces' Mamba.
 
-    tensor_model_parallel, partition_dim and partition_stride say how it is split. Megatron's norm of the gradients leaves
-    out what is `shared`: here, the parts that an earlier rank also holds. allreduce is False for experts that ranks divide,
-    whose gradients Megatron's DDP sums over fewer ranks. _no_weight_decay is state-spaces' mark of what the
-    optimizer shall not decay. AssertionError if the layout has another shape.
+    Args:
+        parameter: The parameter.
+        field: Its field.
+        part: The arguments of `Field.piece` for this rank.
     """
     rank, size, _, experts = part
     shape = field.local_shape(*part)
     if shape != tuple(parameter.shape):
-        raise AssertionError(f"{field.name} is {tuple(parameter.shape)}, its layout says {shape}")
+        raise AssertionError(f"{field.name} has shape {tuple(parameter.shape)}, but its field has {shape} on this rank")
     copies = field.copies(size)
     parameter.field = field
     parameter.tensor_model_parallel = size > 1 and copies < size
@@ -48,9 +55,9 @@ def attach_field(parameter: Any, field: Field, part: Sequence[int]) -> None:
 
 
 def fields_of(model: Any) -> dict[nn.Parameter, Field]:
-    """{parameter: its field} of a `Model`, in the order of the parameters.
+    """{parameter: field} of a `Model`, in the order of its parameters.
 
-    torch's `fully_shard` puts DTensors in place of the parameters, without their attributes; these are attached first.
+    torch's `fully_shard` replaces the parameters by DTensors without these attributes. Then the fields are attached again.
     """
     if not all(hasattr(parameter, "field") for parameter in model.parameters()):
         model.attach_fields()
@@ -59,10 +66,14 @@ def fields_of(model: Any) -> dict[nn.Parameter, Field]:
 
 
 def parameter_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
-    """An optimizer's groups of the parameters of a `Model` that are trained: those with weight decay, and those without.
+    """The parameter groups of an optimizer: the trained parameters with weight decay, and the trained parameters without.
 
-    Weight decay applies to matrices, not to A_log, D, the dt bias, norms and biases; a parameter without it has the
-    attribute `_no_weight_decay`, as in state-spaces' Mamba. Call it after `fully_shard`, which replaces the parameters.
+    Matrices have weight decay. A_log, D, the dt bias, norms and biases do not; they have the attribute `_no_weight_decay`,
+    as in state-spaces' Mamba. Call this after `fully_shard`, which replaces the parameters.
+
+    Args:
+        model: A `Model`.
+        weight_decay: The weight decay of the first group.
     """
     fields = {parameter: field for parameter, field in fields_of(model).items() if parameter.requires_grad}
     groups: list[dict[str, Any]] = [

@@ -56,7 +56,7 @@ CALLS = [
 
 def without_tapes(model):
     """Let the model compute layer by layer."""
-    model._tapes.logits = model._tapes.read = lambda *_: None
+    model._tapes.logits = model._tapes.read_prompt = lambda *_: None
     return model
 
 
@@ -216,9 +216,9 @@ def test_experts_of_several_ranks(ranks, tp, ep, family, changes, options, tmp_p
 @pytest.mark.parametrize("length", (5, 300))
 @models
 def test_prompts_equal_those_of_layers(options, length, family, changes, tmp_path, monkeypatch):
-    """Also in pieces, whose attention is done in Python."""
-    monkeypatch.setattr(tapes, "PIECE", 128)
-    monkeypatch.setattr(tapes, "PIECE_OF_EXPERTS", 128)
+    """Also in chunks, with attention in Python."""
+    monkeypatch.setattr(tapes, "CHUNK", 128)
+    monkeypatch.setattr(tapes, "EXPERT_CHUNK", 128)
     model = megatron_ssm.load(saved(tmp_path, family, **changes), **options)
     prompt = torch.randint(61, (2, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -119,10 +119,10 @@ def test_the_tape_gives_what_the_module_gives(ranks, tp, options, tmp_path):
         for rows, tokens in (([0, 1], 3), ([1], 2), ([0, 1], 4), ([0, 1], 1)):
             both = [cache.select(rows) for cache in caches]
             given = IDS[rows, :tokens], hidden[rows, :tokens]
-            by_tape = model._tapes.drafted(model, *given, both[0])
+            by_tape = model._tapes.draft_hidden(model, *given, both[0])
             by_module = model.draft_head(model.embedded(given[0]), given[1], both[1])
-            found.append((model.drafted(*given, both[0]) if by_tape is None else by_tape, by_module))
-            guessed = [model.scaled_logits(by_module)[:, -1], model.drafted_logits(by_module[:, -1])]
+            found.append((model.draft_hidden(*given, both[0]) if by_tape is None else by_tape, by_module))
+            guessed = [model.scaled_logits(by_module)[:, -1], model.draft_logits(by_module[:, -1])]
             found.append([choose_tokens(local, Sampling(), [], model.ranks) for local in guessed])
             assert (by_tape is None) == (tokens == 3)  # C does not read the first token of a sequence
             for cache in both:
