@@ -237,11 +237,6 @@ def has_own_methods(module: nn.Module) -> bool:
     return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 
-def has_plain_tensors(module: nn.Module) -> bool:
-    """Return True if a module has tensors that are neither parameters nor buffers; their replacement is not tracked."""
-    return any(isinstance(value, torch.Tensor) for value in vars(module).values())
-
-
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return True if a call does exactly what the class `kind` defines, so that no hook can have stored its output."""
     return type(module) is kind and not is_altered(module) and not _has_any_global_hook()
