@@ -1,4 +1,4 @@
 """`doctor`: what is installed, which kernels run on this machine, and known problems of the installed versions.
 
-In: nothing but the machine. Out: a report, with a warning and a remedy for each problem found.
+In: the machine. Out: a report, with a warning and a remedy for each problem.
 """

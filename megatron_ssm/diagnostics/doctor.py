@@ -1,6 +1,6 @@
 """`python -m megatron_ssm doctor`: what is installed, which kernels run on this machine, and known problems.
 
-A report is a dictionary of plain values, printed as a page or as JSON. What cannot be found out is "unknown (the error)".
+A report is a dictionary of plain values, printed as a page or as JSON. An entry that raises an error is "unknown (ERROR)".
 """
 
 import json
@@ -31,13 +31,13 @@ NOT_TRAINED = "none: quantized matrices are not trained"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
-    """The kernels that a job runs: the first line that it prints.
+    """The first line that a job prints: the kernels that it runs.
 
     Args:
-        device: The device of the model, as torch names it.
-        dtype: The dtype of its parameters, or its name.
-        all_reduce: How the ranks sum; None or "" for one rank.
-        trains: Name the AdamW too.
+        device: The device of the model, as in torch.
+        dtype: The dtype of its parameters, or the name of the dtype.
+        all_reduce: The implementation of the all-reduce; None or "" for one rank.
+        trains: Also name the implementation of AdamW.
     """
     kind, name = str(device).split(":")[0], _name(dtype)
     kernels = _kernels_of_cuda(name) if kind == "cuda" else _kernels_of_cpu(kind, name)
@@ -54,15 +54,16 @@ def _kernels_of_cpu(device: str, dtype: str) -> str:
 
 
 def _kernels_of_cuda(dtype: str) -> str:
-    """The packages whose kernels are all installed, then torch with the reasons why others are not."""
+    """The packages whose kernels are all installed, and torch with the reasons why other kernels are missing."""
     from megatron_ssm.ops.cuda_kernels import TYPES as CUDA_TYPES
     from megatron_ssm.ops.implementations import IMPLEMENTATIONS
 
     if dtype not in map(_name, CUDA_TYPES):
         return f"torch (cuda; no other kernels take {dtype})"
     whys: dict[str, set[str]] = {}
-    for kernel in (each for each in IMPLEMENTATIONS if each.device == "cuda"):
-        whys.setdefault(kernel.package, set()).update({kernel.why_not} - {""})
+    for kernel in IMPLEMENTATIONS:
+        if kernel.device == "cuda":
+            whys.setdefault(kernel.package, set()).update({kernel.why_not} - {""})
     complete = [f"{package} {version_of(package)}" for package, missing in whys.items() if not missing]
     missing = [why for package in whys.values() for why in sorted(package)]
     fallback = [f"torch (cuda; {'; '.join(missing)})"] if missing else []
@@ -83,13 +84,13 @@ def _name(dtype: object) -> str:
 
 
 def doctor(as_json: bool) -> None:
-    """Print the report from rank 0."""
-    found = report()
-    Printer(this_rank() == 0).print(json.dumps(found) + "\n" if as_json else page(found))
+    """Print the report on rank 0."""
+    parts = report()
+    Printer(this_rank() == 0).print(json.dumps(parts) + "\n" if as_json else page(parts))
 
 
 def report() -> dict[str, Any]:
-    """Everything that `doctor` finds out, by part."""
+    """{name of a part: its content} of the report."""
     parts = {
         "versions": versions,
         "kernels": libraries,
@@ -119,7 +120,7 @@ def versions() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name where Linux knows it, and the architecture."""
+    """The name of the processor, if Linux knows it, and its architecture."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -127,7 +128,7 @@ def cpu_model() -> str:
 
 
 def libraries() -> dict[str, Any]:
-    """{package: its C library: loaded or not, the variant, the file, and the reason if it is not loaded}."""
+    """{package: facts about its C library} with the keys loaded, variant, file and why not."""
     return {package: value_or_unknown(_library_of, package) for package in LIBRARIES}
 
 
@@ -137,34 +138,34 @@ def _library_of(package: str) -> dict[str, Any]:
 
 
 def launchers() -> dict[str, str]:
-    """{launcher: its path}, beside this Python or in PATH."""
-    found = {name: value_or_unknown(_launcher, name) for name in ("torchrun", "deepspeed", "srun")}
-    if found["torchrun"] == "not found" and version_of("torch") != "not installed":
-        found["torchrun"] = "not found; python -m torch.distributed.run is the same"
-    return found
+    """{launcher: its path} in the folder of this Python or in PATH."""
+    paths = {name: value_or_unknown(_launcher, name) for name in ("torchrun", "deepspeed", "srun")}
+    if paths["torchrun"] == "not found" and version_of("torch") != "not installed":
+        paths["torchrun"] = "not found; python -m torch.distributed.run is the same"
+    return paths
 
 
 def _launcher(name: str) -> str:
-    beside = [str(Path(sys.executable).parent)] if sys.executable else []
-    return shutil.which(name, path=os.pathsep.join([*beside, os.environ.get("PATH", os.defpath)])) or "not found"
+    folders = [str(Path(sys.executable).parent)] if sys.executable else []
+    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])) or "not found"
 
 
 def threads() -> dict[str, Any]:
-    """The number of threads of torch, and the environment variable that sets it."""
+    """The number of torch's threads, and the environment variable that sets it."""
 
-    def of_torch() -> int:
+    def torch_threads() -> int:
         import torch
 
         return torch.get_num_threads()
 
-    return {"torch": value_or_unknown(of_torch), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set")}
+    return {"torch": value_or_unknown(torch_threads), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set")}
 
 
-# The implementations that run
+# The implementation of each operation
 
 
 def operations() -> list[dict[str, str]]:
-    """One row for each operation on each kind of device that this machine has."""
+    """A row for each operation on each kind of device of this machine."""
     import torch
 
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -172,11 +173,11 @@ def operations() -> list[dict[str, str]]:
 
 
 def operations_on(device: str) -> list[dict[str, str]]:
-    """The kernels of each operation on "cpu" or "cuda" in inference and in training, and the calls left to torch."""
+    """A row for each operation on "cpu" or "cuda": the kernels of inference and training, and the calls that torch runs."""
     from megatron_ssm.ops.implementations import IMPLEMENTATIONS
 
-    names = dict.fromkeys(each.operation for each in IMPLEMENTATIONS)
-    rows = [(name, *_runs([i for i in IMPLEMENTATIONS if (i.operation, i.device) == (name, device)])) for name in names]
+    names = dict.fromkeys(kernel.operation for kernel in IMPLEMENTATIONS)
+    rows = [(name, *_runs([k for k in IMPLEMENTATIONS if (k.operation, k.device) == (name, device)])) for name in names]
     rows += _products() if device == "cpu" else [(name, "torch", train, "cuBLAS") for name, _, train, _ in _products()]
     rows += [
         ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
@@ -188,16 +189,16 @@ def operations_on(device: str) -> list[dict[str, str]]:
 
 
 def _runs(kernels: "list[Implementation]") -> tuple[str, str, str]:
-    """(inference, training, why) of an operation with these kernels on a device."""
+    """(inference, training, reason why torch runs) of an operation with these kernels on a device."""
     usable = [kernel for kernel in kernels if not kernel.why_not]
     whys = [*dict.fromkeys(kernel.why_not for kernel in kernels if kernel.why_not)]
     if not kernels:
         return "torch", "torch", "no kernel on this device"
-    trained = [kernel.package for kernel in usable if kernel.trained]
+    training = next((kernel.package for kernel in usable if kernel.trained), "torch")
     inference = [f"{kernel.package}{f' ({kernel.tokens})' * bool(kernel.tokens and whys)}" for kernel in usable]
     other_dtypes = "float64, float16" if kernels[0].device == "cpu" else "float64"
     why = "; ".join(whys) or f"torch: {', '.join([other_dtypes, *filter(None, (k.torch_for for k in usable))])}"
-    return ", ".join([*dict.fromkeys(inference), *["torch"] * bool(whys)]), (trained or ["torch"])[0], why
+    return ", ".join([*dict.fromkeys(inference), *["torch"] * bool(whys)]), training, why
 
 
 def _adamw(device: str) -> tuple[str, str, str, str]:
@@ -210,14 +211,14 @@ def _adamw(device: str) -> tuple[str, str, str, str]:
 def _all_reduce(device: str) -> tuple[str, str, str, str]:
     library, name = Library("sparsefusion", {}), "all-reduce between ranks"
     if device == "cuda":
-        return name, "NCCL", "NCCL", "what torch.distributed has for cuda"
+        return name, "NCCL", "NCCL", "the backend of torch.distributed for cuda"
     if not library:
         return name, "gloo", "gloo", f"no C kernels: {library.why}"
     return name, "C, shared memory", "C, shared memory", "if all ranks are on one machine; else gloo"
 
 
 def _products() -> list[tuple]:
-    """A row for the product with each kind of matrix: the kernels of C's table (native/dispatch.c), or torch."""
+    """A row for the product with matrices of each dtype: the C kernels (native/dispatch.c), or torch."""
     import torch
 
     from megatron_ssm.native import products
@@ -225,36 +226,35 @@ def _products() -> list[tuple]:
     rows = []
     for stored in (torch.float32, torch.bfloat16, torch.float16, *products.QUANTIZED):
         x = torch.float32 if stored in products.QUANTIZED else stored
-        parts, most = [], 0
+        ranges, last_limit = [], 0
         for kernel, limit in products.kernels_for(stored, x).items():
-            if limit > most:
-                parts.append(f"C ({kernel})" if limit == products.NO_LIMIT else f"C ({kernel}) up to {limit} rows")
-                most = limit
-        runs = ", then ".join(parts if most == products.NO_LIMIT else [*parts, "torch"])
+            if limit > last_limit:
+                ranges.append(f"C ({kernel})" if limit == products.NO_LIMIT else f"C ({kernel}) up to {limit} rows")
+                last_limit = limit
+        inference = ", then ".join(ranges if last_limit == products.NO_LIMIT else [*ranges, "torch"])
         training = NOT_TRAINED if stored in products.QUANTIZED else "torch"
-        rows.append(
-            (f"matrix product, {_matrix_name(stored)}", runs, training, f"instructions: {products.instructions()}")
-        )
+        why = f"instructions: {products.instructions()}"
+        rows.append((f"matrix product, {_matrix_name(stored)}", inference, training, why))
     return rows
 
 
 def _matrix_name(stored: Any) -> str:
-    """The name of a matrix's dtype: the 4-bit numbers are stored in bytes."""
+    """The name of a matrix's dtype. 4-bit numbers are stored as uint8."""
     return {"uint8": "int4"}.get(_name(stored), _name(stored))
 
 
 # The page
 
 
-def page(found: dict[str, Any]) -> str:
-    """The report as text."""
+def page(parts: dict[str, Any]) -> str:
+    """A report as text."""
     titles = {"kernels": "C kernels", "operations": "what runs each operation"}
-    parts = [f"{titles.get(name, name).capitalize()}\n{_part(part)}" for name, part in found.items()]
-    return "megatron-ssm doctor\n\n" + "\n\n".join(parts) + "\n"
+    sections = [f"{titles.get(name, name).capitalize()}\n{_section(part)}" for name, part in parts.items()]
+    return "megatron-ssm doctor\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _part(part: Any) -> str:
-    """The text of a part: a string, {name: value}, rows of a table, or lines."""
+def _section(part: Any) -> str:
+    """The text of a part, which is a string, {name: value}, rows of a table, or lines."""
     if isinstance(part, dict):
         return _aligned([(name, _library_line(v) if isinstance(v, dict) else str(v)) for name, v in part.items()])
     if isinstance(part, list) and part and isinstance(part[0], dict):
@@ -263,13 +263,13 @@ def _part(part: Any) -> str:
 
 
 def _library_line(library: dict[str, Any]) -> str:
-    """A row of `kernels` in words."""
-    where = f", {library['file']}" if library["file"] else ""
-    return f"C ({library['variant']}){where}" if library["loaded"] else f"torch ({library['why not']}){where}"
+    """A value of `libraries` as text."""
+    file = f", {library['file']}" if library["file"] else ""
+    return f"C ({library['variant']}){file}" if library["loaded"] else f"torch ({library['why not']}){file}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:
-    """The rows as lines, in columns that are two spaces apart."""
+    """The rows of a table as lines, with columns two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join("  " + line.rstrip() for line in lines)

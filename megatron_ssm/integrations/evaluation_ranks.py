@@ -1,7 +1,7 @@
-"""The requests of an evaluator to a model, on one rank or on several: log-likelihoods of texts, and generated texts.
+"""A model for an evaluator, on one rank or several: log-likelihoods of texts, and generated texts.
 
-An evaluator is a separate program, which runs in one process. With several tensor-parallel ranks, that process is rank 0.
-It starts the other ranks, and writes its requests as lines of JSON to their standard input.
+An evaluator is a separate program that runs in one process. With several tensor-parallel ranks, this process is rank 0. It
+starts the other ranks, and writes its requests as lines of JSON to their standard input.
 """
 
 import atexit
@@ -25,19 +25,25 @@ from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, replicas, shut
 from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank, start_rank
 from sparsefusion.foundation.launcher import launched_ranks
 
-MODULE = "megatron_ssm.integrations.evaluation_ranks"  # this module, whose name as a program is __main__
+MODULE = "megatron_ssm.integrations.evaluation_ranks"  # this module; its __name__ as a program is __main__
 DEFAULT_BATCH = 8
-SCORED = 256  # the most positions whose log-probabilities are computed at once, to limit memory
+SCORED = 256  # the number of positions whose log-probabilities are computed at once, to limit memory
 
 
 @torch.no_grad()
 def log_likelihoods(
     model: Model, sequences: Sequence[Sequence[int]], counts: Sequence[int], batch_size: int
 ) -> list[tuple[float, bool]]:
-    """For each sequence, (log-likelihood in nats of its last counts[i] tokens, True if greedy search gives them).
+    """The log-likelihoods of the last tokens of sequences. Sends the messages of the model and of `log_probabilities`.
 
-    The longest sequences are read first, `batch_size` at a time; the logits of counts[i] positions are computed at once.
-    The same on every rank. Sends the messages of the model and of `log_probabilities`.
+    Args:
+        model: The model.
+        sequences: The token ids of each sequence.
+        counts: The number of last tokens of each sequence.
+        batch_size: The number of sequences per call of the model. The longest sequences are read first.
+
+    Returns:
+        (log-likelihood in nats, True if greedy search gives the same tokens) for each sequence, the same on every rank.
     """
     results = {i: (0.0, True) for i, count in enumerate(counts) if not count}  # an empty text is certain
     order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -len(sequences[i]))
@@ -45,7 +51,7 @@ def log_likelihoods(
         rows = order[start : start + batch_size]
         lengths = torch.tensor([len(sequences[i]) - 1 for i in rows])
         longest = int(lengths.max())
-        mask = (torch.arange(longest) >= longest - lengths.unsqueeze(1)).long()
+        mask = (torch.arange(longest) >= longest - lengths.unsqueeze(1)).long()  # (batch, longest), padded on the left
         ids = torch.zeros_like(mask)
         ids[mask.bool()] = torch.tensor([token for i in rows for token in sequences[i][:-1]])
         keep = max(counts[i] for i in rows)
@@ -67,42 +73,49 @@ def _log_likelihood(model: Model, logits: torch.Tensor, tokens: Sequence[int]) -
 
 
 def continuations(model: Model, requests: Sequence[dict[str, Any]], batch_size: int) -> list[list[int]]:
-    """The new tokens of each request, with up to `batch_size` in a batch. requests: arguments of `Engine.add`."""
+    """The new tokens of each request.
+
+    Args:
+        model: The model.
+        requests: The arguments of `Engine.add` for each request.
+        batch_size: The number of requests that are decoded together.
+    """
     engine = Engine(model, slots=batch_size)
-    added = [engine.add(**request) for request in requests]
+    running = [engine.add(**arguments) for arguments in requests]
     while engine.is_busy:
         engine.step()
-    return [request.tokens for request in added]
+    return [request.tokens for request in running]
 
 
 JOBS: dict[str, Callable[..., Any]] = {"log_likelihoods": log_likelihoods, "continuations": continuations}
 
 
 class EvaluatedModel:
-    """A checkpoint, split over `tp` ranks: those of a launcher, or this process and others that it starts.
-
-    ValueError or OSError if the checkpoint cannot be loaded; the other ranks then exit.
+    """A checkpoint on `tp` ranks: the ranks of a launcher, or this process and others that it starts.
 
     Args:
         directory: The directory of the checkpoint.
         tp: The number of tensor-parallel ranks.
         options: JSON-serializable options of `load`: dtype (a name), device ("cpu" or "cuda"), reduce, weights.
+
+    Raises:
+        ValueError, OSError: The checkpoint cannot be loaded. The other ranks exit.
     """
 
     def __init__(self, directory: str | Path, tp: int = 1, **options: Any):
         self._others: list[subprocess.Popen] = []
         atexit.register(self.close)
         if tp > 1 and launched_ranks() == 1 and not dist.is_initialized():
-            self._folder = tempfile.TemporaryDirectory(prefix="megatron-ssm-")  # only this user can read or write it
+            self._folder = tempfile.TemporaryDirectory(prefix="megatron-ssm-")  # accessible to this user only
             arguments = [f"file://{self._folder.name}/store", str(directory), json.dumps(options)]
             for rank in range(1, tp):
                 self._others.append(start_rank(MODULE, arguments, rank, tp, stdin=subprocess.PIPE, text=True))
             os.environ.update({k: v for k, v in environment_of_rank(0, tp).items() if k.startswith("GLOO")})
-            _meet(arguments[0], 0, tp, options)
+            _join(arguments[0], 0, tp, options)
         self.model = _load(directory, tp, options)
 
     def run(self, job: str, **arguments: Any) -> Any:
-        """The result of a function of JOBS, which all ranks compute together. arguments: JSON-serializable arguments."""
+        """The result of a function in JOBS, which all ranks call together. arguments: its JSON-serializable arguments."""
         for process in self._others:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"job": job, **arguments}) + "\n")
@@ -132,9 +145,9 @@ class EvaluatedModel:
 
 
 def batch_size_of(value: Any) -> int:
-    """The batch size of an integer or its text; DEFAULT_BATCH for None, "auto" and lm-eval's "auto:N".
+    """The batch size for an integer or its text; DEFAULT_BATCH for None, "auto" and lm-eval's "auto:N".
 
-    ValueError, which names the argument, for other values.
+    Raises ValueError for other values.
     """
     text = str(value)
     if value is None or text.partition(":")[0] == "auto":
@@ -145,13 +158,13 @@ def batch_size_of(value: Any) -> int:
 
 
 def check_integer(name: str, value: Any) -> None:
-    """ValueError, which names the argument, if its value is not an integer of at least 1."""
+    """Raise ValueError if the value of the argument `name` is not an integer of at least 1."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value} must be an integer of at least 1")
 
 
 def check_switch(name: str, value: Any) -> None:
-    """ValueError, which names the argument, if its value is neither None nor a bool."""
+    """Raise ValueError if the value of the argument `name` is neither None nor a bool."""
     if value is not None and type(value) is not bool:
         raise ValueError(f"{name}={value} must be True or False")
 
@@ -159,8 +172,8 @@ def check_switch(name: str, value: Any) -> None:
 # The ranks
 
 
-def _meet(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
-    """Create the process group of all ranks, which share a file as their store."""
+def _join(store: str, rank: int, world: int, options: dict[str, Any]) -> None:
+    """Create the process group of all ranks. store: the URL of a file that they share."""
     backend = "nccl" if options["device"] == "cuda" else "gloo"
     dist.init_process_group(backend, store, TIMEOUT, rank=rank, world_size=world)
 
@@ -174,16 +187,16 @@ def _load(directory: str | Path, tp: int, options: dict[str, Any]) -> Model:
 
 
 def _serve(store: str, directory: str, options: str) -> None:
-    """Run the jobs that rank 0 sends until it exits: the main loop of the ranks that rank 0 has started."""
+    """Run the jobs that rank 0 sends, until it exits. This is the main program of the other ranks."""
     settings, world = json.loads(options), launched_ranks()
-    _meet(store, int(os.environ["RANK"]), world, settings)
+    _join(store, int(os.environ["RANK"]), world, settings)
     with _load(directory, world, settings) as model:
         for line in sys.stdin:
             arguments = json.loads(line)
             try:
                 JOBS[arguments.pop("job")](model, **arguments)
             except ValueError:
-                continue  # rank 0 has the same error
+                continue  # rank 0 reports the same error
     shut_down()
 
 

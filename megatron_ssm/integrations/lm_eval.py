@@ -1,11 +1,11 @@
 """The model class `megatron-ssm` of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
 
-Versions of lm-eval after 0.4.13 find the class by the entry point in the group `lm_eval.models`. For earlier versions, this
-module is also a command, which registers the class and takes lm-eval's arguments:
-`python -m megatron_ssm.integrations.lm_eval`. In Python, importing this module registers the class.
+lm-eval after 0.4.13 finds the class by the entry point in the group `lm_eval.models`. For earlier versions, this module is
+also a command that registers the class and takes lm-eval's arguments: `python -m megatron_ssm.integrations.lm_eval`. In
+Python, importing this module registers the class.
 
-Texts are tokenized by transformers, truncated and cut at stop sequences as in lm-eval's own model class `hf`, so that
-results are comparable.
+As in lm-eval's own model class `hf`, transformers tokenizes the texts, and texts are truncated and cut at stop sequences by
+the same rules, so results are comparable.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,16 +37,17 @@ GENERATION_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty", "se
 
 @register_model("megatron-ssm")
 class MegatronSsmLM(TemplateLM):
-    """A checkpoint of this package's families on `tp` tensor-parallel ranks of this host, or of a launcher.
+    """A checkpoint on `tp` tensor-parallel ranks of this host, or on the ranks of a launcher.
 
     Args:
         pretrained: A Hugging Face directory with a tokenizer.
         tp: The number of tensor-parallel ranks.
-        dtype: The name of a dtype, or "auto"; see `megatron_ssm.load`, also for `reduce` and `weights`.
-        device: "cpu", or "cuda" if there is a GPU.
+        dtype: The name of a dtype, or "auto".
+        device: "cpu" or "cuda". Without a GPU, "cuda" is "cpu".
+        reduce, weights: See `megatron_ssm.load`.
         batch_size: The number of sequences per call of the model; "auto" is 8.
         max_batch_size: Ignored.
-        max_length: The most tokens of a sequence, by default that of transformers' configuration, else 2048.
+        max_length: The largest number of tokens of a sequence. The default is that of transformers' configuration, or 2048.
         max_gen_toks: The number of new tokens if a task does not set it.
         add_bos_token: See lm-eval's `hf`.
 
@@ -72,7 +73,7 @@ class MegatronSsmLM(TemplateLM):
         super().__init__()
         if others:
             raise ValueError(f"model arguments that are not implemented: {', '.join(sorted(others))}")
-        pretrained = str(pretrained)  # lm-eval reads the name 5 as a number
+        pretrained = str(pretrained)  # lm-eval converts a directory called 5 to a number
         if not Path(pretrained).is_dir():
             raise ValueError(f"pretrained={pretrained} is not a directory")
         check_integer("tp", tp)
@@ -82,7 +83,7 @@ class MegatronSsmLM(TemplateLM):
         check_switch("add_bos_token", add_bos_token)
         self.batch_size = batch_size_of(batch_size)
         options = dict(dtype=str(dtype).removeprefix("torch."), device=_device(device), reduce=reduce, weights=weights)
-        dtype_of(options["dtype"])  # raises its error before ranks are started
+        dtype_of(options["dtype"])  # for its ValueError, before ranks are started
         self._evaluated = EvaluatedModel(pretrained, tp, **options)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(pretrained)
         self.max_length = max_length or resolve_max_length(AutoConfig.from_pretrained(pretrained), self.tokenizer)
@@ -92,7 +93,7 @@ class MegatronSsmLM(TemplateLM):
         self._end_tokens = sorted({self.eot_token_id, *configured} - {None})
 
     def close(self) -> None:
-        """Stop the ranks that were started. Otherwise they stop when this process exits."""
+        """Stop the ranks that this process has started. Otherwise they stop when it exits."""
         self._evaluated.close()
 
     # Tokens
@@ -114,7 +115,7 @@ class MegatronSsmLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, with the tokenizer's own special tokens unless the text already begins with one."""
+        """The ids of a text, with the tokenizer's special tokens unless the text already begins with one."""
         add = self._add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
             add = False
@@ -155,8 +156,8 @@ class MegatronSsmLM(TemplateLM):
             ]
             for request in requests
         ]
-        answers = iter(self._loglikelihood_tokens([window for of_text in windows for window in of_text]))
-        totals = [sum(next(answers)[0] for _ in of_text) for of_text in windows]
+        answers = iter(self._loglikelihood_tokens([window for text_windows in windows for window in text_windows]))
+        totals = [sum(next(answers)[0] for _ in text_windows) for text_windows in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -198,7 +199,7 @@ class MegatronSsmLM(TemplateLM):
 
 
 def _device(name: str | None) -> str:
-    """ "cpu" or "cuda". lm-eval's command line passes "cuda:0" by default, even without a GPU."""
+    """Return "cpu" or "cuda". lm-eval's command line passes "cuda:0" by default, even without a GPU."""
     kind = str(name or "cpu").split(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={name} must be cpu or cuda")
@@ -206,7 +207,7 @@ def _device(name: str | None) -> str:
 
 
 def main() -> None:
-    """lm-eval's command line, with this model class."""
+    """Run lm-eval's command line with this model class."""
     if code := run("lm_eval", adopt_launcher):
         raise SystemExit(code)
     from lm_eval.__main__ import cli_evaluate

@@ -11,54 +11,54 @@ from megatron_ssm.stack.reader import Family
 from megatron_ssm.stack.stack import Stack, Unit
 from sparsefusion.foundation.command_line import did_you_mean
 
-# Symbols of layers in Megatron's patterns; a layer with a shared block is ATTENTION.
+# Symbols of layers in Megatron's patterns. ATTENTION also stands for a layer with a shared block.
 MAMBA, ATTENTION, MLP = "M", "*", "-"
-# Fields without a counterpart in a TransformerConfig, under our names of Hugging Face's fields.
+# Fields of config.json that a TransformerConfig lacks, under our names.
 _OPTIONS = """expand intermediate_size conv_kernel use_conv_bias use_bias mixer_rms_eps tie_word_embeddings
     time_step_rank time_step_limit time_step_min time_step_max time_step_floor
     attention_head_dim num_mem_blocks adapter_rank use_shared_attention_adapter
     use_mem_rope rope_parameters rope_scaling rope_theta""".split()
 
 
-def check_given(family: str, given: Iterable[str]) -> None:
-    """ValueError, with a suggestion, for an unknown family, or for names that are not fields of its config.json."""
+def check_hf_fields(family: str, hf_fields: Iterable[str]) -> None:
+    """Raise ValueError, with a suggestion, if a family is unknown or a name is not a field of its config.json."""
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}{did_you_mean(family, FAMILIES)}")
     if FAMILIES[family].pattern is None:
         raise ValueError(f"{family} has no layer spec for Megatron (its Family has no pattern)")
-    for name in FAMILIES[family].unknown_fields(list(given)):
+    for name in FAMILIES[family].unknown_fields(list(hf_fields)):
         similar = did_you_mean(name, sorted(FAMILIES[family].known))
         raise ValueError(f"{name} of the layer spec is not a field of {family}'s config.json{similar}")
 
 
 def config_of_layers(
-    config: Any, family: str, given: Mapping[str, Any], pattern: Iterable[str] = (MAMBA,), **more: Any
+    config: Any, family: str, hf_fields: Mapping[str, Any], pattern: Iterable[str] = (MAMBA,), **further_fields: Any
 ) -> Stack:
     """The stack of `family` with the sizes of a TransformerConfig and the layers of a pattern.
 
     Args:
         config: The TransformerConfig.
         family: The family.
-        given: Fields of Hugging Face's config.json that a TransformerConfig lacks (chunk sizes, adapters, ...).
+        hf_fields: Fields of Hugging Face's config.json that a TransformerConfig lacks (chunk sizes, adapters, ...).
         pattern: The symbols M, * and - of the layers.
-        more: Further fields.
+        further_fields: Further fields of config.json, which are not checked.
 
     Raises:
-        ValueError: A size is not supported, or `given` has an unknown field or contradicts the TransformerConfig.
+        ValueError: A size is not supported, or `hf_fields` has an unknown field or contradicts the TransformerConfig.
     """
-    check_given(family, given)
-    fields = _fields_of(config, FAMILIES[family], given) | more
+    check_hf_fields(family, hf_fields)
+    fields = _fields_of(config, FAMILIES[family], hf_fields) | further_fields
     names = FAMILIES[family].pattern or {}
     kinds = [names.get(symbol, names[MAMBA]) for symbol in pattern]
     fields |= {"model_type": family, "num_hidden_layers": len(kinds)}
     fields |= {"layers_block_type": kinds} if "layers_block_type" in FAMILIES[family].known else {}
-    for name, value in given.items():
+    for name, value in hf_fields.items():
         if name in fields and fields[name] != value and value is not None:
             raise ValueError(f"{name}={value!r} of the layer spec is {fields[name]!r} in Megatron's configuration")
-    return families.from_dict({"vocab_size": 1, **given, **fields})
+    return families.from_dict({"vocab_size": 1, **hf_fields, **fields})
 
 
-def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of a TransformerConfig under Hugging Face's names."""
     name = family.hf_name
     fields = {
@@ -67,11 +67,11 @@ def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[st
         name("state_size"): config.mamba_state_dim,
     }
     if "n_groups" in family.defaults:
-        own = "mamba_head_dim" if "mamba_head_dim" in family.defaults else "head_dim"
-        inner, head_dim = _inner_size(config, given.get(name("expand"), 2)), config.mamba_head_dim
+        head_dim_name = "mamba_head_dim" if "mamba_head_dim" in family.defaults else "head_dim"
+        inner, head_dim = _inner_size(config, hf_fields.get(name("expand"), 2)), config.mamba_head_dim
         if inner % head_dim:
             raise ValueError(f"{inner} channels do not divide into heads of {head_dim}")
-        fields[name("num_heads")], fields[name(own)] = inner // head_dim, head_dim
+        fields[name("num_heads")], fields[name(head_dim_name)] = inner // head_dim, head_dim
         fields[name("n_groups")], fields[name("expand")] = config.mamba_num_groups, _expand(inner, config.hidden_size)
     elif "num_heads" in family.defaults and config.mamba_num_heads is not None:
         fields[name("num_heads")] = config.mamba_num_heads
@@ -89,7 +89,7 @@ def _fields_of(config: Any, family: Family, given: Mapping[str, Any]) -> dict[st
 
 
 def _inner_size(config: Any, expand: float) -> int:
-    """The channels of a Mamba-2 mixer, as Megatron's own mixer computes them."""
+    """The number of channels of a Mamba-2 mixer, as Megatron's own mixer computes it."""
     if config.mamba_num_heads is not None:
         return config.mamba_num_heads * config.mamba_head_dim
     return int(expand * config.hidden_size)
@@ -103,36 +103,36 @@ def _expand(inner: int, hidden: int) -> int | float:
     return factor if int(factor * hidden) == inner else math.nextafter(factor, math.inf)
 
 
-# Options of Megatron's own attention and MLP that its counterpart in Hugging Face's format does not have.
-_NOT_IN_OWN_LAYERS = (
+# Options of Megatron's own attention and MLP that the models of Hugging Face do not have.
+_UNSUPPORTED_OPTIONS = (
     "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "softmax_scale", "attention_output_gate", "qk_layernorm",
     "window_size",
 )  # fmt: skip
 
 
 def _check_own_layers(config: Any, family: str) -> None:
-    """ValueError for options of Megatron's own attention and MLP layers that models of the family do not have."""
-    for name in _NOT_IN_OWN_LAYERS:
+    """Raise ValueError for options of Megatron's own attention and MLP that models of the family do not have."""
+    for name in _UNSUPPORTED_OPTIONS:
         if value := getattr(config, name, None):
             raise ValueError(f"{name}={value!r}: a {family} model has no such option")
     check_key_value_heads(config)
 
 
 def check_key_value_heads(config: Any) -> None:
-    """ValueError unless each tensor-parallel rank of Megatron's own attention has whole key/value heads."""
+    """Raise ValueError if a tensor-parallel rank of Megatron's own attention would have a part of a key/value head."""
     groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
     if groups % ranks:
-        raise ValueError(f"{groups} key/value heads of Megatron's attention do not divide over {ranks} ranks here")
+        raise ValueError(
+            f"{groups} key/value heads of Megatron's attention do not divide over {ranks} ranks "
+            f"({groups} % {ranks} = {groups % ranks})"
+        )
 
 
 def _shared_block(config: Any) -> dict[str, Any]:
-    """The sizes of attention and MLP."""
-    function = config.activation_func  # Megatron has its own function for relu2
-    names = [
-        n
-        for n, f in ACTIVATIONS.items()
-        if f is function or f is squared_relu and getattr(function, "__name__", "") == f.__name__
-    ]
+    """The sizes of attention and MLP under Hugging Face's names."""
+    function = config.activation_func
+    is_squared_relu = getattr(function, "__name__", "") == squared_relu.__name__  # Megatron has its own function
+    names = [n for n, f in ACTIVATIONS.items() if f is function or f is squared_relu and is_squared_relu]
     if not names:
         raise ValueError(f"unknown activation_func {function}: expected {', '.join(ACTIVATIONS)}")
     return {
@@ -151,7 +151,7 @@ def spec_options(config: Stack) -> dict[str, Any]:
 
 
 def layer_pattern(config: Stack) -> str:
-    """Megatron's layer pattern of this configuration: M for Mamba, * for attention or a shared block, - for an MLP."""
+    """The layer pattern of a configuration for Megatron: M for Mamba, * for attention or a shared block, - for an MLP."""
     return "".join(map(_symbol, config.layers))
 
 
@@ -166,12 +166,12 @@ def _symbol(layer: tuple[Unit, ...]) -> str:
 def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
     """The arguments of a TransformerConfig for a model with this configuration.
 
-    Megatron divides num_attention_heads by the number of tensor-parallel ranks, even in models without attention.
+    In models without attention, num_attention_heads is `tensor_ranks`, because Megatron divides it by the ranks even there.
     """
     specs: list[Any] = [spec for _, spec in config.operators]
     mixer: Any = next((spec for spec in specs if spec.recurrence is not None), None)
     if mixer is None:
-        raise ValueError(f"a {config.family} model without a Mamba layer lacks the sizes of one for Megatron")
+        raise ValueError(f"a {config.family} model without a Mamba layer lacks sizes that Megatron needs")
     sizes = mixer.recurrence
     options: dict[str, Any] = dict(
         num_layers=config.num_layers, hidden_size=config.hidden_size, num_attention_heads=tensor_ranks,
@@ -192,5 +192,5 @@ def transformer_options(config: Stack, tensor_ranks: int = 1) -> dict[str, Any]:
     if mlp is not None:
         options |= dict(ffn_hidden_size=mlp.channels, activation_func=ACTIVATIONS[mlp.activation])
     if not config.shared and (attention or mlp) and (mixer.bias or mlp is not None and mlp.bias):
-        raise ValueError("biases: Megatron's own attention and MLP layers have either all of them or none")
+        raise ValueError("biases: Megatron's own attention and MLP layers have biases everywhere or nowhere")
     return options

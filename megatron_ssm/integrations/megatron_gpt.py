@@ -1,10 +1,11 @@
 """Megatron's own GPTModel with gated delta nets, as a Qwen3.5 or Qwen3-Next without experts: its configuration and names.
 
-Every layer is Megatron's: a gated delta net (`megatron.core.ssm.gated_delta_net`) or an attention with an output gate, and
-then an MLP. Every tensor-parallel rank holds the same heads and channels as in our `Model`, so weights change their names
-and the order of their rows, but not their rank. The rows are ordered as in Megatron-Core 0.16.1:
+Every layer is Megatron's own: a gated delta net (`megatron.core.ssm.gated_delta_net`) or an attention with an output gate,
+followed by an MLP. Every tensor-parallel rank holds the same heads and channels as in our `Model`. Between the two models,
+weights differ in their names and in the order of their rows, but not in the rank that holds them. In Megatron-Core 0.16.1,
+the rows are ordered as follows:
 
-- in_proj of a gated delta net, on each rank: q, k, v, z, b (beta) and a (alpha); its convolution: q, k and v.
+- in_proj of a gated delta net, on each rank: q, k, v, z, b (beta) and a (alpha). Its convolution: q, k and v.
 - linear_qkv of an attention, for each key/value head: its queries, the gates of these queries, the key and the value.
 - linear_fc1 of an MLP, on each rank: gate and up.
 """
@@ -26,14 +27,14 @@ from .megatron_fields import check_key_value_heads
 
 FAMILIES = ("qwen3_5_text", "qwen3_next")
 VARIANT, IN_LAYERS = "gated_delta_net", "decoder.layers."
-# Options of a TransformerConfig with one value in all these models
+# Options of a TransformerConfig that have the same value in all these models
 _OPTIONS: dict[str, Any] = dict(
     experimental_attention_variant=VARIANT, attention_output_gate=True, qk_layernorm=True, normalization="RMSNorm",
     layernorm_zero_centered_gamma=True, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
     num_moe_experts=None,
 )  # fmt: skip
 
-# {Megatron's name in a layer: our name}. Norms are parts of linear layers in Transformer Engine's specs, else modules.
+# {Megatron's name in a layer: our name}. In Transformer Engine's specs, norms are parts of linear layers.
 _NAMES_IN_LAYERS = {
     "input_layernorm.weight": "norm.weight",
     "self_attention.in_proj.layer_norm_weight": "norm.weight",
@@ -53,40 +54,48 @@ _QKV = "self_attention.linear_qkv.weight"
 
 
 def _spec(config: ModelStack, kind: type[Spec]) -> Any:
-    """The specification of this class, which is the same in all layers that have one."""
+    """The specification of the class `kind`, which is the same in all layers that have one."""
     for _, spec in config.operators:
         if isinstance(spec, kind):
             return spec
     missing = "attention" if kind is AttentionSpec else "gated delta net"
-    raise ValueError(f"a {config.family} model without a layer of {missing} lacks the sizes of one for Megatron")
+    raise ValueError(f"a {config.family} model without a layer of {missing} lacks sizes that Megatron needs")
 
 
 def _packed_rows(config: ModelStack) -> dict[str, dict[str, int]]:
-    """{Megatron's name of a tensor in a layer: {our name of rows: their number on all ranks, or per key/value head}}."""
+    """{Megatron's name of a packed tensor in a layer: {our name of some rows: number of rows}}.
+
+    The number is that of all ranks together, or for `_QKV` that of each key/value head.
+    """
     delta, attention, mlp = _spec(config, GatedDeltaSpec), _spec(config, AttentionSpec), _spec(config, MlpSpec)
     rows, queries = delta.rows(1), attention.heads // attention.kv_heads * attention.head_dim
-    of_head = {"q": queries, "gate": queries, "k": attention.head_dim, "v": attention.head_dim}
+    head_rows = {"q": queries, "gate": queries, "k": attention.head_dim, "v": attention.head_dim}
     return {
         "self_attention.in_proj.weight": {
             f"mixer.{'gates' if part in 'ba' else 'in_proj.weight'}.{part}": rows[part] for part in "qkvzba"
         },
         "self_attention.conv1d.weight": {f"mixer.conv.weight.{part}": rows[part] for part in "qkv"},
-        _QKV: {f"attention.qkv.weight.{part}": count for part, count in of_head.items()},
+        _QKV: {f"attention.qkv.weight.{part}": count for part, count in head_rows.items()},
         "mlp.linear_fc1.weight": {f"mlp.gate_up.weight.{part}": count for part, count in mlp.rows(1).items()},
     }
 
 
 def in_our_names(theirs: str, tensor: torch.Tensor, config: ModelStack) -> dict[str, torch.Tensor]:
-    """{our name: view} of this rank's part of a parameter in a layer of Megatron's GPTModel, or of its gradient.
+    """{our name: view} for a parameter, or its gradient, in a layer of Megatron's GPTModel on this rank.
 
     Queries, gates, keys and values of an attention have the shape (key/value heads of this rank, rows per head, hidden);
-    others have their shapes in our `Model`.
+    other parameters have the shape that they have in our `Model`.
+
+    Args:
+        theirs: Megatron's name of the parameter.
+        tensor: The parameter or its gradient.
+        config: Our configuration of the model.
     """
     index, _, name = theirs.removeprefix(IN_LAYERS).partition(".")
     rows = _packed_rows(config).get(name, {_NAMES_IN_LAYERS.get(name, name): len(tensor)})
     counts = list(rows.values())
     if name == _QKV:
-        parts = tensor.unflatten(0, (-1, sum(counts))).split(counts, dim=1)
+        parts = tensor.unflatten(0, (-1, sum(counts))).split(counts, dim=1)  # (key/value heads, rows, hidden)
     else:
         ranks = sum(counts) // len(tensor)
         parts = tensor.split([count // ranks for count in counts])
@@ -94,23 +103,23 @@ def in_our_names(theirs: str, tensor: torch.Tensor, config: ModelStack) -> dict[
 
 
 def has_offset(name: str, config: ModelStack) -> bool:
-    """Return True for the weight of a gated delta net's output norm, to which Megatron's norm adds 1 and ours does not."""
+    """Return True for the weight of a gated delta net's output norm. Megatron's norm adds 1 to it, and ours does not."""
     return config.family in FAMILIES and name.endswith(".mixer.norm_weight")
 
 
 def gpt_options(config: ModelStack, tensor_ranks: int = 1) -> dict[str, Any]:
-    """The arguments of a TransformerConfig for a GPTModel of this configuration; ValueError for a family not in FAMILIES.
+    """The arguments of a TransformerConfig for a GPTModel of a configuration; `rotary_options` are the model's own.
 
-    A GPTModel also needs the arguments `rotary_options`.
+    Raises ValueError for a family that is not in FAMILIES.
     """
     if config.family not in FAMILIES:
-        raise ValueError(f"Megatron has no GPTModel of family {config.family!r}, only of {', '.join(FAMILIES)}")
+        raise ValueError(f"Megatron has no GPTModel of family {config.family!r}: expected {' or '.join(FAMILIES)}")
     delta, attention, mlp = _spec(config, GatedDeltaSpec), _spec(config, AttentionSpec), _spec(config, MlpSpec)
     is_delta = [isinstance(layer[0].operators[0].spec, GatedDeltaSpec) for layer in config.layers]
     return _OPTIONS | dict(
         num_layers=config.num_layers, hidden_size=config.hidden_size, layernorm_epsilon=config.norm_eps,
         num_attention_heads=attention.heads, num_query_groups=attention.kv_heads, kv_channels=attention.head_dim,
-        linear_attention_freq=[int(each) for each in is_delta], linear_conv_kernel_dim=delta.conv_kernel,
+        linear_attention_freq=list(map(int, is_delta)), linear_conv_kernel_dim=delta.conv_kernel,
         linear_num_key_heads=delta.key_heads, linear_key_head_dim=delta.key_dim,
         linear_num_value_heads=delta.value_heads, linear_value_head_dim=delta.value_dim,
         ffn_hidden_size=mlp.channels, hidden_dropout=0.0, attention_dropout=0.0,
@@ -121,14 +130,21 @@ def gpt_options(config: ModelStack, tensor_ranks: int = 1) -> dict[str, Any]:
 def rotary_options(config: ModelStack) -> dict[str, Any]:
     """The arguments of a GPTModel that describe the positions of this configuration."""
     attention = _spec(config, AttentionSpec)
-    part = attention.rope_size / attention.head_dim
-    return dict(position_embedding_type="rope", rotary_base=attention.rope_theta, rotary_percent=part)
+    fraction = attention.rope_size / attention.head_dim
+    return dict(position_embedding_type="rope", rotary_base=attention.rope_theta, rotary_percent=fraction)
 
 
 def gpt_model(config: ModelStack, megatron_config: Any, **sizes: Any) -> nn.Module:
-    """Megatron's GPTModel from its own layer specs. sizes: vocab_size, max_sequence_length and other arguments.
+    """Megatron's GPTModel, built from its own layer specs.
 
-    ModuleNotFoundError without Transformer Engine, ImportError without flash-linear-attention.
+    Args:
+        config: Our configuration.
+        megatron_config: The TransformerConfig.
+        sizes: Further arguments of the GPTModel: vocab_size, max_sequence_length, ...
+
+    Raises:
+        ModuleNotFoundError: Transformer Engine is not installed.
+        ImportError: flash-linear-attention is not installed.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
@@ -147,15 +163,21 @@ def is_gpt(model: Any) -> bool:
 
 
 def gpt_config(model: Any, family: str, vocab_size: int) -> ModelStack:
-    """Our configuration of a GPTModel with gated delta nets, as one of FAMILIES.
+    """Our configuration of a GPTModel with gated delta nets.
 
-    ValueError for an option of its TransformerConfig, or for positions, that these models do not have.
+    Args:
+        model: The GPTModel.
+        family: One of FAMILIES.
+        vocab_size: The size of the vocabulary without padding.
+
+    Raises:
+        ValueError: An option of the TransformerConfig, or the position embedding, is one that these models do not have.
     """
     config = model.config
     for owner, options in (config, _OPTIONS), (model, dict(position_embedding_type="rope", rotary_scaling=False)):
         for name, value in options.items():
-            if (given := getattr(owner, name)) != value:
-                raise ValueError(f"{name}={given!r}: a {family} model has {name}={value!r}")
+            if (actual := getattr(owner, name)) != value:
+                raise ValueError(f"{name}={actual!r}: a {family} model has {name}={value!r}")
     check_key_value_heads(config)
     is_delta = [hasattr(layer.self_attention, "A_log") for layer in model.decoder.layers]
     rope = dict(rope_type="default", rope_theta=model.rotary_base, partial_rotary_factor=model.rotary_percent)
@@ -163,7 +185,7 @@ def gpt_config(model: Any, family: str, vocab_size: int) -> ModelStack:
         model_type=family, vocab_size=vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
         rms_norm_eps=config.layernorm_epsilon, num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_query_groups, head_dim=config.kv_channels, rope_parameters=rope,
-        layer_types=["linear_attention" if each else "full_attention" for each in is_delta],
+        layer_types=["linear_attention" if is_linear else "full_attention" for is_linear in is_delta],
         linear_conv_kernel_dim=config.linear_conv_kernel_dim, linear_num_key_heads=config.linear_num_key_heads,
         linear_key_head_dim=config.linear_key_head_dim, linear_num_value_heads=config.linear_num_value_heads,
         linear_value_head_dim=config.linear_value_head_dim, intermediate_size=config.ffn_hidden_size,

@@ -1,6 +1,6 @@
 """The modules of the ModuleSpecs in `specs`: norms, mixers, hybrid layers and the stack, for Megatron-Core's models.
 
-Activations have Megatron's order, (seq, batch, hidden); with context parallelism each rank has its tokens in zigzag order.
+Activations have Megatron's layout, (seq, batch, hidden). With context parallelism, ranks hold tokens in zigzag order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,22 +34,22 @@ from .megatron_fields import config_of_layers
 from .megatron_split import SplitModule
 
 
-def _placement(config: Any) -> dict[str, Any]:
-    """The dtype and the device of new parameters."""
+def _dtype_and_device(config: Any) -> dict[str, Any]:
+    """The dtype and the device of new parameters, as arguments of a layer."""
     on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
     return dict(dtype=config.params_dtype, device="cpu" if on_cpu else torch.cuda.current_device())
 
 
-def _refuse(config: Any, names: Iterable[str], where: str) -> None:
-    """ValueError if one of these options of a TransformerConfig is set, which `where` would ignore."""
+def _check_unset(config: Any, names: Iterable[str], layer: str) -> None:
+    """Raise ValueError if one of these options of a TransformerConfig is set. layer: the layer that does not support it."""
     for name in names:
         if value := getattr(config, name, None):
-            raise ValueError(f"{name}={value!r} is not supported by {where}")
+            raise ValueError(f"{name}={value!r} is not supported by {layer}")
 
 
-def _refuse_other_precisions(config: Any) -> None:
-    """ValueError for 8-bit and 4-bit products, which only Transformer Engine's linear layers support."""
-    _refuse(config, ("fp8", "fp4"), "the linear layers of this spec, which compute in params_dtype")
+def _check_precision(config: Any) -> None:
+    """Raise ValueError for 8-bit and 4-bit products, which only Transformer Engine's linear layers support."""
+    _check_unset(config, ("fp8", "fp4"), "the linear layers of this spec, which compute in params_dtype")
 
 
 def _tensor_ranks(config: Any, pg_collection: Any) -> Ranks:
@@ -58,15 +58,15 @@ def _tensor_ranks(config: Any, pg_collection: Any) -> Ranks:
 
 
 def _context_ranks(pg_collection: Any) -> ContextRanks | None:
-    """The context-parallel ranks of Megatron's process groups, or None if every rank has whole sequences."""
+    """The context-parallel ranks of Megatron's process groups, or None if there is only one."""
     group = getattr(pg_collection, "cp", None)
     return None if group is None or group.size() == 1 else ContextRanks(group, Counter())
 
 
 def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, history: int) -> TokenSharding | None:
-    """The division of the tokens of x (seq, batch, hidden) over the context ranks.
+    """The split over the context ranks of the tokens in x (seq, batch, hidden); None without context ranks.
 
-    history: the number of tokens before a block that a convolution reads.
+    history: the number of earlier tokens that the convolution reads.
     """
     if context is None:
         return None
@@ -76,28 +76,28 @@ def _sharding(x: torch.Tensor, ranks: Ranks, context: ContextRanks | None, histo
 
 
 class Norm(RMSNorm):
-    """RMSNorm over the hidden size, with the epsilon of Megatron's configuration. ValueError for other norms."""
+    """RMSNorm over the hidden size, with the epsilon of Megatron's configuration. Raises ValueError for other norms."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float | None = None, **_: Any):
         if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
-            zero = " with layernorm_zero_centered_gamma" if config.layernorm_zero_centered_gamma else ""
-            raise ValueError(f"normalization={config.normalization!r}{zero}: the layers of this spec have RMSNorm")
-        super().__init__(hidden_size, config.layernorm_epsilon, **_placement(config))
+            offset = " with layernorm_zero_centered_gamma" if config.layernorm_zero_centered_gamma else ""
+            raise ValueError(f"normalization={config.normalization!r}{offset}: the layers of this spec have RMSNorm")
+        super().__init__(hidden_size, config.layernorm_epsilon, **_dtype_and_device(config))
         nn.init.ones_(self.weight)
         parameter: Any = self.weight
-        parameter.sequence_parallel = config.sequence_parallel  # Megatron then sums its gradient over the ranks
+        parameter.sequence_parallel = config.sequence_parallel  # if True, Megatron sums the gradient over the ranks
 
 
 class Mixer(SplitModule, Operator):
-    """The operator of a family's layers as a mixer of Megatron's MambaLayer: (seq, batch, hidden) -> (the same, None).
+    """The operator of a family's layers as a mixer of Megatron's MambaLayer.
 
-    Its class is a subclass of both `Mixer` and the operator's class, so its parameters are those of the operator. There may
-    be more ranks than groups. Sends the messages of the operator and the sum of its output.
+    The class of an instance is a subclass of both `Mixer` and the operator's class, so the parameters are those of the
+    operator. There may be more ranks than groups. Sends the messages of the operator and the sum of its output.
 
     Args:
         config: Megatron's TransformerConfig.
-        pg_collection: The process groups: `tp` of the tensor-parallel ranks, `cp` of the context ranks.
-        family, given: See `specs.stack_spec`.
+        pg_collection: The process groups: `tp` for the tensor-parallel ranks, `cp` for the context ranks.
+        family, hf_fields: See `specs.stack_spec`.
 
     Raises:
         ValueError: Sizes do not divide over the ranks.
@@ -107,18 +107,18 @@ class Mixer(SplitModule, Operator):
     context: ContextRanks | None
 
     def __new__(
-        cls, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str, given: Mapping[str, Any],
+        cls, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str, hf_fields: Mapping[str, Any],
         **_: Any,
     ) -> "Mixer":  # fmt: skip
-        """The operator, made a `Mixer`."""
-        _refuse_other_precisions(config)
-        ranks, ours = _tensor_ranks(config, pg_collection), config_of_layers(config, family, given)
-        ours.check_ranks(ranks.size)
-        (part,) = ours.layers[0][0].operators
-        operator = part.spec.build(Place(ranks, _context_ranks(pg_collection), **_placement(config)))
+        """Build the operator, and make it a `Mixer`."""
+        _check_precision(config)
+        ranks, model_config = _tensor_ranks(config, pg_collection), config_of_layers(config, family, hf_fields)
+        model_config.check_ranks(ranks.size)
+        (part,) = model_config.layers[0][0].operators
+        operator = part.spec.build(Place(ranks, _context_ranks(pg_collection), **_dtype_and_device(config)))
         operator.__class__ = type(f"Megatron{type(operator).__name__}", (Mixer, type(operator)), {})
         operator.history = part.spec.history
-        operator.prepare_part(replace(part, hf=""), ranks, config, ours.num_layers)
+        operator.prepare_part(replace(part, hf=""), ranks, config, model_config.num_layers)
         return operator
 
     def __init__(self, config: Any, d_model: int, layer_number: int, *_: Any, **options: Any):
@@ -128,9 +128,9 @@ class Mixer(SplitModule, Operator):
         self, hidden_states: torch.Tensor, inference_context: Any = None, *, inference_params: Any = None,
         packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """hidden_states (seq, batch, hidden) -> (the same shape, None for no bias).
+        """hidden_states (seq, batch, hidden) -> ((seq, batch, hidden), no bias).
 
-        ValueError for inference with Megatron's engine, and for packed sequences.
+        Raises ValueError for inference with Megatron's engine, and for packed sequences.
         """
         if inference_context is not None or inference_params is not None:
             raise ValueError(
@@ -139,83 +139,83 @@ class Mixer(SplitModule, Operator):
         if packed_seq_params is not None:
             raise ValueError("packed_seq_params: the mixers of megatron_ssm read one sequence per row")
         call = Call(sharding=_sharding(hidden_states, self.tensor_ranks, self.context, self.history))
-        return run(self, hidden_states.transpose(0, 1), call).transpose(0, 1), None
+        return run(self, hidden_states.transpose(0, 1), call).transpose(0, 1), None  # run: (batch, seq, hidden)
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of a sequence's convolution state and recurrent state on this rank, in our order of dimensions."""
+        """The shapes of one sequence's convolution state and recurrent state on this rank, in our layout."""
         state = self.new_state(1)
         return tuple(tuple(tensor.shape[1:]) for tensor in (state.fixed.values() if state is not None else ()))
 
 
 def _check_residual_stream(options: Mapping[str, Any]) -> None:
-    """ValueError for Megatron's option that gives the residual stream another dtype."""
+    """Raise ValueError for the option of Megatron that gives the residual stream another dtype."""
     if options.get("residual_in_fp32"):
         raise ValueError("residual_in_fp32: hybrid layers have one residual stream, in the dtype of the parameters")
 
 
-# Options of Megatron's attention that shared blocks do not have.
-_NOT_IN_SHARED_BLOCK = (
+# Options of Megatron's attention that shared blocks do not support.
+_UNSUPPORTED_BY_SHARED_BLOCKS = (
     "attention_dropout", "window_size", "qk_layernorm", "qk_clip", "add_qkv_bias", "attention_output_gate",
 )  # fmt: skip
 
 
 class LocalCoreAttention(CoreAttention):
-    """`CoreAttention` between Megatron's own linear layers. ValueError for options that these layers do not have."""
+    """`CoreAttention` between Megatron's own linear layers. Raises ValueError for fp8 and fp4."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any):
-        _refuse_other_precisions(config)
+        _check_precision(config)
         super().__init__(config, *arguments, **options)
 
 
 class Attention(SelfAttention):
-    """Megatron's attention; ValueError for qk_layernorm, unless the spec has these norms."""
+    """Megatron's attention. Raises ValueError for qk_layernorm and multi_latent_attention if the spec lacks these norms."""
 
     def __init__(self, config: Any, submodules: Any, *arguments: Any, **options: Any):
         if submodules.q_layernorm is None:
-            _refuse(config, ("qk_layernorm", "multi_latent_attention"), "the attention of this spec")
+            _check_unset(config, ("qk_layernorm", "multi_latent_attention"), "the attention of this spec")
         super().__init__(config, submodules, *arguments, **options)
 
 
 class HybridLayer(MambaLayer):
-    """A hybrid layer: x + mixer(norm(x + shared_block(x))). ValueError for residual_in_fp32.
+    """A hybrid layer: x + mixer(norm(x + shared_block(x))). Raises ValueError for residual_in_fp32.
 
-    Attributes (set by the stack):
-        use: This layer's own parameters for its invocation of the shared block.
-        shared_inputs: (shared block, embeddings (batch, seq, hidden), facts about the tokens) while the stack runs.
+    Attributes:
+        use: The parameters of this layer's invocation of the shared block. The stack sets it.
+        shared_inputs: (shared block, embeddings (batch, seq, hidden), call), which the stack sets while it runs.
     """
 
     def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None, **options: Any):
         _check_residual_stream(options)
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
-        self.use: Use | None = None
+        self.use: Invocation | None = None
         self.shared_inputs: tuple[SharedBlock, torch.Tensor, Call] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, inference_context: Any = None, **others: Any
     ) -> torch.Tensor:
-        """hidden_states (seq, batch, hidden) -> the same shape. attention_mask is ignored: attention is causal."""
+        """hidden_states (seq, batch, hidden) -> (seq, batch, hidden). attention_mask is ignored: attention is causal."""
         assert self.use is not None and self.shared_inputs is not None, "a hybrid layer runs only in its stack"
         block, embeddings, call = self.shared_inputs
-        x = hidden_states.transpose(0, 1)
-        x = (x + block(x, embeddings, self.use, call)).transpose(0, 1)
+        x = hidden_states.transpose(0, 1)  # (batch, seq, hidden)
+        x = (x + block(x, embeddings, self.use, call)).transpose(0, 1)  # (seq, batch, hidden)
         packed = others.get("packed_seq_params")
         mixed = self.mixer(self.norm(x), inference_context=inference_context, packed_seq_params=packed)
         add = self.mamba_bda(training=self.training, fused=self.config.bias_dropout_fusion)
         return add(mixed, hidden_states, self.hidden_dropout)
 
 
-class Use(SplitModule):
-    """An invocation of a shared block, with Megatron's sharded state dict."""
+class Invocation(SplitModule):
+    """The parameters of one invocation of a shared block, with Megatron's sharded state dict."""
 
 
 class Block(SplitModule):
     """A shared block, with Megatron's sharded state dict."""
 
 
-def _split(kind: type[SplitModule], part: Part, place: Place, config: Any, layers: int) -> Any:
-    """The module of a part, whose class is also a subclass of `kind`. config: Megatron's TransformerConfig."""
+def _build_part(base: type[SplitModule], part: Part, place: Place, config: Any, layers: int) -> Any:
+    """The module of a part, as an instance of `base` as well. config: Megatron's TransformerConfig."""
     module = part.spec.build(place)
-    module.__class__ = type(kind.__name__, (kind, type(module)), {})
+    module.__class__ = type(base.__name__, (base, type(module)), {})
     module.prepare_part(part, place.ranks, config, layers)
     return module
 
@@ -224,14 +224,14 @@ class Blocks(nn.ModuleList):
     """The shared blocks of a stack, with Megatron's sharded state dict."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """The sharded state dict of every block; see `SplitModule.sharded_state_dict`."""
+        """The sharded state dicts of all blocks in one dictionary; see `SplitModule.sharded_state_dict`."""
         blocks: Any = self
         states = (b.sharded_state_dict(f"{prefix}{i}.", sharded_offsets or (), metadata) for i, b in enumerate(blocks))
         return {name: tensor for state in states for name, tensor in state.items()}
 
 
-class Refused(nn.Module):
-    """A placeholder for a layer that a spec lacks: ValueError if a pattern contains it."""
+class UnsupportedLayer(nn.Module):
+    """A placeholder for a layer that a spec does not have. Raises ValueError if the pattern contains its symbol."""
 
     def __init__(self, *_: Any, layer_number: int, symbol: str, **others: Any):
         raise ValueError(f"layer {layer_number} of the pattern is {symbol!r}, which this stack spec does not have")
@@ -246,7 +246,7 @@ FUSED_NORMS = {
 
 
 def _rename_fused_norms(_module: nn.Module, state: dict, prefix: str, *_others: Any) -> None:
-    """Before `load_state_dict`: rename the norms of Megatron's Transformer Engine specs, and drop FP8 scales."""
+    """Rename the norms of Megatron's Transformer Engine specs, and drop FP8 scales, before `load_state_dict`."""
     for name in [name for name in state if name.startswith(prefix)]:
         for theirs, ours in FUSED_NORMS.items():
             if theirs in name:
@@ -256,25 +256,25 @@ def _rename_fused_norms(_module: nn.Module, state: dict, prefix: str, *_others: 
 
 
 class Stack(MambaStack):
-    """Megatron's stack of layers, with a final norm that needs no Transformer Engine, and with shared blocks.
+    """Megatron's stack of layers, with a final norm that does not need Transformer Engine, and with shared blocks.
 
-    In families that share blocks, the symbol * is a hybrid layer. They support neither residual_in_fp32 nor pipelines,
-    because every hybrid layer needs the embeddings.
+    In families that share blocks, the symbol * is a hybrid layer. These families support neither residual_in_fp32 nor
+    pipeline parallelism, because every hybrid layer needs the embeddings.
 
     Attributes:
-        family, given: See `specs.stack_spec`.
-        source: (configuration, Hugging Face directory) from which the weights were loaded, or None.
+        family, hf_fields: See `specs.stack_spec`.
+        source: (configuration, directory) of the Hugging Face checkpoint from which the weights were loaded, or None.
     """
 
     def __init__(
-        self, config: Any, submodules: Any, family: str, given: Mapping[str, Any], post_layer_norm: bool = True,
+        self, config: Any, submodules: Any, family: str, hf_fields: Mapping[str, Any], post_layer_norm: bool = True,
         pg_collection: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        _refuse_other_precisions(config)
+        _check_precision(config)
         if families.FAMILIES[family].shares_blocks:
             _check_residual_stream(options)
         super().__init__(config, submodules, post_layer_norm=False, pg_collection=pg_collection, **options)
-        self.family, self.given = family, given
+        self.family, self.hf_fields = family, hf_fields
         self.source: tuple[ModelStack, Path] | None = None
         self.post_layer_norm, self.shared = post_layer_norm, Blocks()
         self.register_load_state_dict_pre_hook(_rename_fused_norms)
@@ -288,26 +288,27 @@ class Stack(MambaStack):
             raise ValueError(
                 f"{groups.pp.size()} pipeline stages: only the first has the embeddings that all blocks need"
             )
-        _refuse(config, _NOT_IN_SHARED_BLOCK, "the shared block")
-        ours, ranks = self.model_config(), _tensor_ranks(config, groups)
+        _check_unset(config, _UNSUPPORTED_BY_SHARED_BLOCKS, "the shared block")
+        model_config, ranks = self.model_config(), _tensor_ranks(config, groups)
         self.context_ranks = _context_ranks(groups)
-        core = attend_with_cache if self.context_ranks is None else _context_attention(ours, config, groups)
-        place = Place(ranks, None, core, **_placement(config))
-        for part in ours.shared:
-            self.shared.append(_split(Block, part, place, config, ours.num_layers))
-        self.blocks_of: dict[int, int] = {}
-        for index, (unit,) in enumerate(ours.layers):
+        core = attend_with_cache if self.context_ranks is None else _context_attention(model_config, config, groups)
+        place = Place(ranks, None, core, **_dtype_and_device(config))
+        for part in model_config.shared:
+            self.shared.append(_build_part(Block, part, place, config, model_config.num_layers))
+        self.block_of_layer: dict[int, int] = {}
+        for index, (unit,) in enumerate(model_config.layers):
             if unit.side is not None:
-                self.layers[index].use = _split(Use, unit.side.part, place, config, ours.num_layers)
-                self.blocks_of[index] = unit.side.shared
-        self.tensor_ranks, self.history = ranks, ours.history
+                layer = self.layers[index]
+                layer.use = _build_part(Invocation, unit.side.part, place, config, model_config.num_layers)
+                self.block_of_layer[index] = unit.side.shared
+        self.tensor_ranks, self.history = ranks, model_config.history
 
-    def model_config(self, **more: Any) -> ModelStack:
-        """Our configuration of the layers. more: fields of config.json that the stack lacks (vocab_size, ...)."""
-        return config_of_layers(self.config, self.family, self.given, self.layer_type_list, **more)
+    def model_config(self, **further_fields: Any) -> ModelStack:
+        """Our configuration of the layers. further_fields: fields of config.json, such as vocab_size."""
+        return config_of_layers(self.config, self.family, self.hf_fields, self.layer_type_list, **further_fields)
 
     def forward(self, hidden_states: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-        """Embeddings (seq, batch, hidden) -> the same shape, after the final norm."""
+        """Embeddings (seq, batch, hidden) -> hidden states (seq, batch, hidden) after the final norm."""
         if not self.shared:
             return super().forward(hidden_states, *arguments, **options)
         if not isinstance(hidden_states, torch.Tensor):
@@ -315,16 +316,16 @@ class Stack(MambaStack):
                 "inference_context: save the weights with save_hugging_face, and generate with megatron_ssm"
             )
         call, embeddings = self._call(hidden_states), hidden_states.transpose(0, 1)
-        for index, block in self.blocks_of.items():
+        for index, block in self.block_of_layer.items():
             self.layers[index].shared_inputs = self.shared[block], embeddings, call
         try:
             return super().forward(hidden_states, *arguments, **options)
         finally:
-            for index in self.blocks_of:
+            for index in self.block_of_layer:
                 self.layers[index].shared_inputs = None
 
     def _call(self, x: torch.Tensor) -> Call:
-        """The positions of the tokens of x (seq, batch, hidden)."""
+        """The description of a call with the tokens of x (seq, batch, hidden)."""
         sharding = _sharding(x, self.tensor_ranks, self.context_ranks, self.history)
         if sharding is not None:
             return Call(sharding=sharding, positions=Positions.of_sharded(sharding, None, x.shape[1], x.device))
@@ -332,10 +333,10 @@ class Stack(MambaStack):
         return Call(positions=Positions.of(None, x.shape[1], tokens, None, x.device))
 
 
-def _context_attention(ours: ModelStack, config: Any, groups: Any) -> ContextAttention:
-    """The attention of the shared blocks over the context ranks, by the schedule of config.cp_comm_type."""
+def _context_attention(model_config: ModelStack, config: Any, groups: Any) -> ContextAttention:
+    """The attention of the shared blocks over the context ranks, with the schedule of config.cp_comm_type."""
     kind = config.cp_comm_type if isinstance(config.cp_comm_type, str | None) else config.cp_comm_type[0]
     core = CoreAttention(config, 1, None, "self", cp_comm_type=kind, pg_collection=groups)
     schedule: Attention2D = core.schedule
-    check_schedule(schedule, ours, groups.tp)
+    check_schedule(schedule, model_config, groups.tp)
     return ContextAttention(schedule, Counter())

@@ -1,8 +1,8 @@
-"""The parts of our modules for Megatron's models: initial values, sharded state dicts, and Megatron's names of tensors.
+"""Our modules in Megatron's models: initial values, sharded state dicts, and Megatron's names of tensors.
 
-Parameters are those of our layers, one for each field of the layout: in_proj.weight.z, .x, .B, .C and .dt. Megatron's
-sharded state dict has the same fields, so `dist_checkpointing` can divide them over other numbers of ranks, and can load
-checkpoints of Megatron's own mixer. A plain state dict has Megatron's packed tensors instead (in_proj.weight).
+The parameters are those of our layers, one for each `Field`: in_proj.weight.z, .x, .B, .C and .dt. Megatron's sharded state
+dict has one tensor for each field, so `dist_checkpointing` can reshard them, and can load checkpoints of Megatron's own
+mixer. A plain state dict has Megatron's packed tensors instead (in_proj.weight).
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ from megatron_ssm.stack.stack import Part
 
 
 class SplitModule(nn.Module):
-    """A module whose parameters are fields, split over the tensor-parallel ranks.
+    """A module with parameters that are split over the tensor-parallel ranks as their fields say.
 
     Attributes:
-        megatron_names: {our name of a parameter: Megatron's name}, where they differ.
-        packed: {Megatron's name of a parameter that is a part of a packed tensor: the tensor}.
+        megatron_names: {our name of a parameter: Megatron's name}, where the names differ.
+        packed: {Megatron's name of a part of a packed tensor: name of the tensor}.
         tensor_ranks: The tensor-parallel ranks.
     """
 
@@ -36,11 +36,11 @@ class SplitModule(nn.Module):
     def prepare_part(self, part: Part, ranks: Ranks, config: Any, layers: int) -> None:
         """Attach the fields of the part to the parameters, and initialize the parameters.
 
-        A field is drawn in full on the CPU, and this rank keeps its part, so initial values do not depend on the number of
-        ranks. A part without names in files (`hf`) gets Megatron's names, which are the usual ones.
+        Each field is drawn in full on the CPU, and this rank keeps its part, so initial values do not depend on the number
+        of ranks. If `part.hf` is empty, parameters get Megatron's names, which are the usual names of their fields.
 
         Args:
-            part: The part.
+            part: The operator, with its fields.
             ranks: The tensor-parallel ranks.
             config: Megatron's TransformerConfig, whose init_method and output_layer_init_method initialize projections.
             layers: The number of layers of the model.
@@ -51,7 +51,7 @@ class SplitModule(nn.Module):
             parameter = parameters[field.name]
             attach_field(parameter, field, (ranks.rank, ranks.size, 0, 1))
             if not part.hf:
-                is_packed = field.name.count(".") == 2  # a part of a `Packed`, whose name ends with that of the part
+                is_packed = field.name.count(".") == 2  # in a `Packed`: LAYER.weight.PART
                 name = f"{field.hf}.{field.name.rpartition('.')[2]}" if is_packed else field.hf
                 self.megatron_names[field.name] = name
                 if is_packed:
@@ -68,7 +68,7 @@ class SplitModule(nn.Module):
     ) -> dict[str, ShardedTensor]:
         """{name of a parameter: `ShardedTensor`} for Megatron's `dist_checkpointing`. Sends nothing.
 
-        The keys in the checkpoint are those of Megatron's own modules. Megatron passes sharded_offsets and metadata.
+        Keys in the checkpoint are those of Megatron's own modules. Megatron passes `sharded_offsets` and `metadata`.
         """
         group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         copy = 0 if group is None else dist.get_rank(group)
@@ -88,11 +88,11 @@ class SplitModule(nn.Module):
         )
 
     def megatron_name(self, name: str) -> str:
-        """Megatron's name of one of our parameters; the name of a part of a packed tensor ends with the part."""
+        """Megatron's name of one of our parameters. For a part of a packed tensor, this is TENSOR.PART."""
         return self.megatron_names.get(name, name)
 
     def tensor_name(self, name: str) -> str:
-        """The tensor of a plain state dict that holds one of our parameters."""
+        """The name of the tensor in a plain state dict that contains one of our parameters."""
         theirs = self.megatron_name(name)
         return self.packed.get(theirs, theirs)
 
@@ -107,7 +107,7 @@ def _initial(field: Field, config: Any, layers: int) -> torch.Tensor:
 
 
 def _pack(module: SplitModule, state: dict, prefix: str, _metadata: Any) -> None:
-    """After `state_dict`: concatenate our fields, in their order, to Megatron's tensors."""
+    """Concatenate our parameters, in their order, to Megatron's tensors after `state_dict`."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name, _ in module.named_parameters():
         theirs = module.tensor_name(name)
@@ -117,7 +117,7 @@ def _pack(module: SplitModule, state: dict, prefix: str, _metadata: Any) -> None
 
 
 def _unpack(module: SplitModule, state: dict, prefix: str, *_others: Any) -> None:
-    """Before `load_state_dict`: split Megatron's tensors into our fields. The state dict may contain fields too."""
+    """Split Megatron's tensors into our parameters before `load_state_dict`. Other names in the state dict stay."""
     rows: dict[str, dict[str, int]] = {}
     for name, parameter in module.named_parameters():
         rows.setdefault(module.tensor_name(name), {})[name] = len(parameter)

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from attention2d import CoreAttention
 from megatron_ssm.families import FAMILIES
 
-from .megatron_fields import check_given
+from .megatron_fields import check_hf_fields
 from .megatron_layers import (
     FUSED_NORMS,
     Attention,
@@ -33,8 +33,8 @@ from .megatron_layers import (
     LocalCoreAttention,
     Mixer,
     Norm,
-    Refused,
     Stack,
+    UnsupportedLayer,
 )
 
 FUSED = {ours: theirs for theirs, ours in FUSED_NORMS.items()}
@@ -43,15 +43,20 @@ FUSED = {ours: theirs for theirs, ours in FUSED_NORMS.items()}
 def core_attention(**grid: int | bool) -> ModuleSpec:
     """The ModuleSpec of `attention2d.CoreAttention`, which Megatron builds for each layer according to config.cp_comm_type.
 
-    grid: rows, cols, ulysses and overlap, for cp_comm_type="2d" only.
+    Args:
+        grid: rows, cols, ulysses and overlap, only for cp_comm_type="2d".
     """
     return ModuleSpec(module=CoreAttention, params=grid)
 
 
 def with_core_attention(layer_spec: ModuleSpec, **grid: int | bool) -> ModuleSpec:
-    """A copy of a transformer layer's ModuleSpec, such as get_gpt_layer_local_spec's, with `core_attention(**grid)`.
+    """A copy of a transformer layer's ModuleSpec, with `core_attention(**grid)` as its attention.
 
-    With Megatron's own linear layers, fp8 and fp4 of the TransformerConfig raise ValueError.
+    If the layer has Megatron's own linear layers, building it with fp8 or fp4 raises ValueError.
+
+    Args:
+        layer_spec: The ModuleSpec, such as that of get_gpt_layer_local_spec.
+        grid: See `core_attention`.
     """
     spec = copy.deepcopy(layer_spec)
     attention = spec.submodules.self_attention.submodules
@@ -61,8 +66,8 @@ def with_core_attention(layer_spec: ModuleSpec, **grid: int | bool) -> ModuleSpe
     return spec
 
 
-def stack_spec(family: str, **given: Any) -> ModuleSpec:
-    """The ModuleSpec of a stack of layers of `family`, one of `families.FAMILIES`.
+def stack_spec(family: str, **hf_fields: Any) -> ModuleSpec:
+    """The ModuleSpec of a stack of layers of a family.
 
     In the layer pattern, M is a layer with our mixer. In families that share blocks, * is a hybrid layer: one of the blocks,
     and a mixer. In other families, * is a transformer layer with `core_attention()`, and - an MLP, both of Megatron's own
@@ -72,29 +77,29 @@ def stack_spec(family: str, **given: Any) -> ModuleSpec:
     the keys and the sharding of Megatron's own mamba_stack_spec.
 
     Args:
-        family: The family.
-        given: Fields of the family's config.json in Hugging Face's format that a TransformerConfig lacks, such as
+        family: One of `families.FAMILIES`.
+        hf_fields: Fields of the family's config.json in Hugging Face's format that a TransformerConfig lacks, such as
             conv_kernel, num_mem_blocks, adapter_rank or use_mem_rope. Sizes are those of the TransformerConfig.
 
     Raises:
         ValueError: A field is unknown. When the model is built: a field contradicts the TransformerConfig, or the layers do
             not support one of its options (fp8, fp4, qk_layernorm; in shared blocks, other options of attention).
     """
-    check_given(family, given)
-    mixer = ModuleSpec(module=Mixer, params=dict(family=family, given=given))
+    check_hf_fields(family, hf_fields)
+    mixer = ModuleSpec(module=Mixer, params=dict(family=family, hf_fields=hf_fields))
     hybrid = FAMILIES[family].shares_blocks
     layer = MambaLayerSubmodules(Norm, mixer, get_bias_dropout_add, sharded_state_dict_keys_map=FUSED)
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(module=MambaLayer, submodules=layer),
         attention_layer=ModuleSpec(module=HybridLayer, submodules=layer) if hybrid else _attention_layer(),
-        mlp_layer=_refused("-") if hybrid else _mlp_layer(),
-        moe_layer=_refused("E"),
+        mlp_layer=_unsupported("-") if hybrid else _mlp_layer(),
+        moe_layer=_unsupported("E"),
     )
-    return ModuleSpec(module=Stack, params=dict(family=family, given=given), submodules=layers)
+    return ModuleSpec(module=Stack, params=dict(family=family, hf_fields=hf_fields), submodules=layers)
 
 
-def _refused(symbol: str) -> ModuleSpec:
-    return ModuleSpec(module=Refused, params=dict(symbol=symbol))
+def _unsupported(symbol: str) -> ModuleSpec:
+    return ModuleSpec(module=UnsupportedLayer, params=dict(symbol=symbol))
 
 
 def _attention_layer() -> ModuleSpec:
@@ -125,19 +130,20 @@ def _mlp_layer() -> ModuleSpec:
 
 
 gpt_layer_spec = with_core_attention(get_gpt_layer_local_spec(normalization="RMSNorm"))
-# Megatron's own name for a stack of Mamba-2 layers, and ours for the first Mamba.
-_OTHER_NAMES = {"mamba": "mamba2", "mamba1": "mamba"}
+# {prefix of a spec's name that is not the name of its family: the family}. Megatron's mamba_stack_spec is Mamba-2.
+_FAMILY_OF_PREFIX = {"mamba": "mamba2", "mamba1": "mamba"}
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    """NAME_stack_spec of a family, even if it was registered after this module was imported."""
-    family = name.removesuffix("_stack_spec")
-    family = _OTHER_NAMES.get(family, family)
+    """The spec FAMILY_stack_spec, also of a family that was registered after the import of this module."""
+    prefix = name.removesuffix("_stack_spec")
+    family = _FAMILY_OF_PREFIX.get(prefix, prefix)
     if not name.endswith("_stack_spec") or family not in FAMILIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return stack_spec(family)
 
 
 # Megatron's scripts look for a name in the module's dictionary.
-_WITH_SPEC = [name for name in (*FAMILIES, *_OTHER_NAMES) if FAMILIES[_OTHER_NAMES.get(name, name)].pattern]
-globals().update({name: __getattr__(name) for name in (f"{family}_stack_spec" for family in _WITH_SPEC)})
+for _prefix in (*FAMILIES, *_FAMILY_OF_PREFIX):
+    if FAMILIES[_FAMILY_OF_PREFIX.get(_prefix, _prefix)].pattern:
+        globals()[f"{_prefix}_stack_spec"] = __getattr__(f"{_prefix}_stack_spec")

@@ -122,7 +122,7 @@ def plan_to_verify(plan: Plan) -> Plan:
     program, placements = plan.program, placements_of(plan.schedule)
     heads_per_group = math.lcm(*(operand.divisor("heads") for operand in program.operands))
     for ranks in SMALLER_SIZES:
-        for groups in (ranks, ranks + 1):  # a multiple of the ranks, and a number that is none
+        for groups in (ranks, ranks + 1):  # a multiple of the ranks, and one that is not
             smaller = program.resized(seq=2 * ranks, heads=groups * heads_per_group)
             try:
                 smaller_plan = place(Schedule(smaller, Mesh(rank=ranks)), **placements).lower()

@@ -274,7 +274,7 @@ def test_kernels_of_a_compiler_without_function_clones():
 
 def test_shared_memory_that_is_missing_or_small(tmp_path):
     (line,) = known_problems.shared_memory(tmp_path / "none")
-    assert f"{tmp_path}/none is not there" in line
+    assert f"{tmp_path}/none is missing" in line
     (line,) = known_problems.shared_memory(tmp_path, needed=2**62)
     assert f"MB free, of {2**42} needed" in line
     assert known_problems.shared_memory(tmp_path, needed=0) == []

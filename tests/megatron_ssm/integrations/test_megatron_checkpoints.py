@@ -80,7 +80,7 @@ def test_fields_of_another_directory(ranks, tp, directory, tmp_path):
         model = new_model(source, tp)
         save_hugging_face(model, tmp_path / "with", source)
         save_hugging_face(model, tmp_path / "without")
-        with pytest.raises(ValueError, match="has family='mamba', and Megatron's model 'mamba2'"):
+        with pytest.raises(ValueError, match="has family='mamba', but Megatron's model has 'mamba2'"):
             save_hugging_face(model, tmp_path / "refused", other)
         with pytest.raises(FileNotFoundError, match="config.json does not exist"):
             save_hugging_face(model, tmp_path / "refused", tmp_path)
@@ -213,7 +213,7 @@ def megatrons_mixer(config, monkeypatch):
     parts = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mixers = [
         mamba_mixer.MambaMixer(config, parts, 32, layer_number=1, pg_collection=groups),
-        Mixer(config, 32, layer_number=1, pg_collection=groups, family="mamba2", given={}),
+        Mixer(config, 32, layer_number=1, pg_collection=groups, family="mamba2", hf_fields={}),
     ]
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return mixers, [mixer.sharded_state_dict("mixer.", (), metadata) for mixer in mixers]
@@ -339,7 +339,7 @@ REFUSED = {
     "packed_seq_params": lambda d: mamba_model()(torch.zeros(1, 4).long(), None, None, packed_seq_params=object()),
     "only models that megatron_ssm's stack_spec built": lambda d: save_hugging_face(nn.Linear(1, 1), d),
     "a mamba2 model with layers \\*, - has no counterpart": lambda d: save_hugging_face(mamba_model(pattern="*-"), d),
-    "has groups=2 in layers.0.mixer, and Megatron's model 1": of_another_model,
+    "has groups=2 in layers.0.mixer, but Megatron's model has 1": of_another_model,
 }  # fmt: skip
 
 

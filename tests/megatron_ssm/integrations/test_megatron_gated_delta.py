@@ -256,7 +256,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(ranks, name, tp, or
 REFUSED = {
     "layernorm_zero_centered_gamma=False: a qwen3_5_text model has .*=True": dict(layernorm_zero_centered_gamma=False),
     "add_bias_linear=True: a qwen3_5_text model has add_bias_linear=False": dict(add_bias_linear=True),
-    "has rope_theta=100.0 in layers.1.attention, and Megatron's model 50.0": dict(rotary_base=50.0),
+    "has rope_theta=100.0 in layers.1.attention, but Megatron's model has 50.0": dict(rotary_base=50.0),
     "position_embedding_type='none': a qwen3_5_text model has .*='rope'": dict(position_embedding_type="none"),
 }
 
@@ -270,7 +270,7 @@ def test_what_is_refused(ranks, tp, directory, tmp_path, without_gpu):
     def run(rank):
         join(tp)
         model = megatron_model(families.read(directory("qwen3.5")), 128, tp, **OPTIONS)
-        with pytest.raises(ValueError, match="has family='mamba2', and Megatron's model 'qwen3_5_text'"):
+        with pytest.raises(ValueError, match="has family='mamba2', but Megatron's model has 'qwen3_5_text'"):
             load_hugging_face(model, tmp_path / "mamba2")
         for message, changed in REFUSED.items():
             for name, value in changed.items():
