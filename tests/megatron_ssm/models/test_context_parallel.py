@@ -164,7 +164,7 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, world, oracle):
             "label 10000 is outside": lambda: model.loss(ids, wrong_id),
             "attention_mask has zeros": lambda: model(ids, mask),
             "make blocks of 2, shorter than the convolution's halo of 3": lambda: model(ids[:, :4]),
-            "seq=7: expected 4 tokens": lambda: model.loss(ids, ids, seq=7),
+            "seq=7: expected": lambda: model.loss(ids, ids, seq=7),
             "have no gradient": lambda: model(ids, cache=model.new_cache(2)),
             "logits_to_keep=-1 must be": lambda: model(ids, logits_to_keep=-1),
             "labels must be a tensor": lambda: model.loss(ids, None),
