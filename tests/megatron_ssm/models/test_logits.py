@@ -229,7 +229,7 @@ def test_invalid_masks_and_ids(ranks, tp, name, oracle):
     found, *others = ranks(run, tp)
     assert all(other == found for other in others)
     hints = ["left", "left", "0 or 1", "0 or 1", "0 or 1", "row 1", "after 4 tokens", "(2, 3)", "at least one", "(4,)"]
-    for message, hint in zip(found, [*hints, "2 sequences", "vocabulary of 61", "vocabulary of 61"], strict=True):
+    for message, hint in zip(found, [*hints, "2 rows", "vocabulary of 61", "vocabulary of 61"], strict=True):
         assert hint in message
 
 
