@@ -1,4 +1,4 @@
-/* Activation functions of rows. tape/structs.py has their numbers. */
+/* Activation functions of rows. tape/operations.py has their numbers. */
 #include <math.h>
 
 #include "kernels.h"

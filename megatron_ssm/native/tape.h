@@ -1,4 +1,4 @@
-/* A tape: what a model does with the tokens of a call, as a list of operations on numbered buffers. tape/structs.py has the same
+/* A tape: what a model does with the tokens of a call, as a list of operations on numbered buffers. tape/operations.py has the same
    structs; docs/architecture.md shows a tape. */
 #ifndef TAPE_H
 #define TAPE_H
@@ -32,9 +32,9 @@ typedef struct {
   int count, done_by;
 } Sum;
 
-/* Columns of a buffer, for every row. The buffer of `rows` rows begins at arena + rows * place. */
+/* Columns of a buffer, for every row. The buffer of `rows` rows begins at arena + rows * offset. */
 typedef struct {
-  ptrdiff_t place, first, stride; /* bytes; columns; columns from row to row */
+  ptrdiff_t offset, first, stride; /* bytes; columns; columns from row to row */
 } View;
 
 /* An operation. What n and f are is said where it is done. */
@@ -74,7 +74,7 @@ INLINE ptrdiff_t tape_rows(const Tape *t) { return t->batch * t->tokens; }
 
 /* Row r of a view. */
 INLINE void *row(const Tape *t, const View *v, ptrdiff_t r, int type) {
-  return at(t->arena + tape_rows(t) * v->place, v->first + r * v->stride, type);
+  return at(t->arena + tape_rows(t) * v->offset, v->first + r * v->stride, type);
 }
 
 /* Routed experts (experts.c). */
