@@ -33,7 +33,7 @@ class Implementation:
         kernel: The name of a CUDA kernel in `cuda_kernels.KERNELS`.
         tokens: "one token" or "several tokens" if the kernel supports only such calls; otherwise "".
         trained: The dtypes in which the kernel has gradients.
-        sizes: The supported sizes: of a state, or of a convolution's taps.
+        sizes: The supported sizes of a state, or numbers of taps of a convolution.
         torch_for: The unsupported calls, in words.
     """
 
