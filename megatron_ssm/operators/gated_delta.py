@@ -117,7 +117,7 @@ class GatedDeltaSpec(Spec):
         yield from row_parallel("out_proj", (self.hidden_size, rows["v"]), heads, init="mixer_out_proj")
 
     def adapted(self, ranks: int, gates: bool) -> dict[str, int]:
-        """{tensor in files: its rows on one of `ranks` ranks}, for adapters of b and a if `gates` is True, else of the others."""
+        """{tensor in files: its rows on one of `ranks` ranks}, for the adapters of the gates b and a or of the others."""
         rows = self.rows(ranks)
         tensors = FILES[self.files].items()
         return {name: sum(rows[p] for p in parts) for name, parts in tensors if (parts[0] in "ba") == gates}

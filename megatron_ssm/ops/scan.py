@@ -127,7 +127,8 @@ class _NativeSelectiveScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, adjoint: Tensor) -> tuple[Tensor | None, ...]:
-        *gradients, dstate = kernels.selective_scan_backward(*ctx.saved_tensors, dy, adjoint)
+        arguments = (*ctx.saved_tensors, dy, adjoint)
+        *gradients, dstate = kernels.selective_scan_backward(*arguments)
         return *gradients, None if ctx.from_zero else dstate
 
 
