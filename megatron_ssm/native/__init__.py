@@ -1,5 +1,5 @@
-"""The C kernels of this package as functions of torch tensors: what `ops`, `context` and `decoding` call on a CPU.
+"""The C kernels of this package as functions of torch tensors; `ops`, `tape` and `context` call them.
 
-In: contiguous CPU tensors.
-Out: results, written into the caller's tensors; or None where no kernel covers the arguments.
+In: CPU tensors.
+Out: new tensors, or states that are overwritten.
 """

@@ -1,4 +1,4 @@
-/* Activation functions of rows. tape/structs.py has their numbers. */
+/* Activation functions of rows. The enum has the order of ACTIVATIONS in tape/operations.py. */
 #include <math.h>
 
 #include "kernels.h"

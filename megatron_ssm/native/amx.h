@@ -1,5 +1,5 @@
-/* What the products by AMX share. A tile has 16 rows of 64 bytes. Of a product of tiles of W and x, the tile of sums has the
-   rows of W as its rows, and the rows of x as its columns of 4 bytes. */
+/* Tiles of AMX, for all products that use them. A tile has 16 rows of 64 bytes. In the tile of sums, the rows are rows of W, and the
+   columns of 4 bytes are rows of x. */
 #ifndef AMX_H
 #define AMX_H
 

@@ -1,4 +1,4 @@
-"""Checks of the tensors that the C kernels receive, and their memory layouts. None stands for an absent tensor."""
+"""The arguments of the C kernels: checks of shapes, and memory layouts. A tensor may be None if it is optional."""
 
 import ctypes
 from collections.abc import Iterator
@@ -9,42 +9,35 @@ from torch import Tensor
 
 
 def are_float32(*tensors: Tensor | None) -> bool:
-    """Return True if these tensors are float32 and on the CPU, as states, A_log, D and the bias of dt must be."""
+    """Return True if the tensors are float32 and on the CPU, as states, A_log, D and dt_bias must be."""
     return all(t is None or (t.dtype is torch.float32 and t.is_cpu) for t in tensors)
 
 
 def check_shapes(**expected: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    """ValueError if a tensor has another shape than expected, or is not on the CPU: a kernel would read other memory."""
+    """Raise ValueError for a tensor of another shape or on another device, because C would read other memory.
+
+    Args:
+        expected: name=(tensor, shape).
+    """
     for name, (tensor, shape) in expected.items():
         if tensor is not None and (tensor.shape != shape or not tensor.is_cpu):
-            given = f"{tuple(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{name} has shape {given}, but the C kernel needs {tuple(shape)} on cpu")
-
-
-def check_size(name: str, size: int, limit: int) -> None:
-    """ValueError unless 1 <= size <= limit: the kernels have buffers of the largest size."""
-    if not 0 < size <= limit:
-        raise ValueError(f"{name} is {size}, but the C kernel supports 1 to {limit}")
-
-
-def check_groups(name: str, size: int, groups: int) -> None:
-    """ValueError unless groups divides size."""
-    if groups < 1 or size % groups:
-        raise ValueError(f"{size} {name} do not divide over {groups} groups")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} on {tensor.device}: expected {tuple(shape)} on cpu"
+            )
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """The address of a tensor's first element; None is a null pointer."""
+    """The address of the first element; None becomes a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def without_gaps(*tensors: Tensor | None) -> Iterator[Any]:
-    """The tensors, copied where they are not contiguous."""
+def contiguous(*tensors: Tensor | None) -> Iterator[Any]:
+    """The tensors, copied if they are not contiguous."""
     return (t if t is None else t.contiguous() for t in tensors)
 
 
 def token_major(tensor: Any) -> Any:
-    """A tensor (batch, seq, ...), copied if there are gaps within a token."""
+    """A tensor (batch, seq, ...), copied unless each token is contiguous."""
     if tensor is None or tensor.is_contiguous():
         return tensor
     if tensor.stride(-1) == 1 and (tensor.ndim < 4 or tensor[0, 0].is_contiguous()):
@@ -53,7 +46,7 @@ def token_major(tensor: Any) -> Any:
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """(elements from one sequence to the next, elements from one token to the next)."""
+    """The strides of the first two dimensions, (batch, seq), in elements."""
     return (0, 0) if tensor is None else tensor.stride()[:2]
 
 
@@ -65,9 +58,10 @@ def c_array(*numbers: int) -> ctypes.Array:
 def next_state(
     state: Tensor | None, like: Tensor, shape: tuple[int, ...], overwrite: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """(the state as a kernel reads it, the tensor for the next state), of like's dtype, without gaps within a sequence.
+    """The state for a kernel to read, and a tensor for the state that it writes.
 
-    The next state has the place of the state if overwrite allows it and the state needs no copy.
+    Both have the dtype of `like`, and each sequence is contiguous. They are one tensor if `overwrite` is True and the state
+    needs no copy.
     """
     if state is not None and not (state.dtype is like.dtype and (state.is_contiguous() or state[0].is_contiguous())):
         state, overwrite = state.to(like.dtype).contiguous(), False

@@ -1,5 +1,5 @@
-/* Attention of one token to the keys and values of its sequence: softmax(scale * q k^T) v, for query heads that use one key/value
-   head. Up to MOST_HEADS of them read each key and value together. */
+/* Attention of one token to the keys and values of its sequence: softmax(scale * q k^T) v. Up to MOST_HEADS query heads that use one
+   key/value head read each key and value together. */
 #include <math.h>
 
 #include "registers.h"
@@ -12,8 +12,8 @@ typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t WideLanes __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef float HalfLanes __attribute__((vector_size(32)));
-/* COLUMNS: of 16 numbers each, whose sums of values stay in registers. AHEAD: keys; their rows have gaps, so that the processor does
-   not read ahead. */
+/* COLUMNS: vectors of values whose sums stay in registers. AHEAD: the distance of prefetches, in keys; there are gaps between them, so
+   the processor does not prefetch by itself. */
 enum { LANES = 16, COLUMNS = 4, AHEAD = 12 };
 
 INLINE Lanes lanes(const void *x, ptrdiff_t i, int type) {

@@ -1,7 +1,7 @@
 /* The causal depthwise convolution followed by SiLU, and its gradient. See `causal_conv` in ops/convolution.py.
 
-   A task is a block of WIDTH channels: of one sequence in the forward pass, of all sequences in the backward pass, where
-   the gradients of weight and bias are summed over the sequences. No two tasks write the same memory. */
+   A task of the forward pass is a block of WIDTH channels of one sequence. A task of the backward pass is a block of channels of all
+   sequences, because it sums the gradients of weight and bias. No two tasks write the same memory. */
 #include "registers.h"
 
 enum {

@@ -1,44 +1,43 @@
-/* Which kernel computes what: the only place where that is decided. It depends on the instruction set and on shapes alone, so two
-   starts of a program round alike.
+/* The choice of kernels. It depends only on the instruction set, formats and shapes, so two starts of a program round alike.
 
-   The folder, from the bottom up; no file uses one after it:
+   The folder, from the bottom up; no file uses a later one:
      native.h (sparsefusion), elementary.h   element types, compilation for several processors; exp, softplus
      kernels.h, registers.h                  prototypes; prefetches, memory, operations on registers
      product.h, instructions.c               a product, its kernels, and the instruction sets
      quantized.h, quantized.c                matrices of 8 and 4 bits, and x as integers
      gemv_FORMAT_INSTRUCTIONS.c              products of few rows of x: limited by the memory, which delivers W once
      gemm_FORMAT_INSTRUCTIONS.c              products of many rows: limited by the multiplications
-     activate.c, conv.c, selective_scan.c, norm.c, ssd.h, ssd_loops.c, ssd_amx.c   what else a layer needs
+     activate.c, attention.c, conv.c, norm.c     the other operations of a layer
+     selective_scan.c, gated_delta.c, ssd.h, ssd_loops.c, ssd_amx.c   recurrences
      dispatch.c                              this file
      tape.h, experts.c, tape.c               whole layers, and whole tokens
    Python calls kernels through kernels.py and products.py.
 
-   The product of up to 16 rows of x has in each row the bits of that row alone: the kernels for so few rows of one format and one
-   instruction set add up in the same order. */
+   In a product of up to 16 rows of x, each row has the same bits as in a product of that row alone: all kernels for up to 16 rows of
+   one format and one instruction set add up in the same order. */
 #include "quantized.h"
 #include "ssd.h"
 
 #define BY(KERNEL) KERNEL, #KERNEL
 enum { ANY = -1, QUANTIZED = -2, GAPS = 1 };
-enum { TWO = 2 }; /* kernels of lines with this number take no more rows at all */
+enum { TWO = 2 }; /* kernels of lines with this number support at most two rows */
 #define MANY PTRDIFF_MAX
 
 typedef struct {
   int weight, x;      /* the formats of W, and of x, bias and y. QUANTIZED: INT8 or INT4; ANY: FLOAT32 or BFLOAT16 */
-  Instructions least; /* what the kernel needs */
-  ptrdiff_t rows;     /* up to so many rows of x */
+  Instructions least; /* the instruction set that the kernel needs */
+  ptrdiff_t rows;     /* the most rows of x */
   Kernel *kernel;
   const char *name;
-  int columns;        /* of which the length of W's rows must be a multiple; 0: any */
-  int gaps;           /* GAPS: the kernel takes gaps between the rows of W, and of y */
+  int columns;        /* the length of W's rows must be a multiple of it; 0: any length */
+  int gaps;           /* GAPS: there may be gaps between the rows of W, and of y */
 } Line;
 
-/* The first line that fits a product is taken.
+/* A product uses the first line that fits.
 
-   Measured on a Zen 4 in interleaved repetitions, at the sizes of 130m models: WITH_BF16 as it is; WITH_AVX512 and WITH_AVX2 as builds
-   for processors without the rest. gemv and gemm cross at 12 to 36 rows; up to 16 stay with the kernels that give the same bits.
-   WITH_AMX, many rows go where a measurement at each start had sent them on a Xeon with AMX (docs/results/inference.md). For many
-   rows by plain loops, torch's products are faster. */
+   WITH_BF16, WITH_AVX512 and WITH_AVX2 were measured on a Zen 4 in interleaved repetitions, at the sizes of 130m models; the latter two
+   as builds for processors without the rest. gemm becomes faster than gemv at 12 to 36 rows; up to 16 rows use the kernels that give
+   the same bits. WITH_AMX was measured on a Xeon (docs/results/inference.md). For many rows by plain loops, torch is faster. */
 static const Line TABLE[] = {
   /* W        x         needs        rows  kernel */
 #ifdef HAS_TILES
@@ -74,14 +73,14 @@ static const Line TABLE[] = {
 };
 enum { LINES = sizeof TABLE / sizeof *TABLE };
 
-/* Whether a line has these formats, and a kernel that this processor runs. */
+/* 1 if a line has these formats, and a kernel that this processor can run. */
 static int applies(const Line *l, int weight_type, int type) {
   int has_weight = l->weight == QUANTIZED ? is_quantized(weight_type) : l->weight == weight_type;
   int has_x = l->x == ANY ? type == FLOAT32 || type == BFLOAT16 : l->x == type;
   return has_weight && has_x && instructions() >= l->least;
 }
 
-/* Whether its kernel takes a product with a W of this layout, whatever the number of rows is. */
+/* 1 if the kernel of a line supports a W of this layout, for some number of rows of x. */
 static int takes(const Line *l, int weight_type, int type, ptrdiff_t in, int has_gaps) {
   ptrdiff_t columns = l->weight == QUANTIZED ? BLOCK : l->columns ? l->columns : 1;
   return applies(l, weight_type, type) && in > 0 && in % columns == 0 && (l->gaps || !has_gaps);
@@ -102,8 +101,9 @@ static int has_gaps(const Product *p) { return p->weight_stride != p->in || p->y
 
 int multiply(const Product *p) { return run(line_for(p->weight_type, p->type, p->batch, p->in, has_gaps(p)), p); }
 
-/* What Python calls. linear: a product without gaps; kernel: the name of one, which then computes more rows than in the table, too; or
-   NULL. */
+/* The functions that Python calls */
+
+/* A product without gaps. kernel: the name of a kernel, which may then have more rows than in the table; or NULL. */
 int linear(const void *weight, const float *scales, const void *bias, const void *x, void *y, ptrdiff_t batch, ptrdiff_t out,
            ptrdiff_t in, int weight_type, int type, int threads, const char *kernel) {
   Product p = {weight, scales, bias, x, y, batch, out, in, in, in, out, weight_type, type, threads};
@@ -113,13 +113,13 @@ int linear(const void *weight, const float *scales, const void *bias, const void
   return NO_KERNEL;
 }
 
-/* Whether the table has a kernel for so many rows of x. */
+/* 1 if the table has a kernel for `batch` rows of x. */
 int has_kernel(int weight_type, int type, ptrdiff_t batch, ptrdiff_t in, int gaps) {
   return line_for(weight_type, type, batch, in, gaps) != NULL;
 }
 
-/* Line `index` of the table: if it applies, its number of rows and its name, of less than 32 bytes, are written. Returns 0 after the
-   last one, otherwise 1. */
+/* Writes the number of rows and the name (less than 32 bytes) of line `index` of the table if it applies. Returns 0 after the last
+   line, otherwise 1. */
 int kernel_line(int index, int weight_type, int type, ptrdiff_t *rows, char *name) {
   if (index >= LINES) return 0;
   *rows = 0;

@@ -1,17 +1,17 @@
-/* exp, sigmoid, log1p and softplus of one float32 number: free of branches, so that GCC vectorizes the loops that use them.
-   A NaN gives a NaN. */
+/* exp, sigmoid, log1p and softplus of one float32 number, without branches, so that GCC vectorizes the loops that use them. The result
+   for NaN is NaN. */
 #ifndef ELEMENTARY_H
 #define ELEMENTARY_H
 
 #include "native.h"
 
 #define LOG2E 1.44269504088896341f
-#define LEAST_EXPONENT -126.0f /* of 2, so that the result is not subnormal */
-#define MOST_EXPONENT 127.0f   /* so that it is not infinite */
+#define LEAST_EXPONENT -126.0f /* the least exponent of 2 whose result is not subnormal */
+#define MOST_EXPONENT 127.0f   /* the largest one whose result is not infinite */
 
-/* x as a number of which GCC cannot tell that it is a constant. Clamping by such a number is one instruction; for clamping by a
-   constant, GCC 12 writes longer code. So most vectorized loops pass `least`, unknown(LEAST_EXPONENT), and `most`,
-   unknown(MOST_EXPONENT), to the functions below; exp_ and other callers pass the constants. */
+/* x, in a way that hides from GCC that it is a constant: clamping by a variable is one instruction, while for clamping by a constant
+   GCC 12 writes longer code. So most vectorized loops pass `least`, unknown(LEAST_EXPONENT), and `most`, unknown(MOST_EXPONENT), to the
+   functions below; exp_ and other callers pass the constants. */
 INLINE float unknown(float x) {
   __asm__("" : "+g"(x));
   return x;

@@ -1,14 +1,13 @@
-/* Operations of a tape for routed experts: which experts each token chooses, and what they make of it. ops/experts.py has the same in
-   torch. */
+/* Operations of a tape for routed experts: the router, and the experts. ops/experts.py is their twin in torch. */
 #include <math.h>
 
 #include "tape.h"
 
-/* Which experts */
+/* The router */
 
-enum { ALL_EXPERTS, CHOSEN_EXPERTS, SIGMOIDS }; /* the forms of a router: softmax over all, or the chosen logits; sigmoids */
+enum { ALL_EXPERTS, CHOSEN_EXPERTS, SIGMOIDS }; /* the forms: softmax of all logits, softmax of the chosen logits, sigmoids */
 
-/* The places of the `chosen` largest numbers, in descending order; of equal ones, the first. */
+/* The indices of the `chosen` largest numbers, in descending order of the numbers; of equal numbers, the first ones. */
 static void largest(const float *numbers, ptrdiff_t count, ptrdiff_t chosen, int32_t *places) {
   ptrdiff_t held = 0;
   for (ptrdiff_t i = 0; i < count; i++) {
@@ -19,7 +18,7 @@ static void largest(const float *numbers, ptrdiff_t count, ptrdiff_t chosen, int
   }
 }
 
-/* Numbers outside the best groups become -inf. A group counts as the sum of its two largest numbers. */
+/* Sets numbers outside the best groups to -inf. The score of a group is the sum of its two largest numbers. */
 static void keep_groups(float *numbers, ptrdiff_t count, ptrdiff_t groups, ptrdiff_t chosen) {
   ptrdiff_t size = count / groups;
   float totals[MOST_EXPERTS], kept[MOST_EXPERTS];
@@ -42,7 +41,7 @@ CLONES static float sum_of_exponentials(const float *x, ptrdiff_t count, float m
   return sum;
 }
 
-/* scores: of each expert. The weights of the chosen experts, which are in descending order of their logits. */
+/* Writes the weights of the chosen experts; `index` has the experts in descending order of their logits. */
 static void weigh(const Op *o, const float *logits, const float *scores, const int32_t *index, float *weights) {
   ptrdiff_t experts = o->n[0], chosen = o->n[1];
   float sum = 0;
@@ -56,10 +55,10 @@ static void weigh(const Op *o, const float *logits, const float *scores, const i
   for (ptrdiff_t j = 0; j < chosen; j++) weights[j] = rounded(weights[j] * scale, o->type);
 }
 
-/* x: logits of from_type. y: of each token, the chosen experts in ascending order as int32, counted from the first one of this rank,
-   and then their weights as float32. n: experts, chosen ones, form, whether weights are divided by their sum, groups, chosen groups,
-   the first expert of this rank. f: what multiplies weights of SIGMOIDS. weight: what is added to the scores of SIGMOIDS for the
-   choice, as float32. */
+/* x: the logits, of from_type. y: for each token, the indices of the chosen experts in ascending order as int32, relative to this
+   rank's first expert, and then their weights as float32. n: experts, chosen experts, form, 1 if weights are divided by their sum,
+   groups, chosen groups, this rank's first expert. f: the factor of the weights of SIGMOIDS. weight: float32 numbers that are added to
+   the scores of SIGMOIDS for the choice, or NULL. */
 void route(const Tape *t, const Op *o) {
   ptrdiff_t rows = tape_rows(t), experts = o->n[0], chosen = o->n[1], share = rows_per_thread(rows, 16 * experts, t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
@@ -83,24 +82,24 @@ void route(const Tape *t, const Op *o) {
     }
 }
 
-/* What they make of the tokens */
+/* The experts */
 
-/* Pairs of a token and an expert of this rank that it chose are sorted by expert. Expert e has pairs first[e] to first[e + 1]. each,
-   inner: rows of a pair, (in) and then (out), and (width). place: of a token's j-th choice among the pairs, or ELSEWHERE. */
+/* The pairs of a token and an expert of this rank that it chose, sorted by expert. */
 enum { ELSEWHERE = -1 }; /* an expert of another rank */
 typedef struct {
-  ptrdiff_t first[MOST_EXPERTS + 1];
-  int32_t active[MOST_EXPERTS], *place;
-  ptrdiff_t count; /* of active experts, which some token chose */
-  char *each, *inner;
+  ptrdiff_t first[MOST_EXPERTS + 1]; /* expert e has the pairs first[e] to first[e + 1] - 1 */
+  int32_t active[MOST_EXPERTS];      /* the experts that at least one token chose */
+  int32_t *place;                    /* (tokens, chosen): the index of the pair of a choice, or ELSEWHERE */
+  ptrdiff_t count;                   /* the number of active experts */
+  char *each, *inner;                /* the rows of each pair: its input, later its output, (size); its activations, (width) */
 } Pairs;
 
 static const int32_t *choice(const Tape *t, const Op *o, ptrdiff_t r) { return row(t, &o->z, r, FLOAT32); }
 
-/* Whether this rank has an expert. */
+/* 1 if this rank has an expert. */
 INLINE int is_own(const Op *o, int32_t expert) { return expert >= 0 && expert < o->n[0]; }
 
-/* Sorts the pairs; their order within an expert is that of the tokens. */
+/* Sorts the pairs by expert and then by token. */
 static void sort_pairs(const Tape *t, const Op *o, Pairs *p) {
   ptrdiff_t rows = tape_rows(t), experts = o->n[0], chosen = o->n[1], next[MOST_EXPERTS];
   memset(p->first, 0, (experts + 1) * sizeof *p->first);
@@ -119,7 +118,7 @@ static void sort_pairs(const Tape *t, const Op *o, Pairs *p) {
     }
 }
 
-/* The product by the matrix (out, in) of expert e, of which the matrices of others lie before and after. */
+/* The product with the matrix (out, in) of expert e; the matrices of all experts are concatenated. */
 static int multiply_by(const Matrix *m, ptrdiff_t e, ptrdiff_t out, ptrdiff_t in, const void *x, ptrdiff_t x_stride, void *y,
                        ptrdiff_t rows, int type, int threads) {
   ptrdiff_t before = e * out * in, blocks = before / BLOCK;
@@ -130,7 +129,7 @@ static int multiply_by(const Matrix *m, ptrdiff_t e, ptrdiff_t out, ptrdiff_t in
   return multiply(&p);
 }
 
-/* down(activation(gate x) up x) of the rows of an expert, or down(activation(up x)). */
+/* down(activation(gate x) up x), or down(activation(up x)), of the rows of an expert. */
 static int one_expert(const Tape *t, const Op *o, const Pairs *p, ptrdiff_t e, int threads) {
   ptrdiff_t size = o->n[2], channels = o->n[3], width = o->flag ? 2 * channels : channels, first = p->first[e];
   ptrdiff_t rows = p->first[e + 1] - first;
@@ -144,7 +143,7 @@ static int one_expert(const Tape *t, const Op *o, const Pairs *p, ptrdiff_t e, i
   return multiply_by(&o->down, e, size, channels, inner, width, each, rows, o->type, threads);
 }
 
-/* y = the sum of each choice's row times its weight, rounded, in the order of the experts. */
+/* y = the sum over the choices, in the order of the experts, of row times weight, each rounded. */
 enum { COLUMNS = 64 };
 INLINE void sum_columns(const char *each, const int32_t *place, const float *weights, void *y, ptrdiff_t size, ptrdiff_t chosen,
                         int type) {
@@ -167,10 +166,10 @@ CLONES static void sum_choices(const char *each, const int32_t *place, const flo
   else sum_columns(each, place, weights, y, size, chosen, BFLOAT16);
 }
 
-/* x: tokens, y: the weighted sums of what the chosen experts of this rank make of them, z: what `route` wrote. matrix, down: of its
-   experts, one below the other. flag: whether they are gated. n: its experts, chosen ones of all ranks, in = out, channels, activation;
-   of temporaries the places: of each, inner and place of the pairs. Experts are computed at the same time, unless they are fewer than
-   threads. */
+/* y = the weighted sum of the outputs of this rank's chosen experts for x. z: the output of `route`. matrix, down: the concatenated
+   matrices of this rank's experts. flag: 1 if they are gated. n: this rank's experts, chosen experts on all ranks, size of input and
+   output, channels, activation; the offsets of the temporaries each, inner and place of the pairs. Experts are computed in parallel,
+   unless there are fewer of them than threads. */
 int experts(const Tape *t, const Op *o) {
   ptrdiff_t rows = tape_rows(t), chosen = o->n[1], size = o->n[2], share = rows_per_thread(rows, chosen * size, t->threads);
   Pairs p;

@@ -6,7 +6,7 @@
        y_i = exp(c_i) S^T q_i + the sum over j <= i of (q_i . k_j) exp(c_i - c_j) d_j
        S = exp(c_last) S + the sum over j of exp(c_last - c_j) k_j d_j^T
 
-   Columns of S do not affect each other, so these are done for as many columns as stay in registers. */
+   Columns of S do not affect each other, so as many columns are computed at a time as stay in registers. */
 #include <math.h>
 
 #include "registers.h"
@@ -33,7 +33,7 @@ typedef struct {
                                  sequence to sequence of state and next */
   ptrdiff_t seq, key_heads, heads, K, V;
   int type;                   /* of q, k, v and y */
-  int one_by_one;             /* whether the result must be that of a call for each token, bit for bit */
+  int one_by_one;             /* 1 if the result must have the same bits as one call per token */
 } Delta;
 enum { Q_ = 0, K_ = 2, V_ = 4, RATES = 6, STATE_ = 8, NEXT_ = 9 };
 

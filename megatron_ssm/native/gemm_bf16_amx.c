@@ -1,11 +1,11 @@
-/* Products by AMX, which multiplies tiles of 16 x 32 bfloat16 numbers: for several rows of x, up to whole prompts.
+/* Products of several rows of x, up to whole prompts, by AMX, which multiplies tiles of 16 x 32 bfloat16 numbers.
 
-   A tile of W is 16 rows of 32 columns. BFLOAT16 matrices are read where they are; PANEL rows of INT8 and INT4 matrices at a
-   time are widened into a buffer that stays in the cache. x is rounded to bfloat16. A tile of x is 32 columns of 16 rows, in
-   pairs of columns: (16 pairs, 16 rows, 2). Sums are float32.
+   A tile of W is 16 rows of 32 columns. BFLOAT16 matrices are read without a copy; INT8 and INT4 matrices are widened, PANEL rows at a
+   time, into a buffer that stays in the cache. x is rounded to bfloat16. A tile of x is 32 columns of 16 rows, in pairs of columns:
+   (16 pairs, 16 rows, 2). Sums are float32.
 
    A FLOAT32 matrix and its x are not rounded: each number is the sum of three bfloat16 numbers, its parts of 8 bits. Of the
-   nine products of two numbers' parts, the six largest are added; the others are below 2^-23 of the product. Parts below
+   nine products of the parts of two numbers, the six largest are added; the others are below 2^-23 of the product. Parts below
    1e-38 count as zeros, and infinite numbers give NaN. */
 #include "amx.h"
 
@@ -15,15 +15,15 @@ enum {
   PARTS = 3,                    /* of a float32 number */
   WIDTH = 256, SPLIT_WIDTH = 96, /* columns of W that are multiplied at a time: they stay in the first-level cache */
   BUFFER = PANEL * PARTS * SPLIT_WIDTH, /* bfloat16 numbers for such columns of PANEL rows, of any type */
-  X_BYTES = 5 << 18             /* rows of x are multiplied so many at a time that their tiles stay in the cache */
+  X_BYTES = 5 << 18             /* the bytes of tiles of x that stay in the cache: limits the rows of x at a time */
 };
 
 typedef struct {
   Product p;
-  const uint32_t *tiles; /* those of x, in the order of fill_each */
+  const uint32_t *tiles; /* the tiles of x, in the order of fill_each */
 } Tiles;
 
-/* How many bfloat16 numbers stand for an element of W and of x. */
+/* The number of bfloat16 numbers that represent an element of W and of x. */
 INLINE int parts_of(int weight_type) { return weight_type == FLOAT32 ? PARTS : 1; }
 
 /* DEPTH elements of x as bfloat16. */
@@ -132,7 +132,7 @@ INLINE_FOR(TARGET_AMX) void copy_unit(Chunk *c, int weight_type) {
   if (++c->unit == c->units) c->unit = 0, c->row++;
 }
 
-/* Brings so many lines to the first-level cache, and returns the address after them. */
+/* Prefetches lines to the first-level cache, and returns the address after them. */
 INLINE const uint32_t *fetch_to_first_level(const uint32_t *lines, int count) {
   for (int i = 0; i < count; i++, lines += SIDE) __asm__ volatile("prefetcht0 %0" : : "m"(*lines));
   return lines;
@@ -174,7 +174,7 @@ INLINE_FOR(TARGET_AMX) void multiply_tiles(const char *w, ptrdiff_t stride, cons
                                            int is_first, int groups, Chunk *next, ptrdiff_t units, int weight_type) {
   const int parts = parts_of(weight_type);
   const uint32_t *ahead = x + 2 * parts * TILE;
-  __asm__ volatile("" ::: "memory"); /* what is loaded into tiles has been stored before */
+  __asm__ volatile("" ::: "memory"); /* stores must precede the loads of tiles */
   for (ptrdiff_t k = 0; k < depth; k++, w += (parts > 1 ? PARTS * PANEL : 1) * LINE, x += 2 * parts * TILE) {
     const char *second = w + SIDE * stride;
     _tile_loadd(4, w, stride);
@@ -198,7 +198,7 @@ INLINE_FOR(TARGET_AMX) void write_tile(const Tiles *a, const float *sums, ptrdif
   write_sums(&a->p, (__m512 *)rows, SIDE, row, first, type);
 }
 
-/* Prefetches what the products of the rows of W from `row` on with the rows of x from `first` on are written to. */
+/* Prefetches the memory for the products of the rows of W from `row` on and the rows of x from `first` on. */
 INLINE void prefetch_y(const Tiles *a, ptrdiff_t row, ptrdiff_t first, int type) {
   for (ptrdiff_t r = first; r < first + PANEL && r < a->p.batch; r++) {
     const char *line = at(a->p.y, r * a->p.out + row, type);

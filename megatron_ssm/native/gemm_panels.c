@@ -1,9 +1,10 @@
-/* Many rows of x by panels (panels.h), on processors without AMX: by AVX-512 where there is a function for it, otherwise by AVX2. */
+/* Products of many rows of x with panels (panels.h), on processors without AMX: by AVX-512 if panels.h has a function for it, otherwise
+   by AVX2. */
 #include "panels.h"
 
 #ifdef HAS_INTRINSICS
-/* Determines what is prefetched while `words` words are multiplied: of the PANEL rows from `row` on, the part-th of `parts` in the
-   order of the addresses. After the last row there is nothing. */
+/* Sets the memory to prefetch while `words` words are multiplied: part `part` of `parts`, in the order of addresses, of the PANEL rows
+   from `row` on; nothing after the last row. */
 static void set_ahead(const Panels *a, Panel *panel, ptrdiff_t row, ptrdiff_t part, ptrdiff_t parts, ptrdiff_t words) {
   ptrdiff_t first = row < a->p.out ? row : a->p.out, last = row + PANEL < a->p.out ? row + PANEL : a->p.out;
   const char *start = address_of(a, first, 0);

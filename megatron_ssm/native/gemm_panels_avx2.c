@@ -1,13 +1,13 @@
 /* Panels by AVX2.
 
    FLOAT32 matrices are multiplied in float32. INT8 and INT4 matrices are multiplied as 16-bit integers by an x that is rounded to 16
-   bits, which is faster than float32 and hardly less exact. BFLOAT16 matrices are multiplied as integers, too, in block floating
-   point: the numbers of a block of BLOCK columns as 16-bit integers times a power of two.
+   bits, which is faster than float32 and hardly less exact. BFLOAT16 matrices are multiplied as integers as well, in block floating
+   point: the numbers of a block of BLOCK columns are 16-bit integers times a power of two.
 
-   So products of bfloat16 matrices become sums of integers, which are exact: W's have W_BITS bits, and are at most 255 * 2^4
-   because a bfloat16 number has 8 significant bits; those of x are at most 2^X_BITS, and 64 * 4080 * 8192 < 2^31. As the
-   scales are powers of two, bfloat16 elements of W are exact down to 2^-4 of the largest in their block, those of x down to
-   2^-5; the others have errors up to 2^-12 and 2^-13 of the largest. Beyond a row's last column there are zeros. */
+   So products of bfloat16 matrices are sums of integers, which are exact. The integers of W have W_BITS bits, and are at most 255 * 2^4
+   because a bfloat16 number has 8 significant bits; the integers of x are at most 2^X_BITS, and 64 * 4080 * 8192 < 2^31. Scales are
+   powers of two, so bfloat16 elements of W are exact down to 2^-4 of the largest in their block, and elements of x down to 2^-5;
+   smaller elements have errors up to 2^-12 and 2^-13 of the largest. Rows are padded with zeros. */
 #include "panels.h"
 
 #ifdef HAS_INTRINSICS

@@ -1,5 +1,4 @@
-/* Products of rows of x with a panel by AVX-512. FLOATS and INTEGER_PAIRS give bit for bit what AVX2 gives in
-   gemm_panels_avx2.c. */
+/* Products of rows of x with a panel by AVX-512. FLOATS and INTEGER_PAIRS have the same bits as by AVX2 in gemm_panels_avx2.c. */
 #include "panels.h"
 
 #ifdef HAS_INTRINSICS

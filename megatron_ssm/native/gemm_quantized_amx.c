@@ -1,9 +1,9 @@
-/* y = x W^T + b by the instruction of AMX for bytes, for some rows of x and a W of 8 or 4 bits.
+/* y = x W^T + b by AMX's instruction for bytes, for several rows of x and a W of 8 or 4 bits.
 
-   x is rounded to 16 bits in blocks (quantized.h), and is 256 high + low, which are bytes. A tile of W is a block of 16 rows; one
-   of x is a block of ROWS rows, first their high bytes and then their low bytes, in words of 4 columns: (words, 2 ROWS, 4).
-   So the sums are exact integers. Blocks of INT8 are read where they are; 16 rows of INT4 become bytes in a buffer, in another
-   order of columns, which x then has too. */
+   x is rounded to 16 bits in blocks (quantized.h), as 256 high + low with two bytes. A tile of W is a block of 16 rows. A tile of x is a
+   block of ROWS rows, first their high bytes and then their low bytes, in words of 4 columns: (words, 2 ROWS, 4). So the sums are
+   exact integers. Blocks of INT8 are read without a copy; 16 rows of INT4 become bytes in a buffer, with permuted columns, and x is
+   permuted in the same way. */
 #include "amx.h"
 
 #ifdef HAS_TILES

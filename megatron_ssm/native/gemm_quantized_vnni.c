@@ -1,10 +1,10 @@
-/* y = x W^T + b for some rows of x and a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX.
+/* y = x W^T + b for several rows of x and a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX.
 
-   A panel is SIDE rows of W, whose words of four bytes are transposed: lanes are rows of W, and a word of x meets all of them. W's
-   numbers become bytes without sign, because the processor multiplies such bytes by bytes with sign; those of 8 bits are 128
-   more then, and those of 4 bits 8 more. That times the sum of x is taken off. x is rounded to 16 bits (quantized.h), which are 256
-   times a byte plus a byte. So the sums of a block are exact integers. Times both scales, they are added up from block to block:
-   a row's numbers do not depend on what is computed beside it, and are those of gemv_quantized_vnni.c. */
+   A panel is SIDE rows of W, whose words of four bytes are transposed: lanes are rows of W, and a word of x is multiplied by all of
+   them. The processor multiplies unsigned bytes by signed bytes, so 128 is added to W's numbers of 8 bits and 8 to those of 4 bits, and
+   that offset times the sum of x is subtracted. x is rounded to 16 bits (quantized.h), as 256 times a byte plus a byte. So the sums of a
+   block are exact integers. They are multiplied by both scales and added up block by block. So the result of a row does not depend on
+   the number of rows, and has the same bits as in gemv_quantized_vnni.c. */
 #include "quantized_vnni.h"
 
 #ifdef HAS_INTRINSICS
@@ -97,7 +97,7 @@ INLINE_FOR(TARGET_AVX512) void transpose_part(const char *const rows[SIDE], ptrd
 /* SIDE rows of W that are being transposed. */
 typedef struct {
   const char *rows[SIDE];
-  ptrdiff_t place, bytes; /* of each row, how many bytes are transposed, and how many there are */
+  ptrdiff_t place, bytes; /* the transposed bytes, and all bytes, of each row */
   __m512i lines[2][SIDE]; /* two transposed lines: word i of all rows */
 } Transposed;
 

@@ -1,9 +1,9 @@
-/* One or two rows of x times a W, both of bfloat16, on processors with AMX: bit for bit what AMX computes for a row,
-   except below 1e-38, which AMX counts as 0. So a token's numbers do not depend on what is computed beside it. AMX itself takes
-   longer for so few rows.
+/* Products of one or two rows of x and a W, both of bfloat16, on processors with AMX. The results have the same bits as AMX's, except
+   below 1e-38, which AMX counts as 0. So the result of a token does not depend on the number of tokens. AMX itself would take longer
+   for so few rows.
 
-   The lanes of a vector are SIDE rows of W. Of each DEPTH columns, the products of the even ones and those of the odd ones are
-   added up apart, one after the other, and then to the sum; Intel's manual says so of TDPBF16PS. */
+   The lanes of a vector are SIDE rows of W. In each DEPTH columns, the products of even columns and the products of odd columns are
+   added up separately, one after the other, and then added to the sum, as TDPBF16PS does by Intel's manual. */
 #include "amx.h"
 
 #ifdef HAS_TILES
@@ -11,10 +11,10 @@ enum { MOST = 2 }; /* rows of x */
 
 /* Here, a->x is float32, (batch, 2, in / 2): the even columns first. `in` is a multiple of DEPTH. */
 
-/* SIDE rows of W from `row` on, of which those beyond the last are the last one, times the rows of x, of which there are
-   `count`, a compile-time constant: lanes are rows of W. */
+/* The products of SIDE rows of W from `row` on (the last row stands for rows beyond it) and the `count` rows of x, a compile-time
+   constant. Lanes are rows of W. */
 INLINE_FOR(TARGET_AMX) void multiply_panel(const Product *a, ptrdiff_t row, __m512 *sums, int count) {
-  const char *rows[SIDE], *next = (const char *)a->weight + (row + SIDE) * a->in * 2; /* what is read after these rows, line by line */
+  const char *rows[SIDE], *next = (const char *)a->weight + (row + SIDE) * a->in * 2; /* the rows after these, to be prefetched */
   const float *even = a->x, *odd = even + a->in / 2;
   for (ptrdiff_t r = 0; r < SIDE; r++) rows[r] = (const char *)a->weight + (row + r < a->out ? row + r : a->out - 1) * a->in * 2;
   for (int c = 0; c < count; c++) sums[c] = _mm512_setzero_ps();

@@ -1,5 +1,5 @@
-/* Few rows of x times a matrix of float32 or bfloat16, by plain loops or AVX2. W is read from memory once, and this determines the
-   time. */
+/* Products of few rows of x and a matrix of float32 or bfloat16, by plain loops or AVX2. W is read from memory once, which determines
+   the time. */
 #include "product.h"
 
 enum {
@@ -9,8 +9,8 @@ enum {
   AHEAD = 3072                 /* bytes by which W is prefetched */
 };
 
-/* W is read in words of 32 bits, of 1 or 2 columns. x is unpacked accordingly ("planes"): first the columns that come first
-   in their word, then those that come second. So consecutive words meet consecutive elements of x. */
+/* W is read in words of 32 bits, with 1 or 2 columns. x is unpacked into "planes": the first columns of all words, then the second
+   columns. So consecutive words are multiplied by consecutive elements of x. */
 
 /* Columns of W in a 32-bit word. */
 INLINE ptrdiff_t columns_in_word(int weight_type) { return weight_type == BFLOAT16 ? 2 : 1; }
@@ -152,7 +152,7 @@ static void multiply_rows(const Product *a, MultiplyRows *const *functions, ptrd
     }
 }
 
-/* A row of x as float32: the elements that come first in their word of W, then those that come second. */
+/* A row of x as float32, in planes. */
 INLINE void unpack_row(const void *x, float *to, ptrdiff_t in, int type) {
   for (int k = 0; k < 2; k++, to += in / 2)
 #pragma omp simd
@@ -165,7 +165,7 @@ CLONES static void unpack(const Product *p, float *to) {
     else unpack_row(x_row(p, b), to, p->in, BFLOAT16);
 }
 
-/* functions: those for 1 to BATCH rows of x. */
+/* functions: the functions for 1 to BATCH rows of x. */
 static int multiply_by(const Product *p, MultiplyRows *const *functions) {
   Product a = *p;
   float *unpacked = NULL;
@@ -182,7 +182,7 @@ static int multiply_by(const Product *p, MultiplyRows *const *functions) {
   return 0;
 }
 
-/* Whether W has short rows. */
+/* 1 if the rows of W are short. */
 static int is_short(const Product *p) { return p->in < 2 * LANES * columns_in_word(p->weight_type); }
 
 int gemv_float_loops(const Product *p) {

@@ -1,8 +1,8 @@
-/* Few rows of x times a matrix of their type, or times one of bfloat16, by AVX-512; both of bfloat16 by AVX512_BF16, if
-   there is that. One row of x meets W row by row,
-   because memory delivers consecutive addresses fastest; but long rows of W are read faster several at once, if they are
-   prefetched. More rows of x meet several rows of W at once, which share the loads of x. Each dot product is one register of
-   partial sums, so a row's numbers do not depend on what is computed beside it. */
+/* Products of few rows of x and a matrix of the same type, or of bfloat16, by AVX-512; if both are bfloat16, by AVX512_BF16 on
+   processors that have it. One row of x is multiplied by one row of W after the other, because memory delivers consecutive addresses
+   fastest; but long rows of W are read faster several at once, if they are prefetched. Several rows of x are multiplied by several rows
+   of W at once, which share the loads of x. Each dot product is one register of partial sums, so the result of a row does not depend on
+   the number of rows. */
 #include "product.h"
 
 #ifdef HAS_INTRINSICS
@@ -12,11 +12,11 @@ enum {
   ROWS = 16,    /* the most rows of W that stay in the cache while the rows of x change, and by which W is prefetched */
   WIDENED = 16, /* instead of a type: W is of BFLOAT16, and x of FLOAT32, or of BFLOAT16 without AVX512_BF16 */
   ALL = -1,     /* elements of a register, as a mask */
-  PAIR = 2,     /* up to so many rows of x meet one, two or AT_ONCE rows of W at once; more meet as many as SUMS allows */
+  PAIR = 2,     /* up to PAIR rows of x are multiplied by one, two or AT_ONCE rows of W at once; more, by as many as SUMS allows */
   AT_ONCE = 4,  /* rows of W, if they are long, on processors without AMX */
   LONG = 6144,  /* bytes of a long row of W */
-  SMALL = 24576 /* bytes of x that stay in the first-level cache: it is loaded once for several rows of W. What comes from the
-                   second-level cache is multiplied faster if each instruction loads it again */
+  SMALL = 24576 /* bytes of x that stay in the first-level cache: it is loaded once for several rows of W. From the second-level cache
+                   it is faster if each instruction loads x again */
 };
 
 INLINE int type_of_weight(int kind) { return kind == WIDENED ? BFLOAT16 : kind; }
@@ -35,7 +35,7 @@ INLINE void pack_line(const void *x, char *to, ptrdiff_t count, int kind, int ty
     for (int i = 0; i < own; i++) ((float *)to)[i % 2 * WORDS + i / 2] = get(x, i, type);
 }
 
-/* The rows of x are multiplied in groups of almost equal sizes: how many there are, and the first row of one. */
+/* The rows of x are multiplied in groups of almost equal sizes: the number of groups, and the first row of a group. */
 INLINE ptrdiff_t groups_of(const Product *a) { return (a->batch + TOGETHER - 1) / TOGETHER; }
 INLINE ptrdiff_t first_of(const Product *a, ptrdiff_t group) { return group * a->batch / groups_of(a); }
 
@@ -169,7 +169,7 @@ INLINE_FOR(TARGET_AVX512) void multiply_each(const Product *a, ptrdiff_t first, 
   }
 }
 
-/* Chooses how many rows of W are multiplied at once, and whether the rows after them are prefetched. */
+/* Chooses the number of rows of W that are multiplied at once, and enables the prefetch of later rows. */
 INLINE_FOR(TARGET_AVX512) void multiply_rows(const Product *a, ptrdiff_t first, ptrdiff_t start, ptrdiff_t stop, ptrdiff_t next,
                                            ptrdiff_t ahead, int count, int kind) {
   if (count > PAIR && bytes_of(count * a->in, a->type) <= SMALL)
@@ -197,7 +197,7 @@ FOR_EACH_COUNT(FLOAT32)
 FOR_EACH_COUNT(BFLOAT16)
 FOR_EACH_COUNT(WIDENED)
 
-/* How many rows of W the groups multiply in turn: whole passes of each group, whose sizes differ by one at most. */
+/* The number of rows of W that the groups multiply in turn: whole passes of each group, whose sizes differ by one at most. */
 static ptrdiff_t rows_in_turn(const Product *a) {
   ptrdiff_t groups = groups_of(a), least = a->batch / groups, most = (a->batch + groups - 1) / groups, rows = ROWS;
   while (rows % (SUMS / least) || rows % (SUMS / most)) rows--;

@@ -1,4 +1,5 @@
-/* Few rows of x times a W of 8 or 4 bits, by plain loops, AVX2, or AVX-512 without VNNI. x is rounded to 16 bits (quantized.h). */
+/* Products of few rows of x and a W of 8 or 4 bits, by plain loops, AVX2, or AVX-512 without VNNI. x is rounded to 16 bits
+   (quantized.h). */
 #include "quantized.h"
 
 enum {
@@ -122,7 +123,7 @@ static void multiply_rows(const Quantized *a, MultiplyRows *const *functions, pt
     }
 }
 
-/* functions: those for 1 to BATCH rows of x. */
+/* functions: the functions for 1 to BATCH rows of x. */
 static int multiply_by(const Product *p, MultiplyRows *const *functions) {
   QuantizedX x = x_in_16_bits(p);
   if (!x.values) return 1;

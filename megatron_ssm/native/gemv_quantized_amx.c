@@ -1,9 +1,8 @@
-/* One or two rows of x times a W of 8 or 4 bits by AVX512_VNNI, on processors with AMX: bit for bit what gemm_quantized_amx.c computes
-   for a row. So a token's numbers do not depend on what is computed beside it. AMX itself takes longer for so few rows.
+/* Products of one or two rows of x and a W of 8 or 4 bits by AVX512_VNNI, on processors with AMX. The results have the same bits as in
+   gemm_quantized_amx.c, so the result of a token does not depend on the number of tokens. AMX itself would take longer for so few rows.
 
-   x is rounded to 16 bits (quantized.h), which are 256 times a byte plus a byte. W's numbers become bytes without sign: those of 8
-   bits are 128 more then, and those of 4 bits 8 more. That times the sum of x is taken off. So the sums of a block are exact, as
-   AMX's are. */
+   x is rounded to 16 bits (quantized.h), as 256 times a byte plus a byte. W's numbers become unsigned bytes: 128 is added to those of 8
+   bits and 8 to those of 4 bits, and that offset times the sum of x is subtracted. So the sums of a block are exact, like AMX's. */
 #include "quantized_vnni.h"
 #include "amx.h"
 
@@ -20,7 +19,7 @@ INLINE_FOR(TARGET_AMX) __m512i byte_sums(__m512i w, const char *x) {
   return _mm512_add_epi32(low, _mm512_slli_epi32(high, 8));
 }
 
-/* What the lines of 8 bits meet as bytes without sign: the higher bytes of x, the lower ones, and what is taken off. */
+/* The three operands of a line of 8 bits as unsigned bytes: the higher bytes of x, the lower bytes, and the number to subtract. */
 TARGET_AMX static void split_row_8(const int16_t *x, char *to, ptrdiff_t blocks) {
   for (ptrdiff_t k = 0; k < blocks; k++, x += BLOCK, to += PARTS_8 * LINE) {
     for (int half = 0; half < 2; half++) {
@@ -36,8 +35,8 @@ TARGET_AMX static void split_row_8(const int16_t *x, char *to, ptrdiff_t blocks)
 
 /* Here, a->x has rows as split_row or split_row_8 writes them; a->x_stride is in bytes. */
 
-/* SUMS rows of W from `row` on, of which those beyond the last are the last one, times the rows of x: lanes are rows of W. A
-   block's sum is exact; times both scales, it is added to those of the blocks before it. */
+/* The products of SUMS rows of W from `row` on (the last row stands for rows beyond it) and the rows of x. Lanes are rows of W. The
+   sum of a block is exact; it is multiplied by both scales and added to the sum of the blocks before it. */
 INLINE_FOR(TARGET_AMX) void multiply_few(const Product *a, const float *x_scales, ptrdiff_t row, __m512 *sums, int weight_type) {
   ptrdiff_t blocks = a->in / BLOCK, each = bytes_per_block(weight_type), step = blocks_per_line(weight_type);
   ptrdiff_t parts = weight_type == INT8 ? PARTS_8 : PARTS;

@@ -1,13 +1,12 @@
-/* One or two rows of x times a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX.
+/* Products of one or two rows of x and a W of 8 or 4 bits, by AVX512_VNNI, on processors without AMX.
 
-   W is read line by line, by few rows at once, because memory delivers consecutive addresses fastest. The products of a line and
-   a row of x are a register of integers. SUMS such registers, of LINES lines of some rows of W, are added up together: the sums
-   of blocks are exact. Times both scales, they are added up from block to block: a row's numbers do not depend on what is computed
-   beside it, and are those of gemm_quantized_vnni.c.
+   W is read line by line, few rows at once, because memory delivers consecutive addresses fastest. The products of a line and a row of
+   x are a register of integers. SUMS such registers, of LINES lines of some rows of W, are added up together: the sums of blocks are
+   exact. They are multiplied by both scales and added up block by block. So the result of a row does not depend on the number of rows,
+   and has the same bits as in gemm_quantized_vnni.c.
 
-   8 bits are widened to 16. 4 bits become bytes without sign, 8 more than the numbers they stand for, because the processor
-   multiplies such bytes by bytes with sign, four at once. So x is 256 times a byte plus a byte, and 8 times its sum is taken
-   off. */
+   8 bits are widened to 16. 4 bits become unsigned bytes by adding 8, because the processor multiplies four unsigned bytes by signed
+   bytes at once. So x is 256 times a byte plus a byte, and 8 times its sum is subtracted. */
 #include "quantized_vnni.h"
 
 #ifdef HAS_INTRINSICS

@@ -1,4 +1,4 @@
-/* Which instructions of this processor the kernels may use. */
+/* The instruction set of this processor that the kernels may use. */
 #include "product.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -13,7 +13,7 @@ enum {
   XTILEDATA = 18, REQUEST = 0x1023         /* Linux: the component of the processor's state, and arch_prctl's request for it */
 };
 
-/* Whether this processor has AMX, and Linux lets this process use it, for which the process must ask. */
+/* 1 if this processor has AMX and Linux grants the process its use, which the process must request. */
 static int has_amx(void) {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BITS) == AMX_BITS && !syscall(SYS_arch_prctl, REQUEST, XTILEDATA);
@@ -41,7 +41,7 @@ Instructions instructions(void) {
   return known;
 }
 
-/* Whether this processor multiplies numbers of a 16-bit type by instructions of their own: AVX512_BF16 or AVX512_FP16. On
+/* 1 if this processor has instructions for products of a 16-bit type, AVX512_BF16 or AVX512_FP16. On
    processors other than x86's the answer is always yes, which leaves the choice to torch. */
 int has_products_of(int type) {
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,5 +1,5 @@
-/* The kernels besides products; tape.c calls most of them. `type` is the dtype of tensors whose pointers are void.
-   Strides and sizes count elements, never bytes. A kernel returns 0, or 1 if it could not allocate memory. */
+/* The kernels of all operations but products. `type` is the dtype of tensors whose pointers are void. Strides and sizes are numbers of
+   elements, never of bytes. A kernel returns 0, or 1 if it could not allocate memory. */
 #ifndef KERNELS_H
 #define KERNELS_H
 
@@ -7,11 +7,10 @@
 
 INLINE size_t bytes_of(ptrdiff_t count, int type) { return count * (type == FLOAT32 ? 4 : 2); }
 
-/* Whether a matrix has 8 or 4 bits, in blocks with scales (quantized.h). */
+/* 1 if a matrix has 8 or 4 bits, in blocks with scales (quantized.h). */
 INLINE int is_quantized(ptrdiff_t weight_type) { return weight_type == INT8 || weight_type == INT4; }
 
-/* How many of `rows` rows of `size` elements a thread takes at a time: all of them if they are so few elements that starting
-   threads takes longer. */
+/* The number of rows of `size` elements for one thread: all `rows` if there are so few elements that starting threads takes longer. */
 INLINE ptrdiff_t rows_per_thread(ptrdiff_t rows, ptrdiff_t size, int threads) {
   return rows * size < 1 << 15 ? rows : (rows + threads - 1) / threads;
 }
@@ -42,7 +41,7 @@ int gated_norm(const void *y, const void *z, const void *weight, void *out, floa
 /* y = activation(f x) z of a row, or activation(f x) if it is not gated. y may be x. */
 void activate_any(const void *x, const void *z, void *y, ptrdiff_t size, float f, int activation, int gated, int type);
 
-enum { MOST_HEADS = 4 }; /* that attend together */
+enum { MOST_HEADS = 4 }; /* the most heads that attend together */
 /* y = softmax(scale * q k^T) v of `heads` query heads that use one key/value head; scores: heads * keys + dim numbers. */
 void attend_heads(const void *q, const void *k, const void *v, void *y, ptrdiff_t keys, ptrdiff_t dim, ptrdiff_t stride,
                   float scale, float *scores, int heads, int type);

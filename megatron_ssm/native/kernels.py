@@ -1,10 +1,10 @@
 """The C kernels of this package as functions of torch tensors, and the conditions under which they can be used.
 
-`ops`, `tape` and the norms of `parallel.layers` and `operators.mamba2` call them, and have an equivalent in torch for
-what the kernels do not support. All tensors are on the CPU and belong to this rank: nothing is communicated. "Typed"
-tensors share one dtype, float32 or bfloat16. The functions record no gradients: each backward pass is a kernel of its
-own, in float32. A function that overwrites a state returns that tensor. A shape that differs from the documented one is
-a ValueError, before any memory is read: unlike torch, the kernels do not broadcast.
+`ops`, `tape` and the norms of `parallel.layers` and `operators` call them, and have an equivalent in torch for arguments
+that the kernels do not support. All tensors are on the CPU; nothing is sent. "Typed" tensors share one dtype, float32 or
+bfloat16. The functions record no gradients: each backward pass is a kernel of its own, in float32. A function that
+overwrites a state returns that tensor. Unlike torch, the kernels do not broadcast: another shape than the documented one is
+a ValueError. Limits of sizes are checked where an operation is dispatched, and not here.
 """
 
 import ctypes
@@ -15,23 +15,13 @@ from torch import Tensor
 
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE, Library
 
-from .arguments import (
-    address,
-    c_array,
-    check_groups,
-    check_shapes,
-    check_size,
-    next_state,
-    token_major,
-    token_strides,
-    without_gaps,
-)
+from .arguments import address, c_array, check_shapes, contiguous, next_state, token_major, token_strides
 
-# Their codes in native.h. Bytes hold two numbers of 4 bits.
+# The codes of dtypes in native.h. A uint8 holds two 4-bit numbers.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3, torch.uint8: 4}
-_ACTIVATIONS = (torch.float32, torch.bfloat16)
-LONGEST_KERNEL, LARGEST_STATE = 8, 256  # taps of a convolution; N of a recurrence
-CHUNK, PART = 16, 16  # of ssd's backward pass: tokens between two saved states, channels at a time (ssd_loops.c)
+_ACTIVATIONS = (torch.float32, torch.bfloat16)  # the dtypes of typed tensors
+LONGEST_KERNEL, LARGEST_STATE = 8, 256  # limits of a convolution's taps and of a recurrence's N
+CHUNK, PART = 16, 16  # for ssd_backward: tokens between two saved states, and channels at a time (ssd_loops.c)
 
 SIGNATURES: dict[str, list[Any]] = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
@@ -59,16 +49,16 @@ LIBRARY = Library("megatron_ssm", SIGNATURES)
 
 
 def functions() -> Any:
-    """The C functions of SIGNATURES; RuntimeError if the library cannot be used."""
+    """The C functions of SIGNATURES. Raises RuntimeError if the library cannot be used."""
     if LIBRARY.functions is None:
         raise RuntimeError(f"the C kernels of megatron_ssm cannot be used: {LIBRARY.why}")
     return LIBRARY.functions
 
 
 def usable(first: Tensor, *others: Tensor | None) -> bool:
-    """Return True if the library is there and these tensors (None: absent) are typed and on the CPU.
+    """Return True if the library can be used and all tensors but None are on the CPU and have one supported dtype.
 
-    False while torch.compile traces, because it would keep the addresses of tensors that it frees.
+    While torch.compile traces, it returns False, because the trace would contain addresses of tensors that are freed.
     """
     dtype = first.dtype
     if LIBRARY.functions is None or dtype not in _ACTIVATIONS or not first.is_cpu or torch.compiler.is_compiling():
@@ -80,7 +70,7 @@ def usable(first: Tensor, *others: Tensor | None) -> bool:
 
 
 def raise_if_failed(failed: int) -> None:
-    """MemoryError if a kernel returned that it could not allocate memory."""
+    """Raise MemoryError if a kernel returned an error: it could not allocate memory."""
     if failed:
         raise MemoryError("a C kernel could not allocate memory")
 
@@ -88,26 +78,21 @@ def raise_if_failed(failed: int) -> None:
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`ops.convolution.causal_conv` of typed tensors.
-
-    x: (batch, seq, channels); weight: (channels, 1, K), K <= LONGEST_KERNEL; bias: (channels,);
-    history: (batch, K-1, channels).
-    """
+    """`ops.convolution.causal_conv` of typed tensors, with K <= LONGEST_KERNEL."""
     batch, seq, channels = x.shape
     taps = weight.shape[-1]
-    before = (batch, taps - 1, channels)
-    check_size("the number of taps", taps, LONGEST_KERNEL)
-    check_shapes(weight=(weight, (channels, 1, taps)), bias=(bias, (channels,)), history=(history, before))
-    x, (weight, bias) = token_major(x), without_gaps(weight, bias)
-    history, after = next_state(history, x, before, overwrite)
-    if taps > 1 and history is not None and history.stride(0) != after.stride(0):
+    shape = batch, taps - 1, channels
+    check_shapes(weight=(weight, (channels, 1, taps)), bias=(bias, (channels,)), history=(history, shape))
+    x, (weight, bias) = token_major(x), contiguous(weight, bias)
+    history, next_history = next_state(history, x, shape, overwrite)
+    if taps > 1 and history is not None and history.stride(0) != next_history.stride(0):
         history = history.contiguous()
     y = x.new_empty(batch, seq, channels)
     functions().causal_conv(
-        x.data_ptr(), weight.data_ptr(), address(bias), address(history), y.data_ptr(), after.data_ptr(),
-        batch, seq, channels, taps, *token_strides(x), after.stride(0), TYPES[x.dtype], torch.get_num_threads(),
+        x.data_ptr(), weight.data_ptr(), address(bias), address(history), y.data_ptr(), next_history.data_ptr(),
+        batch, seq, channels, taps, *token_strides(x), next_history.stride(0), TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
-    return y, after
+    return y, next_history
 
 
 def causal_conv_backward(
@@ -119,11 +104,17 @@ def causal_conv_backward(
     dnext: Tensor,
     needs_history: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias, dhistory) of a float32 `causal_conv`, from the gradients of its two results.
+    """The gradients of the inputs of a float32 `causal_conv`.
 
-    dbias is None if there is no bias, and dhistory if it is not needed.
+    Args:
+        x, weight, bias, history: The inputs.
+        dy, dnext: The gradients of the results.
+        needs_history: True if the gradient of the history is needed.
+
+    Returns:
+        (dx, dweight, dbias or None without a bias, dhistory or None unless it is needed).
     """
-    x, (weight, bias, history, dy, dnext) = token_major(x), without_gaps(weight, bias, history, dy, dnext)
+    x, (weight, bias, history, dy, dnext) = token_major(x), contiguous(weight, bias, history, dy, dnext)
     batch, seq, channels = x.shape
     taps = weight.shape[-1]
     dx, dweight = x.new_empty(batch, seq, channels), torch.empty_like(weight)
@@ -138,7 +129,7 @@ def causal_conv_backward(
 
 
 def scan_chunk(state_size: int) -> int:
-    """The tokens between two states that `selective_scan` saves for its backward pass."""
+    """The number of tokens between two states that `selective_scan` saves for its backward pass."""
     return max(1, LARGEST_STATE // state_size)
 
 
@@ -146,51 +137,59 @@ def selective_scan(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor | None,
     state: Tensor | None, overwrite: bool = False, overwrite_x: bool = False, save: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`ops.scan.selective_scan` of typed x, dt, B, C and z, and float32 A_log, D, dt_bias and state.
+    """`ops.scan.selective_scan` of typed x, dt, B, C and z, and float32 A_log, D, dt_bias and state; N <= LARGEST_STATE.
 
-    x, dt, z: (batch, seq, channels); A_log: (channels, N), N <= LARGEST_STATE; B, C: (batch, seq, N);
-    D, dt_bias: (channels,); state: (batch, N, channels). overwrite: the next state may be written into state;
-    overwrite_x: y may be written into x. save: also return the states before each chunk of `scan_chunk(N)` tokens.
-    Returns (y, next state, saved states or None).
+    Args:
+        x, dt, A_log, B, C, D, z, dt_bias, state, overwrite, overwrite_x: As in `ops.scan.selective_scan`.
+        save: True to also return the states before each chunk of `scan_chunk(N)` tokens.
+
+    Returns:
+        (y; the final state; the saved states (batch, chunks, N, channels), or None).
     """
     batch, seq, channels = x.shape
     size = A_log.shape[1]
-    check_size("N", size, LARGEST_STATE)
     check_shapes(
         dt=(dt, x.shape), A_log=(A_log, (channels, size)), B=(B, (batch, seq, size)), C=(C, (batch, seq, size)),
         D=(D, (channels,)), z=(z, x.shape), dt_bias=(dt_bias, (channels,)), state=(state, (batch, size, channels)),
     )  # fmt: skip
     x, dt, B, C, z = map(token_major, (x, dt, B, C, z))
-    A_log, D, dt_bias = without_gaps(A_log, D, dt_bias)
-    state, after = next_state(state, D, (batch, size, channels), overwrite)
+    A_log, D, dt_bias = contiguous(A_log, D, dt_bias)
+    state, final_state = next_state(state, D, (batch, size, channels), overwrite)
     y = x if overwrite_x and x.is_contiguous() else x.new_empty(batch, seq, channels)
     chunk = scan_chunk(size) if save else 0
     saved = D.new_empty(batch, -(-seq // chunk), size, channels) if save else None
     strides = c_array(*(s for t in (x, dt, B, C, z) for s in token_strides(t)), 0 if state is None else state.stride(0),
-                     after.stride(0))  # fmt: skip
+                     final_state.stride(0))  # fmt: skip
     functions().selective_scan(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(z),
-        address(dt_bias), address(state), y.data_ptr(), after.data_ptr(), address(saved), strides,
+        address(dt_bias), address(state), y.data_ptr(), final_state.data_ptr(), address(saved), strides,
         batch, seq, channels, 1, size, chunk, TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
-    return y, after, saved
+    return y, final_state, saved
 
 
 def selective_scan_backward(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor | None,
     saved: Tensor, dy: Tensor, adjoint: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of a float32 `selective_scan`'s inputs, in their order, from dy and the next state's (adjoint)."""
+    """The gradients of the inputs of a float32 `selective_scan`, in their order.
+
+    Args:
+        x, dt, A_log, B, C, D, z, dt_bias: The inputs.
+        saved: The states that `selective_scan` saved.
+        dy: The gradient of y.
+        adjoint: The gradient of the final state.
+    """
     x, dt, B, C, z = map(token_major, (x, dt, B, C, z))
     batch, seq, channels = x.shape
-    A_log, D, dt_bias, dy = without_gaps(A_log, D, dt_bias, dy)
+    A_log, D, dt_bias, dy = contiguous(A_log, D, dt_bias, dy)
     size, threads = A_log.shape[1], torch.get_num_threads()
     adjoint = adjoint.clone(memory_format=torch.contiguous_format)
     dx, ddt = x.new_empty(batch, seq, channels), x.new_empty(batch, seq, channels)
     dA_log, dD = x.new_empty(batch, channels, size), x.new_empty(batch, channels)
     dz = None if z is None else torch.empty_like(dx)
     ddt_bias = None if dt_bias is None else torch.empty_like(dD)
-    dB, dC = (x.new_zeros(threads, batch, seq, size) for _ in "BC")
+    dB, dC = (x.new_zeros(threads, batch, seq, size) for _ in "BC")  # a sum for each thread
     strides = c_array(*(s for t in (x, dt, B, C, z) for s in token_strides(t)), 0, 0)
     functions().selective_scan_backward(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(z),
@@ -206,42 +205,44 @@ def ssd(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None, overwrite: bool = False,
     save: bool = False, one_by_one: bool = False, may_round: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; otherwise like `selective_scan`.
+    """`ops.scan.ssd` of typed x, B and C, and float32 dt, A_log, D and state; N <= LARGEST_STATE.
 
-    x: (batch, seq, heads, head_dim); dt: (batch, seq, heads); A_log, D: (heads,); B, C: (batch, seq, groups, N), N <=
-    LARGEST_STATE; state: (batch, heads, N, head_dim). save: also return the states before each CHUNK tokens. In calls with
-    several tokens, numbers below 2^-126 may count as zeros, unless one_by_one.
+    In calls with several tokens, numbers below 2^-126 may count as zeros, unless `one_by_one` is True.
+
+    Args:
+        x, dt, A_log, B, C, D, state, overwrite, one_by_one, may_round: As in `ops.scan.ssd`.
+        save: True to also return the states before each chunk of CHUNK tokens.
+
+    Returns:
+        (y; the final state; the saved states (batch, chunks, heads, N, head_dim), or None).
     """
     batch, seq, heads, width = x.shape
     groups, size = B.shape[2:]
-    check_size("N", size, LARGEST_STATE)
-    check_groups("heads", heads, groups)
     check_shapes(
         dt=(dt, (batch, seq, heads)), A_log=(A_log, (heads,)), B=(B, (batch, seq, groups, size)), C=(C, B.shape),
         D=(D, (heads,)), state=(state, (batch, heads, size, width)),
     )  # fmt: skip
     x, B, C = map(token_major, (x, B, C))
-    dt, A_log, D = without_gaps(dt, A_log, D)
-    state, after = next_state(state, D, (batch, heads, size, width), overwrite)
+    dt, A_log, D = contiguous(dt, A_log, D)
+    state, final_state = next_state(state, D, (batch, heads, size, width), overwrite)
     y = x.new_empty(batch, seq, heads, width)
     saved = D.new_empty(batch, -(-seq // CHUNK), heads, size, width) if save else None
-    strides = c_array(
-        *(s for t in (x, B, C) for s in token_strides(t)), 0 if state is None else state.stride(0), after.stride(0)
-    )
+    state_stride = 0 if state is None else state.stride(0)
+    strides = c_array(*(s for t in (x, B, C) for s in token_strides(t)), state_stride, final_state.stride(0))
     raise_if_failed(functions().ssd(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), address(state),
-        y.data_ptr(), after.data_ptr(), address(saved), strides, batch, seq, heads, width, groups, size,
+        y.data_ptr(), final_state.data_ptr(), address(saved), strides, batch, seq, heads, width, groups, size,
         TYPES[x.dtype], one_by_one, may_round, torch.get_num_threads(),
     ))  # fmt: skip
-    return y, after, saved
+    return y, final_state, saved
 
 
 def ssd_backward(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, saved: Tensor, dy: Tensor, adjoint: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of a float32 `ssd`'s inputs, in their order, from dy and the next state's (adjoint)."""
+    """The gradients of the inputs of a float32 `ssd`, in their order; see `selective_scan_backward`."""
     x, B, C = map(token_major, (x, B, C))
-    dt, A_log, D, dy = without_gaps(dt, A_log, D, dy)
+    dt, A_log, D, dy = contiguous(dt, A_log, D, dy)
     batch, seq, heads, width = x.shape
     groups, size = B.shape[2:]
     threads = torch.get_num_threads()
@@ -263,43 +264,41 @@ def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, overwrite: bool = False,
     one_by_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`ops.gated_delta.gated_delta` of typed q, k and v, and float32 g, beta and state.
+    """`ops.gated_delta.gated_delta` of typed q, k and v, and float32 g, beta and state; K <= LARGEST_STATE.
 
-    q, k: (batch, seq, key heads, K), K <= LARGEST_STATE; v: (batch, seq, heads, V); g, beta: (batch, seq, heads); state:
-    (batch, heads, K, V). overwrite: the next state may be written into state. Numbers below 2^-126 may count as zeros.
-    Returns (y, next state).
+    Numbers below 2^-126 may count as zeros.
     """
     (batch, seq, heads, width), (key_heads, size) = v.shape, k.shape[2:]
-    check_size("K", size, LARGEST_STATE)
-    check_groups("value heads", heads, key_heads)
     rates, shape = (batch, seq, heads), (batch, heads, size, width)
     check_shapes(
         q=(q, k.shape), k=(k, (batch, seq, key_heads, size)), g=(g, rates), beta=(beta, rates), state=(state, shape)
     )
     q, k, v = map(token_major, (q, k, v))
-    g, beta = without_gaps(g, beta)
-    state, after = next_state(state, g, shape, overwrite)
+    g, beta = contiguous(g, beta)
+    state, final_state = next_state(state, g, shape, overwrite)
     y = v.new_empty(batch, seq, heads, width)
-    before = 0 if state is None else state.stride(0)
-    strides = c_array(*(s for t in (q, k, v, g) for s in token_strides(t)), before, after.stride(0))
+    state_stride = 0 if state is None else state.stride(0)
+    strides = c_array(*(s for t in (q, k, v, g) for s in token_strides(t)), state_stride, final_state.stride(0))
     raise_if_failed(functions().gated_delta(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), address(state), y.data_ptr(),
-        after.data_ptr(), strides, batch, seq, key_heads, heads, size, width, TYPES[v.dtype], one_by_one,
+        final_state.data_ptr(), strides, batch, seq, key_heads, heads, size, width, TYPES[v.dtype], one_by_one,
         torch.get_num_threads(),
     ))  # fmt: skip
-    return y, after
+    return y, final_state
 
 
 def norm_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Each head of y normalized, times weight, and then times silu(z); all typed.
+    """weight * RMSNorm(y) * silu(z), normalized over each head, of typed tensors.
 
-    y, z: (..., heads * size); weight: (size,).
+    Args:
+        y, z: (..., heads * size).
+        weight: (size,).
+        eps: The number that is added to the mean of squares.
     """
     width, size = y.shape[-1], len(weight)
-    check_groups("channels", width, width // size)
     check_shapes(z=(z, y.shape))
-    y, weight = without_gaps(y, weight)
-    rows = z.reshape(-1, width)  # a view, if the tokens are equally far apart
+    y, weight = contiguous(y, weight)
+    rows = z.reshape(-1, width)  # a view if all tokens have the same stride
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty_like(y)
     functions().norm_gated(
@@ -310,13 +309,13 @@ def norm_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor) -> bool:
-    """Return True if `rms_norm` supports these: x is of the weight's dtype, or float32."""
+    """Return True if `rms_norm` supports these tensors: x has the weight's dtype, or float32."""
     return usable(weight) and x.dtype in (weight.dtype, torch.float32) and x.is_cpu and x.shape[-1] == len(weight) > 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x (..., size) normalized over its last dimension, times offset + weight (size,), in the weight's dtype."""
-    size, (x, weight) = x.shape[-1], without_gaps(x, weight)
+    """(offset + weight) * RMSNorm(x) over the last dimension of x (..., size), in the dtype of weight (size,)."""
+    size, (x, weight) = x.shape[-1], contiguous(x, weight)
     check_shapes(weight=(weight, (size,)))
     y = torch.empty_like(x, dtype=weight.dtype)
     functions().rms_norm(
@@ -327,16 +326,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def gated_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor | None]:
-    """y silu(z), normalized over each of `groups` equal parts of the last dimension, times weight; all typed.
+    """weight * RMSNorm(y * silu(z)), normalized over each group of channels, of typed tensors.
 
-    y, z: (..., width); weight: (width,). eps None: the values are not normalized.
-    Returns the result, and if eps is None the sums of squares (..., groups) in float32, otherwise None.
+    Args:
+        y, z: (..., width).
+        weight: (width,).
+        groups: The number of equal groups of channels.
+        eps: The number that is added to the mean of squares, or None to omit the normalization.
+
+    Returns:
+        (the result (..., width); the sums of squares (..., groups) in float32 if eps is None, otherwise None).
     """
     width = y.shape[-1]
-    check_groups("channels", width, groups)
     check_shapes(z=(z, y.shape), weight=(weight, (width,)))
-    y, weight = without_gaps(y, weight)
-    rows = z.reshape(-1, width)  # a view, if the tokens are equally far apart
+    y, weight = contiguous(y, weight)
+    rows = z.reshape(-1, width)  # a view if all tokens have the same stride
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty_like(y)
     squares = None if eps is not None else y.new_empty(*y.shape[:-1], groups, dtype=torch.float32)

@@ -4,8 +4,8 @@
 
 #include "kernels.h"
 
-/* y *= weight, on the y that was rounded to its dtype before. torch and transformers compute norms in this order, and the
-   order shows in the logits if a norm is over few channels. */
+/* y *= weight, after y was rounded to its dtype. torch and transformers round in this order, and with a norm over few channels the
+   order is visible in the logits. */
 INLINE void scale_rounded(void *y, const void *weight, ptrdiff_t size, int type) {
 #pragma omp simd
   for (ptrdiff_t i = 0; i < size; i++) put(y, i, get(y, i, type) * get(weight, i, type), type);

@@ -1,7 +1,7 @@
 /* Panels: PANEL rows of W, rearranged by gemm_panels_avx2.c or gemm_panels_avx512.c, and their products with rows of x.
 
-   A word has 32 bits: a float32 column, two columns of 16 bits, or four of 8. The words of all rows of a panel that meet the same word of
-   x lie side by side. */
+   A word has 32 bits: a float32 column, two columns of 16 bits, or four of 8. The words of all rows of a panel that are multiplied by
+   the same word of x are adjacent in memory. */
 #ifndef PANELS_H
 #define PANELS_H
 
@@ -10,7 +10,7 @@
 #ifdef HAS_INTRINSICS
 enum {
   PANEL = 32,        /* rows: their words fill four registers of AVX2, or two of AVX-512 */
-  PANEL_WORDS = 192, /* words of a row that are multiplied at a time: PANEL times so many stay in the first-level cache */
+  PANEL_WORDS = 192, /* words of a row that are multiplied at a time: PANEL rows of them stay in the first-level cache */
   X_ROWS = 256,      /* rows of x that are multiplied at a time: PANEL_WORDS words of each stay in the second-level cache */
   PAIRS = BLOCK / 2, QUADS = BLOCK / 4 /* words of a block of columns of 16 bits, and of 8 */
 };
@@ -34,8 +34,8 @@ typedef struct {
   uint32_t words[PANEL_WORDS * PANEL]; /* (PANEL_WORDS, PANEL): columns of W */
   float scales[PANEL_WORDS / QUADS * PANEL]; /* (blocks, PANEL) */
   float sums[X_ROWS * PANEL];    /* (rows of x, PANEL) */
-  const char *ahead;             /* what is prefetched while words are multiplied, */
-  ptrdiff_t step;                /* and how many bytes further with each word */
+  const char *ahead;             /* the address to prefetch while words are multiplied, */
+  ptrdiff_t step;                /* and its increment for each word, in bytes */
 } Panel;
 
 /* The address of a word of a row of W; in blocks of INT8 and INT4, of its block. */

@@ -1,10 +1,10 @@
-/* y = x W^T + b: the struct that describes a product, and the kernels that compute it. dispatch.c has the table that says which one. */
+/* y = x W^T + b: the struct that describes a product, and the kernels that compute it. The table in dispatch.c chooses the kernel. */
 #ifndef PRODUCT_H
 #define PRODUCT_H
 
 #include "registers.h"
 
-/* Strides are from row to row, in elements. Only the kernels with GAPS in the table take a W and a y with gaps between rows; the
+/* Strides are from row to row, in elements. Only the kernels with GAPS in the table support gaps between the rows of W and of y; the
    others need weight_stride == in and y_stride == out. */
 typedef struct {
   const void *weight;  /* (out, in) of weight_type */
@@ -16,10 +16,10 @@ typedef struct {
   int weight_type, type, threads;
 } Product;
 
-/* Instruction sets, each of which includes those before it: every x86 processor with AVX512_BF16 has AVX512_VNNI, and so on. */
+/* Instruction sets. Each includes the ones before it: every x86 processor with AVX512_BF16 has AVX512_VNNI, and so on. */
 typedef enum { LOOPS, WITH_AVX2, WITH_AVX512, WITH_VNNI, WITH_BF16, WITH_AMX } Instructions;
 
-/* That of this processor, as far as this library may use it (instructions.c). */
+/* The instruction set of this processor that this library may use (instructions.c). */
 Instructions instructions(void);
 
 /* A product by the kernel of the table. Returns 0; 1 if there was no memory; NO_KERNEL, before it reads anything, if C has none for

@@ -1,5 +1,5 @@
-/* x of a product as integers, matrices of 8 or 4 bits, and these in floating point. The format of matrices is in quantized.h; its twin
-   is ops/quantized_matrices.py. */
+/* Conversions: x of a product to integers, matrices to 8 or 4 bits, and such matrices to floating point. quantized.h describes their
+   format; ops/quantized_matrices.py is the twin in torch. */
 #include <math.h>
 
 #include "quantized.h"

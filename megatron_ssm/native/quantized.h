@@ -31,7 +31,7 @@ void fill_16_bits(const Product *p, QuantizedX to);
    element. */
 void x_in_8_bits(const Product *p, int8_t *to, float *scales, int32_t *sums);
 
-/* What is added to 8-bit integers of W where the processor multiplies bytes without sign by bytes with sign. */
+/* The offset that makes 8-bit integers of W unsigned, for instructions that multiply unsigned bytes by signed bytes. */
 enum { OFFSET = 128 };
 
 #ifdef HAS_INTRINSICS

@@ -1,5 +1,5 @@
-/* Lines of W of 8 or 4 bits, and their products with few rows of x by AVX512_VNNI: what gemv_quantized_vnni.c,
-   gemm_quantized_vnni.c and gemv_quantized_amx.c share. A line has 64 columns of 8 bits, or 128 of 4 bits. */
+/* Lines of W of 8 or 4 bits, and their products with few rows of x by AVX512_VNNI, for gemv_quantized_vnni.c, gemm_quantized_vnni.c and
+   gemv_quantized_amx.c. A line has 64 columns of 8 bits, or 128 of 4 bits. */
 #ifndef QUANTIZED_VNNI_H
 #define QUANTIZED_VNNI_H
 
@@ -55,8 +55,8 @@ INLINE_FOR(TARGET_AVX512) __m512i line_sums(const __m512i w[2], const char *x, i
   return _mm512_add_epi32(low, _mm512_slli_epi32(high, 8));
 }
 
-/* What the lines of 4 bits meet in a row of x, of 16 bits: for each two blocks the higher bytes for the lower and the upper 4
-   bits of W, the lower bytes for both, and what is taken off. Beyond the last block there are zeros. */
+/* The operands of lines of 4 bits in a row of x of 16 bits: for each two blocks, the higher bytes for the lower and the upper 4 bits of
+   W, the lower bytes for both, and the number to subtract; zeros beyond the last block. */
 void split_row(const int16_t *x, char *to, ptrdiff_t blocks);
 INLINE ptrdiff_t bytes_of_split_row(ptrdiff_t blocks) { return (blocks + 1) / 2 * PARTS * LINE; }
 

@@ -1,4 +1,4 @@
-/* What several kernels share: reading ahead, memory, and operations on the registers of AVX2 and AVX-512. */
+/* Prefetches, memory, and operations on the registers of AVX2 and AVX-512. */
 #ifndef REGISTERS_H
 #define REGISTERS_H
 
@@ -11,19 +11,19 @@
 
 enum { LINE = 64 }; /* bytes of a cache line, and of the largest registers */
 
-/* Brings what is between two addresses to the second-level cache. */
+/* Prefetches the memory between two addresses to the second-level cache. */
 INLINE void prefetch_lines(const char *start, const char *end) {
   for (; start < end; start += LINE) __builtin_prefetch(start, 0, 2);
 }
 
-/* Brings `count` elements to the first-level cache. */
+/* Prefetches `count` elements to the first-level cache. */
 INLINE void prefetch_to_first_level(const void *start, ptrdiff_t count, int type) {
   const char *line = start, *end = line + bytes_of(count, type);
   for (; line < end; line += LINE) __builtin_prefetch(line, 0, 3);
 }
 
 #ifdef HAS_INTRINSICS
-/* Brings a line to the second-level cache. The compiler cannot move it to the loads, which would then wait for it. */
+/* Prefetches a line to the second-level cache. The compiler cannot move this instruction next to the loads, which would then wait. */
 INLINE void fetch_line(const char *line) { __asm__ volatile("prefetcht1 %0" : : "m"(*line)); }
 #endif
 
@@ -51,7 +51,7 @@ INLINE void transpose_floats(const float *from, ptrdiff_t rows, ptrdiff_t column
     for (ptrdiff_t j = 0; j < columns; j++) to[j * stride + done] = from[done * columns + j];
 }
 
-/* Memory of at least so many bytes that begins with a line, for `free`; NULL if there is none. */
+/* Memory of at least `bytes` bytes, aligned to a line, for `free`; NULL if it cannot be allocated. */
 INLINE void *allocate(size_t bytes) { return aligned_alloc(LINE, (bytes + LINE - 1) / LINE * LINE); }
 
 #ifdef HAS_INTRINSICS
@@ -93,7 +93,7 @@ INLINE_FOR(TARGET_AVX512) void transpose_16(__m512i rows[16]) {
   }
 }
 
-/* What words hold: a float32 number; two bfloat16 numbers; two 16-bit integers, or four 8-bit ones, in blocks with scales. */
+/* The content of a word: a float32 number; two bfloat16 numbers; two 16-bit integers, or four 8-bit integers, in blocks with scales. */
 typedef enum { FLOATS, BFLOAT16_PAIRS, INTEGER_PAIRS, BYTE_QUADS } Words;
 
 /* sum plus the products of a register of words of W and of x. kind is a compile-time constant. (Assembly needs no target

@@ -1,8 +1,8 @@
 /* Mamba-1's selective scan with softplus(dt), D and the gate, and its gradient. See `selective_scan` in ops/scan.py.
 
-   A task is a block of channels of one sequence, or of all. It goes from token to token, and a sequence's states (N, WIDTH)
-   stay in the first-level cache. No two tasks write the same memory, except that the tasks of a thread share that thread's dB
-   and dC. */
+   A task is a block of channels of one sequence, or of all sequences. It computes one token after the other, and the states (N, WIDTH)
+   of a sequence stay in the first-level cache. No two tasks write the same memory, except that all tasks of a thread add to that
+   thread's dB and dC. */
 #include "registers.h"
 
 enum { WIDTH = 64, STATES = 256 }; /* channels per block; the largest N, and the largest chunk * N in the backward pass */
@@ -77,7 +77,7 @@ INLINE void prefetch_token(const Scan *a, ptrdiff_t b, ptrdiff_t t, ptrdiff_t fi
   if (a->z) prefetch_to_first_level(at(row(a, a->z, Z, b, t, type), first, type), width, type);
 }
 
-/* One sequence of a block, whose A is given. may_grow: whether dt may be negative; a compile-time constant. */
+/* One sequence of a block. may_grow: 1 if dt may be negative; a compile-time constant. */
 INLINE void forward_block(const Scan *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t first, ptrdiff_t width,
                           const float A[STATES][WIDTH], int may_grow, int type) {
   float h[STATES][WIDTH], dt[WIDTH], dt_log2e[WIDTH], dt_x[WIDTH], y[WIDTH];
@@ -154,7 +154,7 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
                    ptrdiff_t N, ptrdiff_t chunk, int type, int threads) {
   Scan a = {x, dt, B, C, z, A_log, D, dt_bias, state, y, next, saved, strides, batch, seq, channels, heads, N, chunk};
   ptrdiff_t blocks = heads * ((channels / heads + WIDTH - 1) / WIDTH);
-  /* Whether a task has all sequences of a block, which then need its A once. */
+  /* 1 if a task has all sequences of a block, so that A is computed once. */
   int together = threads == 1 || blocks >= 4 * threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (ptrdiff_t task = 0; task < (together ? blocks : blocks * batch); task++) {
@@ -165,7 +165,7 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
   return 0;
 }
 
-/* What a block of tokens passes on to other blocks, float32; see context/summaries.py. Forward: the final state from zeros,
+/* The states that a block of tokens passes to other blocks, float32; see context/summaries.py. Forward: the final state from zeros,
    and the sum of dt over the tokens. In reverse: the gradient of the initial state that comes from the outputs; there, x is
    the gradient of the outputs, and B is C. `next` receives the result, y the sums (batch, channels), or is NULL. */
 INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, int reverse) {
@@ -228,7 +228,7 @@ typedef struct {
   float *dB, *dC;                /* (threads, batch, seq, N), zeros at first */
 } ScanGradient;
 
-/* dB, dC: (batch, seq, N), those of the thread. */
+/* dB, dC: (batch, seq, N), the sums of the thread. */
 INLINE void backward_block(const ScanGradient *g, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, float *dB, float *dC) {
   const Scan *a = &g->a;
   ptrdiff_t N = a->N, chunks = (a->seq + a->chunk - 1) / a->chunk;

@@ -1,4 +1,4 @@
-/* What the forms of Mamba-2's recurrence share: ssd_loops.c goes from token to token, ssd_amx.c from chunk to chunk. dispatch.c
+/* The arguments of Mamba-2's recurrence. ssd_loops.c computes one token after the other, ssd_amx.c one chunk after the other; dispatch.c
    chooses between them. */
 #ifndef SSD_H
 #define SSD_H
@@ -8,8 +8,8 @@
 #include <immintrin.h>
 #endif
 
-/* Numbers below 2^-126 count as zeros in this thread, until `end_flushing`: an operation with one takes the processor more than a
-   hundred cycles, and decays over many tokens may be so small. Returns what `end_flushing` takes. */
+/* Makes numbers below 2^-126 count as zeros in this thread, until `end_flushing`: an operation with such a number takes more than a
+   hundred cycles, and decays over many tokens may be that small. Returns the argument for `end_flushing`. */
 INLINE unsigned begin_flushing(void) {
 #ifdef HAS_INTRINSICS
   unsigned before = _mm_getcsr();
@@ -35,8 +35,8 @@ typedef struct {
   const ptrdiff_t *strides;           /* see the indices below; their unit is one element */
   ptrdiff_t batch, seq, heads, P, groups, N;
   int type;                           /* of x, B, C and y */
-  int one_by_one;                     /* whether the result must be that of a call for each token, bit for bit */
-  int may_round;                      /* whether the numbers that are multiplied may be rounded to BFLOAT16 (ssd_amx.c) */
+  int one_by_one;                     /* 1 if the result must have the same bits as one call per token */
+  int may_round;                      /* 1 if factors may be rounded to BFLOAT16 (ssd_amx.c) */
 } Ssd;
 
 /* Indices into strides. x, B, C: from sequence to sequence, followed by from token to token. STATE, NEXT: from sequence to
@@ -60,7 +60,7 @@ INLINE float *own_state(const Ssd *a, ptrdiff_t b, ptrdiff_t head, ptrdiff_t fir
 }
 
 int ssd_loops(const Ssd *a, int threads);
-/* By AMX, which saves no states; and whether it computes this, faster than loops. */
+/* The recurrence by AMX, which saves no states; and 1 if it supports the arguments and is faster than loops. */
 int ssd_amx(const Ssd *a, int threads);
 int fits_ssd_amx(const Ssd *a, int threads);
 

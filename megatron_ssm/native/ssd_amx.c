@@ -3,11 +3,11 @@
    Let c_t be the sum of dt A from a chunk's first token to token t, and h the state before the chunk. Then
      y_t = e^c_t C_t^T h + the sum over s <= t of (C_t^T B_s) e^(c_t - c_s) dt_s x_s + D x_t,
      h = e^c_last h + the sum over s of B_s (e^(c_last - c_s) dt_s x_s)^T.
-   The sums are products of tiles of bfloat16 numbers, added up in float32: x, B and C, and h and the factors of x_s, are
-   rounded to it where they are multiplied (as in the kernels of mamba-ssm). What is added to h is not, as errors there would add
-   up: it is the sum of two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `may_round` allows
-   it: as sums of three numbers they would take as long as token by token. An x that is not finite is left to plain loops: here, 0
-   times such an x_s would reach the tokens before it.
+   The sums are products of tiles of bfloat16 numbers, added up in float32. x, B, C, h and the factors of x_s are rounded to bfloat16
+   for the products, as in the kernels of mamba-ssm. The summands of h are not, because their errors would add up: each is the sum of
+   two bfloat16 numbers, with errors up to 2^-16. Inputs in float32 are only rounded if `may_round` allows it: as sums of three numbers
+   they would take as long as one token after the other. Plain loops compute an x that is not finite: here, 0 times such an x_s would
+   reach the tokens before it.
 
    C_t^T B_s is the same for all heads of a group. A task is some heads of a group of a sequence. */
 #include "ssd.h"
@@ -18,7 +18,7 @@ enum {
   CHUNK = 32,   /* tokens: a tile's columns */
   WIDTH = 32,   /* channels at a time */
   STATES = 256, /* the largest N */
-  PIECE = 4,    /* chunks for which what the heads share is computed at once */
+  PIECE = 4,    /* chunks for which the values that the heads share are computed at once */
   LEAST = 16,   /* tokens for which this is faster than token by token */
   SMALLEST_LOG = -10000, /* of a decay: e to it is 0 */
   PARTS = 2     /* bfloat16 numbers that stand for a number that is added to h */
@@ -26,7 +26,7 @@ enum {
 
 _Static_assert((int)CHUNK == DEPTH && (int)WIDTH == DEPTH, "two tiles side by side have a column for each token or channel");
 
-/* What the heads of a group share in a chunk. C: (tokens, N); B: (N, tokens); products: C_t^T B_s. */
+/* The values that the heads of a group share in a chunk. C: (tokens, N); B: (N, tokens); products: C_t^T B_s. */
 typedef struct {
   uint16_t C[CHUNK * STATES], B[STATES * CHUNK];
   float products[CHUNK * CHUNK];
@@ -104,7 +104,7 @@ INLINE_FOR(TARGET_AMX) void store_sums(float *to, ptrdiff_t stride) {
 /* Adds the products of 32 rows of a, `stride` apart, of 32 columns, with 32 rows of b in pairs, of WIDTH columns each. Numbers of
    b have two parts if b_next is not 0: the second ones are b_next elements further. */
 INLINE_FOR(TARGET_AMX) void add_product(const uint16_t *a, ptrdiff_t stride, const uint32_t *b, ptrdiff_t b_next) {
-  __asm__ volatile("" ::: "memory"); /* what is loaded into tiles has been stored before */
+  __asm__ volatile("" ::: "memory"); /* stores must precede the loads of tiles */
   _tile_loadd(4, a, stride * 2);
   _tile_loadd(5, a + SIDE * stride, stride * 2);
   for (int i = 0; i < (b_next ? PARTS : 1); i++, b += b_next) {
@@ -137,7 +137,7 @@ INLINE_FOR(TARGET_AMX) void fill_B(const Ssd *a, Work *w, Shared *shared, ptrdif
   }
 }
 
-/* What the heads of a group share in the `count` tokens from t on. */
+/* Computes the values that the heads of a group share, for the `count` tokens from t on. */
 INLINE_FOR(TARGET_AMX) void fill_shared(const Ssd *a, Work *w, Shared *shared, ptrdiff_t b, ptrdiff_t group, ptrdiff_t t,
                                         ptrdiff_t count) {
   ptrdiff_t N = a->N;
@@ -268,7 +268,7 @@ TARGET_AMX static void forward_heads(const Ssd *a, Work *w, ptrdiff_t b, ptrdiff
   _tile_release();
 }
 
-/* Whether no element of x is infinite or NaN in bfloat16, in the tokens `first` to `last` of all sequences one after the other. */
+/* 1 if no element of x is infinite or NaN in bfloat16, in the tokens `first` to `last` of the concatenated sequences. */
 TARGET_AMX static int are_finite(const Ssd *a, ptrdiff_t first, ptrdiff_t last) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   for (ptrdiff_t t = first; t < last; t++)

@@ -1,8 +1,8 @@
 /* Mamba-2's recurrence by plain loops, and its gradient. See `ssd` in ops/scan.py.
 
-   A task is one head of one sequence. It goes from token to token, or by four tokens in the forward pass unless the result
-   must be that of one_by_one, with up to WIDTH channels of the head at a time in the forward pass and PART in the backward
-   pass. No two tasks write the same memory, except that the tasks of a thread share that thread's dB, dC and scratch. */
+   A task is one head of one sequence. It computes one token after the other; the forward pass computes four tokens at a time, unless
+   `one_by_one` is set. The forward pass computes up to WIDTH channels of the head at a time, and the backward pass PART. No two tasks
+   write the same memory, except that all tasks of a thread use that thread's dB, dC and scratch. */
 #include "ssd.h"
 
 enum {

@@ -1,15 +1,14 @@
-/* Runs a tape: one token of each sequence of a batch, several that may be taken back, or a piece of a prompt. Python is only needed
-   where the tape stops, and for all-reduces that are not done in shared memory. */
+/* Runs a tape, for one token of each sequence of a batch, several tokens that may be rejected, or a piece of a prompt. Python is only
+   needed where the tape stops, and for all-reduces outside shared memory. */
 #include <math.h>
 
 #include "tape.h"
 
-/* Rows from which several threads compute step sizes. */
-enum { MANY = 48 };
+enum { MANY = 48 }; /* the least number of rows for which several threads compute step sizes and conversions */
 
 /* Products */
 
-/* A product of o's matrix, from element `first` on, and of x. n: out, in. */
+/* The product of x and the matrix of o, from element `first` on. n: out, in. */
 static Product product(const Tape *t, const Op *o, ptrdiff_t first, const void *x, void *y) {
   const Matrix *m = &o->matrix;
   return (Product){.weight = first ? at(m->values, first, (int)m->type) : m->values, .scales = m->scales, .bias = o->bias,
@@ -24,8 +23,8 @@ static int matmul(const Tape *t, const Op *o, void *y) {
   return multiply(&p);
 }
 
-/* The same for each of several heads, with rows or columns of W of its own. n: out, in, heads; from head to head: elements of
-   W, columns of x and of y; from row to row of W: elements. */
+/* A product for each head, which has its own rows or columns of W. n: out, in, heads; the elements of W, and the columns of x and of y,
+   between two heads; the elements between two rows of W. */
 static int head_matmuls(const Tape *t, const Op *o) {
   int failed = 0, type = o->type;
   for (ptrdiff_t h = 0; h < o->n[2]; h++) {
@@ -60,7 +59,7 @@ static int head_logits(const Tape *t, const Op *o) {
 
 /* Rows of numbers */
 
-/* This rank's part of the embeddings: zeros for the ids of other ranks. n: the first id, ids, size. */
+/* The embeddings of this rank's ids; zeros for the ids of other ranks. n: the first id, ids, size. */
 static void embed(const Tape *t, const Op *o) {
   const Matrix *m = &o->matrix;
   ptrdiff_t first = o->n[0], ids = o->n[1], size = o->n[2];
@@ -106,8 +105,8 @@ static void concat(const Tape *t, const Op *o) {
   }
 }
 
-/* y = x + f0 * (f1 * sum + bias), each rounded as torch would; with flag, without x. bias, weight: biases. squares: the sums of squares that
-   normalize the sum, which is FLOAT32 then. */
+/* y = x + f0 * (f1 * sum + bias), rounded at each step as torch rounds; without x if flag is set. bias, weight: two biases, or NULL.
+   squares: the sums of squares that normalize the sum, which then is FLOAT32; or NULL. */
 INLINE void residual_row(const Op *o, const void *x, const void *sum, const float *squares, void *y, ptrdiff_t size, int type,
                          int sum_type) {
   float scale = squares ? 1 / sqrtf(*squares / o->n[1] + o->f[2]) : 1;
@@ -137,7 +136,7 @@ static void residual(const Tape *t, const Op *o) {
                    sum->squares ? sum->squares + r : NULL, row(t, &o->y, r, o->from_type));
 }
 
-/* n: size, activation. f: what multiplies x. flag: whether it is gated. */
+/* n: size, activation. f: the factor of x. flag: 1 if it is gated. */
 static void activate(const Tape *t, const Op *o) {
   ptrdiff_t rows = tape_rows(t), share = rows_per_thread(rows, 8 * o->n[0], t->threads);
 #pragma omp parallel for num_threads(t->threads) if (share < rows)
@@ -165,7 +164,7 @@ static void score(const Tape *t, const Op *o) {
 
 /* Recurrences */
 
-/* How many sequences from b on are neighbours in the cache. */
+/* The number of sequences from b on that are neighbours in the cache. */
 static ptrdiff_t neighbours(const Tape *t, ptrdiff_t b) {
   ptrdiff_t count = 1;
   while (b + count < t->batch && t->sequences[b + count] == t->sequences[b] + count) count++;
@@ -209,7 +208,7 @@ static void step_sizes(const Tape *t, const Op *o) {
     }
 }
 
-/* Where the state of sequence b is, and where it is after the tokens. */
+/* The addresses of the state of sequence b before and after the tokens. */
 typedef struct {
   float *state, *next;
   ptrdiff_t next_stride;
@@ -222,8 +221,8 @@ INLINE States states_of(const Tape *t, const Op *o, ptrdiff_t b) {
   return (States){state, (float *)s->next + b * s->next_stride, s->next_stride};
 }
 
-/* Mamba-2's recurrence of the first `tokens` tokens of `batch` sequences from b on. x: [x | B | C], z: dt as float32. n: heads,
-   channels of a head, groups, N. flag: whether it may round. */
+/* Mamba-2's recurrence for the first `tokens` tokens of `batch` sequences from b on. x: [x | B | C], z: dt as float32. n: heads,
+   channels of a head, groups, N. flag: may_round. */
 static int scan_ssd(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, States s) {
   ptrdiff_t stride = o->x.stride, step = t->tokens * stride, first = b * t->tokens, heads = o->n[0];
   ptrdiff_t strides[] = {step, stride, step, stride, step, stride, t->slots[o->slot].stride, s.next_stride};
@@ -232,9 +231,8 @@ static int scan_ssd(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, pt
              strides, batch, tokens, heads, o->n[1], o->n[2], o->n[3], o->type, t->speculative, o->flag, t->threads);
 }
 
-/* Mamba-1's. x: x after the convolution, z: [dt | ...] and, `n[4]` columns further, the gate; parameters: see n. n: channels,
-   heads, rank of dt, N, the columns of the gate's view. matrix.values is unused. The views are x, y (the result), z (dt); the
-   parameters [dt | B | C] of each head are in the sum, or, in a replay, still there; the gate is in `n`. */
+/* Mamba-1's recurrence. x: the output of the convolution, z: dt, sum: [dt | B | C] of each head. n: channels, heads, rank of dt, N, and
+   the view of the gate (offset, first, stride). */
 static void scan_selective(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, States s, int gated) {
   ptrdiff_t channels = o->n[0], heads = o->n[1], rank = o->n[2], N = o->n[3], width = rank + 2 * N, type = o->type;
   ptrdiff_t first = b * t->tokens, each = t->tokens;
@@ -249,7 +247,7 @@ static void scan_selective(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t ba
                  strides, batch, tokens, channels, heads, N, 0, type, t->threads);
 }
 
-/* That of gated delta nets. x: [q | k | v], z: [beta | g] as float32. n: key heads, heads, K, V. */
+/* The gated delta rule. x: [q | k | v], z: [beta | g] as float32. n: key heads, heads, K, V. */
 static int scan_delta(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, ptrdiff_t tokens, States s) {
   ptrdiff_t stride = o->x.stride, step = t->tokens * stride, first = b * t->tokens, keys = o->n[0] * o->n[2];
   ptrdiff_t rates = o->z.stride, strides[] = {step, stride, step, stride, step, stride, t->tokens * rates, rates,
@@ -260,7 +258,7 @@ static int scan_delta(const Tape *t, const Op *o, ptrdiff_t b, ptrdiff_t batch, 
                      batch, tokens, o->n[0], o->n[1], o->n[2], o->n[3], o->type, t->speculative, t->threads);
 }
 
-/* x: [b | a], y: [beta | g] as float32. n: heads. f: what multiplies the sigmoid of b. */
+/* x: [b | a], y: [beta | g] as float32. n: heads. f: the factor of sigmoid(b). */
 static void rates(const Tape *t, const Op *o) {
   for (ptrdiff_t r = 0; r < tape_rows(t); r++)
     delta_rates(row(t, &o->x, r, o->type), o->A_log, o->dt_bias, row(t, &o->y, r, FLOAT32), o->n[0], o->f[0], o->type);
@@ -277,7 +275,8 @@ static int recurrence(const Tape *t, const Op *o) {
   return failed;
 }
 
-/* Norms of dt, B and C in the sum of x_proj, in place. n: heads, rank of dt, N. f: eps. weight: of all three, or NULL. */
+/* The norms of dt, of B and of C in the sum of x_proj, in place. n: heads, rank of dt, N. f: eps. weight: (width) for all three, or
+   NULL. */
 static void inner_norms(const Tape *t, const Op *o) {
   ptrdiff_t rank = o->n[1], N = o->n[2], width = rank + 2 * N, cuts[] = {0, rank, rank + N, width};
   for (ptrdiff_t i = 0; i < tape_rows(t) * o->n[0]; i++)
@@ -301,8 +300,8 @@ CLONES static float squares_of(const void *x, ptrdiff_t size, int type) {
   return sum;
 }
 
-/* A norm in place of numbers of which x are this rank's. n: size of x, the column of the sum that has the squares of all, its width,
-   how many all are. f: eps, offset. */
+/* A norm over numbers on all ranks, in place for this rank's x. n: size of x, the column of the sum with the squares, the width of the
+   sum, the count of the numbers. f: eps, offset. */
 static void whole_norm(const Tape *t, const Op *o) {
   const float *squares = t->sums[o->sum].total;
   for (ptrdiff_t r = 0; r < tape_rows(t); r++) {
@@ -347,7 +346,7 @@ static void append(const Tape *t, const Op *o) {
            row(t, &o->x, r, o->type), bytes_of(o->n[0], o->type));
 }
 
-/* x: queries. slot: of the keys, the next one of the values. n: heads, key/value heads, head_dim. f: scale. */
+/* x: the queries. slot: the slot of the keys; the next one has the values. n: heads, key/value heads, head_dim. f: scale. */
 static int attend(const Tape *t, const Op *o) {
   const Slot *keys = &t->slots[o->slot], *values = keys + 1;
   ptrdiff_t rows = tape_rows(t), heads = o->n[0], kv_heads = o->n[1], shared = heads / kv_heads, dim = o->n[2], stride = kv_heads * dim;
@@ -420,7 +419,7 @@ static int run(Tape *t, const Op *o) {
       }
       return 0;
     case INNER_NORMS: inner_norms(t, o); return 0;
-    case GATED_NORM: /* x: the scan's output, z: the gate. n: groups, size of a group, the place of the sums of squares + 1 */
+    case GATED_NORM: /* x: the scan's output, z: the gate. n: groups, size of a group, 1 + the offset of the sums of squares, or 0 */
       return gated_norm(row(t, &o->x, 0, o->type), row(t, &o->z, 0, o->type), o->weight, row(t, &o->y, 0, o->type),
                         o->n[2] ? (float *)(t->arena + rows * (o->n[2] - 1)) : NULL, rows, o->z.stride, o->n[0], o->n[1],
                         o->f[0], !o->n[2], o->type, t->threads);
@@ -441,9 +440,9 @@ static int run(Tape *t, const Op *o) {
   return 0;
 }
 
-/* Runs the operations from `at` on. 0: they are done. Otherwise the code of what Python must do before it calls again: a sum, or
-   what a STOP stands for. UNUSUAL, before anything is done, for an id outside the vocabulary, and for a sequence whose first
-   token it is, unless they are part of a prompt. After NO_MEMORY the states are invalid. */
+/* Runs the operations from `at` on. Returns 0 at the end, or a code: Python must compute a sum or the function of a STOP, and call
+   again. Returns UNUSUAL, before anything changes, for an id outside the vocabulary and for the first token of a sequence, unless the
+   tokens are part of a prompt. After NO_MEMORY the states are invalid. */
 int run_tape(Tape *t) {
   ptrdiff_t rows = tape_rows(t);
   if (t->at == t->from && !t->prompt) {

@@ -1,4 +1,4 @@
-"""The operators of the models (Mamba-1, Mamba-2, attention, MLP, a shared block), residual units, states and the cache.
+"""The operators of the models (Mamba-1, Mamba-2, gated delta nets, attention, MLPs, experts), units, states and the cache.
 
 In: hidden states, the same on every rank, and this rank's part of the states.
 Out: hidden states; the states are advanced in place.

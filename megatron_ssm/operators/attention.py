@@ -118,12 +118,14 @@ class AttentionSpec(Spec):
     def sizes(self, work: Workload) -> Sizes:
         """See `Spec`.
 
-        In a prompt, the projection stays until the output is computed. Norms make two copies in at least fp32; rotation
-        needs its input and one more copy of keys; after attention there are queries, keys, and the gated output.
+        In a prompt, the projection stays in memory until the output is computed. Norms make two copies in at least fp32.
+        Rotation needs its input and another copy of the keys. The output needs queries, keys, and the gated output of
+        attention.
 
-        Training stores queries, keys and values; the normalized ones before their weights; the inputs of attention if they
-        differ; cosines and sines of both; the output; a number for each head and norm; and the sigmoid of the gate and its
-        product, also where activations are recomputed. Those of a gate are freed before the backward pass of attention.
+        Training stores queries, keys and values; their normalized values before the weights are applied; the inputs of
+        attention if they differ; cosines and sines; the output; one number for each head and norm; and the sigmoid of the
+        gate and its product, also if activations are recomputed. Backward frees the tensors of the gate before it reaches
+        attention.
         """
         s, wide, rows, hidden = work.itemsize, work.wide_itemsize, self.rows(work.ranks), self.hidden_size
         q, kv, heads = rows["q"], rows["k"], self.heads // work.ranks
@@ -141,8 +143,10 @@ class AttentionSpec(Spec):
         widths = (inputs,) + (1,) * self.qkv_bias
         in_norms = 0
         if normed and s != wide:
-            each = 2 * wide + s  # the copies of a number while its norm is computed
-            in_norms = 2 * wide * normed + s * q if self.whole_norms else max(each * q, s * q + each * kv)
+            copied_number = 2 * wide + s  # the bytes of all copies of a number while its norm is computed
+            in_norms = (
+                2 * wide * normed + s * q if self.whole_norms else max(copied_number * q, s * q + copied_number * kv)
+            )
         in_rotation, gated = normed + rotated + kv if rotated else 0, changed + q + max(copied, 2 * gate)
         return Sizes(
             keys=2 * kv * s,
@@ -159,9 +163,12 @@ class AttentionSpec(Spec):
 class Attention(Operator):
     """Attention between the projections `qkv` and `o_proj`. Its parameters may also be those of a larger block.
 
-    Forward sends nothing, except the messages of attention over context ranks (`Place.core`) and, for norms over all heads,
-    one all-reduce of squares. Backward sends one all-reduce of their gradients, one for each weight of norms over single
-    heads, and, with fewer key/value heads than ranks, one for the weight of qkv and one for its bias.
+    Forward sends the messages of attention over context ranks (`Place.core`) and, for norms over all heads, one all-reduce
+    of squares. Backward sends:
+
+    - for norms over all heads, one all-reduce of the gradients of the squares;
+    - for norms over single heads, one all-reduce for each weight;
+    - with fewer key/value heads than ranks, one all-reduce for the weight of qkv and one for its bias.
     """
 
     q_norm: nn.Parameter  # None if there are no norms
@@ -220,8 +227,7 @@ class Attention(Operator):
             y, path = tape.buffer(rows["q"]), tape.path
 
             def attend_prompt(call: Any) -> None:
-                about = call.call
-                call.tensor(y).copy_(self.attended(call.tensor(qkv), about, call.cache.states[path]))
+                call.tensor(y).copy_(self.attended(call.tensor(qkv), call.call, call.cache.states[path]))
 
             tape.stop(attend_prompt, "attention")
             tape.release(qkv)
@@ -252,7 +258,7 @@ class Attention(Operator):
         return y
 
     def _lower_whole_norms(self, tape: Builder, q: Buffer, k: Buffer) -> None:
-        """`_whole_norms` on a tape, in place."""
+        """Write `_whole_norms` to a tape, in place."""
         spec = self.attention_spec
         assert spec.qk_norm_eps is not None
         squares = tape.buffer(2, torch.float32)
@@ -270,7 +276,7 @@ class Attention(Operator):
         parts = dict(zip(self.rows, projected.split(list(self.rows.values()), dim=-1), strict=True))
         if spec.whole_norms:
             parts["q"], parts["k"] = self._whole_norms(parts["q"], parts["k"])
-        q, k, v = (parts[name].unflatten(-1, (-1, spec.head_dim)) for name in "qkv")
+        q, k, v = (parts[name].unflatten(-1, (-1, spec.head_dim)) for name in "qkv")  # (batch, seq, heads, head_dim)
         if spec.qk_norm_eps is not None and not spec.whole_norms:
             q, k = (self._normed(t, name) for t, name in ((q, "q_norm"), (k, "k_norm")))
         if spec.rope_theta:
@@ -285,11 +291,11 @@ class Attention(Operator):
         return weighted(rms_norm(x, spec.qk_norm_eps), self.copied(getattr(self, name)), spec.norm_offset)
 
     def _whole_norms(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norms over all queries and over all keys of a token. One all-reduce of the squares of both."""
+        """The norms over all queries and over all keys of a token. Sends one all-reduce of both sums of squares."""
         spec, wide = self.attention_spec, at_least_fp32(q.dtype)
         assert spec.qk_norm_eps is not None
         both = q.to(wide), k.to(wide)
-        squares = torch.stack([t.square().sum(-1) for t in both], dim=-1)
+        squares = torch.stack([t.square().sum(-1) for t in both], dim=-1)  # (batch, seq, 2)
         if self.ranks.size > 1:
             squares = sum_over_ranks(squares, self.ranks.group, self.ranks.all_reduce_exact_once)
         counts = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -341,11 +347,15 @@ def attend_with_cache(
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, size: int = 0) -> torch.Tensor:
-    """Rotary position embedding of x (batch, seq, heads, head_dim): the same shape.
+    """The rotary position embedding of x, of the same shape. The angles are computed in at least fp32, as in transformers.
 
-    Elements i and i + size/2 of the first `size` elements of each head (0: all) are rotated by the angle positions *
-    theta^(-2i/size). positions: (batch, seq); padding has position 0. The angles are computed in at least fp32, as in
-    transformers.
+    Elements i and i + size/2 of each head are rotated by the angle positions * theta^(-2i/size).
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        positions: (batch, seq). Negative positions, of padding, count as 0.
+        theta: The base.
+        size: The number of rotated elements at the beginning of each head; 0: all.
     """
     if 0 < size < x.shape[-1]:
         rotated = rotate(x[..., :size], positions, theta)

@@ -114,9 +114,9 @@ class Cache:
         return next((tensor.shape[1] for tensor in self._per_token()), None)
 
     def select(self, rows: Iterable[int]) -> "Cache":
-        """A view of some rows, which a call of the model then continues; the storage is shared.
+        """A view of some rows, which shares the storage of this cache. A call of the model continues the rows of the view.
 
-        ValueError unless they are distinct rows of a cache that is not itself a selection.
+        Raises ValueError unless they are distinct rows of a cache that is not itself a selection.
         """
         rows = [int(row) for row in rows]
         if not isinstance(self.rows, slice) or self.rows != EVERY_ROW:
@@ -147,14 +147,14 @@ class Cache:
         The states are computed again from the states before the call, so they are exact. Raises RuntimeError, before
         anything changes, if tensors of the cache or of the model were reallocated since the call.
         """
-        parts: tuple[Any, ...] = (*self.states.values(), self.layout)
-        pending = [each.pending for each in parts if each.pending is not None]
-        for each in pending:
-            each.check(self)
-        for each in pending:
-            each.advance(self, counts)
-        for each in parts:
-            each.pending = None
+        holders: tuple[Any, ...] = (*self.states.values(), self.layout)
+        pending = [holder.pending for holder in holders if holder.pending is not None]
+        for tokens in pending:
+            tokens.check(self)
+        for tokens in pending:
+            tokens.advance(self, counts)
+        for holder in holders:
+            holder.pending = None
         self.lengths[self.rows] += torch.tensor(counts)
 
     def stored(self, row: int) -> int:
@@ -162,10 +162,10 @@ class Cache:
         return int(self.lengths[row] if self.kv_lengths is None else self.kv_lengths[self.context_rank, row])
 
     def reserve(self, length: int) -> None:
-        """Allocate memory for `length` tokens per row, and copy the keys and values there, unless there is enough.
+        """Allocate memory for `length` tokens per row, if there is less, and copy the keys and values there.
 
-        If context ranks split the rows, this rank allocates its share. ValueError if `length` exceeds max_length. After any
-        error the cache is unchanged.
+        If context ranks split the rows, this rank allocates its share. Raises ValueError if `length` exceeds max_length.
+        After any error the cache is unchanged.
         """
         if self.capacity is None:
             return
@@ -175,7 +175,7 @@ class Cache:
 
     @torch.inference_mode(False)  # see `Model.new_cache`
     def allocate(self, length: int) -> None:
-        """Allocate memory for `length` entries per row on this rank, unless there is enough."""
+        """Allocate memory for `length` entries per row on this rank, if there is less."""
         if self.capacity is None or length <= self.capacity:
             return
         states = self.states.values()
@@ -229,7 +229,7 @@ class Cache:
         )
 
     def restore(self, row: int, snapshot: Snapshot) -> None:
-        """Copy a snapshot into a row. ValueError, before anything changes, if it exceeds max_length."""
+        """Copy a snapshot into a row. Raises ValueError, before anything changes, if it exceeds max_length."""
         self.reserve(snapshot.length)
         if snapshot.kv_lengths is not None:
             self.allocate(int(snapshot.kv_lengths[self.context_rank]))

@@ -21,7 +21,7 @@ class Convolution(TrackedModule):
         kernel: The number of taps K.
         bias: True for a convolution with a bias.
         ranks: The tensor-parallel ranks.
-        dtype, device: Those of the parameters.
+        dtype, device: The dtype and device of the parameters.
         shared, pieces: See `Packed`.
     """
 

@@ -1,4 +1,4 @@
-"""Routed experts: each token goes to a few of many MLPs. A shared expert is an MLP beside them, in the same unit."""
+"""Routed experts: each token is sent to a few of many MLPs. A shared expert is another MLP in the same unit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,10 +27,19 @@ from .state import State
 class ExpertsSpec(Spec):
     """The sizes of routed experts: down(activation(gate(x)) * up(x)), or down(activation(up(x))) if they are not gated.
 
-    channels: of the inner dimension of one. latent: the size of what the experts read and write instead of the hidden state,
-    between two projections that all of them share (0: there are none); latent_bias: whether these have biases. router_name:
-    the router in files. merged: whether files store the matrices of all experts in one tensor. granule: of the channels, of
-    which ranks have multiples, the last ones fewer than others (1: all have equally many).
+    Attributes:
+        hidden_size: The size of the input and the output.
+        router: The router.
+        channels: The inner dimension of an expert.
+        activation: A name of `mlp.ACTIVATIONS`.
+        gated: True if there is a gate projection.
+        latent: The size of the inputs and outputs of the experts, if two projections shared by all experts surround them; 0:
+            the hidden size, without such projections.
+        latent_bias: True if these projections have biases.
+        router_name: The name of the router in checkpoint files.
+        merged: True if checkpoint files store the matrices of all experts in one tensor.
+        granule: Each rank has a multiple of this many channels; the last ranks may have fewer than others. 1: all ranks have
+            equally many.
     """
 
     hidden_size: int
@@ -51,13 +60,13 @@ class ExpertsSpec(Spec):
 
     @property
     def size(self) -> int:
-        """The size of what an expert reads and writes."""
+        """The size of the input and the output of an expert."""
         return self.latent or self.hidden_size
 
     def fields(self) -> Iterator[Field]:
-        """The router, and the projections around the experts, are on every rank.
+        """Every rank has the router and the projections around the experts.
 
-        Each expert is split by channel, and expert-parallel ranks divide the experts.
+        Tensor-parallel ranks split each expert by channel, and expert-parallel ranks divide the experts.
         """
         experts, inner, hidden = self.router.experts, self.channels, self.hidden_size
         is_wide = self.router.form == SIGMOID
@@ -106,38 +115,36 @@ class ExpertsSpec(Spec):
         return Experts(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
-        """See `Spec`. At the worst, all tokens chose the same experts, one of which is computed at a time.
+        """See `Spec`. In the worst case, all tokens choose the same experts. One expert is computed at a time.
 
-        In a prompt, beside the sum, the router's logits and the choices: what one expert reads, projects, and returns.
-        Training stores what every chosen expert projects, the scores of all experts, and the choices. Where expert-parallel
-        ranks have other tokens, every rank computes as many chosen experts, and stores the rows that have arrived instead of
-        its tokens.
+        A prompt needs the sum, the router's logits, the choices, and the input, activations and output of one expert.
+        Training stores the projections of every chosen expert, the scores of all experts, and the choices. If
+        expert-parallel ranks have different tokens, every rank computes as many chosen experts, and stores the rows that
+        it receives instead of its tokens.
         """
         chosen, s, wide, experts = self.router.chosen, work.itemsize, work.wide_itemsize, self.router.experts
         inner, size, latent = -(-self.channels // work.ranks), self.size, self.latent
         rows = inner * (2 if self.gated else 1)
         choices = chosen * (24 + 2 * s)  # indices, their order and tokens; weights, also sorted
         common = s * (size + experts) + choices + wide * size
-        each = s * max(size + rows, rows + 2 * inner, rows + inner + size)
-        if wide > s:  # what one returns is converted before it is added
-            each = max(each, (s + wide) * size)
+        one_expert = s * max(size + rows, rows + 2 * inner, rows + inner + size)
+        if wide > s:  # the output of an expert is converted before it is added
+            one_expert = max(one_expert, (s + wide) * size)
         weight = wide if self.router.form == SIGMOID else s
         stored: float = 2 * latent + experts + chosen * (rows + 6) + 1
         gradients: float = 2 * size + 7 * inner + 4 * chosen
         kept = reached = 0.0
-        if (
-            work.expert_ranks > 1
-        ):  # rows that arrive, and their sums; gradients of both, or what the exchange of one takes
+        if work.expert_ranks > 1:  # received rows and their sums; the gradients of both, or the exchange of one
             reached, busiest = self.router.reached(work.expert_ranks), max(1, work.expert_ranks * chosen / experts)
             stored += reached * (2 * size + 3 * chosen + 2) - 2 * chosen
             kept = reached * (2 * size + 2 * chosen)
-            of_one = busiest * (size + 7 * inner)
-            gradients = reached * (2 * size + 4 * chosen) + max(2 * reached * size, of_one)
+            busiest_expert = busiest * (size + 7 * inner)
+            gradients = reached * (2 * size + 4 * chosen) + max(2 * reached * size, busiest_expert)
         replicated = [experts * self.hidden_size, *(a * b for a, b in self.projections().values())]
         return Sizes(
             stages={
                 "router": s * (size + experts) + 3 * wide * experts,
-                "experts": common + each,
+                "experts": common + one_expert,
                 "output": s * (size + experts) + choices + (wide + s) * size + s * self.hidden_size * bool(latent),
             },
             projected=s * (size + experts),
@@ -154,14 +161,15 @@ class ExpertsSpec(Spec):
 
 
 class Experts(Operator):
-    """The routed experts between the tokens and their weighted sum.
+    """The router, the routed experts, and the weighted sum of their outputs.
 
-    Backward sends one all-reduce for the weight of the router, and for each projection (and the first one's bias) around the
-    experts: every tensor-parallel rank has all of them, and their gradients are sums over these ranks.
+    Backward sends one all-reduce for the weight of the router, for the weight of each projection around the experts, and
+    for the bias of the first projection: every tensor-parallel rank has all of these, and their gradients are sums over
+    the ranks.
 
-    Expert-parallel ranks (`Place.experts`) that have the same tokens (`Call.same_tokens`) also send one all-reduce in
-    forward, of the output of `apply_experts` in the model's format. Otherwise they send what `parallel.dispatch.dispatched`
-    says, in forward and in backward.
+    Expert-parallel ranks (`Place.experts`) with the same tokens (`Call.same_tokens`) also send one all-reduce in forward,
+    of the output of `apply_experts` in the model's wire format. With different tokens, forward and backward send the
+    messages of `parallel.dispatch.dispatched`.
     """
 
     correction: nn.Parameter | None
@@ -184,56 +192,62 @@ class Experts(Operator):
         self.down = ExpertMatrices(shapes["down.weight"], **where)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Operator`: what the experts read (batch, seq, size), and the router's logits (batch, seq, experts)."""
+        """See `Operator`: the input of the experts (batch, seq, size), and the router's logits (batch, seq, experts)."""
         logits = self.router(x)
         return self.fc1(x) if self.spec.latent else x, logits
 
     def mix(self, projected: tuple[torch.Tensor, torch.Tensor], call: Call, state: State | None = None) -> Partial:
-        """See `Operator`. projected: what `project` returns."""
+        """See `Operator`. projected: The result of `project`."""
         x, logits = projected
         weights, index = self.spec.router.route(logits.flatten(0, -2), self.correction)
         if call.routing is not None:
             call.routing.report(self, self.spec.router, logits, index)
-        out = self._of_all_ranks(x.flatten(0, -2), weights, index, call.same_tokens).view_as(x)
+        out = self._apply_experts(x.flatten(0, -2), weights, index, call.same_tokens).view_as(x)
         if not self.spec.latent:
             return Partial(out)
         return Partial(self.fc2.of_partial(out), bias=self.fc2.bias)
 
-    def _of_all_ranks(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, same: bool) -> torch.Tensor:
-        """The weighted sum over the experts of all expert-parallel ranks; arguments: as for `_of_rank`."""
+    def _apply_experts(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, same: bool) -> torch.Tensor:
+        """The weighted sum over the chosen experts on all expert-parallel ranks, (tokens, size).
+
+        Args:
+            x: (tokens, size).
+            weights, index: (tokens, chosen).
+            same: True if all expert-parallel ranks have the same tokens.
+        """
         ranks = self.experts
         if ranks.group is None:
-            return self._of_rank(x, weights, index)
-        held = self.spec.experts // ranks.size
+            return self._apply_local_experts(x, weights, index)
+        count = self.spec.experts // ranks.size
         if not same:
-            return dispatched(x, weights, index, held, ranks, self._of_rank)
-        own = index - ranks.rank * held
-        out = self._of_rank(x, weights, own.where((own >= 0) & (own < held), held))
+            return dispatched(x, weights, index, count, ranks, self._apply_local_experts)
+        local = index - ranks.rank * count
+        out = self._apply_local_experts(x, weights, local.where((local >= 0) & (local < count), count))
         return reduce_from_ranks(out, ranks.group, ranks.all_reduce_in_format)
 
-    def _of_rank(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """`apply_experts` of this rank's experts, to x (tokens, size); weights, index (tokens, chosen)."""
-        held = self.spec.experts // self.experts.size
-        return apply_experts(x, weights, index, held, self.up.matrix(), self.down.matrix(), self.activated)
+    def _apply_local_experts(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`apply_experts` with this rank's experts. index: (tokens, chosen), relative to this rank's first expert."""
+        count = self.spec.experts // self.experts.size
+        return apply_experts(x, weights, index, count, self.up.matrix(), self.down.matrix(), self.activated)
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
         spec, is_wide = self.spec, self.router.weight.dtype is not tape.dtype
-        given = tape.converted(x, self.router.weight.dtype) if is_wide else x
-        logits = tape.matmul(given, self.router.weight)
-        ranks, held = self.experts, spec.experts // self.experts.size
-        routes = tape.route(logits, spec.router, self.correction, ranks.rank * held)
-        tape.release(logits, *([given] if is_wide else []))
-        read = tape.matmul(x, self.fc1.weight, self.fc1.bias) if spec.latent else x
+        converted = tape.converted(x, self.router.weight.dtype) if is_wide else x
+        logits = tape.matmul(converted, self.router.weight)
+        ranks, count = self.experts, spec.experts // self.experts.size
+        routes = tape.route(logits, spec.router, self.correction, ranks.rank * count)
+        tape.release(logits, *([converted] if is_wide else []))
+        inputs = tape.matmul(x, self.fc1.weight, self.fc1.bias) if spec.latent else x
         up, down = self.up.matrix(), self.down.matrix()
-        out = tape.experts(read, routes, held, spec.router.chosen, up, down, spec.activation, spec.gated)
+        out = tape.experts(inputs, routes, count, spec.router.chosen, up, down, spec.activation, spec.gated)
         if ranks.size > 1:
             tape.sum(ranks, out)
         tape.release(routes)
         if not spec.latent:
             return Lowered(out)
         y = tape.matmul(out, self.fc2.weight)
-        tape.release(read, out)
+        tape.release(inputs, out)
         return Lowered(y, bias=self.fc2.bias)
 
     def activated(self, inner: torch.Tensor) -> torch.Tensor:

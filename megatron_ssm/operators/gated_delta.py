@@ -40,8 +40,8 @@ from .low_rank import adapter_of, adapter_of_parts
 from .operator import Lowered, Operator, Partial, Place, add_parts, lowered_linear
 from .state import State
 
-# How files store the rows of q, k, v, z, b and a: in four tensors, of which one has q, k and v; in six, with a convolution
-# for each of q, k and v; or in two, with the rows of each key head together
+# The layouts of the rows of q, k, v, z, b and a in files: four tensors, of which one has q, k and v; six tensors, and a
+# convolution for each of q, k and v; or two tensors, with the rows of each key head together
 QKV_TOGETHER, APART, BY_KEY_HEAD = "q, k and v together", "apart", "by key head"
 FILES: dict[str, dict[str, str]] = {  # {layout: {tensor in files: our parts in it}}
     QKV_TOGETHER: {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"},
@@ -117,7 +117,7 @@ class GatedDeltaSpec(Spec):
         yield from row_parallel("out_proj", (self.hidden_size, rows["v"]), heads, init="mixer_out_proj")
 
     def adapted(self, ranks: int, gates: bool) -> dict[str, int]:
-        """{tensor in files: its rows on one of `ranks` ranks}, for adapters: of b and a if `gates`, else of the others."""
+        """{tensor in files: its rows on one of `ranks` ranks}, for the adapters of the gates b and a or of the others."""
         rows = self.rows(ranks)
         tensors = FILES[self.files].items()
         return {name: sum(rows[p] for p in parts) for name, parts in tensors if (parts[0] in "ba") == gates}
@@ -139,11 +139,16 @@ class GatedDeltaSpec(Spec):
         recurrence y, the normalized y, its product with the weight, silu(z), their product, and one number for each head.
 
         The peak of backward is in torch's chunks, in addition to the tensors stored before the recurrence and the gradients
-        of y and z. For each token and value head, the chunks need seven numbers per key dimension (both sides of the
-        triangular system, the inputs and outputs of the state, three gradients), five per value dimension (both sides, D, y,
-        a gradient), five rows of matrices within a chunk (one is a gradient), 1/CHUNK of a state, and a gradient that is
-        added to another. For each key head, they need q and k, four copies for products, and two rows. With several
-        sequences it is up to a tenth more, because products copy their inputs.
+        of y and z. For each token and value head, the chunks need
+
+        - seven numbers per key dimension (both sides of the triangular system, the inputs and outputs of the state, three
+          gradients);
+        - five numbers per value dimension (both sides, D, y, a gradient);
+        - five rows of matrices within a chunk (one is a gradient), 1/CHUNK of a state, and a gradient that is added to
+          another.
+
+        For each key head, they need q and k, four copies for products, and two rows. With several sequences they need up
+        to a tenth more, because products copy their inputs.
         """
         ranks, s, wide = work.ranks, work.itemsize, work.wide_itemsize
         rows = self.rows(ranks)

@@ -65,7 +65,7 @@ class LowRank(TrackedModule):
         rows: This rank's rows of B for each field of the layer.
         scale: The constant that multiplies the product.
         ranks: The tensor-parallel ranks.
-        dtype, device: Those of the parameters.
+        dtype, device: The dtype and device of the parameters.
         shared, pieces: See `Packed`.
     """
 

@@ -204,14 +204,16 @@ class MambaMixer(Operator):
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
         """See `Operator`."""
         channels, heads, (rank, N, _) = self.channels, self.heads, self.splits
-        width, each = rank + 2 * N, channels // heads
-        if heads > 1 and each % 2:
+        width, head_width = rank + 2 * N, channels // heads
+        if heads > 1 and head_width % 2:
             raise NotLowered("an odd number of channels per head")  # the kernel reads bfloat16 numbers in pairs
         xz = lowered_linear(tape, self.in_proj, x, adapter_of(self.lora, "in_proj"))
         mixed, z = xz.columns(0, channels), xz.columns(channels, channels)
         convolved = tape.conv(mixed, *self.conv.tensors())
         parameters = tape.buffer(heads * width)
-        tape.head_matmuls(convolved, parameters, self.x_proj, width, each, (heads, each, each, width, channels))
+        tape.head_matmuls(
+            convolved, parameters, self.x_proj, width, head_width, (heads, head_width, head_width, width, channels)
+        )
         if adapter_of(self.lora, "x_proj") is not None or adapter_of(self.lora, "dt_proj") is not None:
             raise NotLowered("adapters of x_proj or dt_proj")
         summed = tape.sum(self.head_ranks, parameters, is_exact=True)
@@ -220,7 +222,7 @@ class MambaMixer(Operator):
             tape.inner_norms(summed, heads, rank, N, self.inner_norm_eps, weight)
         dt = tape.buffer(channels)
         low = parameters.columns(0, heads * width)
-        tape.head_matmuls(low, dt, self.dt_proj, each, rank, (heads, each * rank, width, each, rank))
+        tape.head_matmuls(low, dt, self.dt_proj, head_width, rank, (heads, head_width * rank, width, head_width, rank))
         y = tape.selective_scan(convolved, dt, z, summed, self.A_log, self.D, self.dt_bias, heads, rank, N)
         tape.release_unless_speculative(xz, convolved, parameters, dt, y)
         out = lowered_linear(tape, self.out_proj, y, adapter_of(self.lora, "out_proj"))
@@ -292,7 +294,7 @@ class MambaMixer(Operator):
         """
         parameters = linear(x, self.x_proj[:, head] if self.heads > 1 else self.x_proj)
         parameters = self._sum(with_adapter(parameters, adapter_of(self.lora, "x_proj"), x))
-        low, B, C = parameters.split(self.splits, dim=-1)
+        low, B, C = parameters.split(self.splits, dim=-1)  # (batch, seq, R), (batch, seq, N), (batch, seq, N)
         dt = with_adapter(linear(low, self.dt_proj[head]), adapter_of(self.lora, "dt_proj"), low)
         if sharding is not None and self.context is not None:
             dt = self.context.to_blocks(sharding.mask_padding(self.context.from_blocks(dt), NO_STEP))

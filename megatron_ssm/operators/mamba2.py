@@ -270,7 +270,7 @@ class Mamba2Mixer(Operator):
         """The output of the scan and the gate z, both (batch, seq, this rank's channels). Frees its temporaries."""
         inner, bc = self.rows["x"], self.rows["B"]
         conv, state = (None, None) if cache is None else (cache["conv"][call.rows], cache["state"][call.rows])
-        z, xBC, dt = projected.split([inner, inner + 2 * bc, self.heads], dim=-1)
+        z, xBC, dt = projected.split([inner, inner + 2 * bc, self.heads], dim=-1)  # (batch, seq, ...), z like y
         if self.context is not None and call.sharding is not None:
             return self._scanned_over_context(xBC, dt, call, cache), z
         dt = self._step_sizes(dt, call.decoding)
@@ -331,8 +331,9 @@ class Mamba2Mixer(Operator):
     def _normed(self, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The input of out_proj (batch, seq, this rank's channels), and the sums of squares for its all-reduce or None.
 
-        See `Mamba2Spec.norm`. The norm is over all channels of a group, on all ranks that hold them. With `fused_norm`, the
-        first lacks the factor 1/sqrt(mean square), and the second is this rank's sum of squares (batch, seq, 1).
+        See `Mamba2Spec.norm`. The norm is over all channels of a group, on all ranks that hold them. With `fused_norm`,
+        the input of out_proj lacks the factor 1/sqrt(mean square), and the sums are this rank's sum of squares (batch,
+        seq, 1).
         """
         if self.norm == NO_NORM:
             gate = F.silu(z)
@@ -344,7 +345,7 @@ class Mamba2Mixer(Operator):
         wide = at_least_fp32(self.norm_weight.dtype)
         gate = F.silu(z.to(wide))
         y = y.to(wide) * gate if gates_first else y.to(wide)
-        local = y.unflatten(-1, (self.groups, -1))
+        local = y.unflatten(-1, (self.groups, -1))  # (batch, seq, this rank's groups, channels of a group)
         squares = local.square().sum(-1)  # (batch, seq, this rank's groups)
         if not fused:
             squares = squares if self.local_norm else self._sum_of_group(squares)
@@ -354,7 +355,7 @@ class Mamba2Mixer(Operator):
         return y if gates_first else y * gate.to(y.dtype), squares if fused else None
 
     def _sum_of_group(self, squares: torch.Tensor) -> torch.Tensor:
-        """This rank's sum of squares (batch, seq, 1) -> its group's sum. One all-reduce of a column for each group."""
+        """The sum of squares (batch, seq, 1) of this rank's group. Sends one all-reduce with a column for each group."""
         group = self.ranks.piece_index(self.all_groups)
         columns = F.pad(squares, (group, self.all_groups - 1 - group))
         return sum_over_ranks(columns, self.ranks.group, self.ranks.all_reduce_exact_once)[..., group : group + 1]

@@ -30,7 +30,7 @@ class Place:
     """The arguments with which operators are built: their ranks, and the dtype and device of their parameters.
 
     Attributes:
-        ranks: The tensor-parallel ranks that its parameters are split over.
+        ranks: The tensor-parallel ranks, which split the parameters.
         experts: The expert-parallel ranks. They split the routed experts; all other parameters are the same on each of them.
         context: The context-parallel ranks that split the sequence; None without context parallelism.
         core: The attention between the projections, with the arguments of `attention.attend_with_cache`.
@@ -63,7 +63,7 @@ class Place:
     @property
     def all_ranks(self) -> list[Ranks]:
         """The tensor-parallel ranks, the expert-parallel ranks, and all results of `ranks_with_same_piece`."""
-        return [self.ranks, self.experts, *(each for each in self._sharing.values() if each is not self.ranks)]
+        return [self.ranks, self.experts, *(ranks for ranks in self._sharing.values() if ranks is not self.ranks)]
 
 
 @dataclass(frozen=True)
@@ -155,18 +155,17 @@ class Operator(TrackedModule):
 
 def check_plain(*modules: torch.nn.Module) -> None:
     """Raise NotLowered if a module has hooks, replaced methods or a class of its own, which C would ignore."""
-    for module in itertools.chain.from_iterable(each.modules() for each in modules):
-        if not type(module).__module__.startswith(("megatron_ssm.", "torch.nn.modules.container")) or is_altered(
-            module
-        ):
+    for module in itertools.chain.from_iterable(root.modules() for root in modules):
+        is_known = type(module).__module__.startswith(("megatron_ssm.", "torch.nn.modules.container"))
+        if not is_known or is_altered(module):
             raise NotLowered(f"{type(module).__name__} has hooks or methods of its own")
-    if any(type(parameter) is not torch.nn.Parameter for each in modules for parameter in each.parameters()):
+    if any(type(parameter) is not torch.nn.Parameter for root in modules for parameter in root.parameters()):
         raise NotLowered("parameters of another class")
 
 
 def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) -> Buffer:
     """A column- or row-parallel layer and its adapter on a tape. The unit adds the bias of a row-parallel layer."""
-    if any(isinstance(each, Packed) and not each.is_packed for each in layer.modules()):
+    if any(isinstance(module, Packed) and not module.is_packed for module in layer.modules()):
         raise NotLowered("packed parameters that were replaced")
     is_column = isinstance(layer, ColumnParallelLinear)
     bias = layer.bias() if is_column and layer.bias is not None else None
@@ -180,8 +179,8 @@ def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) ->
 
 def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -> None:
     """Add the low-rank products of merged layers to their columns of y on a tape."""
-    for first, each in parts.by_column if parts else ():
-        add_low_rank(tape, y.columns(first, each.rows), x, each.down, each.up(), each.scale)
+    for first, product in parts.by_column if parts else ():
+        add_low_rank(tape, y.columns(first, product.rows), x, product.down, product.up(), product.scale)
 
 
 def add_low_rank(tape: Builder, y: Buffer, x: Buffer, down: torch.Tensor, up: torch.Tensor, scale: float = 1.0) -> None:
@@ -227,17 +226,23 @@ def sum_of(
     all exact columns, are further columns of the message. Without sequence parallelism the message is an all-reduce in the
     model's wire format; with it, an exact reduce-scatter, and the result has this rank's tokens.
 
-    keep_for_recomputation: Store the sum, because recomputation of later operations needs it.
+    Args:
+        partials: The output of `mix` of each operator.
+        ranks: The tensor-parallel ranks.
+        scales: The scale of each output; by default 1.
+        keep_for_recomputation: True to store the sum, because recomputation of later operations needs it.
     """
     scales = scales or [1.0] * len(partials)
-    plain = [_scaled(each.out, scale) for each, scale in zip(partials, scales, strict=True) if each.finish is None]
-    if all(each.finish is None for each in partials):
+    plain = [
+        _scaled(partial.out, scale) for partial, scale in zip(partials, scales, strict=True) if partial.finish is None
+    ]
+    if all(partial.finish is None for partial in partials):
         whole = _reduce(_added(plain), ranks, keep_for_recomputation)
     else:
         whole = _sum_with_columns(partials, plain, scales, ranks)
-    for each, scale in zip(partials, scales, strict=True):
-        if each.bias is not None:
-            whole = whole + _scaled(replicated(each.bias, ranks), scale)
+    for partial, scale in zip(partials, scales, strict=True):
+        if partial.bias is not None:
+            whole = whole + _scaled(replicated(partial.bias, ranks), scale)
     return whole
 
 
@@ -262,19 +267,19 @@ def _sum_with_columns(
     partials: Sequence[Partial], plain: Sequence[torch.Tensor], scales: Sequence[float], ranks: Ranks
 ) -> torch.Tensor:
     """`sum_of` without the biases, for operators of which at least one has a `finish` function."""
-    finished = [(each, scale) for each, scale in zip(partials, scales, strict=True) if each.finish is not None]
+    finished = [(partial, scale) for partial, scale in zip(partials, scales, strict=True) if partial.finish is not None]
     dtype, hidden = partials[0].out.dtype, partials[0].out.shape[-1]
-    columns = torch.cat([each.columns for each, _ in finished if each.columns is not None], dim=-1)
-    outs = [each.out for each, _ in finished] + ([_added(plain)] if plain else [])
+    columns = torch.cat([partial.columns for partial, _ in finished if partial.columns is not None], dim=-1)
+    outs = [partial.out for partial, _ in finished] + ([_added(plain)] if plain else [])
 
     def finish(sums: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-        parts, first, ends = sums.split(hidden, dim=-1), 0, []
-        for (each, scale), part in zip(finished, parts, strict=False):
-            width = each.columns.shape[-1] if each.columns is not None else 0
-            assert each.finish is not None
-            ends.append(_scaled(each.finish(part, exact[..., first : first + width]).to(dtype), scale))
+        parts, first, outputs = sums.split(hidden, dim=-1), 0, []  # parts: (batch, seq, hidden)
+        for (partial, scale), part in zip(finished, parts, strict=False):
+            width = partial.columns.shape[-1] if partial.columns is not None else 0
+            assert partial.finish is not None
+            outputs.append(_scaled(partial.finish(part, exact[..., first : first + width]).to(dtype), scale))
             first += width
-        return _added(ends + [part.to(dtype) for part in parts[len(finished) :]])
+        return _added(outputs + [part.to(dtype) for part in parts[len(finished) :]])
 
     if len(outs) == 1 and not ranks.sequence_parallel:
         reduce = lambda part, exact: finish(*reduce_beside(part.to(exact.dtype), exact, ranks))  # noqa: E731

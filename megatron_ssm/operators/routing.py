@@ -80,7 +80,7 @@ class Routing:
             if router.form == SIGMOID:
                 scores = wide.sigmoid()
                 scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            best = scores.detach().topk(router.chosen, dim=-1)[1]
+            best = scores.detach().topk(router.chosen, dim=-1)[1]  # (batch, seq, chosen)
             choices = torch.zeros_like(scores.detach()).scatter_(-1, best, 1.0).mul_(valid.unsqueeze(-1)).sum(1)
             choices = recomputation.communicate_once(lambda: _summed(choices, operator))
             means = (scores * valid.unsqueeze(-1)).sum(1)
@@ -107,12 +107,12 @@ class Routing:
 
     def _of_call(self) -> list[tuple[str, float, Tensor]]:
         """(name, coefficient, this rank's share) of each loss of the call."""
-        found, losses = [], self.losses
+        entries, losses = [], self.losses
         if terms := self._terms.get("balance"):
-            found.append(("load_balancing_loss", losses.balance, _FORMS[losses.form](terms)))
+            entries.append(("load_balancing_loss", losses.balance, _FORMS[losses.form](terms)))
         if terms := self._terms.get("z"):
-            found.append(("z_loss", losses.z, torch.stack(terms).sum()))
-        return found
+            entries.append(("z_loss", losses.z, torch.stack(terms).sum()))
+        return entries
 
     def take(self, group: ProcessGroup | None, micro_batches: int) -> tuple[dict[str, float], dict[Any, Tensor]]:
         """(values, averaged over micro-batches; loads), summed over the ranks of `group`; then forget them.
@@ -124,7 +124,7 @@ class Routing:
         if group is not None and loads:
             flat = torch.cat([*loads.values()])
             torch.distributed.all_reduce(flat, group=group)
-            loads = dict(zip(loads, flat.split([len(each) for each in loads.values()]), strict=True))
+            loads = dict(zip(loads, flat.split([len(load) for load in loads.values()]), strict=True))
         if group is not None and values:
             stacked = torch.stack([*values.values()])
             torch.distributed.all_reduce(stacked, group=group)
@@ -165,7 +165,7 @@ def _of_sequences(terms: list[tuple[Tensor, Tensor, Router]]) -> Tensor:
 
 
 def _pooled(terms: list[Any]) -> Tensor:
-    choices, means = (sum(each[part].sum(0) for each in terms) for part in (0, 1))
+    choices, means = (sum(term[part].sum(0) for term in terms) for part in (0, 1))
     router = terms[0][2]
     return router.chosen * _balance(choices, means, router)
 

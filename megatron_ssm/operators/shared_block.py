@@ -57,9 +57,9 @@ class SharedBlockSpec(Spec):
         """See `Spec`."""
         hidden = self.mlp.hidden_size
         yield Field("norm.weight", "input_layernorm.weight", (2 * hidden,), init="one")
-        yield from (replace(each, hf="self_attn." + each.hf) for each in self.attended.fields())
+        yield from (replace(field, hf="self_attn." + field.hf) for field in self.attended.fields())
         yield Field("mlp_norm.weight", "pre_ff_layernorm.weight", (hidden,), init="one")
-        yield from (replace(each, hf="feed_forward." + each.hf) for each in self.mlp.fields())
+        yield from (replace(field, hf="feed_forward." + field.hf) for field in self.mlp.fields())
 
     def check_ranks(self, size: int) -> None:
         """See `Spec`."""
@@ -141,12 +141,8 @@ class SharedBlockInvocationSpec(Spec):
         The input of attention is twice as wide as the model, and stays in memory while it is projected. Adapters have as
         many outputs as their layers.
         """
-        attended, s, H, low = (
-            self.block.attended.sizes(work),
-            work.itemsize,
-            self.block.mlp.hidden_size,
-            self.adapter_rank,
-        )
+        attended, s = self.block.attended.sizes(work), work.itemsize
+        H, low = self.block.mlp.hidden_size, self.adapter_rank
         rows, mlp = self.block.attended.rows(work.ranks), self.block.mlp.channels // work.ranks
         q, kv = rows["q"], rows["k"]
         adapted = 2 * H + 3 * (q + 2 * kv) + 3 * low if self.attention_adapters else 0
@@ -181,7 +177,7 @@ class Adapter(TrackedModule):
         downs: The names of the low-rank activations: one for each field, or one for all fields.
         rows: This rank's rows of each field of the layer.
         ranks: The tensor-parallel ranks.
-        dtype, device: Those of the parameters.
+        dtype, device: The dtype and device of the parameters.
     """
 
     def __init__(
@@ -238,7 +234,9 @@ class SharedBlockInvocation(TrackedModule):
         ranks, where, block = place.ranks, place.where, spec.block
         hidden, rank = block.mlp.hidden_size, spec.adapter_rank
         self.linear = nn.Parameter(torch.empty(hidden, hidden, **where))
-        idle = {each.name.removeprefix("idle."): each.shape for each in spec.fields() if each.name.startswith("idle.")}
+        idle = {
+            field.name.removeprefix("idle."): field.shape for field in spec.fields() if field.name.startswith("idle.")
+        }
         self.idle = nn.ParameterDict(
             {name: nn.Parameter(torch.empty(shape, **where), requires_grad=False) for name, shape in idle.items()}
         )
@@ -350,7 +348,7 @@ class SharedBlock(Attention, Mlp):
     def _adapted(
         self, layer: ColumnParallelLinear, adapter: Adapter | None, x: torch.Tensor, lora: Product | None
     ) -> torch.Tensor:
-        """The output of a layer plus that of its adapter. lora: a low-rank product that is added as well.
+        """The output of a layer plus the outputs of its adapter and of `lora`, if they exist.
 
         Without gradients it adds in place, unless a hook may have stored the layer's output.
         """

@@ -106,13 +106,13 @@ class Replay:
         """See `Pending`. Rows with equal counts are read together."""
         rows = torch.arange(cache.rows_held)[self.call.rows]
         for count in sorted(set(counts)):
-            chosen = torch.tensor([index for index, each in enumerate(counts) if each == count])
-            kept = _first_tokens(chosen, count)
+            chosen = torch.tensor([row for row, accepted in enumerate(counts) if accepted == count])
+            first_tokens = _first_tokens(chosen, count)
             fixed = {name: tensor[rows[chosen]] for name, tensor in self.state.fixed.items()}
             scratch = State(fixed, {name: tensor[rows[chosen]] for name, tensor in self.state.per_token.items()})
             call = replace(self.call, rows=EVERY_ROW, positions=self._positions(chosen, count))
-            with self.recomputation.replaying([kept(each) for each in self.sums]):
-                self.mix(tree_map(kept, self.projected), call, scratch)
+            with self.recomputation.replaying([first_tokens(total) for total in self.sums]):
+                self.mix(tree_map(first_tokens, self.projected), call, scratch)
             for name, tensor in scratch.fixed.items():
                 self.state.fixed[name][rows[chosen]] = tensor
 

@@ -76,9 +76,14 @@ class Layer(TrackedModule):
     def lower(
         self, tape: Builder, path: str, x: Buffer, embeddings: Buffer | None, shared: Sequence[SharedBlock]
     ) -> None:
-        """Write the operations of the layer to a tape; they update the residual stream x in place. path: its prefix.
+        """Write the operations of the layer to a tape. Raises NotLowered if C does not support an operator.
 
-        Raises NotLowered if an operation has no kernel in C.
+        Args:
+            tape: The tape.
+            path: The prefix of the paths of the operators, as in `Cache.states`.
+            x: The residual stream, which is updated in place.
+            embeddings: The second input of shared blocks, or None.
+            shared: The shared blocks of the model.
         """
         check_plain(self)
         for unit in self.units:
@@ -91,56 +96,50 @@ class Layer(TrackedModule):
                 inputs = tape.add(x, output)
                 tape.release(output)
             tape.path = path + unit.operators[0].name
-            normed = (
-                tape.converted(inputs, tape.dtype) if unit.norm is None else tape.norm(inputs, self._norm(unit.norm))
-            )
+            if unit.norm is None:
+                normed = tape.converted(inputs, tape.dtype)
+            else:
+                normed = tape.norm(inputs, self._norm(unit.norm))
             if inputs is not x:
                 tape.release(inputs)
-            low, scale, biases = self._lower_operators(unit, tape, path, normed)
-            summed = tape.sum(self.ranks, low.out, low.columns)
+            partial, scale, biases = self._lower_operators(unit, tape, path, normed)
+            summed = tape.sum(self.ranks, partial.out, partial.columns)
             if unit.post_norm is None:
-                tape.residual(x, summed, biases, (unit.residual_scale, scale), low.group, low.eps)
+                tape.residual(x, summed, biases, (unit.residual_scale, scale), partial.group, partial.eps)
+            elif partial.columns is not None:
+                raise NotLowered("a norm after a norm with exact columns")
             else:
-                self._lower_post_norm(unit, tape, x, summed, low, biases)
-            tape.release(low.out, *([low.columns] if low.columns else []))
-
-    def _lower_post_norm(
-        self, unit: Unit, tape: Builder, x: Buffer, summed: Any, low: Lowered, biases: Sequence[torch.Tensor]
-    ) -> None:
-        """Add the norm of a sum to x."""
-        if low.columns is not None:
-            raise NotLowered("a norm after a norm with exact columns")
-        assert unit.post_norm is not None
-        whole = tape.whole(summed, biases)
-        normed = tape.norm(whole, self._norm(unit.post_norm))
-        tape.add(x, normed, unit.residual_scale, into=True)
-        tape.release(whole, normed)
+                whole = tape.whole(summed, biases)
+                output = tape.norm(whole, self._norm(unit.post_norm))
+                tape.add(x, output, unit.residual_scale, into=True)
+                tape.release(whole, output)
+            tape.release(partial.out, *([partial.columns] if partial.columns else []))
 
     def _lower_operators(
         self, unit: Unit, tape: Builder, path: str, normed: Buffer
     ) -> tuple[Lowered, float, list[torch.Tensor]]:
         """(this rank's sum of the operators of a unit, the scale of the sum over the ranks, the biases to add)."""
-        lows = []
+        outputs = []
         for part, operator in zip(unit.operators, self._operators(unit), strict=True):
             tape.path = path + part.name
             inputs = normed if part.input_scale == 1.0 else tape.converted(normed, tape.dtype, part.input_scale)
-            low = operator.lower(tape, inputs)
+            output = operator.lower(tape, inputs)
             if inputs is not normed:
                 tape.release(inputs)
-            if low.bias is not None and part.output_scale != 1.0:
+            if output.bias is not None and part.output_scale != 1.0:
                 raise NotLowered("a scaled bias")
-            if low.columns is None:
-                tape.scale(low.out, part.output_scale)
-            lows.append(low)
+            if output.columns is None:
+                tape.scale(output.out, part.output_scale)
+            outputs.append(output)
         tape.release(normed)
-        biases, (first, *others) = [low.bias for low in lows if low.bias is not None], lows
+        biases, (first, *others) = [output.bias for output in outputs if output.bias is not None], outputs
         if not others:
             return first, 1.0 if first.columns is None else unit.operators[0].output_scale, biases
-        if any(low.columns is not None for low in lows):
+        if any(output.columns is not None for output in outputs):
             raise NotLowered("several operators with norms after the sum")
-        for low in others:
-            tape.add(first.out, low.out, into=True)
-            tape.release(low.out)
+        for output in others:
+            tape.add(first.out, output.out, into=True)
+            tape.release(output.out)
         return first, 1.0, biases
 
     def _unit(
@@ -178,16 +177,16 @@ class Layer(TrackedModule):
         if not self.ranks.recomputation.is_on:
             return projected
         return [
-            mix(operator, each, call, states.get(part.name)) if operator.recomputes_mix else each
-            for part, operator, each in zip(unit.operators, operators, projected, strict=True)
+            mix(operator, value, call, states.get(part.name)) if operator.recomputes_mix else value
+            for part, operator, value in zip(unit.operators, operators, projected, strict=True)
         ]
 
     def _mixed(self, unit: Unit, projected: list, call: Call, states: Mapping[str, State]) -> list[Partial]:
         """Call `mix` of the operators for which the list has the output of `project`."""
         mixed = []
         for index, (part, operator) in enumerate(zip(unit.operators, self._operators(unit), strict=True)):
-            each, projected[index] = projected[index], None  # so that it is freed
-            mixed.append(each if isinstance(each, Partial) else mix(operator, each, call, states.get(part.name)))
+            value, projected[index] = projected[index], None  # so that it is freed
+            mixed.append(value if isinstance(value, Partial) else mix(operator, value, call, states.get(part.name)))
         return mixed
 
     def _sum(self, unit: Unit, mixed: list[Partial]) -> torch.Tensor:

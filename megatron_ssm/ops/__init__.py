@@ -1,6 +1,7 @@
-"""Operators on one rank's tensors: selective scan, SSD, causal convolution, linear, AdamW; each with a
-plain PyTorch version, to which the fast ones are compared.
+"""Operations on one rank's tensors: selective scan, SSD, gated delta rule, convolution, experts, linear, AdamW.
 
-In: tensors of this rank's channels. Out: tensors; gradients through autograd.
-CUDA packages that may be missing are imported here, and only here.
+Each has a plain PyTorch version, against which the fast ones are tested. Optional CUDA packages are imported only here.
+
+In: tensors of this rank's channels or heads.
+Out: tensors; gradients through autograd.
 """

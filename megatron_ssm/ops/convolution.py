@@ -16,11 +16,11 @@ from .implementations import CONVOLUTION
 def causal_conv_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, history: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The plain form of `causal_conv`, by torch's conv1d."""
+    """The plain form of `causal_conv`, with torch's conv1d."""
     batch, _, channels = x.shape
     taps = weight.shape[-1]
     history = x.new_zeros(batch, taps - 1, channels) if history is None else history
-    window = torch.cat([history, x], dim=1)
+    window = torch.cat([history, x], dim=1)  # (batch, K-1 + seq, channels)
     y = F.conv1d(window.transpose(1, 2), weight, bias, groups=channels).transpose(1, 2)
     return F.silu(y), window[:, window.shape[1] - (taps - 1) :]
 
@@ -28,13 +28,19 @@ def causal_conv_ref(
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, history: Tensor | None = None, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """y_t = silu(sum_k weight[:, k] * x_{t - K + 1 + k} + bias), channel by channel; nothing is communicated.
+    """The depthwise causal convolution, y_t = silu(sum_k weight[:, k] * x_{t - K + 1 + k} + bias). Sends nothing.
 
-    x: (batch, seq, channels); weight: (channels, 1, K), Hugging Face's shape; bias: (channels,) or None.
-    history: (batch, K-1, channels), the inputs before x; None at the start of a sequence, where they are zeros.
-    overwrite: without gradients, the history for the next call may be written into `history`.
-    Returns y like x, and the history for the next call, (batch, K-1, channels).
-    The C kernel computes it on the CPU, and causal-conv1d on CUDA, where they support the inputs; otherwise torch.
+    The C kernel computes it on the CPU, and causal-conv1d on CUDA, if they support the inputs; otherwise torch does.
+
+    Args:
+        x: (batch, seq, channels).
+        weight: (channels, 1, K), as in Hugging Face's checkpoints.
+        bias: (channels,), or None.
+        history: (batch, K-1, channels), the inputs before x. None: zeros, for the start of a sequence.
+        overwrite: True if, without gradients, the history for the next call may be written into `history`.
+
+    Returns:
+        (y, like x; the history for the next call, (batch, K-1, channels)).
     """
     x = x.to(torch.promote_types(x.dtype, weight.dtype))  # under autocast x is narrower
     history = history if history is None else history.to(x.dtype)
@@ -49,11 +55,11 @@ def causal_conv(
 def _causal_conv_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`causal_conv` in torch, tap by tap; it never overwrites the history."""
+    """`causal_conv` in torch, tap by tap. It never overwrites the history."""
     batch, seq, channels = x.shape
     kernel = weight.shape[-1]
     history = x.new_zeros(batch, kernel - 1, channels) if history is None else history
-    window = torch.cat([history, x], dim=1)
+    window = torch.cat([history, x], dim=1)  # (batch, K-1 + seq, channels)
     taps = weight.squeeze(1).t().contiguous()  # (K, channels)
     y = window[:, :seq] * taps[0] if bias is None else torch.addcmul(bias, window[:, :seq], taps[0])
     for k in range(1, kernel):

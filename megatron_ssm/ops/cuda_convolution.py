@@ -12,7 +12,7 @@ VECTOR, BYTES = 8, 16  # causal_conv1d_fn needs strides that are multiples of 8 
 
 
 def supports_conv(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None) -> bool:
-    """Return True if a kernel computes this `convolution.causal_conv` (see csrc/causal_conv1d.cpp)."""
+    """Return True if causal-conv1d supports these arguments of `convolution.causal_conv` (csrc/causal_conv1d.cpp)."""
     if bias is not None and bias.dtype is not weight.dtype:
         return False
     inputs = weight.shape[-1], x, weight, bias, history
@@ -22,17 +22,17 @@ def supports_conv(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tenso
 
 
 def _conv_rows(x: Tensor, weight: Tensor, history: Tensor | None) -> int:
-    """The number of rows of the batch that causal-conv1d's kernels get at a time, also if a history is prepended to x."""
+    """The most rows of the batch for one call of a kernel, also if a history is prepended to x."""
     return cuda_kernels.rows_within((x.shape[1] + weight.shape[-1] - 1) * x.shape[2], x, history)
 
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`convolution.causal_conv` by causal-conv1d; the history has the dtype of x.
+    """`convolution.causal_conv` by causal-conv1d. The history has the dtype of x.
 
     With gradients, the history is prepended to x, because the kernel's gradient of its initial states is not used here.
-    The next history is always cut out by torch, which differentiates it.
+    The next history is a slice of torch tensors, which autograd differentiates.
     """
     weight, bias = weight.squeeze(1), bias if bias is None else bias.contiguous()
     if x.shape[1] == 1:
@@ -45,7 +45,10 @@ def causal_conv(
 def _conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    """One token (csrc/causal_conv1d_update.cu). It overwrites its history, (batch, channels, K-1), of any strides."""
+    """The output of one token and the next history (csrc/causal_conv1d_update.cu).
+
+    The kernel overwrites its history, (batch, channels, K-1), which may have any strides.
+    """
     batch, _, channels = x.shape
     state = cuda_kernels.overwritable(history, (batch, weight.shape[1] - 1, channels), x.dtype, x, overwrite)
     y = cuda_kernels.load_kernel("causal_conv1d_update").item(
@@ -55,31 +58,31 @@ def _conv_step(
 
 
 def _conv_tokens(weight: Tensor, bias: Tensor | None, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(the output of several tokens, the history for the next ones)."""
-    before = weight.shape[1] - 1
-    past = x.new_zeros(x.shape[0], before, x.shape[2]) if history is None else history
-    after = torch.cat([past, x[:, -before:]], 1)[:, -before:]
+    """The output of several tokens and the next history."""
+    length = weight.shape[1] - 1
+    past = x.new_zeros(x.shape[0], length, x.shape[2]) if history is None else history
+    next_history = torch.cat([past, x[:, -length:]], 1)[:, -length:]
     if history is None or not torch.is_grad_enabled():
-        return _channel_last(x, weight, bias, history), after
-    return _channel_last(torch.cat([history, x], 1), weight, bias, None)[:, before:], after
+        return _channel_last(x, weight, bias, history), next_history
+    return _channel_last(torch.cat([history, x], 1), weight, bias, None)[:, length:], next_history
 
 
 def _channel_last(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None) -> Tensor:
-    """Several tokens, in the layout that the kernel calls channel-last: (batch, channels, seq), channels with stride 1."""
+    """The output of several tokens. The kernel's layout "channel-last" is (batch, channels, seq), channels with stride 1."""
     history = history if history is None else _in_vectors(history).transpose(1, 2)
     y = cuda_kernels.load_kernel("causal_conv1d_fn").item(
         _in_vectors(x).transpose(1, 2), weight, bias, initial_states=history, activation="silu"
     )
-    if y.requires_grad:  # the kernel's backward pass has the same conditions for it as for x
+    if y.requires_grad:  # the kernel's backward pass has the same conditions for the gradient of y as for x
         y.register_hook(lambda gradient: _in_vectors(gradient.transpose(1, 2)).transpose(1, 2))
     return y.transpose(1, 2)
 
 
 def _in_vectors(tensor: Tensor) -> Tensor:
-    """The tensor (batch, seq, channels), copied unless the kernel can load VECTOR channels at once from it.
+    """A tensor (batch, seq, channels), copied unless the kernel can load VECTOR channels at once from it.
 
-    It is copied as well if an offset is too large, as in some gradients. The strides between sequences and tokens must be
-    right even if there is only one: the kernel checks them, while torch's is_contiguous ignores them.
+    It is also copied if an offset is too large, as in some gradients. The strides of dimensions of size 1 must fit as well,
+    because the kernel checks them; torch's is_contiguous ignores them.
     """
     sequence, token, channel = tensor.stride()
     aligned = tensor.data_ptr() % BYTES == sequence % VECTOR == token % VECTOR == 0

@@ -1,7 +1,8 @@
 """The gated delta rule by flash-linear-attention's CUDA kernels, with the interface of `ops.gated_delta`.
 
-`fused_recurrent_gated_delta_rule` goes through the tokens one by one, and has no gradient of g; `chunk_gated_delta_rule` has
-all gradients, also those of the states. Both normalize q and k, and know value heads that share q and k (from fla-core 0.6).
+`fused_recurrent_gated_delta_rule` computes one token after the other, and has no gradient of g. `chunk_gated_delta_rule` has
+all gradients, including those of the states. Both normalize q and k, and (since fla-core 0.6) support several value heads
+for each key head.
 """
 
 import torch
@@ -14,29 +15,29 @@ from .implementations import CUDA_GATED_DELTA, CUDA_GATED_DELTA_STEP
 def supports_gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, one_by_one: bool
 ) -> bool:
-    """Return True if a kernel computes this `gated_delta.gated_delta`.
+    """Return True if a kernel supports these arguments of `gated_delta.gated_delta`.
 
-    Triton multiplies float32 in TF32 in chunks, so that float32 is left to torch unless torch itself may use TF32.
+    The kernel for chunks multiplies float32 in TF32. So torch computes float32, unless torch itself may use TF32.
     """
     inputs = (q, k, v, g, beta, state)
-    if _by_token(v, one_by_one):
+    if _is_recurrent(v, one_by_one):
         return CUDA_GATED_DELTA_STEP.takes(k.shape[3], *inputs)
     fits = CUDA_GATED_DELTA.takes(k.shape[3], *inputs)
-    return fits and (cuda_kernels.rounds_products() or cuda_kernels.common_dtype(q, k, v) is not torch.float32)
+    return fits and (cuda_kernels.may_use_tf32() or cuda_kernels.common_dtype(q, k, v) is not torch.float32)
 
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, one_by_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta.gated_delta` by flash-linear-attention. The kernels read contiguous tensors, and make them so."""
+    """`gated_delta.gated_delta` by flash-linear-attention, which copies tensors that are not contiguous."""
     dtype = cuda_kernels.common_dtype(q, k, v)
-    chosen = CUDA_GATED_DELTA_STEP if _by_token(v, one_by_one) else CUDA_GATED_DELTA
-    y, after = cuda_kernels.load_kernel(chosen.kernel).item(
+    implementation = CUDA_GATED_DELTA_STEP if _is_recurrent(v, one_by_one) else CUDA_GATED_DELTA
+    y, final_state = cuda_kernels.load_kernel(implementation.kernel).item(
         q.to(dtype), k.to(dtype), v.to(dtype), g=g, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    return y.to(v.dtype), after
+    return y.to(v.dtype), final_state
 
 
-def _by_token(v: Tensor, one_by_one: bool) -> bool:
+def _is_recurrent(v: Tensor, one_by_one: bool) -> bool:
     return not torch.is_grad_enabled() and (one_by_one or v.shape[1] == 1)

@@ -1,4 +1,4 @@
-"""Imports the CUDA kernels of mamba-ssm, causal-conv1d and flash-linear-attention, and splits batches too large for them.
+"""Imports of the CUDA kernels of mamba-ssm, causal-conv1d and flash-linear-attention; batches that are too large are split.
 
 `cuda_scans`, `cuda_gated_delta` and `cuda_convolution` call them. No other module imports these packages.
 
@@ -10,15 +10,15 @@
 | `convolution.causal_conv` | `causal_conv1d_fn` | `causal_conv1d_update` |
 
 A package is imported when it is first needed for a CUDA tensor. If it is missing or broken, torch computes instead, and
-`load_kernel` keeps the reason for `doctor` and for the first line of a job. The functions `supports_*` tell which calls
-a kernel can compute, according to the sources of mamba-ssm 2.3.2 and causal-conv1d 1.6.1. torch computes all others:
-float64, sizes that do not fit, and gradients that a kernel does not have. No kernel runs while torch.compile traces,
-because that combination is untested.
+`load_kernel` keeps the reason for `doctor` and for the first line of a job. The functions `supports_*` return True for the
+calls that a kernel supports, according to the sources of mamba-ssm 2.3.2 and causal-conv1d 1.6.1. torch computes all others:
+float64, unsupported sizes, and gradients that a kernel does not have. No kernel runs while torch.compile traces, because
+that combination is untested.
 
 The kernels of mamba-ssm and causal-conv1d compute offsets in 32 bits (causal_conv1d.h: `index_t`; in Triton `pid_b *
-stride`; selective_scan.h too, before mamba-ssm 2.3.2), and silently give wrong results if an offset is larger. Therefore
-they get only as many rows of a batch at a time as have offsets that fit. If a single row does not fit, torch computes the
-call; so it does if a step of one token does not fit with all its rows.
+stride`; selective_scan.h too, before mamba-ssm 2.3.2), and silently give wrong results if an offset is larger. Therefore a
+batch is split into calls whose offsets fit. torch computes a call of which a single row does not fit, and a step of one
+token that does not fit as a whole.
 """
 
 import functools
@@ -32,13 +32,13 @@ from torch import Tensor
 from .optional_imports import OptionalImport, import_optional
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_OFFSET = 2**31 - 1  # of an element from the first one of its tensor, in elements
+LARGEST_OFFSET = 2**31 - 1  # the largest offset of an element from the first one of its tensor, in elements
 
 
 def _selective_scan_fn() -> Callable:
     from mamba_ssm.ops import selective_scan_interface
 
-    if selective_scan_interface.selective_scan_cuda is None:  # its own import of the compiled part failed
+    if selective_scan_interface.selective_scan_cuda is None:  # mamba-ssm's import of its compiled module failed
         raise ImportError("it was built without selective_scan_cuda")
     return selective_scan_interface.selective_scan_fn
 
@@ -79,7 +79,7 @@ def _causal_conv1d_update() -> Callable:
     return causal_conv1d_update
 
 
-KERNELS: dict[str, tuple[str, Callable[[], Callable]]] = {  # name: (distribution, its import)
+KERNELS: dict[str, tuple[str, Callable[[], Callable]]] = {  # {kernel: (distribution, function that imports the kernel)}
     "selective_scan_fn": ("mamba-ssm", _selective_scan_fn),
     "selective_state_update": ("mamba-ssm", _selective_state_update),
     "mamba_chunk_scan_combined": ("mamba-ssm", _mamba_chunk_scan_combined),
@@ -102,28 +102,28 @@ def on_cuda(tensor: Tensor) -> bool:
 
 
 def is_usable(name: str, first: Tensor, *others: Tensor | None) -> bool:
-    """Return True if a kernel was imported, and these tensors (None: absent) are on CUDA, not empty, and of its dtypes."""
+    """Return True if a kernel can be imported, and all tensors but None are on CUDA, not empty, and of its dtypes."""
     if not on_cuda(first) or torch.compiler.is_compiling():
         return False
-    given = [t for t in (first, *others) if t is not None]
-    return all(on_cuda(t) and t.dtype in TYPES and t.numel() for t in given) and load_kernel(name).item is not None
+    tensors = [t for t in (first, *others) if t is not None]
+    return all(on_cuda(t) and t.dtype in TYPES and t.numel() for t in tensors) and load_kernel(name).item is not None
 
 
-def rounds_products() -> bool:
-    """Return True if torch may use TF32 for float32. The older setting raises an error if the newer one was used."""
-    switch = torch.backends.cuda.matmul
-    return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else switch.allow_tf32
+def may_use_tf32() -> bool:
+    """Return True if torch may multiply float32 in TF32."""
+    settings = torch.backends.cuda.matmul  # reading allow_tf32 raises an error once fp32_precision was set
+    return settings.fp32_precision == "tf32" if hasattr(settings, "fp32_precision") else settings.allow_tf32
 
 
 def common_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype to which all tensors (None: absent) can be converted without loss."""
+    """The dtype to which all tensors but None can be converted without loss."""
     return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
 
 
 def overwritable(
     state: Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: Tensor, overwrite: bool
 ) -> Tensor:
-    """A state that a kernel may overwrite: the state itself if that is allowed, otherwise a copy, or zeros."""
+    """A state for a kernel to overwrite: `state` if `overwrite` is True and the dtype fits, otherwise a copy, or zeros."""
     if state is None:
         return like.new_zeros(shape, dtype=dtype)
     if overwrite and state.dtype is dtype:
@@ -140,21 +140,22 @@ def last_offset(tensor: Tensor) -> int:
 
 
 def rows_within(allocated: int, *tensors: Tensor | None) -> int:
-    """The number of rows of a batch without an offset beyond LARGEST_OFFSET; 0 if a single row has one.
+    """The most rows of a batch for which no offset exceeds LARGEST_OFFSET; 0 if an offset within a single row does.
 
-    It considers these tensors (None: absent), contiguous copies of them, and a tensor of `allocated` elements per row that
-    the kernel allocates.
+    Args:
+        allocated: The elements per row of the largest tensor that the kernel allocates.
+        tensors: The tensors (batch, ...) that the kernel reads as they are or as contiguous copies; or None.
     """
-    most = (LARGEST_OFFSET + 1) // allocated
+    rows = (LARGEST_OFFSET + 1) // allocated
     for tensor in (t for t in tensors if t is not None):
-        row, step = tensor.numel() // len(tensor), tensor.stride(0)
-        last = max(last_offset(tensor) - (len(tensor) - 1) * step, row - 1)
-        most = min(most, (LARGEST_OFFSET - last) // max(step, row) + 1)
-    return max(most, 0)
+        row_size, stride = tensor.numel() // len(tensor), tensor.stride(0)
+        last_of_row = max(last_offset(tensor) - (len(tensor) - 1) * stride, row_size - 1)
+        rows = min(rows, (LARGEST_OFFSET - last_of_row) // max(stride, row_size) + 1)
+    return max(rows, 0)
 
 
 def by_rows(function: Callable[..., Any], rows: int, first: Tensor, *others: Tensor | None) -> Any:
-    """Call a function of tensors (batch, ...) that returns a tuple of such tensors, with at most `rows` rows at a time."""
+    """Call a function of tensors (batch, ...), which returns a tuple of such tensors, on at most `rows` rows at a time."""
     tensors = (first, *others)
     if rows >= len(first):
         return function(*tensors)

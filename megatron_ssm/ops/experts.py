@@ -1,6 +1,6 @@
-"""Mixtures of experts: which experts a token chooses, and what the chosen ones make of it. No token is dropped.
+"""Mixtures of experts: the routers, and the weighted sum of the outputs of the chosen experts. No token is dropped.
 
-The routers are those of transformers' Qwen3.5, Granite, Jamba and Nemotron-3, and round as these do.
+The routers are those of transformers' Qwen3.5, Granite, Jamba and Nemotron-3, with the same rounding.
 """
 
 import math
@@ -18,17 +18,23 @@ from .matrices import linear
 from .quantized_matrices import QuantizedMatrix
 
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = FORMS = "softmax", "softmax of the chosen", "sigmoid"  # in the order of experts.c
-GROUP_SCORES = 2  # the largest scores of a group, whose sum is the group's
+GROUP_SCORES = 2  # a group's score is the sum of its GROUP_SCORES largest scores
 
 
 @dataclass(frozen=True)
 class Router:
-    """A router, by which tokens choose and weight `chosen` of `experts` experts.
+    """A router, which chooses `chosen` of `experts` experts for each token, and their weights.
 
-    form: SOFTMAX over all experts, of which the largest are chosen; CHOSEN_SOFTMAX, over the largest logits; or SIGMOID of
-    each logit, in at least fp32, of which the largest are chosen after a bias was added for the choice alone, in the
-    `chosen_groups` best of `groups` groups. renormalized: whether the weights are divided by their sum. scale: multiplies
-    them.
+    Attributes:
+        experts: The number of experts.
+        chosen: The number of experts that a token chooses.
+        form: The scores of the experts. SOFTMAX: the softmax of all logits. CHOSEN_SOFTMAX: the softmax of the largest
+            logits. SIGMOID: the sigmoid of each logit, in at least fp32; a bias may be added for the choice, not for the
+            weights, and only the best groups of experts are considered.
+        renormalized: True if the weights are divided by their sum, for SOFTMAX and SIGMOID.
+        scale: A constant that multiplies the weights, for SIGMOID.
+        groups: The number of groups of experts, for SIGMOID.
+        chosen_groups: The number of groups that a token considers.
     """
 
     experts: int
@@ -40,15 +46,22 @@ class Router:
     chosen_groups: int = 1
 
     def reached(self, ranks: int) -> float:
-        """The mean number of the ranks that divide the experts to which a token goes; all choices are equally likely."""
-        elsewhere = math.comb(
+        """The mean number of expert-parallel ranks that a token is sent to, if all choices are equally likely."""
+        without_rank = math.comb(
             self.experts - self.experts // ranks, self.chosen
-        )  # choices without the experts of a rank
-        return ranks * (1 - elsewhere / math.comb(self.experts, self.chosen))
+        )  # choices of other ranks' experts only
+        return ranks * (1 - without_rank / math.comb(self.experts, self.chosen))
 
     def route(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits (tokens, experts) -> (weights, in at least fp32 for SIGMOID, else like logits; experts int64), both
-        (tokens, chosen). bias: (experts), of SIGMOID.
+        """The weights and the indices of the experts that each token chooses.
+
+        Args:
+            logits: (tokens, experts).
+            bias: (experts,), for SIGMOID, or None.
+
+        Returns:
+            (the weights (tokens, chosen), in at least fp32 for SIGMOID, otherwise in the dtype of the logits; the indices
+            (tokens, chosen) int64).
         """
         wide = logits.to(at_least_fp32(logits.dtype))
         if self.form == CHOSEN_SOFTMAX:
@@ -59,15 +72,15 @@ class Router:
             values = values / values.sum(-1, keepdim=True) if self.renormalized else values
             return values.to(logits.dtype), index
         scores = wide.sigmoid()
-        index = self._best(scores.detach() if bias is None else scores.detach() + bias.detach())
+        index = self._choose(scores.detach() if bias is None else scores.detach() + bias.detach())
         values = scores.gather(-1, index)
         values = values / (values.sum(-1, keepdim=True) + 1e-20) if self.renormalized else values
         return values * self.scale, index
 
-    def _best(self, scores: Tensor) -> Tensor:
+    def _choose(self, scores: Tensor) -> Tensor:
         """The experts (tokens, chosen) with the largest scores (tokens, experts), within the best groups."""
         if self.groups > 1:
-            grouped = scores.unflatten(-1, (self.groups, -1))
+            grouped = scores.unflatten(-1, (self.groups, -1))  # (tokens, groups, experts of a group)
             best = _largest(grouped.topk(GROUP_SCORES, dim=-1)[0].sum(-1), self.chosen_groups)[1]
             allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
             scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
@@ -75,7 +88,7 @@ class Router:
 
 
 def _largest(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`topk` along the last dimension which, of equal numbers, takes the first ones on every device."""
+    """`topk` along the last dimension. Of equal numbers, it returns the first ones, on every device."""
     values, index = numbers.sort(dim=-1, descending=True, stable=True)
     return values[..., :count], index[..., :count]
 
@@ -85,12 +98,15 @@ def apply_experts_ref(
     activated: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
     """The plain form of `apply_experts`: a loop over the experts, differentiated by autograd."""
-    ups, downs = up.unflatten(0, (experts, -1)), down.unflatten(0, (experts, -1))
+    ups, downs = (
+        up.unflatten(0, (experts, -1)),
+        down.unflatten(0, (experts, -1)),
+    )  # (experts, rows, in), (experts, out, columns)
     y = torch.zeros(len(x), downs.shape[1], dtype=at_least_fp32(x.dtype), device=x.device)
     for expert in range(experts):
-        token, place = torch.where(index == expert)
+        token, choice = torch.where(index == expert)
         out = activated(x[token] @ ups[expert].T) @ downs[expert].T
-        y = y.index_add(0, token, (out * weights[token, place].unsqueeze(-1).to(out.dtype)).to(y.dtype))
+        y = y.index_add(0, token, (out * weights[token, choice].unsqueeze(-1).to(out.dtype)).to(y.dtype))
     return y.to(x.dtype)
 
 
@@ -98,11 +114,15 @@ def apply_experts(
     x: Tensor, weights: Tensor, index: Tensor, experts: int, up: Tensor | QuantizedMatrix,
     down: Tensor | QuantizedMatrix, activated: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of what the experts chosen by each token make of it: down_e activated(up_e x).
+    """The weighted sum over each token's chosen experts e of down_e activated(up_e x): (tokens, out). Sends nothing.
 
-    x: (tokens, in). weights, index: (tokens, chosen), of `Router.route`; an index of at least `experts` is left out. up:
-    (experts * rows, in), and down: (experts * out, columns), the matrices of one expert below those of another; activated()
-    maps rows to columns. Sends nothing.
+    Args:
+        x: (tokens, in).
+        weights, index: (tokens, chosen), the results of `Router.route`. Indices >= `experts` are ignored.
+        experts: The number of experts.
+        up: (experts * rows, in), the concatenated matrices of the experts.
+        down: (experts * out, columns), the concatenated matrices of the experts.
+        activated: A function that maps (n, rows) to (n, columns).
     """
     if torch.is_grad_enabled():
         return _Experts.apply(x, weights, index, experts, up, down, activated)
@@ -110,16 +130,16 @@ def apply_experts(
 
 
 def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, list[int]]:
-    """(places in the flattened index, sorted by expert and then by token; how many there are of each expert)."""
+    """Sort the choices by expert and then by token: (their indices in the flattened index; the number for each expert)."""
     flat = index.flatten()
     return flat.argsort(stable=True), torch.bincount(flat, minlength=experts)[:experts].tolist()
 
 
 def _forward(
     x: Tensor, weights: Tensor, sorted_by_expert: tuple[Tensor, list[int]], up: Any, down: Any,
-    activated: Callable[[Tensor], Tensor], kept: list[Tensor] | None = None,
+    activated: Callable[[Tensor], Tensor], inners: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The output. kept: receives up_e x of each expert that has tokens."""
+    """The output. If `inners` is a list, up_e x of each expert with tokens is appended to it."""
     order, counts = sorted_by_expert
     tokens, scales = order // weights.shape[-1], weights.flatten()[order].unsqueeze(-1)
     rows, out = up.shape[0] // len(counts), down.shape[0] // len(counts)
@@ -130,12 +150,12 @@ def _forward(
             continue
         part = slice(first, first + count)
         inner = linear(x[tokens[part]], _rows(up, expert * rows, rows))
-        if kept is not None:
-            kept.append(inner)
-        each = linear(activated(inner), _rows(down, expert * out, out))
+        if inners is not None:
+            inners.append(inner)
+        output = linear(activated(inner), _rows(down, expert * out, out))
         del inner
-        y.index_add_(0, tokens[part], each.mul_(scales[part].to(each.dtype)).to(y.dtype))
-        del each
+        y.index_add_(0, tokens[part], output.mul_(scales[part].to(output.dtype)).to(y.dtype))
+        del output
         first += count
     return y.to(x.dtype)
 
@@ -148,9 +168,10 @@ def _rows(matrix: Tensor | QuantizedMatrix, first: int, count: int) -> Tensor | 
 
 
 class _Experts(torch.autograd.Function):
-    """`apply_experts`. Backward writes the gradient of each expert's matrices into its rows of one tensor.
+    """`apply_experts` with gradients. Forward stores up_e x of every token and expert that it chose.
 
-    autograd would add up a tensor of all experts for each of them. Of every chosen expert and token, up_e x is stored.
+    Backward writes the gradient of each expert's matrices into its rows of one tensor. Autograd would add up one tensor of
+    this size for each expert.
     """
 
     @staticmethod
@@ -158,38 +179,38 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, weights: Tensor, index: Tensor, experts: int, up: Tensor, down: Tensor, activated: Any
     ) -> Tensor:
         order, counts = _by_expert(index, experts)
-        kept: list[Tensor] = []
-        y = _forward(x, weights, (order, counts), up, down, activated, kept)
+        inners: list[Tensor] = []
+        y = _forward(x, weights, (order, counts), up, down, activated, inners)
         ctx.counts, ctx.activated = counts, activated
-        ctx.save_for_backward(x, weights, order, up, down, *kept)
+        ctx.save_for_backward(x, weights, order, up, down, *inners)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, order, up, down, *kept = ctx.saved_tensors
+        x, weights, order, up, down, *inners = ctx.saved_tensors
         counts, chosen = ctx.counts, weights.shape[-1]
         tokens, scales = order // chosen, weights.flatten()[order].unsqueeze(-1).to(x.dtype)
         rows, out = len(up) // len(counts), len(down) // len(counts)
         wide = at_least_fp32(x.dtype)
         dx, d_scales = torch.zeros_like(x, dtype=wide), torch.zeros_like(scales, dtype=wide)
         d_up, d_down = torch.zeros_like(up), torch.zeros_like(down)
-        first, inners = 0, iter(kept)
+        first, saved = 0, iter(inners)
         for expert, count in enumerate(counts):
             if not count:
                 continue
-            part, of_up = slice(first, first + count), slice(expert * rows, (expert + 1) * rows)
-            of_down, token = slice(expert * out, (expert + 1) * out), tokens[part]
+            part, up_rows = slice(first, first + count), slice(expert * rows, (expert + 1) * rows)
+            down_rows, token = slice(expert * out, (expert + 1) * out), tokens[part]
             with torch.enable_grad():
-                inner = next(inners).detach().requires_grad_()
+                inner = next(saved).detach().requires_grad_()
                 columns = ctx.activated(inner)
-            of_y = dy[token]
-            unscaled = of_y @ down[of_down]
+            d_output = dy[token]
+            unscaled = d_output @ down[down_rows]
             d_scales[part] = (unscaled * columns.detach()).sum(-1, keepdim=True, dtype=d_scales.dtype)
-            torch.mm((of_y * scales[part]).T, columns.detach(), out=d_down[of_down])
+            torch.mm((d_output * scales[part]).T, columns.detach(), out=d_down[down_rows])
             (d_inner,) = torch.autograd.grad(columns, inner, unscaled.mul_(scales[part]))
-            torch.mm(d_inner.T, x[token], out=d_up[of_up])
-            dx.index_add_(0, token, (d_inner @ up[of_up]).to(dx.dtype))
+            torch.mm(d_inner.T, x[token], out=d_up[up_rows])
+            dx.index_add_(0, token, (d_inner @ up[up_rows]).to(dx.dtype))
             first += count
         d_weights = torch.empty_like(d_scales).index_copy_(0, order, d_scales).view_as(weights).to(weights.dtype)
         return dx.to(x.dtype), d_weights, None, None, d_up, d_down, None

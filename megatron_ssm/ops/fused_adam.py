@@ -2,12 +2,12 @@
 
 | | `exp_avg` and `exp_avg_sq` of each parameter | number of steps |
 |---|---|---|
-| torch | in the parameter's dtype | kept with each parameter |
-| FusedAdam | in float32 | kept with each group |
+| torch | in the parameter's dtype | stored for each parameter |
+| FusedAdam | in float32 | stored for each group |
 
 See transformer_engine/pytorch/optimizers/fused_adam.py and apex/optimizers/fused_adam.py.
-FusedAdam gets no parameters without elements, such as a rank's part of a small vocabulary: Transformer Engine's raises an
-error, and apex's may then skip other parameters.
+FusedAdam gets no parameters without elements, such as a rank's part of a small vocabulary: with them, Transformer Engine's
+raises an error, and apex's may skip other parameters.
 """
 
 import functools
@@ -29,7 +29,7 @@ def _load_transformer_engine() -> type:
 
 def _load_apex() -> type:
     if nvidia_apex() is False:  # importing an unknown project could have any effect
-        raise ImportError("it is another project than NVIDIA's")
+        raise ImportError("it is not NVIDIA's project")
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.optimizers import FusedAdam
 
@@ -40,9 +40,9 @@ def _load_apex() -> type:
 
 @functools.cache
 def fused_adams() -> tuple[OptionalImport, ...]:
-    """The FusedAdam of Transformer Engine and that of apex, in this order, up to the first that can be used.
+    """The imports of FusedAdam from Transformer Engine and then apex, up to the first that succeeds.
 
-    So the last one is the only one that may have an item.
+    So only the last one may have an `item`.
     """
     best = import_optional("transformer-engine", _load_transformer_engine)
     return (best,) if best.item else (best, import_optional("apex", _load_apex))
@@ -54,9 +54,13 @@ def on_cuda(parameter: torch.Tensor) -> bool:
 
 
 def adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """The fastest AdamW that supports all parameters of these groups, which are torch's: {"params": ..., option: value}.
+    """The fastest AdamW that supports all parameters.
 
-    settings: lr, betas, eps. The ranks of a run must use the same package, because the optimizers round differently.
+    The ranks of a run must use the same package, because the optimizers round differently.
+
+    Args:
+        groups: Parameter groups, as for torch: {"params": ..., option: value}.
+        settings: lr, betas and eps.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     if all(on_cuda(parameter) and parameter.dtype in TYPES for parameter in parameters) and fused_adams()[-1].item:
@@ -67,7 +71,7 @@ def adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimize
 def _fused(
     FusedAdam: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """FusedAdam of the parameters that have elements. The others get empty moments, which checkpoints expect."""
+    """FusedAdam for the parameters with elements. The others get empty moments, which checkpoints expect."""
     filled = [{**group, "params": [p for p in group["params"] if p.numel()]} for group in groups]
     optimizer = FusedAdam(filled, adam_w_mode=True, **settings)
     for parameter in (p for group in groups for p in group["params"] if not p.numel()):
@@ -77,7 +81,7 @@ def _fused(
 
 
 def counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer counts steps per group and keeps its moments in float32, as FusedAdam does."""
+    """Return True if an optimizer counts steps per group and stores its moments in float32, as FusedAdam does."""
     return not isinstance(optimizer, torch.optim.AdamW)
 
 
@@ -87,9 +91,9 @@ def zero_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def adamw_on_cuda(dtype: torch.dtype = torch.float32) -> tuple[str, str]:
-    """(the package and version whose AdamW `adamw` uses for this dtype on CUDA, the reasons against the others)."""
+    """(package and version of the AdamW that `adamw` uses for this dtype on CUDA, the reasons against the others)."""
     if dtype not in TYPES:
         return "torch", f"FusedAdam has no {str(dtype).removeprefix('torch.')}"
     *_, last = fused_adams()
-    whys = "; ".join(each.why for each in fused_adams() if each.why)
-    return f"{last.package} {version_of(last.package)}" if last.item else "torch", whys
+    reasons = "; ".join(package.why for package in fused_adams() if package.why)
+    return f"{last.package} {version_of(last.package)}" if last.item else "torch", reasons

@@ -1,4 +1,4 @@
-"""The gated delta rule, with its plain twin: a recurrence whose state forgets, and corrects what it recalls.
+"""The gated delta rule, with its plain twin: a recurrence that decays its state and corrects the value stored for a key.
 
 For each value head, with the state S (K, V), the log decay g <= 0 and the rate beta of a token,
 
@@ -9,8 +9,8 @@ heads, nothing is communicated, and the states before the first token and after 
 gradients. Four forms: `gated_delta_ref`, token by token, differentiated by autograd; torch, in chunks; C, on the CPU; and
 the kernels of flash-linear-attention, on CUDA.
 
-A chunk of tokens (section 3.3, the UT transform): with c_i the sum of g up to token i of the chunk, and L_ij = exp(c_i -
-c_j),
+For a chunk of tokens (section 3.3, the UT transform), let c_i be the sum of g up to token i of the chunk, and
+L_ij = exp(c_i - c_j). Then
 
     (I + A) [U | W] = beta [v | exp(c) k],  A_ij = beta_i (k_i . k_j) L_ij below the diagonal;  D = U - W S
     y = exp(c) q S + (q k^T * L) D up to the diagonal;  S <- exp(c_last) S + (exp(c_last - c) k)^T D
@@ -46,9 +46,9 @@ def gated_delta_ref(
     wide = at_least_fp32(q.dtype)
     repeat = v.shape[2] // k.shape[2]
     q_, k_, v_ = (t.to(wide) for t in (q, k, v))
-    q_ = normalized(q_).repeat_interleave(repeat, dim=2) * q.shape[3] ** -0.5
+    q_ = normalized(q_).repeat_interleave(repeat, dim=2) * q.shape[3] ** -0.5  # (batch, seq, value heads, K)
     k_ = normalized(k_).repeat_interleave(repeat, dim=2)
-    S = v_.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    S = v_.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]) if state is None else state  # (batch, heads, K, V)
     outputs = []
     for t in range(v.shape[1]):
         S = torch.exp(g[:, t]).to(wide)[..., None, None] * S
@@ -62,12 +62,18 @@ def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, overwrite: bool = False,
     one_by_one: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The outputs y, like v, and the final state; both have gradients.
+    """The gated delta rule; see the module for its equations. Both results have gradients.
 
-    q, k: (batch, seq, key heads, K), not normalized, seq >= 1; v: (batch, seq, value heads, V): value heads/key heads
-    consecutive value heads use the same q and k. g, beta: (batch, seq, value heads), at least fp32. state: (batch, value
-    heads, K, V), at least fp32; None: zeros. overwrite: without gradients, the final state may be written into state.
-    one_by_one: by C or CUDA kernels and without gradients, the results are those of a call for each token, bit for bit.
+    Args:
+        q, k: (batch, seq, key heads, K) with seq >= 1, not normalized.
+        v: (batch, seq, value heads, V). value heads/key heads consecutive value heads use the same q and k.
+        g, beta: (batch, seq, value heads), at least fp32.
+        state: (batch, value heads, K, V), at least fp32. None: zeros.
+        overwrite: True if, without gradients, the final state may be written into `state`.
+        one_by_one: True if, without gradients, the C and CUDA kernels must give the same bits as one call per token.
+
+    Returns:
+        (y, like v; the final state, like `state`).
     """
     size = k.shape[3]
     if not torch.is_grad_enabled() and are_float32(g, beta) and GATED_DELTA.takes(size, q, k, v):
@@ -100,8 +106,8 @@ class _NativeForward(torch.autograd.Function):
         inputs: list[Any] = [t if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
             outputs = _chunks(*inputs)
-        found = iter(torch.autograd.grad(outputs, [t for t in inputs if t is not None], (dy, adjoint)))
-        return tuple(t if t is None else next(found) for t in inputs)
+        gradients = iter(torch.autograd.grad(outputs, [t for t in inputs if t is not None], (dy, adjoint)))
+        return tuple(t if t is None else next(gradients) for t in inputs)
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,29 +116,30 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     length = min(CHUNK, seq)
     chunks = -(-seq // length)
 
-    def in_chunks(x: Tensor, of_values: bool) -> Tensor:
-        """(batch, chunks, key heads, value heads of each or 1, tokens of a chunk, ...).
+    def in_chunks(x: Tensor, has_value_heads: bool) -> Tensor:
+        """(batch, seq, heads, ...) -> (batch, chunks, key heads, value heads per key head or 1, tokens of a chunk, ...).
 
-        Padding has g = 0 and beta = 0, so that it does not change the state.
+        Padding has g = 0 and beta = 0, so it does not change the state.
         """
         padded = torch.cat([x, x.new_zeros(batch, chunks * length - seq, *x.shape[2:])], dim=1) if seq % length else x
-        apart = padded.view(batch, chunks, length, groups, heads // groups if of_values else 1, *x.shape[3:])
-        return apart.movedim(2, 4)
+        chunked = padded.view(batch, chunks, length, groups, heads // groups if has_value_heads else 1, *x.shape[3:])
+        return chunked.movedim(2, 4)
 
-    q, k = in_chunks(normalized(q) * size**-0.5, False), in_chunks(normalized(k), False)
-    v, g, beta = in_chunks(v, True), in_chunks(g, True), in_chunks(beta, True)
+    # Letters of the shapes: batch, n = chunks, h = key heads, r = value heads per key head, t = tokens of a chunk, K, V.
+    q, k = in_chunks(normalized(q) * size**-0.5, False), in_chunks(normalized(k), False)  # (b, n, h, 1, t, K)
+    v, g, beta = in_chunks(v, True), in_chunks(g, True), in_chunks(beta, True)  # (b, n, h, r, t, V), (b, n, h, r, t)
     sums = g.double().cumsum(-1)
     lower = torch.ones(length, length, dtype=torch.bool, device=v.device).tril()
     within = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(v.dtype).masked_fill(~lower, float("-inf")).exp()
     decay, to_end = sums.to(v.dtype).exp(), (sums[..., -1:] - sums).to(v.dtype).exp()
-    triangle = (beta.unsqueeze(-1) * (k @ k.mT) * within).tril(-1)  # of I + A; its diagonal is taken to be 1
+    triangle = (beta.unsqueeze(-1) * (k @ k.mT) * within).tril(-1)  # A, (b, n, h, r, t, t)
     right = beta.unsqueeze(-1) * torch.cat([v, (decay.unsqueeze(-1) * k)], dim=-1)
     U, W = torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True).split([width, size], dim=-1)
     scores, read, written = (q @ k.mT) * within, decay.unsqueeze(-1) * q, (to_end.unsqueeze(-1) * k).mT
     shape = (batch, groups, heads // groups, size, width)
     S, outputs = v.new_zeros(shape) if state is None else state.reshape(shape), []
     for n in range(chunks):
-        D = U[:, n] - W[:, n] @ S
+        D = U[:, n] - W[:, n] @ S  # (b, h, r, t, V)
         outputs.append(read[:, n] @ S + scores[:, n] @ D)
         S = decay[:, n, ..., -1:, None] * S + written[:, n] @ D
     y = torch.stack(outputs, 1).movedim(4, 2).reshape(batch, chunks * length, heads, width)[:, :seq]

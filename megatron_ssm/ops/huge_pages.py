@@ -12,31 +12,30 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 PAGE = 2 * 2**20  # bytes of a huge page
-PIECE = 64 * 2**20  # bytes that are reserved at a time; memory is used only where something is written
+PIECE = 64 * 2**20  # bytes of address space that are reserved at a time; a page takes memory when it is first written
 ALIGNMENT = 64  # bytes of a cache line
 
 
 class HugePages(TorchFunctionMode):
-    """Inside `with HugePages():`, torch.empty and torch.zeros allocate CPU tensors side by side in huge pages, on Linux.
+    """A context in which torch.empty and torch.zeros allocate CPU tensors next to each other in huge pages, on Linux.
 
-    With the usual pages of 4 KB, looking up their addresses makes reading the weights up to a third slower. A tensor of a
-    few MB that is allocated by itself contains few whole huge pages, and one below 2 MB contains none.
+    With the usual pages of 4 KB, looking up addresses makes reading the weights up to a third slower. A tensor of a few MB
+    that is allocated by itself contains few whole huge pages, and one below 2 MB contains none.
 
-    A reserved piece is freed when its last tensor is, so the tensors should be needed equally long, like a model's weights.
+    A reserved piece is freed with its last tensor, so the tensors should have the same lifetime, like a model's weights.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._piece: Any = None  # an mmap
-        self._used = self._end = 0  # where its free bytes begin and end
+        self._used = self._end = 0  # the range of its free bytes
 
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
         if func in (torch.empty, torch.zeros) and _is_cpu(options.get("device")):
-            wanted = func(*args, **options | {"device": "meta"})
-            return self._zeros_like(wanted)
+            return self._zeros_like(func(*args, **options | {"device": "meta"}))
         return func(*args, **options)
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -56,19 +55,19 @@ class HugePages(TorchFunctionMode):
         )
 
     def _reserve(self, nbytes: int) -> None:
-        """Begin a new piece of so many bytes, at the beginning of a huge page. MemoryError if there is no memory for it."""
+        """Reserve a new piece of `nbytes` bytes that begins with a huge page. Raises MemoryError if that fails."""
         try:
             self._piece = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError):
             raise MemoryError(f"tried to allocate {nbytes} bytes") from None
         self._used = -torch.frombuffer(self._piece, dtype=torch.uint8).data_ptr() % PAGE
         self._end = self._used + nbytes
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # on a Linux kernel without huge pages
             self._piece.madvise(mmap.MADV_HUGEPAGE)
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the system, where C's library can (glibc)."""
+    """Return freed memory to the system, if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

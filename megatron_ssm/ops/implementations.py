@@ -1,9 +1,9 @@
-"""The kernels of each operation and the calls that they take: one table, which dispatch reads and `doctor` prints.
+"""The kernels of each operation and the calls that they support: one table, which dispatch reads and `doctor` prints.
 
-torch computes every call that no kernel takes. What depends on more than dtypes, devices and one size of a call is checked
-where it is dispatched (`cuda_scans`, `cuda_gated_delta`, `cuda_convolution`), and stands here in words. Products with
-matrices have a table of their own, in C (`native.products.kernels_for`), AdamW has `fused_adam.adamw_on_cuda`, and the RMS
-norm, which has no gradient in C, `native.kernels.supports_rms_norm`.
+torch computes every call that no kernel supports. The table has conditions on dtypes, devices and one size; `torch_for`
+describes the others, which `cuda_scans`, `cuda_gated_delta` and `cuda_convolution` check. Three operations are dispatched
+elsewhere: products with matrices by a table in C (`native.products.kernels_for`), AdamW by `fused_adam.adamw_on_cuda`, and
+the RMS norm by `native.kernels.supports_rms_norm`.
 """
 
 import sys
@@ -18,7 +18,7 @@ from . import cuda_kernels
 
 ANY = range(1, sys.maxsize)
 FP32, TYPES = (torch.float32,), cuda_kernels.TYPES
-STATES, TAPS = range(1, kernels.LARGEST_STATE + 1), range(1, kernels.LONGEST_KERNEL + 1)  # of the C kernels
+STATES, TAPS = range(1, kernels.LARGEST_STATE + 1), range(1, kernels.LONGEST_KERNEL + 1)  # limits of the C kernels
 CUDA_STATES, CUDA_TAPS = range(1, 257), range(2, 5)  # selective_scan.cpp and chunk_delta_h.py; causal_conv1d.cpp
 
 
@@ -26,10 +26,15 @@ CUDA_STATES, CUDA_TAPS = range(1, 257), range(2, 5)  # selective_scan.cpp and ch
 class Implementation:
     """A kernel of an operation.
 
-    operation: its name. device: "cpu" or "cuda". package: "C", or a distribution. kernel: its name in
-    `cuda_kernels.KERNELS`. tokens: those of a call, "one token" or "several tokens", if it takes no others. trained: the
-    dtypes in which it has gradients. sizes: the sizes of a call that it takes. torch_for: in words, calls that it does not
-    take.
+    Attributes:
+        operation: The name of the operation.
+        device: "cpu" or "cuda".
+        package: "C", or a distribution.
+        kernel: The name of a CUDA kernel in `cuda_kernels.KERNELS`.
+        tokens: "one token" or "several tokens" if the kernel supports only such calls; otherwise "".
+        trained: The dtypes in which the kernel has gradients.
+        sizes: The supported sizes of a state, or numbers of taps of a convolution.
+        torch_for: The unsupported calls, in words.
     """
 
     operation: str
@@ -42,7 +47,7 @@ class Implementation:
     torch_for: str
 
     def takes(self, size: int, first: Tensor, *others: Tensor | None) -> bool:
-        """Return True if it is installed and computes a call of this size on these tensors (None: absent)."""
+        """Return True if the kernel is installed and supports a call of this size with these tensors; None is ignored."""
         if size not in self.sizes or (torch.is_grad_enabled() and first.dtype not in self.trained):
             return False
         if self.device == "cpu":
@@ -51,7 +56,7 @@ class Implementation:
 
     @property
     def why_not(self) -> str:
-        """The reason why it cannot be used on this machine, or ""."""
+        """The reason why the kernel cannot be used on this machine, or ""."""
         return kernels.LIBRARY.why if self.device == "cpu" else cuda_kernels.load_kernel(self.kernel).why
 
 

@@ -1,4 +1,4 @@
-"""Imports from packages that may be missing, or compiled for another torch; each keeps the reason why it failed."""
+"""Imports from packages that may be missing or compiled for another torch, with the reason if an import fails."""
 
 import importlib.util
 from collections.abc import Callable
@@ -10,7 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptionalImport:
-    """The `item` that was imported from a distribution (`package`), or None and the reason (`why`)."""
+    """An import from a distribution.
+
+    Attributes:
+        package: The name of the distribution.
+        item: The imported object, or None if the import failed.
+        why: The reason of the failure, or "".
+    """
 
     package: str
     item: Any = None
@@ -18,7 +24,7 @@ class OptionalImport:
 
 
 def import_optional(package: str, load: Callable[[], Any]) -> OptionalImport:
-    """Call `load`, which imports something from `package`. If it raises, the result holds the reason, in one line."""
+    """Call `load`, which imports an object from `package`. If it raises, the result has the reason, in one line."""
     try:
         return OptionalImport(package, load())
     except Exception as error:  # a package that was compiled for another torch may raise anything
@@ -37,7 +43,7 @@ def version_of(package: str) -> str:
 
 
 def nvidia_apex() -> bool | None:
-    """Return True if the installed `apex` is NVIDIA's, by its files; None if there is none. It is not imported."""
+    """Return True if the files of the installed `apex` are NVIDIA's, None if no `apex` is installed. Imports nothing."""
     spec = importlib.util.find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     return any(list(Path(folder, "optimizers").glob("fused_adam*")) for folder in folders) if spec else None

@@ -1,7 +1,7 @@
-"""Matrices that are stored in 8 or 4 bits. A model with them can be neither trained nor saved.
+"""Matrices that are stored in 8 or 4 bits. A model with such matrices can be neither trained nor saved.
 
-Blocks of 64 elements of a row share a float32 scale, so an element takes 8.5 or 4.5 bits. `matrices.linear` multiplies by
-them. Few rows of x are rounded to 16 bits for that, and many possibly to bfloat16 (see `matrices`).
+Blocks of 64 elements of a row share a float32 scale, so an element takes 8.5 or 4.5 bits. `matrices.linear` computes their
+products. It rounds few rows of x to 16 bits, and may round many rows to bfloat16 (see `matrices`).
 """
 
 from collections.abc import Callable
@@ -16,15 +16,18 @@ from megatron_ssm.native.kernels import usable
 from megatron_ssm.native.products import BLOCK
 
 NUMBERS = 2**20  # elements of a matrix that are quantized at a time, to limit memory
-# Divisors of a block's extreme element that give the scales to try in 4 bits: a larger scale clips nothing, a smaller one
-# has finer steps.
+# In 4 bits, the scales to try are a block's extreme element divided by these numbers: a larger scale clips nothing, a
+# smaller one has finer steps.
 DIVISORS = (8.0, 7.5, 6.9, 6.3)
 
 
 class QuantizedMatrix(nn.Module):
-    """A matrix W (out, in): `values` of `bits` bits, and `scales` float32 (out, in / 64), by which blocks are multiplied.
+    """A matrix W (out, in) of integers and scales.
 
-    dtype: the activations' dtype, in which `rows` returns rows.
+    Attributes:
+        values: The integers, of `bits` bits each, in the dtype `stored`.
+        scales: (out, in / 64) float32, the factors of the blocks.
+        dtype: The activations' dtype, in which `rows` returns rows.
     """
 
     bits: ClassVar[int]
@@ -47,9 +50,9 @@ class QuantizedMatrix(nn.Module):
     @classmethod
     @torch.no_grad()
     def of(cls, weight: Tensor) -> "QuantizedMatrix":
-        """A floating-point matrix (out, in), quantized; `in` is a multiple of 64. A block of zeros has the scale 0.
+        """Quantize a floating-point matrix (out, in) of which `in` is a multiple of 64.
 
-        A block with NaN or Inf has a scale that is not finite, and gives only NaN or Inf.
+        A block of zeros has the scale 0. A block with NaN or Inf has a scale that is not finite, and gives only NaN or Inf.
         """
         out, columns = weight.shape
         if usable(weight):
@@ -63,12 +66,12 @@ class QuantizedMatrix(nn.Module):
 
     @staticmethod
     def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """(values, scales) of some rows (rows, blocks, 64) in float32."""
+        """(values, scales) of blocks (rows, blocks, 64) in float32."""
         raise NotImplementedError
 
     @staticmethod
     def _integers(values: Tensor) -> Tensor:
-        """The integers (..., blocks, 64) that stored values (..., bytes) stand for."""
+        """Unpack stored values (..., bytes): integers (..., blocks, 64)."""
         raise NotImplementedError
 
     @property
@@ -82,7 +85,7 @@ class QuantizedMatrix(nn.Module):
         return self.values.device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedMatrix":
-        """For `.to()`, `.bfloat16()` and the like: changes the activations' dtype, while the scales stay float32."""
+        """Change the activations' dtype, in `.to()`, `.bfloat16()` and the like. The scales stay float32."""
         scales = self.scales
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -90,11 +93,11 @@ class QuantizedMatrix(nn.Module):
         return self
 
     def forward(self) -> "QuantizedMatrix":
-        """Returns itself, as `Packed` returns its matrix; so it can replace a `Packed`."""
+        """Return the matrix itself, so that it can replace a `Packed`, whose forward returns its matrix."""
         return self
 
     def rows(self, index: Tensor | slice, dtype: torch.dtype | None = None) -> Tensor:
-        """Some rows in a floating-point dtype (None: the activations'): index (...) -> (..., in)."""
+        """The rows at `index` (...) in a floating-point dtype (None: the activations'): (..., in)."""
         values, scales, dtype = self.values[index], self.scales[index], dtype or self.dtype
         if are_float32(scales) and usable(torch.empty(0, dtype=dtype)):
             matrix = values.reshape(-1, values.shape[-1]), scales.reshape(-1, scales.shape[-1])
@@ -119,9 +122,9 @@ class Int8Weight(QuantizedMatrix):
 
 
 class Int4Weight(QuantizedMatrix):
-    """A matrix in 4 bits, integers of -8 to 7: `values` uint8 (out, in / 2), in the order that native/quantized.h describes.
+    """A matrix in 4 bits: `values` uint8 (out, in / 2), integers from -8 to 7 in the order of native/quantized.h.
 
-    A block's scale is the one of DIVISORS with the least sum of squared errors.
+    A block's scale is the one with the least sum of squared errors, of those that DIVISORS give.
     """
 
     bits, stored = 4, torch.uint8
@@ -129,23 +132,23 @@ class Int4Weight(QuantizedMatrix):
     @staticmethod
     def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        best = torch.full_like(extreme, float("nan"))  # of no divisor yet
+        least_error = torch.full_like(extreme, float("nan"))
         integers, scales = torch.zeros_like(blocks), torch.zeros_like(extreme)
         for divisor in DIVISORS:
             scale = extreme / -divisor
             rounded = (blocks / scale.where(scale != 0, 1)).round_().clamp_(-8, 7)
             error = (rounded * scale - blocks).square_().sum(-1, keepdim=True)
-            is_better = ~(error >= best)  # the first one also where errors are infinite or NaN
-            best, scales = best.where(~is_better, error), scales.where(~is_better, scale)
+            is_better = ~(error >= least_error)  # True for the first divisor, also if its error is infinite or NaN
+            least_error, scales = least_error.where(~is_better, error), scales.where(~is_better, scale)
             integers = integers.where(~is_better, rounded)
-        quarters = (integers.to(torch.int8) & 15).view(torch.uint8).unflatten(-1, (4, 16))
+        quarters = (integers.to(torch.int8) & 15).view(torch.uint8).unflatten(-1, (4, 16))  # (rows, blocks, 4, 16)
         low = quarters[..., 0, :] | quarters[..., 1, :] << 4
         high = quarters[..., 2, :] | quarters[..., 3, :] << 4
         return torch.stack([low, high], dim=-1).flatten(1), scales.squeeze(-1)
 
     @staticmethod
     def _integers(values: Tensor) -> Tensor:
-        words = values.unflatten(-1, (-1, 16, 2)).unsqueeze(-1)
+        words = values.unflatten(-1, (-1, 16, 2)).unsqueeze(-1)  # (..., blocks, 16, 2, 1)
         parts = torch.cat([words & 15, words >> 4], dim=-1)  # (..., blocks, 16, 2, 2): word, byte, half
         unsigned = parts.flatten(-2).transpose(-1, -2).flatten(-2).to(torch.int8)
         return unsigned - 16 * (unsigned > 7)
@@ -168,19 +171,24 @@ QUANTIZED_FORMATS: dict[str, type[QuantizedMatrix]] = {"int8": Int8Weight, "int4
 
 
 def narrowed(matrix: Tensor) -> Tensor:
-    """A float32 matrix (out, in) on the CPU in bfloat16, if `in` is even; another one as it is.
+    """Convert a float32 matrix (out, in) on the CPU to bfloat16 if `in` is even; return any other as it is.
 
-    So a quantized model keeps the small matrices whose outputs are too sensitive for 8 bits: in float32 they would be a
-    fifth of what a 130m Mamba of 4 bits reads per token.
+    Quantized models use this for small matrices whose outputs are too sensitive for 8 bits. In float32 they would be a fifth
+    of the bytes that a 130m Mamba with 4-bit weights reads per token.
     """
     is_converted = matrix.is_cpu and matrix.dtype is torch.float32 and matrix.shape[1] % 2 == 0
     return matrix.bfloat16() if is_converted else matrix
 
 
 def quantize(module: nn.Module, format: str) -> bool:
-    """Replace the module's own `weight`, a matrix or a `Packed`, by a QuantizedMatrix of a format of QUANTIZED_FORMATS.
+    """Replace the `weight` of a module, a matrix or a `Packed`, by a `QuantizedMatrix`. A matrix without rows stays.
 
-    False, and nothing is done, if the length of its rows is not a multiple of 64. A matrix without rows stays as it is.
+    Args:
+        module: The module.
+        format: A key of QUANTIZED_FORMATS.
+
+    Returns:
+        False, and the module is unchanged, if the length of the rows is not a multiple of 64.
     """
     weight: Tensor = (module.weight() if isinstance(module.weight, nn.Module) else module.weight).flatten(0, -2)
     if weight.shape[1] % BLOCK:

@@ -1,15 +1,15 @@
 """The two state-space recurrences: Mamba-1's selective scan and Mamba-2's SSD, each with its plain twin.
 
-Both work on tensors (batch, seq, ...) of this rank's channels or heads alone: nothing is communicated. Both take the state
-before the first token and return the state after the last one, and both states have gradients; so a sequence may be cut
-anywhere (chunked prefill, decoding, context parallelism). States and sums are at least fp32. Each has four forms:
+Both compute on tensors (batch, seq, ...) of this rank's channels or heads, and send nothing. Both take the state before the
+first token and return the state after the last one, and both states have gradients. So a sequence may be split anywhere
+(chunked prefill, decoding, context parallelism). States and sums are at least fp32. Each has four forms:
 
 - `*_ref`, one token after the other, differentiated by autograd;
 - torch, in chunks of tokens;
 - C, on the CPU;
-- mamba-ssm's kernels, on CUDA. `implementations` says which calls they take.
+- mamba-ssm's kernels, on CUDA. `implementations` lists the calls that they support.
 
-The backward passes compute the states again, chunk by chunk. Only `*_ref` stores a tensor over (seq, channels, N).
+The backward passes recompute the states, chunk by chunk. Only `*_ref` stores a tensor over (seq, channels, N).
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from sparsefusion.collectives.wire_formats import at_least_fp32
 from . import cuda_scans
 from .implementations import SELECTIVE_SCAN, SSD
 
-SELECTIVE_CHUNK = 16  # tokens whose products over (channels, N) are held at once
+SELECTIVE_CHUNK = 16  # tokens whose tensors (batch, chunk, N, channels) are in memory at once
 SSD_CHUNK = 32  # tokens per chunk of the form with matrix products
 
 
@@ -39,10 +39,10 @@ def selective_scan_ref(
     wide = at_least_fp32(x.dtype)
     x_, dt, B, C = (t.to(wide) for t in (x, dt, B, C))
     dt = dt if dt_bias is None else F.softplus(dt + dt_bias)
-    h = x_.new_zeros(x.shape[0], A_log.shape[1], x.shape[2]) if state is None else state
+    h = x_.new_zeros(x.shape[0], A_log.shape[1], x.shape[2]) if state is None else state  # (batch, N, channels)
     outputs = []
     for t in range(x.shape[1]):
-        decay = torch.exp(-dt[:, t, None, :] * A_log.exp().t())
+        decay = torch.exp(-dt[:, t, None, :] * A_log.exp().t())  # (batch, N, channels)
         h = decay * h + (dt[:, t] * x_[:, t])[:, None, :] * B[:, t, :, None]
         outputs.append((h * C[:, t, :, None]).sum(1) + D * x_[:, t])
     y = torch.stack(outputs, 1)
@@ -55,11 +55,22 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t;  y_t = (<C_t, h_t> + D x_t) silu(z_t)  (Mamba, Algorithm 2).
 
-    x: (batch, seq, channels), seq >= 1; dt: like x, becomes softplus(dt + dt_bias) unless dt_bias is None; A = -exp(A_log):
-    (channels, N); B, C: (batch, seq, N); D, dt_bias: (channels,); z: like x; None: no gate.
-    state: (batch, N, channels), at least fp32; None: zeros. Its last dimension are the channels, so they are contiguous.
-    overwrite: the final state may be written into state; overwrite_x: y may be written into x; both without gradients.
-    Returns y like x, and the final state. Both have gradients.
+    Both results have gradients.
+
+    Args:
+        x: (batch, seq, channels) with seq >= 1.
+        dt: The step sizes, like x. If dt_bias is not None, they are softplus(dt + dt_bias).
+        A_log: (channels, N), with A = -exp(A_log).
+        B, C: (batch, seq, N).
+        D: (channels,).
+        z: The gate, like x, or None.
+        dt_bias: (channels,), or None.
+        state: (batch, N, channels), at least fp32. None: zeros.
+        overwrite: True if, without gradients, the final state may be written into `state`.
+        overwrite_x: True if, without gradients, y may be written into x.
+
+    Returns:
+        (y, like x; the final state, like `state`).
     """
     size = A_log.shape[1]
     if not torch.is_grad_enabled() and are_float32(A_log, D, dt_bias) and SELECTIVE_SCAN.takes(size, x, dt, B, C, z):
@@ -77,16 +88,16 @@ def selective_scan(
 
 
 class _AfterKernel(torch.autograd.Function):
-    """Adds the gradient of the final state to `cuda_scans.selective_scan`, whose kernel has none.
+    """The gradient of the final state of `cuda_scans.selective_scan`, whose kernel has none.
 
-    after: that state, (batch, N, channels), of a sequence that starts from zeros. If it gets a gradient, backward runs the
-    scan again in torch, for this gradient alone.
+    The sequence starts from zeros. If the final state, (batch, N, channels), has a gradient, backward repeats the scan in
+    torch and differentiates that state alone.
     """
 
     @staticmethod
-    def forward(ctx: Any, after: Tensor, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, final_state: Tensor, *inputs: Tensor | None) -> Tensor:
         ctx.save_for_backward(*inputs)
-        return after.view_as(after)
+        return final_state.view_as(final_state)
 
     @staticmethod
     @once_differentiable
@@ -95,23 +106,23 @@ class _AfterKernel(torch.autograd.Function):
         with torch.enable_grad():
             converted: list[Any] = [t if t is None else t.to(adjoint.dtype) for t in inputs]
             x, dt, A_log, B, C, dt_bias = converted
-            _, after = _selective_chunks(x, dt, A_log, B, C, x.new_zeros(x.shape[2]), None, dt_bias, None)
-        gradients = iter(torch.autograd.grad(after, [t for t in inputs if t is not None], adjoint))
+            _, final_state = _selective_chunks(x, dt, A_log, B, C, x.new_zeros(x.shape[2]), None, dt_bias, None)
+        gradients = iter(torch.autograd.grad(final_state, [t for t in inputs if t is not None], adjoint))
         return None, *(t if t is None else next(gradients) for t in inputs)
 
 
 class _NativeSelectiveScan(torch.autograd.Function):
-    """`selective_scan` by the C kernels. Forward keeps the state before each chunk of tokens."""
+    """`selective_scan` by the C kernels. Forward stores the state before each chunk of tokens."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None,
         dt_bias: Tensor | None, state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, after, saved = kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, save=True)
+        y, final_state, saved = kernels.selective_scan(x, dt, A_log, B, C, D, z, dt_bias, state, save=True)
         ctx.save_for_backward(x, dt, A_log, B, C, D, z, dt_bias, saved)
         ctx.from_zero = state is None
-        return y, after
+        return y, final_state
 
     @staticmethod
     @once_differentiable
@@ -141,14 +152,14 @@ def _decays_and_inputs(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> tuple[Ten
 
 
 def _states(decay: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
-    """The states after each token, starting from `state`, in the memory of `inputs` (batch, chunk, N, channels)."""
+    """The states after each token, (batch, chunk, N, channels), starting from `state`. They overwrite `inputs`."""
     for t in range(inputs.shape[1]):
         state = torch.addcmul(inputs[:, t], decay[:, t], state, out=inputs[:, t])
     return inputs
 
 
 class _SelectiveScan(torch.autograd.Function):
-    """Forward keeps the state before each chunk. Backward computes a chunk's states again, from the last chunk to the first.
+    """The recurrence. Forward stores the state before each chunk; backward recomputes the states of one chunk at a time.
 
     With g_t = dLoss/dh_t:  g_t = C_t dy_t + exp(dt_{t+1} A) g_{t+1}, starting from the final state's gradient (`adjoint`).
     """
@@ -179,7 +190,7 @@ class _SelectiveScan(torch.autograd.Function):
             decay, inputs = _decays_and_inputs(x_, dt_, A, B_)
             states = _states(decay, inputs, before_chunks[i])
             dC[:, part] = torch.matmul(states, dy_.unsqueeze(3)).squeeze(3)
-            g = C_.unsqueeze(3) * dy_.unsqueeze(2)
+            g = C_.unsqueeze(3) * dy_.unsqueeze(2)  # (batch, chunk, N, channels)
             for t in reversed(range(g.shape[1])):
                 adjoint = decay[:, t] * g[:, t].add_(adjoint)
             before = torch.cat([before_chunks[i].unsqueeze(1), states[:, :-1]], 1)
@@ -201,7 +212,7 @@ def ssd_ref(
     repeat = heads // B.shape[2]
     x_, dt = x.to(wide), dt.to(wide)
     B, C = (t.to(wide).repeat_interleave(repeat, dim=2) for t in (B, C))
-    h = x_.new_zeros(batch, heads, B.shape[3], head_dim) if state is None else state
+    h = x_.new_zeros(batch, heads, B.shape[3], head_dim) if state is None else state  # (batch, heads, N, head_dim)
     outputs = []
     for t in range(seq):
         decay = torch.exp(-dt[:, t] * A_log.exp())[:, :, None, None]
@@ -216,13 +227,21 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h_t = exp(dt_t A) h_{t-1} + dt_t B_t (x) x_t;  y_t = C_t h_t + D x_t  (Mamba-2, section 6: block decomposition).
 
-    x: (batch, seq, heads, head_dim), seq >= 1; dt: (batch, seq, heads), after softplus; A = -exp(A_log), D: (heads,);
-    B, C: (batch, seq, groups, N): heads/groups consecutive heads use the same group.
-    state: (batch, heads, N, head_dim), at least fp32; None: zeros. overwrite: without gradients, the final state may be
-    written into state. one_by_one: by the C kernels and without gradients, the results are those of a call for each token,
-    bit for bit; may_round: they may round what they multiply to bfloat16, but not the final state. Other implementations
-    ignore both.
-    Returns y like x, and the final state. Both have gradients.
+    Both results have gradients.
+
+    Args:
+        x: (batch, seq, heads, head_dim) with seq >= 1.
+        dt: The step sizes after softplus, (batch, seq, heads).
+        A_log: (heads,), with A = -exp(A_log).
+        B, C: (batch, seq, groups, N). heads/groups consecutive heads use the same group.
+        D: (heads,).
+        state: (batch, heads, N, head_dim), at least fp32. None: zeros.
+        overwrite: True if, without gradients, the final state may be written into `state`.
+        one_by_one: True if, without gradients, the C kernels must give the same bits as one call per token.
+        may_round: True if, without gradients, the C kernels may round factors to bfloat16. They never round the final state.
+
+    Returns:
+        (y, like x; the final state, like `state`).
     """
     wide, size = at_least_fp32(x.dtype), B.shape[3]
     if not torch.is_grad_enabled() and are_float32(dt, A_log, D) and SSD.takes(size, x, B, C):
@@ -239,13 +258,13 @@ def ssd(
 
 
 class _NativeSsd(torch.autograd.Function):
-    """`ssd` by the C kernels. Backward runs forward again for the states before the chunks, which need the most memory."""
+    """`ssd` by the C kernels. Backward repeats forward to get the states before the chunks, which need the most memory."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*inputs)
-        y, after, _ = kernels.ssd(*inputs)
-        return y, after
+        y, final_state, _ = kernels.ssd(*inputs)
+        return y, final_state
 
     @staticmethod
     @once_differentiable
@@ -260,7 +279,7 @@ class _NativeSsd(torch.autograd.Function):
 def _ssd_torch(
     x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`ssd` in torch: one token, or chunks of tokens."""
+    """`ssd` in torch, for one token or in chunks of tokens."""
     inputs = (x, dt, -torch.exp(A_log), B, C)
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], B.shape[3], x.shape[3])
@@ -280,7 +299,7 @@ def _ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Ten
     repeat = heads // groups
     decay = torch.exp(dt[:, 0] * A)[..., None, None]
     dt_x = (dt[:, 0].unsqueeze(-1) * x[:, 0]).view(batch, groups, repeat, 1, head_dim)
-    B, C = (t.view(batch, groups, 1, size) for t in (B, C))
+    B, C = (t.view(batch, groups, 1, size) for t in (B, C))  # (batch, groups, 1, N)
     state = torch.addcmul((B.unsqueeze(-1) * dt_x).view_as(state), decay, state)
     y = torch.matmul(C.unsqueeze(-2), state.view(batch, groups, repeat, size, head_dim))
     return y.view(batch, 1, heads, head_dim), state
@@ -289,8 +308,8 @@ def _ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Ten
 def _ssd_chunks(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """`ssd` of several tokens, without D.
 
-    The effect of the tokens of a chunk on each other is one masked product (C B^T * decay) dt x. A recurrence over the
-    chunks gives the state before each chunk, which adds its effect (Mamba-2, section 6).
+    Within a chunk, the output is one masked product (C B^T * decay) dt x. A recurrence over the chunks computes the state
+    before each chunk, whose contribution is added (Mamba-2, section 6).
     """
     batch, seq, heads, head_dim = x.shape
     groups, size = B.shape[2:]

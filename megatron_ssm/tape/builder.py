@@ -1,4 +1,4 @@
-"""Writes a tape: operators add operations on buffers, which share one arena by the time in which they are needed."""
+"""The builder of a tape: operators add operations on buffers. Buffers that are not needed at the same time share memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,21 +13,29 @@ from megatron_ssm.native.products import columns_of
 from megatron_ssm.ops.experts import FORMS, Router
 from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 
-from .structs import ACTIVATIONS, KINDS, Matrix, Op, View
+from .operations import ACTIVATIONS, KINDS, Matrix, Op, View
 
 LINE = 64  # bytes to which buffers are aligned
-MOST_EXPERTS = 1024  # of a layer (tape.h)
+MOST_EXPERTS = 1024  # the limit of experts in a layer (tape.h)
 
 
 class NotLowered(Exception):
-    """C does not compute this operator; it stays in Python."""
+    """C does not support an operator, so Python computes it."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Columns of a temporary tensor (rows, stride): `width` of them from `first` on. place: the bytes before it, per row."""
+    """Columns of a temporary tensor (rows, stride) in the arena of a call.
 
-    place: int
+    Attributes:
+        offset: The offset of the tensor in the arena, in bytes per row.
+        width: The number of columns.
+        dtype: The dtype.
+        first: The index of the first column.
+        stride: The number of columns of the tensor; 0: `width`.
+    """
+
+    offset: int
     width: int
     dtype: torch.dtype
     first: int = 0
@@ -35,24 +43,31 @@ class Buffer:
 
     @property
     def view(self) -> View:
-        """C's struct."""
-        return View(self.place, self.first, self.stride or self.width)
+        """The C struct."""
+        return View(self.offset, self.first, self.stride or self.width)
 
     def columns(self, first: int, width: int) -> "Buffer":
-        """Some of the columns."""
-        return Buffer(self.place, width, self.dtype, self.first + first, self.stride or self.width)
+        """The `width` columns from column `first` on."""
+        return Buffer(self.offset, width, self.dtype, self.first + first, self.stride or self.width)
 
     def tensor(self, arena: Tensor, rows: int) -> Tensor:
-        """(rows, width): the columns as a tensor."""
+        """The columns as a tensor (rows, width)."""
         size, stride = self.dtype.itemsize, self.stride or self.width
-        start = rows * self.place
+        start = rows * self.offset
         whole = arena[start : start + rows * stride * size].view(self.dtype).view(rows, stride)
         return whole[:, self.first : self.first + self.width]
 
 
 @dataclass(frozen=True)
-class SumOf:
-    """An all-reduce of a buffer over ranks. columns: a second buffer, which is summed exactly in the same message."""
+class AllReduce:
+    """An all-reduce of a buffer.
+
+    Attributes:
+        ranks: The `parallel.ranks.Ranks` whose summands are added.
+        part: This rank's summand.
+        columns: A second summand, which the same message sums exactly; or None.
+        is_exact: True to sum in at least fp32, and not in the model's wire format.
+    """
 
     ranks: Any
     part: Buffer
@@ -61,8 +76,8 @@ class SumOf:
 
 
 @dataclass(frozen=True)
-class Summed:
-    """The result of `Builder.sum`: number of the sum, and what it adds up."""
+class SumResult:
+    """The result of `Builder.sum`: the index of the all-reduce, and its buffer."""
 
     number: int
     part: Buffer
@@ -70,11 +85,23 @@ class Summed:
 
 @dataclass
 class Builder:
-    """A tape that is being written. dtype: of activations. sum_dtype: of the residual stream.
+    """A tape that is being written.
 
-    speculative: whether tokens may be taken back, so that what recurrences read is kept. prompt: whether the tokens are part
-    of prompts, whose attention is done in Python. slots: names of the cache's tensors, "path name". kept: what the tape has
-    the addresses of.
+    Attributes:
+        dtype: The dtype of activations.
+        sum_dtype: The dtype of the residual stream.
+        speculative: True if tokens may be rejected, so that the inputs of recurrences must stay in memory.
+        prompt: True if the tokens are part of prompts, whose attention Python computes.
+        ops, names: The operations, and a description of each.
+        sums: The all-reduces.
+        slots: (path of an operator, name of a tensor of its state), for the tensors of the cache.
+        stops: {index of a "stop": the function that Python calls}.
+        tables: (size, operation, function of the length) for the tables of rotations.
+        tensors: The tensors whose addresses are in the tape.
+        products: (stored dtype, dtype of x, columns, gaps), the products for which C needs a kernel.
+        width: The bytes of the arena per row.
+        has_experts: True if a layer has routed experts.
+        path: The path of the operator that is being written.
     """
 
     dtype: torch.dtype
@@ -83,12 +110,12 @@ class Builder:
     prompt: bool = False
     ops: list[Op] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    sums: list[SumOf] = field(default_factory=list)
+    sums: list[AllReduce] = field(default_factory=list)
     slots: list[tuple[str, str]] = field(default_factory=list)
     stops: dict[int, Callable] = field(default_factory=dict)
     tables: list[tuple[int, Op, Callable]] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
-    weights: set[tuple] = field(default_factory=set)
+    tensors: list[Tensor] = field(default_factory=list)
+    products: set[tuple] = field(default_factory=set)
     width: int = 0
     has_experts: bool = False
     path: str = ""
@@ -97,50 +124,56 @@ class Builder:
     # Buffers
 
     def buffer(self, width: int, dtype: torch.dtype | None = None) -> Buffer:
-        """A new buffer (rows, width); dtype None: that of activations."""
+        """A new buffer (rows, width), by default in the dtype of activations."""
         dtype = dtype or self.dtype
         size = -(-width * dtype.itemsize // LINE) * LINE
-        for index, (place, free) in enumerate(self._free):
+        for index, (offset, free) in enumerate(self._free):
             if free >= size:
-                self._free[index] = (place + size, free - size)
-                return Buffer(place, width, dtype)
-        place, self.width = self.width, self.width + size
-        return Buffer(place, width, dtype)
+                self._free[index] = (offset + size, free - size)
+                return Buffer(offset, width, dtype)
+        offset, self.width = self.width, self.width + size
+        return Buffer(offset, width, dtype)
 
     def release(self, *buffers: Buffer) -> None:
-        """The buffers are not needed after the operations so far."""
-        for each in buffers:
-            size = -(-(each.stride or each.width) * each.dtype.itemsize // LINE) * LINE
-            self._free.append((each.place, size))
+        """Let later operations reuse the memory of these buffers."""
+        for buffer in buffers:
+            size = -(-(buffer.stride or buffer.width) * buffer.dtype.itemsize // LINE) * LINE
+            self._free.append((buffer.offset, size))
         merged: list[tuple[int, int]] = []
-        for place, size in sorted(each for each in self._free if each[1]):
-            if merged and sum(merged[-1]) == place:
+        for offset, size in sorted((offset, size) for offset, size in self._free if size):
+            if merged and sum(merged[-1]) == offset:
                 merged[-1] = (merged[-1][0], merged[-1][1] + size)
             else:
-                merged.append((place, size))
+                merged.append((offset, size))
         self._free = merged
 
     def release_unless_speculative(self, *buffers: Buffer) -> None:
-        """`release`, unless the tokens may be taken back: `keep_tokens` then reads the buffers."""
+        """Release the buffers, unless tokens may be rejected: C's `keep_tokens` then reads them."""
         if not self.speculative:
             self.release(*buffers)
 
     def mark(self) -> tuple:
-        """A point to which `reset` goes back."""
-        lists: tuple[Any, ...] = (self.ops, self.names, self.sums, self.slots, self.tables, self.kept)
-        return (*map(len, lists), dict(self.stops), set(self.weights), list(self._free))
+        """The state of the tape, to which `reset` can return."""
+        lists: tuple[Any, ...] = (self.ops, self.names, self.sums, self.slots, self.tables, self.tensors)
+        return (*map(len, lists), dict(self.stops), set(self.products), list(self._free))
 
     def reset(self, mark: tuple) -> None:
-        """Forget what was written since the mark; the arena stays as large as it has become."""
-        lists: tuple[list, ...] = (self.ops, self.names, self.sums, self.slots, self.tables, self.kept)
-        for each, length in zip(lists, mark, strict=False):
-            del each[length:]
-        self.stops, self.weights, self._free = mark[6], mark[7], mark[8]
+        """Remove the operations since `mark`. The arena does not shrink."""
+        lists: tuple[list, ...] = (self.ops, self.names, self.sums, self.slots, self.tables, self.tensors)
+        for entries, length in zip(lists, mark, strict=False):
+            del entries[length:]
+        self.stops, self.products, self._free = mark[6], mark[7], mark[8]
 
     # Operations
 
     def _add(self, kind: str, detail: str = "", **fields: Any) -> Op:
-        """Append an operation. fields: of `Op`; buffers are given as such, numbers n and f as sequences."""
+        """Append an operation.
+
+        Args:
+            kind: A name of KINDS.
+            detail: A text for `FinishedTape.describe`.
+            fields: The fields of `Op`: buffers, tensors, sequences of numbers for n and f, and other values as they are.
+        """
         op = Op(kind=KINDS.index(kind))
         op.type = op.from_type = TYPES[self.dtype]
         for name, value in fields.items():
@@ -159,28 +192,28 @@ class Builder:
     def _address(self, tensor: Tensor) -> int | None:
         if not tensor.is_cpu or not tensor.is_contiguous():
             raise NotLowered("a tensor that is not contiguous, or not on the CPU")
-        self.kept.append(tensor)
+        self.tensors.append(tensor)
         return address(tensor)
 
-    def _typed(self, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
-        """NotLowered unless the tensors have a dtype; None: that of activations."""
+    def _check_typed(self, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """Raise NotLowered unless all tensors have the dtype, by default that of activations."""
         if not usable(torch.empty(0, dtype=dtype or self.dtype), *tensors):
             raise NotLowered("tensors of several dtypes")
 
-    def _floats(self, *tensors: Tensor) -> None:
+    def _check_float32(self, *tensors: Tensor) -> None:
         if any(t.dtype is not torch.float32 for t in tensors):
             raise NotLowered("a parameter that is not float32")
 
     def _matrix(
         self, weight: Tensor | QuantizedMatrix, has_gaps: bool = False, dtype: torch.dtype | None = None
     ) -> Matrix:
-        """The struct of a matrix. dtype: of what it is multiplied by, if not that of activations."""
+        """The struct of a matrix that is multiplied by rows of `dtype`, by default that of activations."""
         dtype = dtype or self.dtype
         if not Matrix.supports(weight, dtype, 1, has_gaps):
-            raise NotLowered("a matrix that C does not multiply, or not as fast as torch")
+            raise NotLowered("a matrix for which C has no kernel that is as fast as torch")
         values = weight if isinstance(weight, Tensor) else weight.values
-        self.kept.extend((weight,) if isinstance(weight, Tensor) else (weight.values, weight.scales))
-        self.weights.add((values.dtype, dtype, columns_of(values), has_gaps))
+        self.tensors.extend((weight,) if isinstance(weight, Tensor) else (weight.values, weight.scales))
+        self.products.add((values.dtype, dtype, columns_of(values), has_gaps))
         return Matrix.of(weight)
 
     @staticmethod
@@ -191,25 +224,25 @@ class Builder:
         return ACTIVATIONS.index(name)
 
     def embed(self, weight: Any, first: int, count: int, size: int) -> Buffer:
-        """This rank's part of the embeddings of the ids, those from `first` on."""
+        """The embeddings of ids `first` to `first` + `count` - 1, which this rank holds; zeros for other ids."""
         y = self.buffer(size)
         self._add("embed", y=y, matrix=self._matrix(weight), n=(first, count, size))
         return y
 
-    def sum(self, ranks: Any, part: Buffer, columns: Buffer | None = None, is_exact: bool = False) -> Summed:
-        """The sum of a whole buffer over ranks."""
-        self.sums.append(SumOf(ranks, part, columns, is_exact))
+    def sum(self, ranks: Any, part: Buffer, columns: Buffer | None = None, is_exact: bool = False) -> SumResult:
+        """The sum of a whole buffer over ranks. columns: a second buffer, which the same message sums exactly."""
+        self.sums.append(AllReduce(ranks, part, columns, is_exact))
         self._add("sum", f"of {part.width} numbers", sum=len(self.sums) - 1)
-        return Summed(len(self.sums) - 1, part)
+        return SumResult(len(self.sums) - 1, part)
 
     def converted(self, x: Buffer, dtype: torch.dtype, factor: float = 1.0) -> Buffer:
-        """factor * x in a dtype."""
+        """factor * x in another dtype."""
         y = self.buffer(x.width, dtype)
         self._add("convert", x=x, y=y, from_type=TYPES[x.dtype], type=TYPES[dtype], n=(x.width,), f=(factor,))
         return y
 
     def scale(self, x: Buffer, factor: float) -> None:
-        """x *= factor, each rounded to x's dtype."""
+        """x *= factor, rounded to x's dtype."""
         if factor != 1.0:
             self._add("convert", x=x, y=x, from_type=TYPES[x.dtype], type=TYPES[x.dtype], n=(x.width,), f=(factor,))
 
@@ -220,57 +253,68 @@ class Builder:
         return y
 
     def norm(self, x: Buffer, norm: Any) -> Buffer:
-        """A `parallel.layers.RMSNorm` of a whole buffer."""
-        self._typed(norm.weight)
+        """The output of `norm`, a `parallel.layers.RMSNorm`, for a whole buffer."""
+        self._check_typed(norm.weight)
         y, f = self.buffer(x.width), (norm.eps, norm.offset)
         self._add("norm", x=x, y=y, from_type=TYPES[x.dtype], weight=norm.weight, n=(x.width,), f=f)
         return y
 
     def head_norms(self, x: Buffer, heads: int, weight: Tensor, eps: float, offset: float) -> None:
-        """RMSNorm of each head in place; weight: (size of a head)."""
-        self._typed(weight)
+        """RMSNorm of each head, in place. weight: (size of a head,)."""
+        self._check_typed(weight)
         self._add("head_norms", x=x, weight=weight, n=(heads, x.width // heads), f=(eps, offset))
 
     def squares(self, x: Buffer, y: Buffer) -> None:
-        """y (one float32) = the sum of the squares of x."""
+        """y, one float32, = the sum of squares of x."""
         self._add("squares", x=x, y=y, n=(x.width,))
 
     def whole_norm(
-        self, x: Buffer, summed: Summed, column: int, count: int, weight: Tensor, eps: float, offset: float
+        self, x: Buffer, summed: SumResult, column: int, count: int, weight: Tensor, eps: float, offset: float
     ) -> None:
-        """RMSNorm in place of `count` numbers, of which x are this rank's; column: of the sum that has their squares."""
-        self._typed(weight)
+        """RMSNorm over `count` numbers on all ranks, in place for this rank's x.
+
+        Column `column` of `summed` is their sum of squares.
+        """
+        self._check_typed(weight)
         n = x.width, column, summed.part.width, count
         self._add("whole_norm", x=x, weight=weight, sum=summed.number, n=n, f=(eps, offset))
 
     def matmul(self, x: Buffer, weight: Any, bias: Tensor | None = None) -> Buffer:
-        """x W^T + bias, in x's dtype."""
+        """The product x W^T + bias, in x's dtype."""
         out, inputs = weight.shape
-        self._typed(bias, dtype=x.dtype)
+        self._check_typed(bias, dtype=x.dtype)
         y, matrix = self.buffer(out, x.dtype), self._matrix(weight, dtype=x.dtype)
         n = out, inputs
         self._add("matmul", f"({out}, {inputs})", x=x, y=y, type=TYPES[x.dtype], matrix=matrix, bias=bias, n=n)
         return y
 
     def head_matmuls(self, x: Buffer, y: Buffer, weight: Tensor, out: int, inputs: int, steps: Sequence[int]) -> None:
-        """See tape.c. steps: heads; from head to head of W, x and y; from row to row of W."""
+        """y = x W^T for each head, which has its own columns of x and y and its own rows or columns of W.
+
+        Args:
+            x, y: The input and the output.
+            weight: The matrix of all heads.
+            out, inputs: The size of the matrix of a head.
+            steps: The number of heads; the elements of W, and the columns of x and of y, between two heads; the elements
+                between two rows of W.
+        """
         self._add("head_matmuls", x=x, y=y, matrix=self._matrix(weight, has_gaps=steps[0] > 1), n=(out, inputs, *steps))
 
     def logits(self, x: Buffer, weight: Any, width: int) -> None:
-        """`width` logits of the head, of which this rank's vocabulary may have fewer."""
+        """The logits of this rank's rows of the head, padded to `width` columns."""
         out, inputs = weight.shape
         y = self.buffer(out)
         self._add("logits", f"({out}, {inputs})", x=x, y=y, matrix=self._matrix(weight), n=(out, inputs, width))
         self.release(y)
 
     def slot(self, *names: str) -> int:
-        """The number of the first of some tensors of this operator's state."""
+        """Add tensors of this operator's state to the slots; return the index of the first one."""
         self.slots.extend((self.path, name) for name in names)
         return len(self.slots) - len(names)
 
     def conv(self, x: Buffer, weight: Tensor, bias: Tensor | None) -> Buffer:
-        """The convolution of x, with its state `conv`; weight: (channels, 1, K)."""
-        self._typed(weight, bias)
+        """The causal convolution of x, with the state `conv`. weight: (channels, 1, K)."""
+        self._check_typed(weight, bias)
         if weight.shape[-1] > LONGEST_KERNEL:
             raise NotLowered("a long convolution")
         y = self.buffer(x.width)
@@ -279,8 +323,8 @@ class Builder:
         return y
 
     def step_sizes(self, x: Buffer, dt_bias: Tensor, limits: tuple[float, float]) -> Buffer:
-        """softplus(x + dt_bias) in float32, clamped in prompts."""
-        self._floats(dt_bias)
+        """softplus(x + dt_bias) in float32, clamped to `limits` in prompts."""
+        self._check_float32(dt_bias)
         y = self.buffer(x.width, torch.float32)
         self._add("step_sizes", x=x, y=y, dt_bias=dt_bias, n=(x.width,), f=limits)
         return y
@@ -289,8 +333,8 @@ class Builder:
         self, x: Buffer, dt: Buffer, A_log: Tensor, D: Tensor, heads: int, head_dim: int, groups: int, state: int,
         may_round: bool,
     ) -> Buffer:  # fmt: skip
-        """Mamba-2's recurrence of [x | B | C], with its state `state`."""
-        self._floats(A_log, D)
+        """`ops.scan.ssd` of x, [x | B | C], with the state `state`."""
+        self._check_float32(A_log, D)
         if state > LARGEST_STATE:
             raise NotLowered("a large state")
         y, n = self.buffer(heads * head_dim), (heads, head_dim, groups, state)
@@ -298,35 +342,45 @@ class Builder:
         return y
 
     def selective_scan(
-        self, x: Buffer, dt: Buffer, gate: Buffer, parameters: Summed, A_log: Tensor, D: Tensor, dt_bias: Tensor,
+        self, x: Buffer, dt: Buffer, gate: Buffer, parameters: SumResult, A_log: Tensor, D: Tensor, dt_bias: Tensor,
         heads: int, rank: int, state: int,
     ) -> Buffer:  # fmt: skip
-        """Mamba-1's recurrence, with its state `state`, times silu of the gate. parameters: [dt | B | C] of each head."""
-        self._floats(A_log, D, dt_bias)
+        """`ops.scan.selective_scan`, with the state `state`.
+
+        Args:
+            x, dt, gate: The inputs, one column per channel.
+            parameters: [dt | B | C] of each head, before the projection of dt.
+            A_log, D, dt_bias: The parameters, in float32.
+            heads, rank, state: The number of heads, the rank of dt, and N.
+        """
+        self._check_float32(A_log, D, dt_bias)
         if state > LARGEST_STATE:
             raise NotLowered("a large state")
         y, z = self.buffer(x.width), gate.view
-        n = x.width, heads, rank, state, z.place, z.first, z.stride
+        n = x.width, heads, rank, state, z.offset, z.first, z.stride
         tensors: dict[str, Any] = dict(A_log=A_log, D=D, dt_bias=dt_bias)
         self._add("selective_scan", x=x, y=y, z=dt, **tensors, slot=self.slot("state"), sum=parameters.number, n=n)
         return y
 
     def inner_norms(
-        self, parameters: Summed, heads: int, rank: int, state: int, eps: float, weight: Tensor | None
+        self, parameters: SumResult, heads: int, rank: int, state: int, eps: float, weight: Tensor | None
     ) -> None:
-        """Norms of dt, B and C in the sum, in place."""
-        self._typed(weight)
+        """RMSNorm of dt, of B and of C of each head in [dt | B | C], in place."""
+        self._check_typed(weight)
         self._add("inner_norms", sum=parameters.number, n=(heads, rank, state), f=(eps,), weight=weight)
 
     def delta_rates(self, gates: Buffer, A_log: Tensor, dt_bias: Tensor, max_beta: float) -> Buffer:
-        """[beta | g] of gated delta nets in float32, of [b | a]."""
-        self._floats(A_log, dt_bias)
+        """[beta | g] of a gated delta net in float32, from its gates [b | a]."""
+        self._check_float32(A_log, dt_bias)
         y = self.buffer(gates.width, torch.float32)
         self._add("delta_rates", x=gates, y=y, A_log=A_log, dt_bias=dt_bias, n=(len(A_log),), f=(max_beta,))
         return y
 
     def gated_delta(self, x: Buffer, rates: Buffer, key_heads: int, heads: int, size: int, width: int) -> Buffer:
-        """The gated delta rule of [q | k | v], with its state `state`; size, width: of a state."""
+        """`ops.gated_delta.gated_delta` of x, [q | k | v], and rates, [beta | g], with the state `state`.
+
+        key_heads, heads: The number of key heads and of value heads. size, width: The size of a key and of a value.
+        """
         if size > LARGEST_STATE:
             raise NotLowered("a large state")
         y = self.buffer(heads * width)
@@ -334,8 +388,8 @@ class Builder:
         return y
 
     def norm_gated(self, x: Buffer, gate: Buffer, weight: Tensor, eps: float) -> Buffer:
-        """The norm of each head of x times weight (size of a head), and then times silu of the gate."""
-        self._typed(weight)
+        """weight * RMSNorm(x) * silu(gate), normalized over each head. weight: (size of a head,)."""
+        self._check_typed(weight)
         y = self.buffer(x.width)
         self._add("norm_gated", x=x, y=y, z=gate, weight=weight, n=(x.width // len(weight), len(weight)), f=(eps,))
         return y
@@ -343,34 +397,43 @@ class Builder:
     def gated_norm(
         self, x: Buffer, gate: Buffer, weight: Tensor, groups: int, eps: float, squares: Buffer | None
     ) -> Buffer:
-        """norm(x * silu(gate)) * weight; squares: receives the sums of squares instead of the norm."""
-        self._typed(weight)
+        """weight * RMSNorm(x * silu(gate)), normalized over each group.
+
+        With `squares`, the result is not normalized, and the sums of squares are written into that buffer.
+        """
+        self._check_typed(weight)
         y = self.buffer(x.width)
-        n = groups, x.width // groups, 0 if squares is None else squares.place + 1
+        n = groups, x.width // groups, 0 if squares is None else squares.offset + 1
         self._add("gated_norm", x=x, y=y, z=gate, weight=weight, n=n, f=(eps,))
         return y
 
     def add(self, x: Buffer, z: Buffer, factor: float = 1.0, into: bool = False) -> Buffer:
-        """x + factor * z, in x's dtype. into: overwrite x."""
+        """x + factor * z, in x's dtype. It overwrites x if `into` is True."""
         y = x if into else self.buffer(x.width, x.dtype)
         kinds: dict[str, Any] = dict(from_type=TYPES[x.dtype], type=TYPES[z.dtype])
         self._add("add", x=x, y=y, z=z, n=(x.width,), f=(factor,), **kinds)
         return y
 
     def residual(
-        self, x: Buffer, summed: Summed, biases: Sequence[Tensor] = (), scales: tuple[float, float] = (1.0, 1.0),
+        self, x: Buffer, summed: SumResult, biases: Sequence[Tensor] = (), scales: tuple[float, float] = (1.0, 1.0),
         group: int = 1, eps: float = 0.0,
     ) -> Buffer:  # fmt: skip
-        """x + r (o sum + bias), in place; with exact columns, the sum is first divided by the root of their mean square.
+        """x + r (o sum + biases), in place.
 
-        biases: at most two.
+        Args:
+            x: The residual stream.
+            summed: The sum. If it has exact columns, it is divided by sqrt(columns / group + eps).
+            biases: At most two biases.
+            scales: r and o.
+            group: The number of channels that a column covers.
+            eps: The number that is added to the mean of squares.
         """
         fields: dict[str, Any] = dict(sum=summed.number, n=(x.width, group), f=(*scales, eps), **self._biases(biases))
         self._add("residual", x=x, y=x, from_type=TYPES[x.dtype], **fields)
         return x
 
-    def whole(self, summed: Summed, biases: Sequence[Tensor]) -> Buffer:
-        """A sum plus its biases, at most two, as a buffer of activations."""
+    def whole(self, summed: SumResult, biases: Sequence[Tensor]) -> Buffer:
+        """The sum plus its biases (at most two) in the dtype of activations."""
         y = self.buffer(summed.part.width)
         fields: dict[str, Any] = dict(sum=summed.number, n=(y.width, 1), f=(1.0, 1.0), **self._biases(biases))
         self._add("residual", "alone", x=y, y=y, flag=True, **fields)
@@ -379,27 +442,31 @@ class Builder:
     def _biases(self, biases: Sequence[Tensor]) -> dict[str, Tensor]:
         if len(biases) > 2:
             raise NotLowered("more than two operators with biases")
-        self._typed(*biases)
+        self._check_typed(*biases)
         return dict(zip(("bias", "weight"), biases, strict=False))
 
     def activate(self, gate: Buffer, up: Buffer | None, activation: str, factor: float = 1.0) -> Buffer:
-        """activation(factor * gate) * up; up None: without it."""
+        """activation(factor * gate) * up, or activation(factor * gate) if up is None."""
         y, n = self.buffer(gate.width), (gate.width, self._activation(activation))
         self._add("activate", activation, x=gate, y=y, z=up or gate, n=n, f=(factor,), flag=up is not None)
         return y
 
     def score(self, x: Buffer, score: Buffer) -> None:
-        """x *= the sigmoid of a buffer of one number."""
+        """x *= sigmoid(score), one number per row."""
         self._add("score", x=x, y=x, z=score, n=(x.width,))
 
     def route(self, logits: Buffer, router: Router, correction: Tensor | None, first: int = 0) -> Buffer:
-        """The experts that each token chooses, counted from `first`, this rank's, and their weights.
+        """[indices | weights] of the experts that each token chooses.
 
-        correction: of `Router.route`, in float32.
+        Args:
+            logits: The logits of the router.
+            router: The router.
+            correction: The bias of `Router.route` in float32, or None.
+            first: The index of this rank's first expert, which becomes 0.
         """
         if router.experts > MOST_EXPERTS:
-            raise NotLowered("many experts")
-        self._floats(*[] if correction is None else [correction])
+            raise NotLowered(f"more than {MOST_EXPERTS} experts")
+        self._check_float32(*[] if correction is None else [correction])
         y = self.buffer(2 * router.chosen, torch.float32)
         n: tuple = router.experts, router.chosen, FORMS.index(router.form), router.renormalized
         n = *n, router.groups, router.chosen_groups, first
@@ -407,49 +474,56 @@ class Builder:
         return y
 
     def experts(
-        self, x: Buffer, routes: Buffer, held: int, chosen: int, up: Any, down: Any, activation: str, gated: bool
+        self, x: Buffer, routes: Buffer, count: int, chosen: int, up: Any, down: Any, activation: str, gated: bool
     ) -> Buffer:
-        """The weighted sums of what the experts of this rank, `held`, that `route` has chosen make of x.
+        """The weighted sum of the outputs of this rank's chosen experts.
 
-        up, down: as of `ops.experts.apply_experts`.
+        Args:
+            x: The input of the experts.
+            routes: The result of `route`.
+            count: The number of experts on this rank.
+            chosen: The number of experts that a token chooses.
+            up, down: The matrices of `ops.experts.apply_experts`.
+            activation: A name of ACTIVATIONS, or "swish".
+            gated: True if up has the rows of a gate.
         """
         number, size, channels = self._activation(activation), x.width, down.shape[1]
-        width = up.shape[0] // held
-        y, each, inner = self.buffer(size), self.buffer(chosen * size), self.buffer(chosen * width)
-        places = self.buffer(chosen, torch.float32)
-        n = held, chosen, size, channels, number, each.place, inner.place, places.place
+        width = up.shape[0] // count
+        y, outputs, inner = self.buffer(size), self.buffer(chosen * size), self.buffer(chosen * width)
+        pairs = self.buffer(chosen, torch.float32)
+        n = count, chosen, size, channels, number, outputs.offset, inner.offset, pairs.offset
         matrices: dict[str, Any] = dict(matrix=self._matrix(up), down=self._matrix(down))
-        detail = f"{chosen} of {held} ({width}, {size})"
+        detail = f"{chosen} of {count} ({width}, {size})"
         self._add("experts", detail, x=x, y=y, z=routes, **matrices, n=n, flag=gated)
-        self.release(each, inner, places)
+        self.release(outputs, inner, pairs)
         self.has_experts = True
         return y
 
     def rotate(self, x: Buffer, heads: int, head_dim: int, size: int, table: Callable[[int], Tensor]) -> None:
-        """Rotate heads in place. table(length): (length, size) of the activations' dtype, cosines and then sines."""
+        """Rotate the first `size` elements of each head, in place. table: see `rotary_table`."""
         op = self._add("rotate", x=x, n=(heads, head_dim, size))
         self.tables.append((size, op, table))
 
     def append(self, x: Buffer, name: str) -> int:
-        """Store a row of x in a per-token tensor of the state; returns its slot."""
+        """Append x to a per-token tensor of the state; return the slot of the tensor."""
         slot = self.slot(name)
         self._add("append", name, x=x, slot=slot, n=(x.width,))
         return slot
 
     def attend(self, q: Buffer, slot: int, heads: int, kv_heads: int, head_dim: int, scale: float) -> Buffer:
-        """Attention of q to the keys in a slot, and to the values in the next one."""
+        """The attention of q to the keys in a slot and the values in the next slot."""
         y = self.buffer(q.width)
         self._add("attend", x=q, y=y, slot=slot, n=(heads, kv_heads, head_dim), f=(scale,))
         return y
 
     def stop(self, function: Callable, detail: str) -> None:
-        """Let Python do something: function(call), with a `run.BoundCall`."""
+        """Stop the tape and call function(call) in Python, with a `run.BoundCall`."""
         self._add("stop", detail)
         self.stops[len(self.ops) - 1] = function
 
 
 def rotary_table(theta: float, size: int, dtype: torch.dtype) -> Callable[[int], Tensor]:
-    """For `Builder.rotate`: cosines and sines of position * theta^(-2i/size), as `operators.attention.rotate` has them."""
+    """A function length -> [cosines | sines] (length, size) of the angles of `operators.attention.rotate`."""
 
     def table(length: int) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)

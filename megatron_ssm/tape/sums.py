@@ -1,4 +1,4 @@
-"""The all-reduces of a tape. C does those that go through shared memory, Python the others."""
+"""The all-reduces of a tape. C computes the ones in shared memory, and Python the others."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,21 @@ from megatron_ssm.native.arguments import address
 from megatron_ssm.parallel.ranks import Ranks
 from sparsefusion.collectives.counted import Counter
 
-from .structs import IN_C, IN_PYTHON, ONE_RANK, SUM_IN_PYTHON, Sum
+from .operations import IN_C, IN_PYTHON, ONE_RANK, SUM_IN_PYTHON, Sum
 
 
 class TapeSum:
-    """An all-reduce over `ranks` of a buffer, and exactly of `squares` with it (None: there are none).
+    """An all-reduce of a buffer.
 
-    is_exact: in at least fp32, instead of the model's format. struct: C's `Sum`. in_place: the all-reduce that C does
-    in shared memory, or None.
+    Args:
+        ranks: The ranks whose summands are added.
+        part: This rank's summand; the sum overwrites it.
+        squares: A second summand, which the same message sums exactly; or None.
+        is_exact: True to sum in at least fp32, and not in the model's wire format.
+
+    Attributes:
+        struct: C's `Sum`.
+        sum_in_c: The all-reduce that C computes in shared memory, or None.
     """
 
     def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
@@ -31,11 +38,11 @@ class TapeSum:
     def finish(self, code: int) -> None:
         """Finish an all-reduce for which C returned `code`.
 
-        SUM_IN_PYTHON: do it in Python, in place. Another code is one of the shared memory: wait for the other ranks, or
-        raise an error.
+        For SUM_IN_PYTHON, compute it here. Any other code is one of the shared memory: wait for the other ranks, or raise an
+        error.
         """
         if code != SUM_IN_PYTHON:
-            assert self.sum_in_c is not None  # only it returns other codes
+            assert self.sum_in_c is not None  # without it, C returns no other code
             return self.sum_in_c.memory.wait(code)
         ranks, part, squares = self._ranks, self._part, self._squares
         assert ranks.group is not None  # one rank has no all-reduce
@@ -52,21 +59,21 @@ class TapeSum:
 
 
 class SentInC:
-    """The messages of one call's all-reduces in C."""
+    """The messages of the all-reduces that C computes in one call."""
 
     def __init__(self, sums: Sequence[TapeSum]):
-        in_c = [each.sum_in_c for each in sums if each.sum_in_c is not None]
-        self._memories, self._counter = {each.memory for each in in_c}, in_c[0].counter if in_c else None
+        in_c = [tape_sum.sum_in_c for tape_sum in sums if tape_sum.sum_in_c is not None]
+        self._memories, self._counter = {one.memory for one in in_c}, in_c[0].counter if in_c else None
         self._sent = Counter()
-        for each in in_c:
-            self._sent.add("all_reduce", each.nbytes, each.sent)
+        for one in in_c:
+            self._sent.add("all_reduce", one.nbytes, one.sent)
 
     def check(self) -> None:
-        """Before the call: raise an error if another rank has failed."""
+        """Raise an error if another rank has failed. Called before the call of C."""
         for memory in self._memories:
             memory.check()
 
     def count(self) -> None:
-        """After the call: add what was sent to the counter."""
+        """Add the sent bytes to the counter. Called after the call of C."""
         if self._counter is not None:
             self._counter.include(self._sent)

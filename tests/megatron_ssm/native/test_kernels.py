@@ -287,34 +287,21 @@ def test_parameters_and_states_with_gaps(variant, kind, grad):
 # Shapes: the kernels compute addresses from them and do not broadcast
 
 
-WRONG_SHAPES = [  # kind, the input that is cut to one element in a dimension, that dimension
-    *(
-        ("conv", name, dim)
-        for name, dim in (("weight", 0), ("bias", 0), ("history", 0), ("history", 1), ("history", 2))
-    ),
-    *(("selective", name, dim) for name in ("dt", "B", "C", "z", "state") for dim in (0, 1, 2)),
-    *(("selective", name, 0) for name in ("A_log", "D", "dt_bias")),
-    *(("ssd", name, dim) for name in ("dt", "C", "state") for dim in (0, 1, 2)),
-    *(("ssd", name, dim) for name, dim in (("A_log", 0), ("B", 0), ("B", 1), ("D", 0), ("state", 3))),
+WRONG_SHAPES = [  # kind, the input of which one element in dimension 0 is left
+    *(("conv", name) for name in ("weight", "bias", "history")),
+    *(("selective", name) for name in ("dt", "A_log", "B", "C", "D", "z", "dt_bias", "state")),
+    *(("ssd", name) for name in ("dt", "A_log", "B", "C", "D", "state")),
 ]
 
 
 @grads
-@pytest.mark.parametrize("kind, name, dim", WRONG_SHAPES)
-def test_a_wrong_shape_is_an_error(variant, kind, name, dim, grad):
+@pytest.mark.parametrize("kind, name", WRONG_SHAPES)
+def test_a_wrong_shape_is_an_error(variant, kind, name, grad):
     """The kernel would read beyond the end of the tensor, where torch's equivalent broadcasts or raises."""
     inputs = float32_inputs(kind, channels=5, seq=4)
-    inputs[name] = inputs[name].narrow(dim, 0, 1)
-    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"{name} has shape .* but the C kernel needs"):
+    inputs[name] = inputs[name][:1]
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"{name} has shape .*: expected"):
         KINDS[kind][0](**inputs)
-
-
-@torch.no_grad()
-def test_groups_that_do_not_divide_are_an_error(variant):
-    with pytest.raises(ValueError, match="4 heads do not divide over 3 groups"):
-        KINDS["ssd"][0](**float32_inputs("ssd", heads=4, groups=3))
-    with pytest.raises(ValueError, match="8 channels do not divide over 3 groups"):
-        kernels.gated_norm(torch.ones(1, 1, 8), torch.ones(1, 1, 8), torch.ones(8), 3, 1e-5)
 
 
 @torch.no_grad()
@@ -322,23 +309,16 @@ def test_products_of_wrong_shapes_are_errors(variant):
     weight, x = torch.ones(5, 128), torch.ones(2, 128)
     int8 = Int8Weight.of(weight)
     for arguments in ((weight, None, torch.ones(4)), (int8.values, int8.scales[:, :1]), (int8.values[:4], int8.scales)):
-        with pytest.raises(ValueError, match="has shape .* but the C kernel needs"):
+        with pytest.raises(ValueError, match="has shape .*: expected"):
             products.linear(x, *arguments)
 
 
 @torch.no_grad()
 def test_matrices_that_a_product_does_not_take(variant):
-    """Each would make the kernel read beyond the matrix, or read its numbers as those of another dtype."""
     x, weight = torch.ones(2, 128), torch.ones(5, 128)
-    int8, int4 = (format.of(weight) for format in QUANTIZED_FORMATS.values())
-    wrong = [(x, int8.values, None), (x[:, :100], int8.values[:, :100], int8.scales[:, :1]), (x, weight, int8.scales)]
-    wrong += [(x, int4.values, None)]
-    for given, matrix, scales in wrong:
-        with pytest.raises(ValueError, match="need a matrix of .* or a quantized one with scales"):
-            products.linear(given, matrix, scales)
-    for given, matrix in ((x, weight.half()), (x[:, :0], weight[:, :0]), (x.bfloat16(), weight)):
+    for inputs, matrix in ((x, weight.half()), (x[:, :0], weight[:, :0]), (x.bfloat16(), weight)):
         with pytest.raises(ValueError, match="C has no kernel for 2 rows|C has no kernel for 0 rows"):
-            products.linear(given, matrix)
+            products.linear(inputs, matrix)
     for kernel in ("gemm_float_loops", *products.kernels_for(torch.int8, torch.float32)):
         with pytest.raises(ValueError, match=f"C has no kernel {kernel} for 2 rows of torch.float32"):
             products.linear(x, weight, kernel=kernel)
@@ -653,8 +633,6 @@ def test_widened_matrices(variant, format):
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(products.widened(matrix.values, matrix.scales, dtype), exact.to(dtype))
             assert torch.equal(matrix.rows(slice(0, out, 3), dtype), exact[::3].to(dtype))
-    with pytest.raises(ValueError, match="need a matrix of .* have a multiple of 64 elements"):
-        products.widened(matrix.values[:, :50].contiguous(), matrix.scales[:, :1], torch.float32)
 
 
 @dtypes

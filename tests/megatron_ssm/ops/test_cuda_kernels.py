@@ -163,7 +163,7 @@ def called(monkeypatch):
     monkeypatch.setattr(kernels, "LIBRARY", Library("megatron_ssm", {}, "/nonexistent"))
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
     monkeypatch.setattr(cuda_kernels, "load_kernel", load_stand_in)
-    monkeypatch.setattr(cuda_kernels, "rounds_products", lambda: True)
+    monkeypatch.setattr(cuda_kernels, "may_use_tf32", lambda: True)
     return names
 
 
@@ -489,7 +489,7 @@ def test_gated_delta_rule(called, state):
 def test_ssd_uses_tf32_only_where_torch_allows_it(called, monkeypatch):
     """A single token needs no matrix products, TF32 represents bfloat16 exactly, and autocast permits lower precision."""
     monkeypatch.undo()
-    assert cuda_kernels.rounds_products() is False
+    assert cuda_kernels.may_use_tf32() is False
     inputs = detached(inputs_for("ssd"))
     narrow = inputs | {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
@@ -500,7 +500,7 @@ def test_ssd_uses_tf32_only_where_torch_allows_it(called, monkeypatch):
     assert cuda_scans.supports_ssd(**{n: t[:, :1] if n in SEQUENCES["ssd"] else t for n, t in inputs.items()})
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert cuda_kernels.rounds_products() is True and cuda_scans.supports_ssd(**inputs)
+        assert cuda_kernels.may_use_tf32() is True and cuda_scans.supports_ssd(**inputs)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 

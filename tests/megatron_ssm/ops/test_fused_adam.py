@@ -182,7 +182,7 @@ CASES = {
     "PyPI's apex": (
         {"apex/__init__.py": "raise SystemExit('this must not run')\n"},
         None,
-        [MISSING[0], "apex cannot be used (ImportError: it is another project than NVIDIA's)"],
+        [MISSING[0], "apex cannot be used (ImportError: it is not NVIDIA's project)"],
     ),
     "NVIDIA's apex": ({**APEX, "apex/multi_tensor_apply.py": APPLIER.format(True)}, "apex", [MISSING[0], ""]),
     "NVIDIA's without CUDA": (

@@ -1,4 +1,4 @@
-"""The structs of native/tape.h."""
+"""The operations of a tape and their operands, as the C structs of native/tape.h."""
 
 import ctypes
 
@@ -11,8 +11,8 @@ from megatron_ssm.native.kernels import TYPES
 from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
 
-SUM_IN_PYTHON, NO_MEMORY, UNUSUAL, STOPPED = -1, -2, -3, -4  # results of `run_tape`
-ONE_RANK, IN_C, IN_PYTHON = range(3)  # who does an all-reduce
+SUM_IN_PYTHON, NO_MEMORY, UNUSUAL, STOPPED = -1, -2, -3, -4  # results of C's `run_tape`
+ONE_RANK, IN_C, IN_PYTHON = range(3)  # the ways to compute an all-reduce
 KINDS = """embed sum convert concat norm matmul head_matmuls logits conv step_sizes ssd selective_scan inner_norms
     gated_norm add residual activate rotate append attend head_norms delta_rates gated_delta norm_gated squares whole_norm
     score route experts stop""".split()
@@ -20,20 +20,20 @@ ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu", "relu", "relu2", "sigmoid")
 
 
 class Matrix(ctypes.Structure):
-    """A floating-point matrix, or a `QuantizedMatrix`."""
+    """A floating-point or quantized matrix."""
 
     _fields_ = [("values", POINTER), ("scales", POINTER), ("type", SIZE)]
 
     @classmethod
     def of(cls, weight: Tensor | QuantizedMatrix) -> "Matrix":
-        """The struct of a tensor or a QuantizedMatrix."""
+        """The struct for a tensor or a `QuantizedMatrix`."""
         if isinstance(weight, Tensor):
             return cls(weight.data_ptr(), None, TYPES[weight.dtype])
         return cls(weight.values.data_ptr(), weight.scales.data_ptr(), TYPES[weight.values.dtype])
 
     @staticmethod
     def supports(weight: Tensor | QuantizedMatrix, dtype: torch.dtype, rows: int, has_gaps: bool = False) -> bool:
-        """Return True if C multiplies this many rows of `dtype` without a copy. has_gaps: see `products.has_kernel`."""
+        """Return True if C multiplies rows of `dtype` without copying the matrix. has_gaps: see `products.has_kernel`."""
         values, scales = (weight, None) if isinstance(weight, Tensor) else (weight.values, weight.scales)
         return (
             values.is_cpu and values.is_contiguous() and not torch.is_autocast_enabled("cpu")
@@ -54,11 +54,11 @@ class Sum(ctypes.Structure):
 class View(ctypes.Structure):
     """Columns of a buffer."""
 
-    _fields_ = [("place", SIZE), ("first", SIZE), ("stride", SIZE)]
+    _fields_ = [("offset", SIZE), ("first", SIZE), ("stride", SIZE)]
 
 
 class Op(ctypes.Structure):
-    """An operation."""
+    """An operation. native/tape.c describes its numbers n and f."""
 
     _fields_ = [
         *((name, INT) for name in ("kind", "type", "from_type", "flag")),
