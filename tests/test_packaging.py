@@ -60,7 +60,7 @@ def output(*command: object, cwd: Path) -> str:
     return subprocess.check_output(list(map(str, command)), cwd=cwd, env=environment, text=True)
 
 
-@pytest.mark.parametrize("cc", [compiler(), NO_COMPILER])
+@pytest.mark.parametrize("cc", [compiler(), pytest.param(NO_COMPILER, marks=pytest.mark.full)])
 def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
     """With a compiler the wheel has the C libraries and this platform's tag; without one it has neither and uses torch."""
     if cc != NO_COMPILER and not shutil.which(cc):

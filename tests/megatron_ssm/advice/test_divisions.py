@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -578,7 +579,7 @@ def sums_on(rank, shares):
 
 
 @pytest.mark.skipif(not native_sums(), reason="no C library of sparsefusion")
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_ranks_of_one_machine_sum_in_memory(ranks, world):
     """As their models do, and exactly; ranks beyond those that measure may be on other machines."""
     first, *others = ranks(sums_on, world, True)
@@ -590,8 +591,8 @@ def test_ranks_of_one_machine_sum_in_memory(ranks, world):
     assert all(found[1] for found in ranks(sums_on, world, False))
 
 
-@pytest.mark.parametrize("name", ("mamba", "zamba2", "experts"))
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("name", by_default(("experts",), ("mamba", "zamba2", "experts")))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_ranks_that_measure_agree(ranks, world, name):
     first, *others = ranks(measured, world, MODELS.get(name, EXPERTS))
     assert all(other == first for other in others)
@@ -639,7 +640,7 @@ def test_the_rank_with_the_least_memory_decides(ranks, files, world):
     assert {code for code, _ in found} == {1} and "no division over 2 ranks is possible" in found[0][1]
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 @pytest.mark.parametrize(
     "flag", ("--fabric", *(pytest.param(f, marks=pytest.mark.full) for f in ("--model", "--memory-gb")))
 )

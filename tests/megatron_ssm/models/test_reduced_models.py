@@ -38,7 +38,9 @@ AMPLIFICATION = {"zamba2": 3}  # how much more these models amplify rounding err
 # These cover each kind of mixer and both kinds of shared block.
 FEW = ("mamba", "falcon", "mamba2-1-group", "mamba2-2-groups", "zamba-2-heads-biases", "zamba2-1-group")
 worlds = pytest.mark.parametrize("tp", (2, 4))
-models = pytest.mark.parametrize("name", by_default(FEW, CASES))
+# No bound holds for models with experts: where rounding makes a router choose another expert, its output differs entirely.
+MODELS = [name for name in CASES if "expert" not in name]
+models = pytest.mark.parametrize("name", by_default(FEW, MODELS))
 
 
 def bound(name, format):

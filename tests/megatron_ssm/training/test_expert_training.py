@@ -14,7 +14,7 @@ from megatron_ssm.training.run_inputs import RunInputs
 from megatron_ssm.training.trainer import evaluate
 
 EXACT = 1e-10
-STEPS = 20
+STEPS = 10
 MODELS = {
     "qwen3.5": dict(model_type="qwen3_5_moe_text"),
     "nemotron": dict(model_type="nemotron_h"),

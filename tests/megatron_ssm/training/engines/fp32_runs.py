@@ -37,7 +37,7 @@ def run_of(stage, **changes):
 def one_rank(model):
     """The curve of torch's engine on one rank, with the whole batch at once."""
     run = run_of("torch", **MODELS[model], micro_batch_size=4)
-    curve = tiny.curve(tiny.trainer(run), 20)
+    curve = tiny.curve(tiny.trainer(run), 10)
     assert (curve[1] > run.clip_grad).all(), "clipping was not active"
     return curve
 

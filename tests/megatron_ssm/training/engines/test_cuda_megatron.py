@@ -43,7 +43,7 @@ def test_curves(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_curves_of_the_distributed_optimizer(name):
-    """20 clipped steps in float32."""
+    """10 clipped steps in float32."""
     world, tp, changes = RUNS[name]
     expected = fp32_runs.one_rank(name.split(",")[0])
     for found in run_cuda_ranks(trained, world, tp, megatrons(True, **changes), 20):

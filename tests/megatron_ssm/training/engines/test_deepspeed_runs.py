@@ -170,6 +170,7 @@ def under_deepspeed(monkeypatch, *arguments):
         return launched(monkeypatch, *command, *arguments)
 
 
+@pytest.mark.full
 def test_under_the_deepspeed_launcher(monkeypatch):
     """Two tensor-parallel ranks, with ZeRO 2."""
     more = ["--out", "out", "--log", "out.jsonl", "--tensor-model-parallel-size", "2"]

@@ -25,7 +25,7 @@ MODELS = {
 def one_rank(model):
     """The curve of torch's engine on one rank, with the whole batch at once."""
     run = tiny.options(**MODELS[model], micro_batch_size=4)
-    curve = tiny.curve(tiny.trainer(run), 20)
+    curve = tiny.curve(tiny.trainer(run), 10)
     assert (curve[1] > run.clip_grad).all(), "clipping was not active"
     return curve
 
@@ -43,9 +43,9 @@ def close(a, b):
      pytest.param(2, 2, 2, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tp, dp, cp, model):
-    """20 clipped steps, in micro-batches."""
+    """10 clipped steps, in micro-batches."""
     run = tiny.options(**MODELS[model], engine="megatron", micro_batch_size=1, context_parallel_size=cp)
-    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 20), tp * dp * cp)
+    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 10), tp * dp * cp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
     assert close(curves[0], one_rank(model))
 
@@ -65,7 +65,7 @@ def test_less_memory(ranks, tp, dp, cp, less_memory):
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_curves_in_fp32(ranks, tp, dp):
     run = tiny.options(engine="megatron", micro_batch_size=1, params_dtype="float32")
-    curve = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 20), tp * dp)[0]
+    curve = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 10), tp * dp)[0]
     assert fp32_runs.close(curve, fp32_runs.one_rank("mamba2"))
 
 

@@ -56,9 +56,9 @@ def trainer_on(tp, run, vocab=tiny.VOCAB):
      pytest.param(2, 1, 2, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tp, dp, cp, model):
-    """20 clipped steps, in micro-batches."""
+    """10 clipped steps, in micro-batches."""
     run = options(**MODELS[model], context_parallel_size=cp)
-    curves = ranks(lambda rank: tiny.curve(trainer_on(tp, run), 20), tp * dp * cp)
+    curves = ranks(lambda rank: tiny.curve(trainer_on(tp, run), 10), tp * dp * cp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
     assert close(curves[0], one_rank(model)), (curves[0] - one_rank(model)).abs().max()
 
