@@ -157,8 +157,13 @@ MUTANTS = (
         "tests/megatron_ssm/inference/test_prefix_cache.py::test_a_prompt_in_pieces_is_read_as_by_one_call_of_the_model",
     ),
     Mutant(
+        "a silent rank not noticed", "megatron_ssm/parallel/heartbeat.py",
+        "self._missed[rank] + 1 if is_silent else 0", "0",
+        "tests/megatron_ssm/training/test_faults.py::test_a_stopped_rank_is_named",
+    ),
+    Mutant(
         "an expert of another rank", "megatron_ssm/operators/experts.py",
-        "index - ranks.rank * held", "index",
+        "index - ranks.rank * count", "index",
         "tests/megatron_ssm/models/test_expert_parallel.py::test_prompts_and_decoding",
     ),
     Mutant(
