@@ -147,10 +147,6 @@ def _fit(arguments: argparse.Namespace) -> None:
     latencies = [curve for path in arguments.latency for curve in read_curves(path, "all_reduce", arguments.ranks)]
     if not sweeps and not latencies:
         raise ValueError("fit needs a file: --all-reduce F, --latency F, ...")
-    for operation, paths in files.items():
-        read = [(curve.operation, curve.ranks, curve.mode) for curve in sweeps if curve.operation.startswith(operation)]
-        if len(read) > len(set(read)):
-            raise ValueError(f"{' and '.join(paths)} contain the same {operation}: pass one of them")
     sources = [*(path for paths in files.values() for path in paths), *arguments.latency]
     description: dict[str, object] = {"source": ", ".join(Path(path).name for path in sources)}
     if arguments.link_gb_per_s:

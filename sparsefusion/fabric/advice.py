@@ -136,13 +136,10 @@ def best_degree(
         mode, extrapolate: See `Fabric.time`. Without `extrapolate`, degrees that were never measured are excluded.
 
     Raises:
-        ValueError: Every degree is excluded, or a degree is below 1.
+        ValueError: Every degree is excluded.
     """
-    degrees = sorted(set(degrees))
-    if not degrees or degrees[0] < 1:
-        raise ValueError(f"degrees must be numbers of ranks, 1 or more, not {degrees}")
     reach = memory_bandwidth * efficiency
-    rows = [_row(shape, fabric, degree, batch, reach, memory, mode, extrapolate) for degree in degrees]
+    rows = [_row(shape, fabric, degree, batch, reach, memory, mode, extrapolate) for degree in sorted(set(degrees))]
     possible = [row for row in rows if not row.excluded]
     if not possible:
         raise ValueError(f"{shape.name}: " + "; ".join(f"{row.degree} ranks: {row.excluded}" for row in rows))

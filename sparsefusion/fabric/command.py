@@ -28,7 +28,7 @@ def measure_command(arguments: argparse.Namespace) -> None:
 
     Raises:
         ValueError: On every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; or
-            rank 0 has no permission to write the file.
+            rank 0 cannot write the file.
         Failure: On every rank: writing the file failed.
     """
     world = launched_ranks()
@@ -72,10 +72,8 @@ def _join(arguments: argparse.Namespace) -> str:
 def _checked(arguments: argparse.Namespace, device: str, rank: int) -> dict[str, object]:
     """The arguments that must be equal on all ranks. ValueError if the device is missing, or the file not writable."""
     kind, _, index = device.partition(":")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device")
-    if kind == "cuda" and int(index) >= torch.cuda.device_count():
-        raise ValueError(f"no GPU for local rank {index}: torch finds {torch.cuda.device_count()} on this host")
+    if kind == "cuda" and int(index) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"--device cuda: no GPU for local rank {index}, torch finds {count} on this host")
     if rank == 0:
         check_writable(Path(arguments.out))
     collectives = list(arguments.collectives)

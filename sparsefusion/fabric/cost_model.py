@@ -36,42 +36,30 @@ class Fabric:
 
     def __post_init__(self) -> None:
         keys = [(curve.operation, curve.ranks, curve.mode) for curve in self.curves]
-        duplicates = [key for key in keys if keys.count(key) > 1]
-        if duplicates:
-            raise ValueError("two curves of {} on {} ranks, {}".format(*duplicates[0]))
+        if repeated := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError("two curves of {} on {} ranks ({}): expected one".format(*repeated[0]))
 
     @staticmethod
     def load(path: str | Path) -> "Fabric":
-        """Read a fabric that `save` wrote. ValueError if the file is cut off, is no fabric, or has another version."""
+        """Read a fabric that `save` wrote. ValueError if the file is damaged, is no fabric, or has another version."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
-            raise ValueError(f"{path} is no fabric file, or is cut off: {error}") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f'{path} is no fabric file: it lacks "format": "{FORMAT}"')
-        if content.get("version") != VERSION:
-            version = content.get("version")
-            raise ValueError(f"{path} is a fabric file of version {version}; this program reads {VERSION}")
-        try:
+            if (content["format"], content["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"it has the format {content['format']!r}, version {content['version']!r}")
             description = dict(content["description"])
-            link = description.get("link_bytes_per_s")
-            if not isinstance(link, (int, float, type(None))):
-                raise TypeError(f"link_bytes_per_s is {link!r}, not a number")
+            float(description.get("link_bytes_per_s", 0))
             return Fabric(tuple(map(_curve_from_json, content["curves"])), description)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is a damaged fabric file: {type(error).__name__}: {error}") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is no fabric file of version {VERSION}, or is damaged ({reason})") from None
 
     def save(self, path: str | Path) -> None:
         """Write JSON from which `load` reads an equal fabric.
 
         The text is written to a new hidden file, which is then renamed, so that the file at `path` is never incomplete.
-
-        Raises:
-            ValueError: `path` is a directory, or its directory does not exist or is not writable.
-            OSError: Writing failed for another reason, such as a full disk. The file is unchanged.
+        OSError, which names `path`, if that fails; a file that was there is unchanged.
         """
         path = Path(path)
-        check_writable(path)
         content = {"format": FORMAT, "version": VERSION, "description": self.description}
         content["curves"] = [asdict(curve) for curve in self.curves]
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -88,26 +76,22 @@ class Fabric:
         finally:
             hidden.unlink(missing_ok=True)
 
-    def curve(self, operation: str, ranks: int, mode: str = "eager") -> Curve:
-        """The measured curve. ValueError if it was never measured; the error names the curves that were."""
-        curves = self._curves_of(operation, mode)
-        for curve in curves:
-            if curve.ranks == ranks:
-                return curve
-        measured = ", ".join(map(str, sorted(curve.ranks for curve in curves)))
-        raise ValueError(f"{operation} ({mode}) was never measured on {ranks} ranks, only on {measured}")
+    def curve(self, operation: str, ranks: int, mode: str = "eager", extrapolate: bool = False) -> Curve:
+        """The measured curve or, with `extrapolate`, that of the nearest number of ranks by ratio (of two, the smaller).
 
-    def _curves_of(self, operation: str, mode: str) -> list[Curve]:
-        """The curves of an operation in a mode. ValueError, with the known operations or modes, if there are none."""
-        named = [curve for curve in self.curves if curve.operation == operation]
-        if not named:
-            known = ", ".join(sorted({curve.operation for curve in self.curves})) or "none"
-            raise ValueError(f"this fabric has no operation {operation!r}; it has {known}")
-        curves = [curve for curve in named if curve.mode == mode]
-        if not curves:
-            modes = ", ".join(sorted({curve.mode for curve in named}))
-            raise ValueError(f"{operation} was never measured in mode {mode!r}, only in {modes}")
-        return curves
+        ValueError if there is none; the error names the curves that were measured.
+        """
+        curves = sorted(
+            (curve for curve in self.curves if (curve.operation, curve.mode) == (operation, mode)),
+            key=lambda curve: curve.ranks,
+        )
+        if not curves or not (extrapolate or any(curve.ranks == ranks for curve in curves)):
+            known = curves or self.curves
+            measured = ", ".join(sorted(f"{curve.operation} ({curve.mode}) on {curve.ranks}" for curve in known))
+            raise ValueError(
+                f"{operation} ({mode}) was never measured on {ranks} ranks; this fabric has {measured or 'no curves'}"
+            )
+        return min(curves, key=lambda curve: abs(math.log(ranks / curve.ranks)))
 
     def time(self, operation: str, nbytes: float, ranks: int, extrapolate: bool = False, mode: str = "eager") -> float:
         """Seconds of one operation, predicted by the fit.
@@ -127,7 +111,7 @@ class Fabric:
         _check_message(nbytes, ranks)
         if ranks == 1:
             return 0.0
-        curve = self._nearest(operation, ranks, mode, extrapolate)
+        curve = self.curve(operation, ranks, mode, extrapolate)
         steps, sent = _growth(curve, ranks)
         latency, rest = _latency_and_rest(curve, nbytes)
         return latency * max(1.0, steps) + rest * sent
@@ -143,7 +127,7 @@ class Fabric:
         _check_message(nbytes, ranks)
         if ranks == 1:
             return 0.0, 0.0
-        curve = self._nearest(operation, ranks, mode, extrapolate)
+        curve = self.curve(operation, ranks, mode, extrapolate)
         if curve.ranks == ranks:
             return curve.interval(nbytes)
         steps, sent = _growth(curve, ranks)
@@ -156,23 +140,15 @@ class Fabric:
         longest = latency * max(1.0, steps) + rest * max(1.0, sent)
         return shortest * low / wider, longest * high * wider
 
-    def _nearest(self, operation: str, ranks: int, mode: str, extrapolate: bool) -> Curve:
-        """The curve of this number of ranks or, with `extrapolate`, of the nearest by ratio (if two are, the smaller)."""
-        if not extrapolate:
-            return self.curve(operation, ranks, mode)
-        by_ranks = sorted(self._curves_of(operation, mode), key=lambda curve: curve.ranks)
-        return min(by_ranks, key=lambda curve: abs(math.log(ranks / curve.ranks)))
-
     def alpha(self, operation: str, ranks: int, extrapolate: bool = False, mode: str = "eager") -> float:
         """Seconds of an empty message; arguments and errors are those of `time`."""
         return self.time(operation, 0, ranks, extrapolate, mode)
 
     def beta(self, operation: str, ranks: int, extrapolate: bool = False, mode: str = "eager") -> float:
         """Seconds per byte of large messages; arguments and errors are those of `time`."""
-        _check_message(0, ranks)
         if ranks == 1:
             return 0.0
-        curve = self._nearest(operation, ranks, mode, extrapolate)
+        curve = self.curve(operation, ranks, mode, extrapolate)
         return curve.beta * _growth(curve, ranks)[1]
 
     def floor(self, operation: str, ranks: int, mode: str = "eager") -> float | None:
@@ -215,21 +191,15 @@ class Fabric:
 
 def _check_message(nbytes: float, ranks: int) -> None:
     """ValueError unless these are a size and a number of ranks."""
-    if not 0 <= nbytes < math.inf:
-        raise ValueError(f"nbytes={nbytes} must be at least 0 and finite")
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be at least 1")
+    if not 0 <= nbytes < math.inf or ranks < 1:
+        raise ValueError(f"nbytes={nbytes}, ranks={ranks}: expected a finite nbytes >= 0 and ranks >= 1")
 
 
 def check_writable(path: Path) -> None:
-    """ValueError if `path` is a directory, or if its parent directory is missing or not writable."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory")
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        raise ValueError(f"{path}: there is no directory {parent}")
-    if not os.access(path if path.exists() and not path.is_file() else parent, os.W_OK):
-        raise ValueError(f"{path}: no permission to write there")
+    """ValueError unless `Fabric.save` can write to `path`."""
+    place = path if path.exists() and not path.is_file() else path.absolute().parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(f"cannot write {path}: it is a directory, or its directory is missing or not writable")
 
 
 def _curve_from_json(content: dict) -> Curve:

@@ -180,11 +180,10 @@ class Curve:
 
 def _medians(points: Sequence[tuple[float, ...]], name: str) -> tuple[list[int], list[float], list[float]]:
     """(ascending sizes, their median times, their median 90th percentiles or [] if a point has none)."""
-    if not points:
-        raise ValueError(f"no points to fit {name}")
-    for nbytes, *times in points:
-        if nbytes <= 0 or not all(0 < time < math.inf for time in times):
-            raise ValueError(f"{name}: sizes and times must be positive and finite, not {nbytes} bytes in {times}")
+    wrong = [point for point in points if not all(0 < number < math.inf for number in point)]
+    if wrong or not points:
+        found = f"{wrong[0][0]} bytes in {wrong[0][1:]} s" if wrong else "no points"
+        raise ValueError(f"{name}: expected points with positive, finite sizes and times, got {found}")
     sizes = sorted({nbytes for nbytes, *_ in points})
     count = min(map(len, points)) - 1  # columns that all points have: 1 or 2
     columns = [
@@ -196,21 +195,18 @@ def _medians(points: Sequence[tuple[float, ...]], name: str) -> tuple[list[int],
 
 def _check(curve: Curve) -> None:
     """ValueError if the curve, which may come from a file, is invalid (see `Curve`)."""
-    name = f"curve {curve.operation!r} on {curve.ranks!r} ranks"
-    if not (isinstance(curve.operation, str) and curve.operation.strip() and isinstance(curve.ranks, int)):
-        raise ValueError(f"{name}: needs a name and a number of ranks")
-    if curve.ranks < 2 or curve.mode not in ("eager", "graph"):
-        raise ValueError(f"{name}, mode {curve.mode!r}: ranks must be 2 or more, the mode eager or graph")
+    name = f"curve {curve.operation!r} on {curve.ranks!r} ranks, {curve.mode}"
+    if not str(curve.operation).strip() or int(curve.ranks) < 2 or curve.mode not in ("eager", "graph"):
+        raise ValueError(f"{name}: expected a name, 2 ranks or more, and the mode eager or graph")
     _check_numbers(curve, name)
     ends = [size for s in curve.segments for size in (s.first, s.last)]
-    if ends != sorted(ends) or not set(ends) <= set(curve.nbytes):
-        raise ValueError(f"{name}: its segments do not follow one another from measured size to measured size")
     lengths = {len(curve.nbytes), len(curve.seconds), len(curve.errors), len(curve.high) or len(curve.nbytes)}
     ascending = all(a < b for a, b in zip((0, *curve.nbytes), curve.nbytes, strict=False))
-    if lengths == {0} or len(lengths) > 1 or not ascending or not curve.segments or min(curve.seconds) == 0:
-        raise ValueError(f"{name}: needs ascending sizes, each with its time and error, and segments")
-    if curve.segments[0].alpha == curve.segments[0].beta == 0:
-        raise ValueError(f"{name}: its first segment predicts 0 seconds")
+    predicts = ends and curve.segments[0].alpha + curve.segments[0].beta > 0 and min(curve.seconds) > 0
+    if len(lengths) > 1 or not ascending or ends != sorted(ends) or not set(ends) <= {*curve.nbytes} or not predicts:
+        raise ValueError(
+            f"{name}: expected ascending sizes, each with a time and an error, and segments that join such sizes"
+        )
 
 
 def _check_numbers(curve: Curve, name: str) -> None:

@@ -54,14 +54,11 @@ def measure(
             links are not measured at large sizes.
 
     Raises:
-        ValueError: There are no sizes, or a size is not positive; or, on every rank, the times cannot be fitted.
+        ValueError: On every rank, if the times cannot be fitted.
     """
-    ascending = sorted(sizes)
-    if not ascending or ascending[0] < 1:
-        raise ValueError(f"the sizes to measure must be 1 byte or more, not {ascending}")
     points: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
     running = list(calls)
-    for nbytes in ascending:
+    for nbytes in sorted(sizes):
         seconds = repetitions([timed(calls[name](nbytes), device, mode) for name in running], group, device)
         medians = seconds.median(0).values
         for name, median, high in zip(running, medians.tolist(), seconds.quantile(0.9, 0).tolist(), strict=True):

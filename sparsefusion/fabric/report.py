@@ -23,11 +23,9 @@ def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
 
     Raises:
         Failure: matplotlib is not installed.
-        ValueError: The fabric has no curves, or `directory` is a file.
+        ValueError: `directory` is a file.
         OSError: A file, which the error names, cannot be written.
     """
-    if not fabric.curves:
-        raise ValueError("a fabric without curves has nothing to report")
     plt = _pyplot()
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():

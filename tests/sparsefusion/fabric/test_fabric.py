@@ -174,13 +174,18 @@ def test_queries_of_a_measured_curve():
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (("all_reduce", 8, 3), "all_reduce .eager. was never measured on 3 ranks, only on 2, 4"),
-        (("all_gather", 8, 4), "no operation 'all_gather'; it has all_reduce"),
-        (("all_reduce", 8, 4, False, "graph"), "never measured in mode 'graph', only in eager"),
-        (("all_reduce", -8, 4), "nbytes=-8 must be at least 0"),
-        (("all_reduce", 8, 0), "ranks=0 must be"),
-        (("all_reduce", -1, 4), "nbytes=-1 must be"),
-        (("all_reduce", math.nan, 4), "nbytes=nan must be"),
+        (
+            ("all_reduce", 8, 3),
+            r"all_reduce \(eager\) was never measured on 3 ranks; this fabric has all_reduce \(eager\) on 2, ",
+        ),
+        (("all_gather", 8, 4), r"all_gather \(eager\) was never measured on 4 ranks; this fabric has all_reduce"),
+        (
+            ("all_reduce", 8, 4, True, "graph"),
+            r"all_reduce \(graph\) was never measured on 4 ranks; .* all_reduce \(eager\)",
+        ),
+        (("all_reduce", 8, 0), "nbytes=8, ranks=0: expected"),
+        (("all_reduce", -1, 4), "nbytes=-1, ranks=4: expected a finite nbytes"),
+        (("all_reduce", math.nan, 4), "nbytes=nan, ranks=4: expected a finite nbytes"),
     ],
 )
 def test_predictions_need_a_measurement(asked, message):
@@ -261,7 +266,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path):
     text = path.read_text().rstrip()
     for length in range(0, len(text), 101):
         path.write_text(text[:length])
-        with pytest.raises(ValueError, match="fabric.json is no fabric file, or is cut off"):
+        with pytest.raises(ValueError, match="fabric.json is no fabric file of version 1, or is damaged"):
             Fabric.load(path)
 
 
@@ -269,22 +274,23 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path):
     "change, message",
     [
         (lambda content: content.update(format="x"), "is no fabric file"),
-        (lambda content: content.update(version=2), "version 2; this program reads 1"),
-        (lambda content: content.pop("curves"), "damaged fabric file: KeyError"),
+        (lambda content: content.update(version=2), "it has the format 'sparsefusion fabric', version 2"),
+        (lambda content: content.pop("curves"), "damaged .KeyError: 'curves'"),
         (lambda content: content["curves"][0].pop("segments"), "damaged"),
         (lambda content: content["curves"][0].update(colour=1), "damaged"),
         (lambda content: content["curves"][0]["seconds"].__setitem__(0, math.nan), "nan is not a valid size or time"),
         (lambda content: content["curves"][0]["seconds"].__setitem__(0, "fast"), "'fast' is not a valid size or time"),
         (lambda content: content["curves"][0]["segments"][0].update(alpha=math.inf), "inf is not a valid size or time"),
         (lambda content: content["curves"][0]["nbytes"].reverse(), "ascending"),
-        (lambda content: content["curves"][0]["seconds"].pop(), "each with its time"),
-        (lambda content: content["curves"][0].update(ranks=1), "ranks must be 2"),
-        (lambda content: content["curves"][0].update(mode="slow"), "mode 'slow'"),
+        (lambda content: content["curves"][0]["seconds"].pop(), "each with a time"),
+        (lambda content: content["curves"][0].update(ranks=1), "on 1 ranks, eager: expected .* 2 ranks or more"),
+        (lambda content: content["curves"][0].update(mode="slow"), "slow: expected .* the mode eager or graph"),
         (lambda content: content["curves"].append(content["curves"][0]), "two curves of all_reduce on 4 ranks"),
-        (lambda content: content["curves"][0]["segments"].reverse(), "segments do not follow one another"),
-        (lambda content: content["curves"][0]["segments"][0].update(first=0), "segments do not follow one another"),
-        (lambda content: content["description"].update(link_bytes_per_s="fast"), "damaged fabric file: TypeError"),
-        (lambda content: content["curves"][0]["segments"][0].update(alpha=0, beta=0), "predicts 0 seconds"),
+        (lambda content: content["curves"][0]["segments"].reverse(), "segments that join such sizes"),
+        (
+            lambda content: content["description"].update(link_bytes_per_s="fast"),
+            "damaged .ValueError: could not convert",
+        ),
         (lambda content: content["curves"][0]["nbytes"].__setitem__(-1, 10**400), "is not a valid size or time"),
     ],
 )
@@ -309,10 +315,9 @@ def test_a_file_nested_too_deeply_is_refused(tmp_path):
 
 def test_files_of_other_kinds(tmp_path):
     """A directory is an error. A pipe, as /dev/stdout may be, receives the text and is not replaced."""
-    with pytest.raises(ValueError, match=f"{tmp_path} is a directory"):
-        Fabric((curve_of(),)).save(tmp_path)
-    with pytest.raises(ValueError, match="there is no directory .*/none"):
-        Fabric((curve_of(),)).save(tmp_path / "none" / "f.json")
+    for path, error in ((tmp_path, IsADirectoryError), (tmp_path / "none" / "f.json", FileNotFoundError)):
+        with pytest.raises(error, match=f"'{path}'"):
+            Fabric((curve_of(),)).save(path)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -334,7 +339,7 @@ def test_a_hidden_file_of_another_user_is_not_used(tmp_path):
 def test_a_directory_without_permission_is_refused(tmp_path, monkeypatch):
     """This is checked before a measurement. `os.access` is replaced, because it permits root everything."""
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path or mode != os.W_OK)
-    with pytest.raises(ValueError, match="f.json: no permission to write there"):
+    with pytest.raises(ValueError, match="cannot write .*f.json: .* not writable"):
         check_writable(tmp_path / "f.json")
 
 
@@ -378,15 +383,13 @@ def test_degrees_that_are_excluded():
     excluded = {row.degree: row.excluded for row in advice.rows if row.excluded}
     assert excluded == {
         1: "needs 2.0 GB of 1.5 GB per rank",
-        3: "all_reduce (eager) was never measured on 3 ranks, only on 2, 4",
+        3: "all_reduce (eager) was never measured on 3 ranks; "
+        "this fabric has all_reduce (eager) on 2, all_reduce (eager) on 4",
         5: "heads 24 is not a multiple of 5 ranks (24 % 5 = 4)",
     }
     assert advise(1e-7, degrees=(3,), extrapolate=True).degree == 3
     with pytest.raises(ValueError, match="toy: 1 ranks: needs 2.0 GB of 1.0 GB per rank"):
         advise(1e-7, degrees=(1,), memory=1e9)
-    for degrees in ((), (0, 1), (-2,)):
-        with pytest.raises(ValueError, match="degrees must be numbers of ranks, 1 or more"):
-            advise(1e-7, degrees=degrees)
 
 
 # Commands
@@ -448,8 +451,11 @@ def test_fit_and_report(command, table, tmp_path):
         (["report", "--fabric", "TABLE", "--out", "d"], "all_reduce.csv is no fabric file"),
         (["fit", "--all-reduce", "TABLE", "--ranks", "8", "--out", "f"], "1.500 times .* on 8 ranks would be 1.750"),
         (["fit", "--all-gather", "TABLE", "--ranks", "4", "--out", "f"], "all_gather on 4 ranks would be 0.750 times"),
-        (["fit", "--all-reduce", "TABLE", "TABLE", "--ranks", "4", "--out", "f"], "contain the same all_reduce"),
-        (["fit", "--all-reduce", "TABLE", "--ranks", "4", "--out", "."], "[.] is a directory"),
+        (
+            ["fit", "--all-reduce", "TABLE", "TABLE", "--ranks", "4", "--out", "f"],
+            "two curves of all_reduce on 4 ranks",
+        ),
+        (["fit", "--all-reduce", "TABLE", "--ranks", "4", "--out", "."], "Is a directory: '[.]'"),
         (["measure", "--out", "f", "--sizes", "1:16"], "begins below 4 bytes"),
     ],
 )

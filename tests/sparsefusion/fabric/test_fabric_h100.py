@@ -182,7 +182,7 @@ def test_numbers_of_ranks_never_measured():
     fabric = Fabric((four,))
     assert [each.ranks for each in (two, four, six)] == [2, 4, 6]
     for other in (two, six):
-        with pytest.raises(ValueError, match=f"never measured on {other.ranks} ranks, only on 4"):
+        with pytest.raises(ValueError, match=f"never measured on {other.ranks} ranks; this fabric has"):
             fabric.time("all_reduce", GB, other.ranks)
         for nbytes, seconds in zip(other.nbytes, other.seconds, strict=True):
             low, high = fabric.interval("all_reduce", nbytes, other.ranks, extrapolate=True)
@@ -240,14 +240,22 @@ def test_latency_files_agree_with_their_rows():
 @pytest.mark.parametrize(
     "name, kept, message",
     [
-        ("all_reduce.csv", "\n8192,24.73,0.3", "all_reduce.csv:12: 3 of 4 columns; cut off"),
-        ("all_reduce.csv", "8589934592,351", "all_reduce.csv:32: 2 of 4 columns"),
+        (
+            "all_reduce.csv",
+            "\n8192,24.73,0.3",
+            "all_reduce.csv:12: expected size, time and two rates, got ('8192', '24.73', '0.3', None); cut off",
+        ),
+        ("all_reduce.csv", "8589934592,351", "all_reduce.csv:32: expected size, time and two rates"),
         ("quiet_all_reduce.txt", "262144     float     sum      -1    26", "quiet_all_reduce.txt:31: only 6 columns"),
         ("quiet_all_reduce.txt", " 57.78       0\n", 'quiet_all_reduce.txt:31: ends before its "# Avg bus bandwidth"'),
         ("quiet_all_reduce.txt", "# Using devices", "quiet_all_reduce.txt:5: no row"),
         ("scaling.txt", "  2147483648     536870912     float", "scaling.txt:5: only 3 columns"),
         ("scaling_g6_nvls.log", "  1112.43  241.31", "scaling_g6_nvls.log:20: only 7 columns"),
-        ("tp_latency.json", '"eager_us": 64.5', "tp_latency.json:32: JSON that is cut off"),
+        (
+            "tp_latency.json",
+            '"eager_us": 64.5',
+            "tp_latency.json: not a latency file, or cut off: JSONDecodeError: Expecting ',' delimiter: line 32",
+        ),
     ],
 )
 def test_a_file_that_is_cut_off(name, kept, message, tmp_path):
@@ -264,21 +272,21 @@ def test_a_file_that_is_cut_off(name, kept, message, tmp_path):
         (b"", "f:1: no row"),
         (b"\xff\xfe\x00", "f: not text"),
         (b"a poem\nof two lines\n", "f:2: no row"),
-        (b'{"loss": 1}', "f: not a latency file: KeyError 'world_size'"),
-        (b'{"world_size": 4, "size_sweep": []}', "f: not a latency file: ValueError no eager times"),
+        (b'{"loss": 1}', "f: not a latency file, or cut off: KeyError: 'world_size'"),
+        (
+            b'{"world_size": 4, "size_sweep": []}',
+            "all_reduce on 4 ranks: expected points with positive, finite sizes and times, got no points",
+        ),
         (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,1.0,7.00,9.0\n", "f:2: 8 bytes in 1 us are not 7 GB/s"),
         (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,nan,0.00,0.0\n", "f:2: 8 bytes in nan us"),
         (
             b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,fast,0.00,0.0\n",
-            "f:2: expected size, time and rate, not '8', 'fast', '0.00'",
+            "f:2: expected size, time and two rates, got ('8', 'fast', '0.00', '0.0')",
         ),
-        (b"size_bytes,seconds\n8,1\n", "f:2: expected size, time and rate, not '8', None, None"),
+        (b"size_bytes,seconds\n8,1\n", "f:2: expected size, time and two rates, got ('8', None, None, None)"),
         (b"size_bytes,time_us,algbw_GBs,busbw_GBs\n8,1.0,nan,9.0\n", "f:2: 8 bytes in 1 us are not nan GB/s"),
-        (b'size_bytes,time_us,algbw_GBs,busbw_GBs\n"' + b"8" * 200_000, "f:2: damaged CSV: field larger than"),
-        (b'{"world_size": Infinity, "size_sweep": []}', "f: not a latency file: OverflowError"),
-        (b'{"world_size": ' + b"[" * 100_000, "f: JSON that is damaged"),
-        (b'{"world_size": ' + b"4" * 5000 + b"}", "f: JSON that is damaged"),
-        (b"### GPUS=four\n 8 2 float sum -1 1.0 0.01 0.01 0\n", "f:1: GPUS=four must be a number of ranks"),
+        (b'{"world_size": Infinity, "size_sweep": []}', "f: not a latency file, or cut off: OverflowError"),
+        (b'{"world_size": ' + b"[" * 100_000, "f: not a latency file, or cut off: RecursionError"),
         (b" 8 2 float sum -1 1.0 0.01 0.01 3 1.0 0.01 0.01 0\n", "f:1: 3 wrong results"),
     ],
 )
@@ -292,14 +300,14 @@ def test_a_file_of_something_else(content, message, tmp_path):
 def test_a_run_of_one_gpu_is_refused(tmp_path):
     """nccl-tests runs on one GPU too, and reports a bus bandwidth of 0."""
     (tmp_path / "f").write_text("### GPUS=1\n 80000 20000 float sum -1 10.0 8.00 0.00 0\n")
-    with pytest.raises(ValueError, match="f was measured on 1 rank, which sends nothing"):
+    with pytest.raises(ValueError, match="f was measured on 1 ranks: expected 2 or more"):
         read_curves(tmp_path / "f", "all_reduce")
 
 
 def test_files_that_contradict_the_command():
     with pytest.raises(ValueError, match="quiet_all_reduce.txt holds all_reduce, not all_gather"):
         read_curves(FILES / "quiet_all_reduce.txt", "all_gather")
-    with pytest.raises(ValueError, match="was measured on 4 ranks, not 8"):
+    with pytest.raises(ValueError, match="was measured on 4 ranks: expected 8"):
         read_curves(FILES / "quiet_all_reduce.txt", "all_reduce", 8)
     with pytest.raises(ValueError, match="all_reduce.csv does not say on how many ranks"):
         read_curves(FILES / "all_reduce.csv", "all_reduce")

@@ -332,7 +332,7 @@ def error_of(measure_command, rank):
 
 @worlds
 @pytest.mark.parametrize("out, message", [
-    ("none/f.json", "none/f.json: there is no directory /.*/0/none"), (".", "[.] is a directory"),
+    ("none/f.json", "cannot write none/f.json: .*"), (".", "cannot write [.]: it is a directory.*"),
 ])  # fmt: skip
 def test_a_file_that_rank_0_cannot_write(launch, world, out, message):
     """Every rank raises the same error."""
@@ -368,7 +368,8 @@ def test_ranks_without_a_cuda_device(launch, world, lonely):
     def flags(rank):
         return ["--out", "f.json", "--device", "cpu" if lonely and rank < world - 1 else "cuda"]
 
-    message = "--device cuda: torch finds no CUDA device" + (f" (rank {world - 1})" if lonely else "")
+    first = world - 1 if lonely else 0
+    message = f"--device cuda: no GPU for local rank {first}, torch finds 0 on this host (rank {first})"
     assert launch(world, error_of, flags) == [(ValueError, message)] * world
 
 
@@ -410,17 +411,16 @@ def test_sizes_and_times_that_cannot_be_measured(ranks, world, exact_times):
 
     def job(rank):
         errors = []
-        for sizes, seconds in (([], 0.1), ([0, 1024], 0.1), ([1024], float("inf"))):
+        for sizes, seconds in (([], 0.1), ([1024], float("inf"))):
             calls, _ = recorded_calls(all_reduce=seconds)
-            with pytest.raises((ValueError, RuntimeError)) as raised:
+            with pytest.raises(ValueError) as raised:
                 measure(dist.group.WORLD, calls, sizes)
             errors.append(str(raised.value))
         return errors
 
-    for empty, zero, infinite in ranks(job, world):
-        assert empty == "the sizes to measure must be 1 byte or more, not []"
-        assert zero == "the sizes to measure must be 1 byte or more, not [0, 1024]"
-        assert re.match(rf"all_reduce on {world} ranks: sizes and times .* finite", infinite)
+    start = f"all_reduce on {world} ranks: expected points with positive, finite sizes and times, got"
+    for empty, infinite in ranks(job, world):
+        assert empty == f"{start} no points" and infinite.startswith(f"{start} 1024 bytes in (inf")
 
 
 @pytest.mark.parametrize("flags,message", [
