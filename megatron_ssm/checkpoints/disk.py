@@ -38,23 +38,21 @@ def read_with_retries(read: Callable[[], Result], path: object) -> Result:
     """Call `read`, which reads something at `path`, and return its result.
 
     It is called again after an error of the disk or the network (EIO, ESTALE, a time-out), for about two seconds; then
-    Failure. If memory is short or the GPU has failed, Failure at once. So such an error is not taken for a damaged file. A
-    missing file is: its OSError is raised at once.
+    Failure. If memory is short or the GPU has failed, Failure at once. So such an error is not taken for a damaged file.
+    The errors of missing and of damaged files are not changed.
     """
     waits = [*WAITS]
     while True:
         try:
             return read()
-        except MISSING:
-            raise
-        except OSError as error:
-            if not waits:
-                raise Failure(f"cannot read {path}: {first_line(error)} (tried {len(WAITS) + 1} times)") from None
-            time.sleep(waits.pop(0))
         except Exception as error:
-            if not is_machine_error(error):
+            is_of_disk = isinstance(error, OSError) and not isinstance(error, MISSING)
+            if not is_of_disk and not is_machine_error(error):
                 raise
-            raise Failure(f"cannot read {path}: {first_line(error)}") from None
+            if not is_of_disk or not waits:
+                tried = f" (tried {len(WAITS) + 1} times)" * is_of_disk
+                raise Failure(f"cannot read {path}: {first_line(error)}{tried}") from None
+            time.sleep(waits.pop(0))
 
 
 def is_machine_error(error: BaseException) -> bool:

@@ -10,13 +10,12 @@ from sparsefusion.foundation.command_line import Failure
 def in_one_line(failure: str, kind: type[Exception] = Failure) -> Iterator[None]:
     """Raise `kind`, with `failure` and the cause, in place of an OSError or a `kind`; also a decorator of functions.
 
-    A Failure is raised as it is: it has a line of its own.
+    A Failure is not changed: it has a line of its own.
     """
+    kinds = (OSError,) if kind is Failure else (OSError, kind)
     try:
         yield
-    except Failure:
-        raise
-    except (OSError, kind) as error:
+    except kinds as error:
         raise kind(f"{failure}: {first_line(error)}") from error
 
 

@@ -12,17 +12,36 @@ from typing import Any
 import torch.distributed as dist
 
 from sparsefusion.collectives.agreement import on_first
+from sparsefusion.foundation.command_line import Failure
 
-from .disk import read_with_retries
-from .failures import first_line, in_one_line
+from .disk import Result, read_with_retries
+from .failures import in_one_line
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint cannot be read. An earlier one of the same run may be intact. path: of the checkpoint, if it is known."""
+    """A checkpoint cannot be read. An earlier one of the same run may be intact.
+
+    Attributes:
+        path: The folder of the checkpoint; None if it is not known.
+    """
 
     def __init__(self, message: str, path: Path | None = None):
         super().__init__(message)
         self.path = path
+
+
+def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Result:
+    """Return `read()`, which reads a part of the checkpoint at `path`, as `read_with_retries` does.
+
+    Failure if the disk cannot be read or memory is short. Any other error becomes a DamagedCheckpoint, whose text begins
+    with `prefix`, because reading a damaged file may raise anything.
+    """
+    try:
+        return read_with_retries(read, path)
+    except Failure:
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(prefix + (str(error).partition("\n")[0] or type(error).__name__), path) from None
 
 
 def find_checkpoints(directory: str | Path, complete: bool = True) -> list[Path]:
@@ -77,9 +96,7 @@ def newest_checkpoint(
         incomplete = f" ({names}: no training.json)" if names else ""
         raise ValueError(f"nothing to resume: {directory} holds no checkpoint{earlier}{incomplete}")
     path = found[-1]
-    described = read_training(path)
-    if described.step != step_of(path):
-        raise DamagedCheckpoint(f"{path}/training.json is of step {described.step}", path)
+    described = read_training(path, step_of(path))
     compared = [*{**requirements, **described.requirements}]
     if OLD_NAME in described.requirements:
         both = requirements.keys() & described.requirements.keys()
@@ -95,9 +112,12 @@ def newest_checkpoint(
 class Description:
     """The entries of a checkpoint's `training.json`, apart from their checksum.
 
-    decay_steps: the `Options.decay_steps` of its run (0: none, or not recorded). optimizer_steps: how many steps the
-    optimizer has done (None: as many as `step`). metadata_crc32: the checksum of `.metadata` (None: not recorded).
-    requirements: what a run that resumes must have in common with its run.
+    Attributes:
+        step: The number of steps that the run had done.
+        decay_steps: The `Options.decay_steps` of the run (0: none, or not recorded).
+        optimizer_steps: The number of steps that the optimizer had done (None: as many as `step`).
+        metadata_crc32: The checksum of `.metadata` (None: not recorded).
+        requirements: The values that a run must share to resume from here.
     """
 
     step: int
@@ -117,28 +137,28 @@ def _checksum(entries: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(entries).encode())
 
 
-def read_training(path: Path) -> Description:
-    """The description of a checkpoint; DamagedCheckpoint if it is damaged, Failure if the disk cannot be read.
+def read_training(path: Path, step: int | None = None) -> Description:
+    """Read the description of the checkpoint at `path`.
 
-    Earlier versions wrote no checksum of its entries; such a file is taken as it is.
+    DamagedCheckpoint if it is damaged or of another step than `step`; Failure if the disk cannot be read. Earlier versions
+    wrote no checksum of the entries; such a file is not verified.
     """
     file = path / "training.json"
-    try:
-        saved = json.loads(read_with_retries(lambda: file.read_text(encoding="utf-8"), file))
-        expected, found = saved.pop("crc32", None), _checksum(saved)
-        step, decay_steps = saved.pop("step"), saved.pop("decay_steps", 0)
-        optimizer_steps, checksum = saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None)
-        counts = [step, decay_steps, *(count for count in (optimizer_steps, checksum, expected) if count is not None)]
-        is_valid = all(type(count) is int and count >= 0 for count in counts)
-    except OSError as error:
-        raise DamagedCheckpoint(f"cannot read {file}: {first_line(error)}", path) from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        is_valid = False
-    if not is_valid:
-        raise DamagedCheckpoint(f"{file} is not a checkpoint's", path)
-    if expected not in (None, found):
-        raise DamagedCheckpoint(f"the entries of {file} have the CRC-32 {found:08x}, not {expected:08x}", path)
-    return Description(step, decay_steps, optimizer_steps, checksum, saved)
+
+    def read() -> Description:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        expected, checksum = saved.pop("crc32", None), _checksum(saved)
+        if expected not in (None, checksum):
+            raise ValueError(f"its entries have the CRC-32 {checksum:08x}, not {expected:08x}")
+        description = Description(
+            int(saved.pop("step")), int(saved.pop("decay_steps", 0)),
+            saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None), saved,
+        )  # fmt: skip
+        if description.step != (description.step if step is None else step):
+            raise ValueError(f"it is of step {description.step}")
+        return description
+
+    return read_intact(read, path, f"{file} is not a checkpoint's: ")
 
 
 def set_aside(directory: str | Path) -> None:

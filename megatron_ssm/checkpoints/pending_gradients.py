@@ -19,12 +19,10 @@ from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import Groups
 from sparsefusion import SparseFusion
 from sparsefusion.collectives.agreement import on_first, together
-from sparsefusion.foundation.command_line import Failure
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
-from .disk import read_with_retries
-from .failures import first_line, in_one_line
-from .folders import DamagedCheckpoint
+from .failures import in_one_line
+from .folders import DamagedCheckpoint, read_intact
 from .shards import new_file
 
 FILE_NAME = re.compile(r"pending-tensor-\d+-of-(\d+)-replica-\d+-of-(\d+)\.pt")
@@ -81,9 +79,11 @@ def read_pending(directory: Path, trainer: Trainer) -> None:
     """Continue from the files of a run with the same number of tensor-parallel ranks and any number of replicas.
 
     A trainer that sends gradients sparsely takes the state of its own rank if the number of replicas is the same,
-    else the mean of all replicas' residuals; a trainer that sends them dense adds the mean to its next gradients. ValueError
-    on every rank: there are no files; the number of tensor-parallel ranks differs. DamagedCheckpoint on every rank: a file
-    is missing, damaged or of another model, on any rank.
+    else the mean of all replicas' residuals; a trainer that sends them dense adds the mean to its next gradients.
+
+    Raises:
+        ValueError: On every rank, if the number of tensor-parallel ranks differs, or a file is of another model.
+        DamagedCheckpoint: On every rank, if a file is missing or damaged on any rank.
     """
     failure = f"cannot resume from {directory}"
 
@@ -96,19 +96,14 @@ def read_pending(directory: Path, trainer: Trainer) -> None:
     states = together(read, [dist.group.WORLD])
     if trainer.fusion is None:
         trainer.pending_gradients = mean_residuals(states, trainer.model.device)
-        return
-    try:
-        trainer.fusion.load_state_dict(states)
-    except ValueError as error:
-        raise ValueError(f"{failure}: {error}") from None
+    else:
+        with in_one_line(failure, ValueError):
+            trainer.fusion.load_state_dict(states)
 
 
 def _replicas(directory: Path, trainer: Trainer) -> int:
-    """The number of replicas that have written files; ValueError if there are none, or for other tensor-parallel ranks."""
-    layout, groups = _layout(directory), trainer.groups
-    if layout is None:
-        raise ValueError(f"{directory} has no pending gradients")
-    tensor_ranks, replicas = layout
+    """The number of replicas that have written files; ValueError for another number of tensor-parallel ranks."""
+    (tensor_ranks, replicas), groups = _layout(directory) or (0, 0), trainer.groups
     if tensor_ranks != groups.tensor_ranks:
         raise ValueError(
             f"{directory} has pending gradients of {tensor_ranks} tensor-parallel ranks, which "
@@ -129,10 +124,8 @@ def _read_states(directory: Path, trainer: Trainer, replicas: int) -> Any:
     states = [state(replica) for replica in range(replicas)]
     if trainer.fusion is None:
         parameters = {name: p for name, p in trainer.named_parameters() if p.requires_grad}
-        try:
+        with in_one_line("its pending gradients do not fit", DamagedCheckpoint):
             check_states(states, None, parameters, model_part(groups.tensor))
-        except ValueError as error:
-            raise DamagedCheckpoint(str(error)) from None
     return states
 
 
@@ -153,12 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:  # which torch.load does not verify
             if (changed := file.testzip()) is not None:
                 raise ValueError(f"{changed} does not have its checksum")
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-    try:
-        state = read_with_retries(read, path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         return state | {"residuals": dict(state["residuals"])}
-    except Failure:
-        raise
-    except Exception as error:  # a damaged file may raise anything
-        raise DamagedCheckpoint(f"{path} is missing or damaged: {first_line(error)}") from None
+
+    return read_intact(read, path, f"{path} is missing or damaged: ")

@@ -21,10 +21,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from sparsefusion.foundation.command_line import Failure
-
 from .disk import read_with_retries
-from .folders import DamagedCheckpoint
+from .folders import read_intact
 
 PIECE = 1 << 20  # bytes that are read at once to compute a checksum
 
@@ -113,23 +111,15 @@ class _ChecksummedFile(io.BufferedWriter):
 
 
 def open_shards(path: str | Path, metadata_crc32: int | None) -> "ShardReader":
-    """A reader of this checkpoint; DamagedCheckpoint with one line, whatever is wrong with it.
-
-    metadata_crc32: None if unknown. Failure if the disk cannot be read, or as `read_with_retries` if memory is short.
-    """
-    try:
-        return read_with_retries(lambda: ShardReader(path, metadata_crc32), path)
-    except Failure:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        raise DamagedCheckpoint(str(error).partition("\n")[0] or type(error).__name__) from None
+    """A reader of this checkpoint; errors as `read_intact`. metadata_crc32: The checksum of `.metadata` (None: unknown)."""
+    return read_intact(lambda: ShardReader(path, metadata_crc32), Path(path))
 
 
 class ShardReader(dcp.FileSystemReader):
-    """DCP's reader, but it unpickles the metadata with a list of permitted classes, and checks files.
+    """DCP's reader, but it unpickles the metadata with a list of permitted classes, and verifies sizes and checksums.
 
-    Error if the metadata cannot be read or has another checksum, or a file that it names is missing or shorter than the
-    metadata says. While it reads, ValueError if an entry has another checksum.
+    The constructor raises an error if the metadata cannot be read or has another checksum, or if a file that it names is
+    missing or shorter than the metadata says. `read_data` raises ValueError if an entry has another checksum.
     """
 
     def __init__(self, path: str | Path, metadata_crc32: int | None):
@@ -137,12 +127,8 @@ class ShardReader(dcp.FileSystemReader):
         data = (Path(path) / ".metadata").read_bytes()
         self.metadata_crc32 = zlib.crc32(data)
         _check("its .metadata", self.metadata_crc32, metadata_crc32)
-        self.metadata = _Unpickler(io.BytesIO(data)).load()
-        if not isinstance(self.metadata, Metadata):
-            raise ValueError(f"its metadata is of type {type(self.metadata).__name__}")
+        self.metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
         for entry in self.metadata.storage_data.values():
-            if Path(entry.relative_path).name != entry.relative_path:
-                raise ValueError(f"its metadata names {entry.relative_path}, which is not a file of the checkpoint")
             size, wanted = (Path(path) / entry.relative_path).stat().st_size, entry.offset + entry.length
             if size < wanted:
                 raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")

@@ -9,7 +9,6 @@ final name is complete.
 
 import functools
 import logging
-import pickle
 import shutil
 import zlib
 from collections.abc import Callable
@@ -224,9 +223,7 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
     def open_checkpoint() -> tuple[ShardReader, int]:
         if not read_with_retries((Path(path) / "training.json").is_file, path):
             return open_shards(path, None), step
-        training = read_training(Path(path))
-        if training.step != step:
-            raise DamagedCheckpoint(f"its training.json is of step {training.step}")
+        training = read_training(Path(path), step)
         steps = step if training.optimizer_steps is None else training.optimizer_steps
         return open_shards(path, training.metadata_crc32), steps
 
@@ -239,17 +236,11 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # DCP raises it on every rank
         cause = _cause(error)
-        if isinstance(cause, Failure):
-            raise Failure(str(cause)) from None
-        if is_machine_error(cause):
-            raise Failure(f"cannot read {path}: {first_line(cause)}") from None
-        if isinstance(cause, pickle.UnpicklingError):  # torch's text is many lines of advice
-            cause = ValueError("an entry of a file is not a tensor")
-        raise DamagedCheckpoint(f"{failure}: {cause}") from None
-    try:
-        torch.set_rng_state(state["rng"])
-    except RuntimeError as error:
-        raise DamagedCheckpoint(f"{failure}: {first_line(error)}") from None
+        if isinstance(cause, Failure) or is_machine_error(cause):
+            line = str(cause) if isinstance(cause, Failure) else f"cannot read {path}: {first_line(cause)}"
+            raise Failure(line) from None
+        raise DamagedCheckpoint(f"{failure}: {first_line(cause)}") from None
+    torch.set_rng_state(state["rng"])
 
 
 def state_to_fill(
