@@ -1,4 +1,4 @@
-"""`python -m megatron_ssm advise`: predictions for a model on a fabric, printed by rank 0."""
+"""The command `python -m megatron_ssm advise`: predicts times of a model on a fabric; rank 0 prints them."""
 
 import json
 import os
@@ -26,14 +26,21 @@ from .measured import MeasuredDevice
 from .report import as_json, generation_text, training_text
 
 MEASURED = "measured"
-RANKS_LIMIT = 2**20  # of ranks: all their divisions are looked at in seconds
+RANKS_LIMIT = 2**20  # for so many ranks, comparing all divisions takes seconds
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the advice depends on.
+    """The inputs of the advice.
 
-    device: None: `measured`. kind: cpu or cuda, where that computes. memory: bytes, if it is given.
+    Attributes:
+        config: The model.
+        fabric: The times of messages.
+        training, generation: The sizes of a training step, and of the replies to prompts.
+        ranks: The number of ranks to divide.
+        device: The device with known rates; None if this machine is measured.
+        kind: "cpu" or "cuda", on which this machine is measured.
+        memory: Bytes of memory of a rank; None for that of the device.
     """
 
     config: Stack
@@ -47,9 +54,9 @@ class _Inputs:
 
     @classmethod
     def read(cls, arguments: Namespace) -> "_Inputs":
-        """Read them on this rank; ValueError if a file is wrong, or a number is out of its range.
+        """Read the inputs on this rank. ValueError if a file is wrong or a number is out of range.
 
-        The device is by default an H100, or this machine if the fabric was measured between CPUs.
+        The default device is an H100, or this machine if the fabric was measured between CPUs.
         """
         _check_numbers(arguments)
         config, fabric = families.read(arguments.model), _read_fabric(arguments.fabric)
@@ -72,18 +79,22 @@ class _Inputs:
         )
 
     def fingerprint(self) -> dict[str, object]:
-        """What must be equal on all ranks; of the files, checksums, so that an error shows which one differs."""
+        """The values that must be equal on all ranks, with a checksum of each file, so that an error names the file."""
         files = {name: zlib.crc32(repr(getattr(self, name)).encode()) for name in ("config", "fabric")}
-        return files | {each.name: getattr(self, each.name) for each in fields(self) if each.name not in files}
+        return files | {field.name: getattr(self, field.name) for field in fields(self) if field.name not in files}
 
 
 def advise(arguments: Namespace) -> None:
     """Print the advice, as text or as one JSON object.
 
-    With the device `measured`, and under torchrun, all ranks time the model's parts at the same time, as they will compute.
-    They first compare what they have read. ValueError on all ranks: a file is wrong on one of them, a number is out of its
-    range, or the ranks were given different ones. Failure, after the advice is printed, if neither training nor generation
-    is possible.
+    If this machine is measured under torchrun, all ranks time the model's parts at the same time, as they would compute.
+
+    Args:
+        arguments: The options of `advise`, as `megatron_ssm.cli` parses them.
+
+    Raises:
+        ValueError: On all ranks: a file is wrong on one of them, a number is out of range, or inputs differ across ranks.
+        Failure: Neither training nor generation is possible; raised after the advice is printed.
     """
     try:
         group = _join() if arguments.device in (None, MEASURED) else None
@@ -91,26 +102,29 @@ def advise(arguments: Namespace) -> None:
         device = _device(inputs, group)
         config, fabric, ranks = inputs.config, inputs.fabric, inputs.ranks
         training, generation = inputs.training, inputs.generation
-        trains = training_divisions(config, ranks, training, fabric, device)
-        generates = generation_divisions(config, ranks, generation, fabric, device)
+        for_training = training_divisions(config, ranks, training, fabric, device)
+        for_generation = generation_divisions(config, ranks, generation, fabric, device)
     finally:
         shut_down()
     printer = Printer(is_enabled=this_rank() == 0)
     if arguments.json:
-        content = {"device": device.name, "ranks": ranks, "training": as_json(trains, training)}
-        content["generation"] = as_json(generates, generation)
+        content = {"device": device.name, "ranks": ranks, "training": as_json(for_training, training)}
+        content["generation"] = as_json(for_generation, generation)
         printer.print(json.dumps(content) + "\n")
     else:
         title = f"{config.family} on {ranks} rank{'s' * (ranks > 1)}, {device.name}: predictions, the fastest first"
         is_bf16 = device.itemsize == 2
-        texts = training_text(trains, training, is_bf16), generation_text(generates, generation, is_bf16)
+        texts = (
+            training_text(for_training, training, is_bf16),
+            generation_text(for_generation, generation, is_bf16),
+        )
         printer.print("\n".join([title, *texts, ""]))
-    if all(each.excluded for each in (*trains, *generates)):
+    if all(division.excluded for division in (*for_training, *for_generation)):
         raise Failure(f"no division over {ranks} rank{'s' * (ranks > 1)} is possible")
 
 
 def _check_numbers(arguments: Namespace) -> None:
-    """ValueError if a number is too small or too large."""
+    """ValueError if a number is out of range."""
     for name in ("seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), 1)
     if arguments.memory_gb is not None and not SMALLEST <= arguments.memory_gb <= LARGEST:
@@ -118,7 +132,7 @@ def _check_numbers(arguments: Namespace) -> None:
 
 
 def _read_fabric(path: str) -> Fabric:
-    """The fabric in a file; ValueError if there is none."""
+    """The fabric in a file. ValueError if the file cannot be read."""
     try:
         return Fabric.load(path)
     except OSError as error:
@@ -127,19 +141,19 @@ def _read_fabric(path: str) -> Fabric:
 
 
 def _join() -> ProcessGroup | None:
-    """The ranks that torchrun started, connected by gloo, over which they compare what they have read; None: only one."""
+    """Join the ranks that torchrun started, and return their gloo group; None for a single rank."""
     join(1)
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _device(inputs: _Inputs, group: ProcessGroup | None) -> Computes:
-    """The device, with the given memory; the one that is measured has the memory of the rank with the least."""
+    """The device, with the memory of --memory-gb. A measured device has by default the memory of the rank with the least."""
     memory = inputs.memory
     if inputs.device is not None:
         return replace(inputs.device, memory=memory) if memory else inputs.device
-    where = device_of_rank(inputs.kind)
-    mine = own_memory(int(os.environ.get("LOCAL_WORLD_SIZE", launched_ranks())), where)
-    least = float(all_reduce(torch.tensor(mine, dtype=torch.float64), group, op=dist.ReduceOp.MIN))
+    device = device_of_rank(inputs.kind)
+    own = own_memory(int(os.environ.get("LOCAL_WORLD_SIZE", launched_ranks())), device)
+    smallest = float(all_reduce(torch.tensor(own, dtype=torch.float64), group, op=dist.ReduceOp.MIN))
     if group is not None and inputs.kind == "cuda":
         group = dist.new_group(backend="nccl")
-    return MeasuredDevice(memory or least, group, device=where)
+    return MeasuredDevice(memory or smallest, group, device=device)

@@ -1,7 +1,7 @@
-"""What one rank computes with: estimates from the rates of a GPU, as time = FLOPs / rate + bytes / bandwidth.
+"""Estimates the compute time of a rank from the rates of its GPU: time = FLOPs / rate + bytes / bandwidth.
 
-They are estimates of large models: products of matrices at a share of the peak, everything else and decoding at a share of
-the memory's bandwidth. `measured.MeasuredDevice` has the same methods and times the model's own parts instead.
+The estimates hold for large models: products of matrices reach a share of the peak; everything else, decoding included,
+reaches a share of the memory's bandwidth. `measured.MeasuredDevice` has the same methods, but times parts of the model.
 """
 
 import json
@@ -20,17 +20,24 @@ from sparsefusion.foundation.command_line import did_you_mean, shortened
 
 from .traffic import Sums
 
-KERNELS = 20  # launched by a layer's forward pass, about
-MOVES = 3  # how often an activation is written or read in a forward pass, about
+KERNELS = 20  # kernels that the forward pass of a layer launches, about
+MOVES = 3  # number of times that a forward pass writes or reads an activation, about
 
 
 @dataclass(frozen=True)
 class Device:
-    """memory: bytes. flops: per second, in products of large matrices. bandwidth: bytes per second, of the memory.
+    """The rates of the processor of a rank.
 
-    launch: seconds per kernel that the host launches. itemsize: bytes of an element of weights and activations in
-    generation. wait: seconds that a message takes longer than on the fabric alone. graph: seconds that a layer's kernels
-    take to decode a token in a CUDA graph, besides the bytes that they move: of the Mamba-1 kind, and of the Mamba-2 kind.
+    Attributes:
+        name: The name of the device.
+        memory: Bytes of memory.
+        flops: Operations per second in products of large matrices.
+        bandwidth: Bytes of memory per second.
+        launch: Seconds in which the host launches a kernel.
+        itemsize: Bytes of an element of weights and activations in generation.
+        wait: Seconds that a message takes in addition to its time on the fabric.
+        graph: Seconds that the kernels of a layer take to decode a token in a CUDA graph, in addition to the time for the
+            bytes that they move: (Mamba-1, Mamba-2).
     """
 
     name: str
@@ -43,13 +50,19 @@ class Device:
     graph: tuple[float, float] = (0.0, 0.0)
 
     def sums(self, fabric: Fabric, ranks: int) -> Sums:
-        """How `ranks` tensor-parallel ranks sum: over the fabric."""
+        """The sums of `ranks` tensor-parallel ranks, over the fabric."""
         return Sums(fabric, self.wait)
 
     def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
-        """Seconds to compute `tokens` tokens of each of `batch` sequences of `seq` tokens on one of `ranks` ranks.
+        """Seconds of a forward pass on one of `ranks` tensor-parallel ranks.
 
-        experts: the ranks that divide the experts, of which the tokens of a prompt choose equally many.
+        Args:
+            config: The model.
+            ranks: The number of tensor-parallel ranks.
+            batch: The number of sequences.
+            tokens: The number of tokens of each sequence on this rank.
+            seq: The number of tokens of each sequence on all ranks.
+            experts: The number of expert-parallel ranks. Each is assumed to compute an equal number of tokens.
         """
         rows = batch * tokens
         stored = TrainingMemory(config, ranks).stored
@@ -59,12 +72,12 @@ class Device:
         return products / self.flops + moved / self.bandwidth + KERNELS * config.num_layers * self.launch
 
     def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward pass in training; arguments as in `forward`."""
+        """Seconds of a forward and of a backward pass in training; see `forward` for the arguments."""
         forward = self.forward(config, ranks, batch, tokens, seq)
         return forward, 2 * forward
 
     def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
-        """Seconds that a context rank computes in addition, forward and backward: it reads a scan's inputs once more."""
+        """Seconds, forward and backward, in which a context rank reads the inputs of its scans once more."""
         seconds = 0.0
         for spec, count in Counter(spec for _, spec in config.operators).items():
             if spec.recurrence is not None:
@@ -76,31 +89,44 @@ class Device:
     def optimizer(self, config: Stack, ranks: int, experts: int = 1) -> float:
         """Seconds of the gradient norm, clipping and AdamW, in fp32.
 
-        AdamW reads weights, gradients and two moments, and writes three of them. The norm reads the gradients, and writes
-        and reads their squares; clipping reads and writes them, and they are set to zero.
+        AdamW reads weights, gradients and two moments, and writes weights and moments (7). The norm reads the gradients,
+        and writes and reads their squares (3); clipping reads and writes the gradients (2), which are then set to zero (1).
         """
         return (7 + 3 + 2 + 1) * Memory(config, ranks, 4, expert_ranks=experts).weights / self.bandwidth
 
     def token(self, config: Stack, ranks: int, batch: int, length: int, experts: int = 1) -> float:
-        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens, in a CUDA graph.
+        """Seconds to decode one token of `batch` sequences in a CUDA graph.
 
-        experts: as for `forward`; the rank with the most chosen experts counts.
+        Args:
+            config: The model.
+            ranks: The number of tensor-parallel ranks.
+            batch: The number of sequences.
+            length: The number of tokens of each sequence whose keys and values are on this rank.
+            experts: The number of expert-parallel ranks; the time is that of the rank with the most chosen experts.
         """
         memory = Memory(config, ranks, self.itemsize, expert_ranks=experts)
-        kernels = sum(self.graph[each.head_dim > 1] for each in config.recurrences)
+        kernels = sum(self.graph[sizes.head_dim > 1] for sizes in config.recurrences)
         return kernels + (memory.weights_read(batch) + batch * memory.moved_per_token(length)) / self.bandwidth
 
 
-# Decoding with batch 1 on an H200 (docs/results/gpu.md): 0.87 ms a token for Mamba-1 130m and 1.46 ms for Mamba-2 130m, of
-# which the bytes of the 24 layers take 0.08 ms at the rate below. The other GPUs have not been measured, and get the same.
+# Decoding with batch 1 on an H200 (docs/results/gpu.md) takes 0.87 ms per token for Mamba-1 130m and 1.46 ms for Mamba-2
+# 130m; moving the bytes of the 24 layers takes 0.08 ms of it at the rate below. Other GPUs are assumed to take as long.
 GRAPH = (0.79e-3 / 24, 1.38e-3 / 24)
-PRODUCTS, STREAMS = 0.5, 0.7  # the shares of the peaks that products of matrices and everything else are taken to reach
+PRODUCTS, STREAMS = 0.5, 0.7  # assumed shares of the peaks that products of matrices, and everything else, reach
 
 
 def of_data_sheet(
     name: str, memory_gb: float, tflops: float, bandwidth_gb_s: float, graph: tuple[float, float] = GRAPH
 ) -> Device:
-    """A device by its vendor's data sheet. tflops: the peak in bf16, dense. bandwidth_gb_s: the peak of the memory."""
+    """A device with the rates of its vendor's data sheet.
+
+    Args:
+        name: The name of the device.
+        memory_gb: Gigabytes of memory.
+        tflops: The peak of dense products in bf16.
+        bandwidth_gb_s: The peak bandwidth of the memory.
+        graph: See `Device`.
+    """
     return Device(name, memory_gb * 1e9, PRODUCTS * tflops * 1e12, STREAMS * bandwidth_gb_s * 1e9, graph=graph)
 
 
@@ -110,27 +136,27 @@ DEVICES = {
     "h200": of_data_sheet("H200 SXM", 141, BF16_TFLOPS["H200"], 4800),
 }
 REQUIRED = ("memory_gb", "tflops", "bandwidth_gb_s")
-SMALLEST, LARGEST = 1e-6, 1e12  # such a number; predicted times are then finite
+SMALLEST, LARGEST = 1e-6, 1e12  # limits of these numbers, with which predicted times are finite
 OPTIONAL = ("mamba1_layer_us", "mamba2_layer_us")  # `Device.graph`, in microseconds
 
 
 def read_device(path: str) -> Device:
-    """The device that a JSON file describes: its `name`, the numbers REQUIRED as for `of_data_sheet`, and OPTIONAL ones.
+    """The device that a JSON file describes: its `name`, the arguments REQUIRED of `of_data_sheet`, and OPTIONAL numbers.
 
-    ValueError, which names the file, the field and what is wrong with it.
+    ValueError, which names the file, the field and the rule, if the description is wrong.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = {**json.loads(Path(path).read_text(encoding="utf-8"))}
     except OSError as error:
         names = ", ".join(DEVICES)
-        raise ValueError(f"--device {path} is none of {names}, measured, and no file: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--device {path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--device {path} holds no JSON object with the fields {', '.join(REQUIRED)}")
-    name = content.pop("name", Path(path).stem)
-    if not isinstance(name, str):
-        raise ValueError(f"--device {path}: name {name!r} must be a string")
+        raise ValueError(
+            f"unknown --device {path}: expected {names}, measured, or a JSON file ({error.strerror})"
+        ) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"--device {path} is not a JSON object with the fields {', '.join(REQUIRED)}: {error}"
+        ) from None
+    name = str(content.pop("name", Path(path).stem))
     for field in content:
         if field not in REQUIRED + OPTIONAL:
             known = ("name", *REQUIRED, *OPTIONAL)
@@ -144,10 +170,8 @@ def read_device(path: str) -> Device:
 
 
 def _number(path: str, content: dict[str, Any], field: str, least: float = SMALLEST) -> float:
-    """A field; ValueError if it is missing, no number, below `least` or above LARGEST."""
-    if field not in content:
-        raise ValueError(f"--device {path}: there is no field {field}")
-    value = content[field]
+    """The value of a field. ValueError unless it is a number from `least` to LARGEST."""
+    value = content.get(field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= LARGEST:
         shown = shortened(json.dumps(value) if isinstance(value, str) else value)
         raise ValueError(f"--device {path}: {field} {shown} must be a number from {least:g} to {LARGEST:g}")

@@ -1,14 +1,15 @@
-"""All divisions of a model and its batch over ranks, with their predicted times and memory, the fastest first.
+"""Predicts the time and memory of every division of a model and its batch over ranks, and sorts them by time.
 
-A division has `tensor` x `context` x `data` ranks. `expert` of the context x data ranks divide the experts of a model that
-has some; in generation, of the data ranks alone, which then have the same tokens. A training step takes
+A division has `tensor` x `context` x `data` ranks. If the model has experts, `expert` of the context x data ranks divide
+them; in generation `expert` of the data ranks do, and these compute the same tokens. A training step takes
 
     micro-batches * (forward + backward [+ forward, with recomputation] + tensor-parallel sums + messages of context ranks
-                     + tokens that go to other ranks' experts and back)
-    + what backward does not hide of the sums of gradients + the gradient norm, clipping and AdamW
-    + the sums of the gradients of what every tensor-parallel rank has, and of divided experts
+                     + exchange of tokens between expert-parallel ranks)
+    + sums of gradients, as far as backward does not hide them + gradient norm, clipping and AdamW
+    + sums of the gradients of replicated parameters, and of divided experts
 
-and a reply takes the time to its first token (TTFT) and of each token that follows (TPOT), all of them of the slowest rank.
+A reply takes the time to its first token (TTFT) and the time of each following token (TPOT). All times are those of the
+slowest rank.
 """
 
 import math
@@ -43,24 +44,24 @@ from .traffic import (
     seconds_of_attention,
 )
 
-WORTHWHILE = 0.9  # a less exact format must reduce the time of a step to this share
-SPARSE = 0.2  # the share of a step from which on the sums of gradients are worth fusing sparsely
+WORTHWHILE = 0.9  # a less exact format is chosen if it reduces the time of a step to this share
+SPARSE = 0.2  # sparse gradients are recommended if sums of gradients take more than this share of a step
 FP32 = 4  # bytes
 
 
 class Computes(Protocol):
-    """The processor of a rank: `devices.Device` or `measured.MeasuredDevice`.
+    """The processor of a rank: a `devices.Device` or a `measured.MeasuredDevice`.
 
-    `ranks` ranks split each layer, and `experts` groups of these divide the experts.
+    The arguments of its methods are those of `devices.Device`.
     """
 
     @property
     def name(self) -> str:
-        """What it is."""
+        """The name of the processor."""
 
     @property
     def memory(self) -> float:
-        """Bytes of a rank."""
+        """Bytes of memory of a rank."""
 
     @property
     def itemsize(self) -> int:
@@ -68,19 +69,19 @@ class Computes(Protocol):
 
     @property
     def wait(self) -> float:
-        """Seconds that each message takes longer than on the fabric alone."""
+        """Seconds that each message takes in addition to its time on the fabric."""
 
     def sums(self, fabric: Fabric, ranks: int) -> Sums:
-        """How `ranks` tensor-parallel ranks sum: over the fabric, or in memory that they share."""
+        """The sums of `ranks` tensor-parallel ranks, over the fabric or in memory that they share."""
 
     def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
-        """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens."""
+        """Seconds of a forward pass over `tokens` tokens of each of `batch` prompts of `seq` tokens."""
 
     def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training."""
 
     def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
-        """Seconds that a context rank computes in addition, forward and backward: what its blocks contribute to others."""
+        """Additional seconds, forward and backward, in which a context rank computes the states that it passes on."""
 
     def optimizer(self, config: Stack, ranks: int, experts: int = 1) -> float:
         """Seconds of the gradient norm, clipping and AdamW."""
@@ -91,7 +92,7 @@ class Computes(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """A training step: global_batch sequences of seq tokens, of which a rank computes micro_batch at a time."""
+    """A training step over `global_batch` sequences of `seq` tokens; a rank computes `micro_batch` of them at a time."""
 
     seq: int
     global_batch: int
@@ -100,9 +101,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Generation:
-    """Replies of `new` tokens to `batch` prompts of `prompt` tokens, which are generated together.
+    """Replies of `new` tokens to `batch` prompts of `prompt` tokens, generated together.
 
-    draft_head: whether the model has its draft head, of which the memory counts, but not the time that it saves.
+    With `draft_head`, the memory of the model's draft head is counted, but not the time that it saves.
     """
 
     prompt: int
@@ -113,11 +114,19 @@ class Generation:
 
 @dataclass(frozen=True)
 class Division:
-    """One division and its prediction, or why it is excluded.
+    """A division and its prediction. For an excluded division, only the memory may be known.
 
-    parts: {what: seconds}, of which `seconds` is the sum. memory: bytes on the rank that needs most. format: of the sums of
-    block outputs. attention: the grid of context ranks. schedule: its name in --context-schedule. gradients: the gradient
-    mode. For generation also ttft and tpot. Of an excluded one, only the memory may be known (0: it is not).
+    Attributes:
+        tensor, context, data, expert: The numbers of ranks.
+        parts: {part of the time: seconds}.
+        memory: Bytes on the rank that needs most; 0 if unknown.
+        format: The wire format of the sums of block outputs.
+        attention: The grid of context ranks, or "".
+        schedule: The name of this grid in --context-schedule.
+        gradients: The gradient mode.
+        recompute: True if activations must be recomputed.
+        ttft, tpot: Seconds to the first token, and seconds per following token, in generation.
+        excluded: The reason why the division is excluded, or "".
     """
 
     tensor: int
@@ -137,12 +146,12 @@ class Division:
 
     @property
     def seconds(self) -> float:
-        """Of a training step, or of a reply."""
+        """Seconds of a training step, or of a reply."""
         return sum(self.parts.values())
 
     @property
     def sizes(self) -> str:
-        """The numbers of ranks, in words."""
+        """The numbers of ranks as text."""
         divided = f", EP {self.expert}" * (self.expert > 1)
         return f"TP {self.tensor} x CP {self.context} x DP {self.data}{divided}"
 
@@ -153,26 +162,26 @@ class Division:
 
 
 def training_divisions(config: Stack, ranks: int, job: Training, fabric: Fabric, device: Computes) -> list[Division]:
-    """All divisions for training: those that fit, the fastest first, and then those that are excluded."""
-    found = [
+    """All divisions for training: the possible ones, the fastest first, then the excluded ones."""
+    divisions = [
         _training(config, *sizes, expert, job, fabric, device)
         for sizes in _sizes(ranks)
         for expert in _expert_ranks(config, sizes[1] * sizes[2])
     ]
-    return sorted(found, key=lambda each: (bool(each.excluded), each.seconds))
+    return sorted(divisions, key=lambda division: (bool(division.excluded), division.seconds))
 
 
 def generation_divisions(
     config: Stack, ranks: int, job: Generation, fabric: Fabric, device: Computes
 ) -> list[Division]:
-    """All divisions for generation, as in `training_divisions`; `replicas` each generate a batch of their own."""
+    """All divisions for generation, sorted as by `training_divisions`. Each replica generates a batch of its own."""
     config = config.with_draft_head() if job.draft_head else config
-    found = [
+    divisions = [
         _generation(config, *sizes, expert, job, fabric, device)
         for sizes in _sizes(ranks)
         for expert in _expert_ranks(config, sizes[2] if sizes[1] == 1 else 1)
     ]
-    return sorted(found, key=lambda each: (bool(each.excluded), each.seconds, -each.replicas))
+    return sorted(divisions, key=lambda division: (bool(division.excluded), division.seconds, -division.replicas))
 
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
@@ -183,13 +192,13 @@ def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _expert_ranks(config: Stack, ranks: int) -> list[int]:
-    """The numbers of ranks, of `ranks` with the same part of the layers, that can divide the experts."""
+    """The numbers of expert-parallel ranks, among `ranks` ranks with the same part of the layers, that the experts allow."""
     counts = [spec.experts for _, spec in config.operators if spec.experts]
     return _divisors(math.gcd(ranks, *counts)) if counts else [1]
 
 
 def _divisors(number: int) -> list[int]:
-    """Those of a number, the smallest first, found in as many steps as its square root."""
+    """The divisors of a number in ascending order, in as many steps as its square root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
@@ -197,7 +206,7 @@ def _divisors(number: int) -> list[int]:
 def _training(
     config: Stack, tensor: int, context: int, data: int, expert: int, job: Training, fabric: Fabric, device: Computes
 ) -> Division:
-    """The prediction of one division."""
+    """The prediction of a division for training."""
     sizes, per_step = (tensor, context, data, expert), job.micro_batch * data
     try:
         config.check_ranks(tensor)
@@ -227,7 +236,7 @@ def _training(
     format = _format({name: compute + micro_batches * (rest + time) for name, time in by_format.items()})
     weights = Memory(config, tensor, FP32, expert_ranks=expert).weights
     of_experts = [*expert_gradients(config, tensor, expert, context * data // expert)] if expert > 1 else []
-    weights -= int(sum(each.nbytes for each in of_experts))
+    weights -= int(sum(message.nbytes for message in of_experts))
     embedding = FP32 * config.vocab_size * config.hidden_size / tensor
     parts = {
         "compute": compute,
@@ -241,7 +250,7 @@ def _training(
         + seconds_of(of_experts, fabric, device.wait),
         "norm, clipping, AdamW": device.optimizer(config, tensor, expert),
     }  # fmt: skip
-    if expert > 1:  # whose gradients are always dense
+    if expert > 1:  # gradients of divided experts are always dense
         dispatched = seconds_of(dispatched_tokens(config, tensor, expert, rows), fabric, device.wait)
         parts["tokens to experts"] = micro_batches * dispatched
         return Division(*sizes, parts, needed, format, attention, schedule, "dense", recompute)
@@ -254,7 +263,7 @@ def _training(
 def _generation(
     config: Stack, tensor: int, context: int, data: int, expert: int, job: Generation, fabric: Fabric, device: Computes
 ) -> Division:
-    """The prediction of one division."""
+    """The prediction of a division for generation."""
     sizes = (tensor, context, data, expert)
     try:
         config.check_ranks(tensor)
@@ -321,9 +330,9 @@ def _generation(
 
 
 def _memory_of_reply(shape: Memory, job: Generation, tokens: int, context: int) -> int:
-    """Bytes of a rank that reads `tokens` tokens of each prompt: weights, activations, and the cache of prompt and reply.
+    """Bytes of a rank with `tokens` tokens of each prompt: weights, activations, and the cache of prompt and reply.
 
-    Context ranks share the keys and values of all tokens.
+    The keys and values of the reply are divided over the context ranks.
     """
     new = -(-job.new // context)
     activations = shape.prefill(job.batch, tokens) - shape.cache(job.batch, tokens)
@@ -331,7 +340,7 @@ def _memory_of_reply(shape: Memory, job: Generation, tokens: int, context: int) 
 
 
 def _tokens(config: Stack, seq: int, context: int) -> int:
-    """The tokens of a sequence on each of `context` ranks, which have two blocks; ValueError if these are too short."""
+    """The tokens of a sequence on each of `context` ranks, in two blocks. ValueError if the blocks are too short."""
     check_sequence_length(seq, context, config.history)
     return local_length("zigzag", seq, context)
 
@@ -339,27 +348,29 @@ def _tokens(config: Stack, seq: int, context: int) -> int:
 def _attention(
     config: Stack, tensor: int, context: int, seq: int, batch: int, training: bool, fabric: Fabric, wait: float
 ) -> tuple[str, str, float]:
-    """(the grid of context ranks, its name in --context-schedule, the seconds of its messages in all hybrid layers).
+    """(grid of context ranks, its name in --context-schedule, seconds of its messages in all attention layers).
 
-    For training, the fastest of the grids that the option can select. `generate` has no such option: it always takes the
-    one that `auto` selects, by bytes.
+    For training, the fastest of the grids that the option can select. `generate` has no such option; it always uses the
+    grid that `auto` selects by bytes.
     """
     if context == 1 or not config.attentions:
         return "", "auto", 0.0
     local = config.attentions[0].on_ranks(tensor)
     shape = batch, local.heads, local.kv_heads, local.head_dim
     default, *others = candidates(context, *shape[1:], seq, training, batch=batch, itemsize=FP32)
-    names = {grid[:3]: name for name, grid in reversed(named_grids(context).items())}  # of several, the first name
+    # A grid with several names keeps the first of them.
+    names = {grid[:3]: name for name, grid in reversed(named_grids(context).items())}
     names[default.rows, default.cols, default.ulysses] = "auto"
-    found = [default, *(each for each in others if training and (each.rows, each.cols, each.ulysses) in names)]
-    times = [seconds_of_attention(each, context, seq, shape, training, fabric, wait) for each in found]
-    seconds, best = min(zip(times, found, strict=True), key=lambda pair: pair[0])
-    grid = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
-    return grid, names[best.rows, best.cols, best.ulysses], len(config.attentions) * seconds
+    named = [grid for grid in others if training and (grid.rows, grid.cols, grid.ulysses) in names]
+    grids = [default, *named]
+    times = [seconds_of_attention(grid, context, seq, shape, training, fabric, wait) for grid in grids]
+    seconds, best = min(zip(times, grids, strict=True), key=lambda pair: pair[0])
+    text = f"{best.rows} x {best.cols}" + f", {best.ulysses} ranks divide the heads" * (best.ulysses > 1)
+    return text, names[best.rows, best.cols, best.ulysses], len(config.attentions) * seconds
 
 
 def _format(times: dict[str, float]) -> str:
-    """The most exact format, unless a less exact one reduces the time to WORTHWHILE."""
+    """The most exact of the formats {format: seconds}, unless a less exact one reduces the time to the share WORTHWHILE."""
     chosen = "fp32"
     for name, time in times.items():
         if time < WORTHWHILE * times[chosen]:
@@ -367,5 +378,5 @@ def _format(times: dict[str, float]) -> str:
     return chosen
 
 
-def _too_large(needed: float, device: Computes, how: str = "") -> str:
-    return f"needs {needed / 1e9:.3g} GB{how}; a rank has {device.memory / 1e9:.3g} GB"
+def _too_large(needed: float, device: Computes, condition: str = "") -> str:
+    return f"needs {needed / 1e9:.3g} GB{condition}; a rank has {device.memory / 1e9:.3g} GB"

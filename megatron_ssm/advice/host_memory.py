@@ -1,4 +1,4 @@
-"""The memory of a rank: a GPU's, or its share of what the host, or the container or job that it runs in, may use."""
+"""The memory of a rank: that of its GPU, or its share of the memory of the host, or of its container or job."""
 
 import math
 import os
@@ -11,7 +11,7 @@ MEMBERSHIP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def own_memory(ranks_on_host: int, device: torch.device) -> float:
-    """Bytes of memory for one rank of `ranks_on_host`, which share the host's memory, or the limit of their cgroup."""
+    """Bytes of memory of one rank: that of its GPU, or 1/ranks_on_host of the host's memory or of the cgroup's limit."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     physical = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -19,10 +19,13 @@ def own_memory(ranks_on_host: int, device: torch.device) -> float:
 
 
 def memory_limit(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> float:
-    """The smallest limit, in bytes, of the cgroups that this process is in and of those above them; inf: there is none.
+    """The smallest limit, in bytes, of this process's cgroups and of their parents; inf if there is none.
 
-    The kernel ends processes beyond it, however much memory the host has. Docker, Kubernetes and Slurm set it. membership:
-    the file with a line `number:controllers:path` for each hierarchy. cgroups: where they are mounted.
+    Docker, Kubernetes and Slurm set such limits. The kernel kills processes that exceed one, even if the host has memory.
+
+    Args:
+        membership: The file with a line `number:controllers:path` for each hierarchy of cgroups.
+        cgroups: The folder where cgroups are mounted.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -33,9 +36,9 @@ def memory_limit(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> floa
 
 
 def _limits(cgroups: Path, controllers: str, path: str) -> Iterator[float]:
-    """The limits of a cgroup and of those above it, in version 2 (which names no controllers), or in version 1.
+    """The limits of a cgroup and of its parents, in version 2 (which names no controllers) or in version 1.
 
-    In a container, the path may be that of the host, which is not mounted; the container's own cgroup is then on top.
+    In a container, the path may be one of the host, which is not mounted; the container's own cgroup is then the root.
     """
     if not controllers:
         top, name = cgroups, "memory.max"

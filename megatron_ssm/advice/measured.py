@@ -1,7 +1,7 @@
-"""This machine as a device: times of the parts of a model, on all ranks that will compute at the same time.
+"""Measures this machine as a device: times parts of a model on all ranks that will compute at the same time.
 
-The part of a tensor-parallel rank computes as much as a model on one rank that is as many times narrower. So that model is
-built with random weights, with one and with a few layers, and timed without messages; all layers are extrapolated from it.
+A tensor-parallel rank of P computes as much as a single rank with a model of 1/P of the width. Such a model is built with
+random weights, with one and with a few layers, and timed without messages; the time of all layers is extrapolated from it.
 """
 
 import time
@@ -36,26 +36,24 @@ from sparsefusion.fabric.measurement import repetitions, timed
 
 from .traffic import Sums
 
-REPEATED = 3  # timed runs, of which the median counts, after one that is not timed
-LAYERS = (1, 4)  # of the models that are timed
-KEPT = len(LAYERS) + 1  # models, until others are timed: their weights take longer to draw than they to run
-FIRST, NEW = 2, 4  # decoded tokens that are not timed, as CUDA graphs are captured for them, and those that are
-# Turns in which ranks compute and send, and calls that are timed together, because a barrier takes longer than one of them.
-TURNS = 10
-PRODUCTS = 4  # of a matrix and a vector in a turn: together they take about as long as a layer for a token
-SIZES = [1 << bits for bits in range(8, 23, 2)]  # bytes of the sums in shared memory that are timed
-BACKWARD_ATTENTION = 2.5  # backward of attention has 5 products of matrices, and forward has 2
+REPEATED = 3  # number of timed runs after a warm-up; their median is used
+LAYERS = (1, 4)  # numbers of layers of the timed models
+KEPT = len(LAYERS) + 1  # number of models kept for further timings: drawing weights takes longer than a run
+FIRST, NEW = 2, 4  # decoded tokens before the timed ones, for which CUDA graphs are captured; timed tokens
+TURNS = 10  # turns of computing and sending, or calls, that are timed together: a barrier takes longer than one call
+PRODUCTS = 4  # products of a matrix and a vector in a turn, which take about as long as a layer for a token
+SIZES = [1 << bits for bits in range(8, 23, 2)]  # bytes of the timed sums in shared memory
+BACKWARD_ATTENTION = 2.5  # attention has 5 products of matrices in backward and 2 in forward
 
 
 def part_of(config: Stack, ranks: int, device: torch.device, dtype: torch.dtype, experts: int = 1) -> Model:
-    """The part of a model that the first of `ranks` tensor-parallel ranks has, alone and with random weights.
+    """The part of a model on the first of `ranks` tensor-parallel ranks, with random weights; it sends no messages.
 
-    It computes what that rank does, and sends nothing. It knows the first rank's part of the vocabulary only. experts: the
-    ranks that divide its experts, if it has some.
+    It has the part of the vocabulary of that rank only. `experts` ranks divide the experts, if the model has any.
     """
     divided = Ranks(size=experts if any(spec.experts for _, spec in config.operators) else 1)
     model = Model(config, Ranks(size=ranks), dtype=dtype, device=device, experts=divided)
-    with torch.no_grad(), device:  # weights of a GPU are drawn there
+    with torch.no_grad(), device:  # the weights are drawn on the device
         for parameter in model.parameters():
             shape = tuple(parameter.shape)
             parameter.copy_(draw(replace(field_of(parameter), shape=shape), config.num_layers))
@@ -64,10 +62,16 @@ def part_of(config: Stack, ranks: int, device: torch.device, dtype: torch.dtype,
 
 @dataclass
 class MeasuredDevice:
-    """A `devices.Device` that times models on this rank, and takes the slowest rank's times. All ranks call it together.
+    """A device with the methods of `devices.Device` that times models; it uses the slowest rank's times.
 
-    memory: bytes of a rank. group: the ranks that measure at the same time (None: this one alone). shares: whether they sum
-    through memory if they are on one machine, as models do (see `Ranks`).
+    All ranks call its methods together.
+
+    Attributes:
+        memory: Bytes of memory of a rank.
+        group: The ranks that measure at the same time (None: this rank alone).
+        dtype: The dtype of the timed models.
+        device: The device on which they run.
+        shares: True if ranks of one machine sum in shared memory, as models do (see `Ranks`).
     """
 
     memory: float
@@ -76,11 +80,11 @@ class MeasuredDevice:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shares: bool = True
     _known: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
-    _models: dict[tuple[Stack, int, int], Model] = field(default_factory=dict)  # those that were used last
+    _models: dict[tuple[Stack, int, int], Model] = field(default_factory=dict)  # the models that were timed last
 
     @property
     def name(self) -> str:
-        """What was measured."""
+        """The machine and the dtype."""
         return f"this machine's {self.device.type}, measured in {str(self.dtype).removeprefix('torch.')}"
 
     @property
@@ -89,9 +93,9 @@ class MeasuredDevice:
         return self.dtype.itemsize
 
     def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
-        """Seconds to read `tokens` tokens of each of `batch` prompts of `seq` tokens.
+        """Seconds of a forward pass over `tokens` tokens of each of `batch` prompts of `seq` tokens.
 
-        experts: the ranks that divide the experts; the first one is timed, with as many of the tokens as choose its experts.
+        `experts` ranks divide the experts; the first of them is timed with the tokens that choose its experts.
         """
         run = _reply if ranks == 1 and tokens == seq else _divided_reply
         ttft, _ = self._of_layers(run, config, ranks, *_sequences(config, batch, tokens, seq), experts)
@@ -100,11 +104,11 @@ class MeasuredDevice:
     def micro_batch(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass in training, over `tokens` of the `seq` tokens of each sequence."""
         forward, backward, _ = self._of_layers(_training, config, ranks, *_sequences(config, batch, tokens, seq))
-        more = self._attention(config, ranks, batch, tokens, seq)
-        return forward + more, backward + BACKWARD_ATTENTION * more
+        attention = self._attention(config, ranks, batch, tokens, seq)
+        return forward + attention, backward + BACKWARD_ATTENTION * attention
 
     def passing(self, config: Stack, ranks: int, batch: int, tokens: int) -> tuple[float, float]:
-        """Seconds that a context rank computes in addition, forward and backward: what its blocks contribute to others."""
+        """Additional seconds, forward and backward, in which a context rank computes the states that it passes on."""
         key = (_block_contributions, config, ranks, batch, tokens)
         if key not in self._known:
             total = torch.zeros(2, dtype=torch.float64)
@@ -125,26 +129,23 @@ class MeasuredDevice:
         return self._known[key][0] * Memory(config, ranks, expert_ranks=experts).weights
 
     def token(self, config: Stack, ranks: int, batch: int, length: int, experts: int = 1) -> float:
-        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens.
-
-        experts: as for `forward`.
-        """
+        """Seconds to decode one token of `batch` sequences, of which this rank holds `length` tokens; see `forward`."""
         return self._of_layers(_reply if ranks == 1 else _divided_reply, config, ranks, batch, length, experts)[1]
 
     @cached_property
     def wait(self) -> float:
-        """Seconds that a small message takes longer where ranks compute between messages, as they wait for the slowest."""
+        """Additional seconds of a small message between computations, because ranks wait for the slowest."""
         return self._wait(lambda number: all_reduce(number, self.group))
 
     def sums(self, fabric: Fabric, ranks: int) -> Sums:
-        """How `ranks` tensor-parallel ranks sum: in memory if all that measure share it, else over the fabric."""
+        """The sums of `ranks` tensor-parallel ranks: in memory if all measuring ranks share it, else over the fabric."""
         in_memory = self._in_memory
         is_local = in_memory is not None and ranks <= in_memory.fabric.curves[0].ranks
         return in_memory if in_memory and is_local else Sums(fabric, self.wait)
 
     @cached_property
     def _in_memory(self) -> Sums | None:
-        """Sums in memory that all ranks of the group share, which are always exact; None: they do not share it."""
+        """Sums in memory that all ranks of the group share, which are always exact; None if they share none."""
         if self.group is None or self.device.type != "cpu" or not self.shares:
             return None
         memory, _ = connect(self.group)
@@ -153,8 +154,8 @@ class MeasuredDevice:
         calls: dict[str, Callable] = {"all_reduce": memory.all_reduce, "all_gather": memory.all_gather}
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in calls}
         for nbytes in SIZES:
-            several = [timed(partial(_repeat, call, torch.zeros(nbytes // 4)), self.device) for call in calls.values()]
-            medians = repetitions(several, self.group, self.device, TURNS).median(0).values.tolist()
+            watches = [timed(partial(_repeat, call, torch.zeros(nbytes // 4)), self.device) for call in calls.values()]
+            medians = repetitions(watches, self.group, self.device, TURNS).median(0).values.tolist()
             for name, seconds in zip(calls, medians, strict=True):
                 points[name].append((nbytes, seconds / TURNS))
         wait = self._wait(memory.all_reduce)
@@ -163,7 +164,7 @@ class MeasuredDevice:
         return Sums(Fabric(tuple(curves)), wait, ("fp32",))
 
     def _wait(self, send: Callable[[torch.Tensor], object]) -> float:
-        """Seconds that `send` takes longer for a small tensor between products of matrices than alone."""
+        """Seconds that `send` takes for a small tensor between products of matrices, in addition to its time alone."""
         if self.group is None:
             return 0.0
         matrix, number = torch.ones(1024, 1024, device=self.device), torch.ones(256, device=self.device)
@@ -188,7 +189,7 @@ class MeasuredDevice:
         tokens: int,
         experts: int = 1,
     ) -> tuple[float, ...]:
-        """The times of `run` for all layers of the part of a model, from those for few layers."""
+        """The times of `run` for all layers of the part of a model, extrapolated from the times for few layers."""
         key = (run, config, ranks, batch, tokens, experts)
         if key not in self._known:
             (first, _), *others = config.kinds
@@ -205,11 +206,11 @@ class MeasuredDevice:
     def _times(
         self, run: Callable, config: Stack, ranks: int, batch: int, tokens: int, experts: int = 1
     ) -> list[tuple[float, ...]]:
-        """For each of the times that `run` returns, those of all runs with a model of random weights and random prompts."""
+        """The times of all runs, (times that `run` returns, runs), with a model of random weights and random prompts."""
         model = self._model(config, ranks, experts)
         ids = torch.randint(model.embeddings.stop, (batch, tokens), generator=torch.Generator().manual_seed(0))
-        found = [run(model, ids.to(self.device)) for _ in range(1 + REPEATED)][1:]
-        return list(zip(*found, strict=True))
+        times = [run(model, ids.to(self.device)) for _ in range(1 + REPEATED)][1:]
+        return list(zip(*times, strict=True))
 
     def _model(self, config: Stack, ranks: int, experts: int) -> Model:
         """The part of a model on one of `ranks` ranks, with random weights."""
@@ -221,12 +222,12 @@ class MeasuredDevice:
         return self._models[key]
 
     def _slowest(self, times: Sequence[Any]) -> torch.Tensor:
-        """The median over runs of the time of the slowest rank, which is another one in each run. times: (..., runs)."""
-        mine = torch.tensor(times, dtype=torch.float64, device=self.device)
-        return all_reduce(mine, self.group, op=dist.ReduceOp.MAX).cpu().median(-1).values
+        """The median over runs of the slowest rank's time in each run; times: (..., runs)."""
+        own = torch.tensor(times, dtype=torch.float64, device=self.device)
+        return all_reduce(own, self.group, op=dist.ReduceOp.MAX).cpu().median(-1).values
 
     def _attention(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int) -> float:
-        """Seconds of attention to the keys of other context ranks, which the part of a model does not have."""
+        """Seconds of attention to the keys of other context ranks, which the timed models do not compute."""
         if not config.attentions or tokens == seq:
             return 0.0
         local, key = config.attentions[0].on_ranks(ranks), (attend, config, ranks, batch, tokens)
@@ -241,22 +242,28 @@ class MeasuredDevice:
 
 
 def _sequences(config: Stack, batch: int, tokens: int, seq: int) -> tuple[int, int]:
-    """(sequences, tokens of each) that a rank computes: two blocks of a sequence that context ranks share are two of them.
+    """(number of sequences, tokens of each) with which a rank is timed.
 
-    With attention they are one, because every query of a rank attends to all earlier keys of the rank.
+    The two blocks of a context rank count as two sequences; with attention as one sequence, because every query of a rank
+    attends to all earlier keys of the rank.
     """
     return (batch, tokens) if tokens == seq or config.attentions else (2 * batch, -(-tokens // 2))
 
 
-# What is timed: functions of a model and ids (batch, tokens), and of random inputs of a scan
+# The timed functions: of a model and ids (batch, tokens), and of random inputs of a scan
 
 
 def _block_contributions(
     sizes: RecurrenceSizes, ranks: int, blocks: int, length: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The final states of a layer's blocks, and the gradients of their incoming states, by `context.summaries`.
+    """Functions that compute the final states of blocks, and the gradients of their incoming states.
 
-    ranks: over which its heads are split. blocks: of all sequences. length: tokens of each.
+    Args:
+        sizes: The sizes of the scan of a layer.
+        ranks: The number of ranks that divide its heads.
+        blocks: The number of blocks in all sequences.
+        length: The number of tokens of a block.
+        device: The device of the inputs.
     """
 
     def random(*shape: int) -> torch.Tensor:
@@ -276,7 +283,7 @@ def _block_contributions(
 
 
 def _repeat(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> None:
-    """TURNS calls."""
+    """Make TURNS calls."""
     for _ in range(TURNS):
         call(tensor)
 
@@ -291,14 +298,14 @@ def _clock(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> list[float]:
-    """The seconds of some calls, after one that is not timed."""
+    """The seconds of REPEATED calls, after a warm-up."""
     return [_clock(run, device) for _ in range(1 + REPEATED)][1:]
 
 
 def _training(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """Forward, backward, and what follows until the next step: the gradient norm, clipping, AdamW and zeros.
+    """Seconds of forward, of backward, and of the update: gradient norm, clipping, AdamW and zeroing the gradients.
 
-    The step of AdamW that is timed is not its first one, which allocates the moments.
+    The timed step of AdamW is its second one, because the first one allocates the moments.
     """
     losses: list[torch.Tensor] = []
     forward = _clock(lambda: losses.append(model.loss(ids, ids)), ids.device)
@@ -315,20 +322,20 @@ def _training(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
 
 
 def _reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """The time to the first token of replies to prompts, and the time of each of the tokens that follow."""
+    """Seconds to the first token of replies to prompts, and seconds per following token."""
     return _times_of_reply(model, ids, [])
 
 
 def _divided_reply(model: Model, ids: torch.Tensor) -> tuple[float, ...]:
-    """As `_reply`, for ranks that divide a model or a sequence, which read prompts by their modules and not by C.
+    """`_reply` of ranks that divide a model or a sequence. They read prompts with modules instead of the C tape.
 
-    An empty forward hook on each layer makes the model do so here: it calls its modules, because C would not call the hooks.
+    An empty forward hook on each layer makes the model call its modules, because C would not call the hooks.
     """
     return _times_of_reply(model, ids, [layer.register_forward_hook(lambda *_: None) for layer in model.layers])
 
 
 def _times_of_reply(model: Model, ids: torch.Tensor, hooks: list[Any]) -> tuple[float, ...]:
-    """hooks: removed when the prompt has been read."""
+    """See `_reply`; the hooks are removed when the prompt has been read."""
     times = [time.perf_counter()]
     for _ in stream(model, ids, max_new_tokens=1 + FIRST + NEW):
         times.append(time.perf_counter())

@@ -1,8 +1,8 @@
-"""What ranks send in a training step, for a prompt and for a decoded token, and how long it takes on a fabric.
+"""Counts the messages of a training step, of a prompt and of a decoded token, and predicts their time on a fabric.
 
-The tensor-parallel sums are those of `sizing.advise`, for every token. Backward sums the gradients of the same
-activations (Megatron's f and g), where the attention's input is twice as wide, and the gradients of parameters that several
-ranks hold. Context ranks pass states as `context.state_passing` says. DDP sums the gradients of all data x context ranks.
+Each token causes the tensor-parallel sums of `sizing.advise`. Backward sums the gradients of the same activations
+(Megatron's f and g), where the attention's input is twice as wide, and the gradients of replicated parameters. Context
+ranks pass states (see `context.state_passing`). DDP sums the gradients of all data x context ranks.
 """
 
 import itertools
@@ -24,18 +24,21 @@ from sparsefusion import FORMATS, Fabric
 from sparsefusion.collectives.wire_formats import BLOCK, wire_format
 
 TOKEN_BYTES, AGREEMENT_BYTES = 8, 16
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of gradients after which torch's DDP sums them: at first, and later
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of the first and of the further buckets of torch's DDP
 
 
-Outputs = Sequence[tuple[int, int]]  # (bytes of a token, count) of sums in a wire format, such as `block_outputs`
+Outputs = Sequence[tuple[int, int]]  # pairs (bytes per token, count) of sums in a wire format, such as `block_outputs`
 WIRE_FORMATS = tuple(name for name in FORMATS if name != "auto")  # the most exact first
 
 
 @dataclass(frozen=True)
 class Sums:
-    """How tensor-parallel ranks exchange tensors: over a fabric, or in memory that they share, which then is its "fabric".
+    """The sums of tensor-parallel ranks.
 
-    wait: seconds that each message takes longer than on the fabric alone. formats: those in which they may sum.
+    Attributes:
+        fabric: The times of messages, over a network or in memory that the ranks share.
+        wait: Seconds that each message takes in addition to its time on the fabric.
+        formats: The wire formats in which the ranks can sum.
     """
 
     fabric: Fabric
@@ -43,7 +46,7 @@ class Sums:
     formats: tuple[str, ...] = WIRE_FORMATS
 
     def seconds(self, messages: "Iterable[Message]") -> float:
-        """The time of messages one after the other."""
+        """Seconds of messages that are sent one after the other."""
         return seconds_of(messages, self.fabric, self.wait)
 
     def by_format(self, outputs: "Outputs", ranks: int, tokens: int) -> dict[str, float]:
@@ -62,22 +65,23 @@ class Message:
 
 
 def seconds_of(messages: Iterable[Message], fabric: Fabric, wait: float = 0.0) -> float:
-    """The time of messages one after the other, each `wait` seconds longer than the fabric says.
+    """Seconds of messages that are sent one after the other, each with `wait` seconds in addition to its time on the fabric.
 
     Numbers of ranks that were never measured are extrapolated.
     """
     known, total = {curve.operation for curve in fabric.curves}, 0.0
-    for each in messages:
-        if each.nbytes and each.count and each.ranks > 1:
-            operation, nbytes, ranks, share = _measured_instead(each, known)
-            total += each.count * (wait + share * fabric.time(operation, nbytes, ranks, extrapolate=True))
+    for message in messages:
+        if message.nbytes and message.count and message.ranks > 1:
+            operation, nbytes, ranks, share = _measured_instead(message, known)
+            total += message.count * (wait + share * fabric.time(operation, nbytes, ranks, extrapolate=True))
     return total
 
 
 def _measured_instead(message: Message, known: Collection[str]) -> tuple[str, float, int, float]:
-    """(operation, bytes, ranks, share of its time) by which a message is estimated whose operation was not measured.
+    """(operation, bytes, ranks, share of its time) of the measured operation by which a message is estimated.
 
-    The other operation sends as many bytes in as many steps, or, an all-reduce, twice as many.
+    If the message's own operation was not measured, another one that sends the same bytes in the same number of steps is
+    used, or half of an all-reduce, which sends twice as many.
     """
     operation, nbytes, ranks = message.operation, message.nbytes, message.ranks
     if operation not in known and operation == "p2p":
@@ -92,10 +96,10 @@ def _measured_instead(message: Message, known: Collection[str]) -> tuple[str, fl
 def seconds_of_outputs(
     outputs: Outputs, ranks: int, tokens: int, format: str, fabric: Fabric, wait: float = 0.0
 ) -> float:
-    """The time of the sums of outputs in a forward pass over `tokens` tokens, in a wire format.
+    """Seconds of the sums of outputs in a forward pass over `tokens` tokens, in a wire format.
 
-    Exact ones are all-reduces. The others are an exchange of pieces and an all-gather of their sums, or an all-gather of
-    everything, whichever is faster.
+    Exact sums are all-reduces. Other formats exchange pieces and all-gather their sums, or all-gather everything, whichever
+    is faster.
     """
     total = 0.0
     for nbytes, count in ((tokens * nbytes, count) for nbytes, count in outputs):
@@ -111,10 +115,17 @@ def seconds_of_attention(
     schedule: Candidate, ranks: int, seq: int, shape: tuple[int, int, int, int], training: bool, fabric: Fabric,
     wait: float = 0.0,
 ) -> float:  # fmt: skip
-    """The time of what a grid of `ranks` context ranks exchanges to attend `seq` tokens once.
+    """Seconds of the messages of a grid of context ranks in one attention.
 
-    shape: (batch, heads, kv_heads, head_dim). training: forward and backward. Steps are messages between pairs if these were
-    measured, and otherwise the all-gathers that take as many steps. wait: as for `seconds_of`.
+    A step is a message between two ranks if these were measured, else a step of an all-gather.
+
+    Args:
+        schedule: The grid.
+        ranks: The number of context ranks.
+        seq: The number of tokens of a sequence.
+        shape: (batch, heads, kv_heads, head_dim).
+        training: True for forward and backward, False for forward only.
+        fabric, wait: See `seconds_of`.
     """
     grid = Grid(0, schedule.ulysses, schedule.rows, schedule.cols)
     passes = messages(grid, local_length("zigzag", seq, ranks), *shape, itemsize=SUM_BYTES)
@@ -125,7 +136,7 @@ def seconds_of_attention(
 
 
 def exact_sums(config: Stack, ranks: int, tokens: int) -> Iterator[Message]:
-    """The other sums of a forward pass: of the embedding, and of x_proj or of norms over several ranks."""
+    """The exact sums of a forward pass: of the embedding, and of x_proj or of norms whose groups span ranks."""
     if ranks > 1:
         yield Message("all_reduce", SUM_BYTES * config.hidden_size * tokens, ranks)
         for nbytes, count in inner_sums(config, ranks):
@@ -147,14 +158,14 @@ def backward_sums(config: Stack, ranks: int, tokens: int) -> Iterator[Message]:
 
 
 def replicated_gradients(config: Stack, ranks: int) -> Iterator[Message]:
-    """The mean, once per step, of the gradients of what every tensor-parallel rank has: norms, some biases, ..."""
+    """The mean, once per step, of the gradients of parameters that every tensor-parallel rank has, such as norms."""
     sizes = [math.prod(f.shape) for f in config.fields() if f.split is None and ".idle." not in f.name]
     if ranks > 1:
         yield Message("all_reduce", SUM_BYTES * sum(sizes), ranks)
 
 
 def passed_states(config: Stack, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:
-    """What `context` ranks exchange in all state-space layers for `batch` sequences: states, and inputs of convolutions.
+    """The messages of `context` ranks in all recurrent layers for `batch` sequences: states and inputs of convolutions.
 
     After a prompt, the ranks also gather the final states.
     """
@@ -170,7 +181,7 @@ def passed_states(config: Stack, tensor: int, context: int, batch: int, training
 
 
 def expert_outputs(config: Stack, tensor: int, experts: int) -> Iterator[tuple[int, int]]:
-    """(bytes of a token, count) of the sums over expert-parallel ranks that have the same tokens."""
+    """Pairs (bytes per token, count) of the sums over expert-parallel ranks that have the same tokens."""
     for sizes, count in sizes_of(config, Workload(tensor, expert_ranks=experts)):
         if sizes.summed:
             yield SUM_BYTES * sizes.summed, count
@@ -179,8 +190,8 @@ def expert_outputs(config: Stack, tensor: int, experts: int) -> Iterator[tuple[i
 def dispatched_tokens(config: Stack, tensor: int, experts: int, tokens: int) -> Iterator[Message]:
     """The exchanges of expert-parallel ranks with `tokens` tokens each in a forward and a backward pass, in fp32.
 
-    In each layer: how many tokens each rank gets; the tokens, and their sums back; their gradients. All choices of experts
-    are taken to be equally likely.
+    A layer exchanges the number of tokens for each rank, the tokens, their outputs, and the gradients of both. All choices
+    of experts are assumed to be equally likely.
     """
     for sizes, count in sizes_of(config, Workload(tensor, expert_ranks=experts)):
         if sizes.reached:
@@ -190,14 +201,14 @@ def dispatched_tokens(config: Stack, tensor: int, experts: int, tokens: int) -> 
 
 
 def expert_gradients(config: Stack, tensor: int, experts: int, ranks: int) -> Iterator[Message]:
-    """The sums, once per step, of the gradients of divided experts over the `ranks` ranks that have the same."""
+    """The sums, once per step, of the gradients of divided experts over the `ranks` ranks with the same experts."""
     for field in config.fields():
         if field.by_expert:
             yield Message("all_reduce", SUM_BYTES * math.prod(field.local_shape(0, tensor, 0, experts)), ranks)
 
 
 def chosen_tokens(batch: int, tensor: int) -> Iterator[Message]:
-    """What chooses the next token of `batch` sequences: each tensor-parallel rank's largest logit and its id."""
+    """The message that chooses next tokens of `batch` sequences: each tensor-parallel rank's largest logit and its id."""
     yield Message("all_gather", batch * 2 * SUM_BYTES, tensor)
 
 
@@ -207,7 +218,7 @@ def agreed_tokens(batch: int, ranks: int) -> Iterator[Message]:
 
 
 def attended_tokens(config: Stack, batch: int, tensor: int, context: int) -> Iterator[Message]:
-    """What `context` ranks exchange to attend tokens of `batch` sequences to the keys of all ranks (`attention2d.Tree`)."""
+    """The messages in which tokens of `batch` sequences attend to the keys of all context ranks (`attention2d.Tree`)."""
     for attention in config.attentions:
         part = batch * attention.heads / tensor * (attention.head_dim + 1) * SUM_BYTES
         for nbytes in (part, AGREEMENT_BYTES):
@@ -215,9 +226,12 @@ def attended_tokens(config: Stack, batch: int, tensor: int, context: int) -> Ite
 
 
 def gradient_sums(weights: float, ranks: int, embedding: float = 0.0) -> Iterator[Message]:
-    """The sums of gradients of `weights` bytes over `ranks` data x context ranks: DDP's buckets, in order.
+    """The sums of DDP's buckets of gradients in order, over `ranks` data x context ranks.
 
-    A bucket is closed when it has reached its size. embedding: bytes of the gradient that is ready last, and is not divided.
+    Args:
+        weights: Bytes of all gradients.
+        ranks: The number of ranks.
+        embedding: Bytes of the embedding's gradient, which is complete last and stays in one bucket.
     """
     rest = weights - embedding
     if ranks == 1 or not weights:
@@ -233,11 +247,15 @@ def gradient_sums(weights: float, ranks: int, embedding: float = 0.0) -> Iterato
 def seconds_after_backward(
     weights: float, embedding: float, ranks: int, backward: float, fabric: Fabric, wait: float = 0.0
 ) -> float:
-    """How much longer the sums of gradients take than the `backward` seconds of the backward pass that they run beside.
+    """Seconds from the end of the backward pass to the end of the sums of gradients that overlap with it.
 
-    The gradients are ready at an even rate, that of the embedding at the end. The sum of a bucket begins when all its
-    gradients are ready and the bucket before is done. So a model that fits in a bucket or two hides next to nothing.
-    weights, embedding, ranks: as for `gradient_sums`.
+    Gradients are assumed to be complete at an even rate, the embedding's at the end. The sum of a bucket begins when all its
+    gradients are complete and the previous bucket is summed. So a model with one or two buckets hides almost nothing.
+
+    Args:
+        weights, embedding, ranks: See `gradient_sums`.
+        backward: Seconds of the backward pass.
+        fabric, wait: See `seconds_of`.
     """
     sent = done = 0.0
     seconds: dict[float, float] = {}

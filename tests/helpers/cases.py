@@ -164,6 +164,46 @@ TOLERANCE |= dict.fromkeys(("nemotron_h", "granitemoehybrid", "bamba", "falcon_h
 TOLERANCE |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 1e-4)
 
 
+TWO_HYBRIDS = dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"])
+SSD = dict(mamba_num_heads=8, mamba_head_dim=64, ssm_state_size=64)
+WIDE = dict(mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64)
+DELTA = dict(
+    linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=64, head_dim=64
+)
+# Two or three wide layers, so that what grows with the width outweighs the rest.
+WIDE_CASES = {
+    "mamba": ("mamba", dict(state_size=16)),
+    "falcon": ("falcon_mamba", dict(intermediate_size=512)),
+    "mamba2-1-group": ("mamba2", dict(num_heads=8, head_dim=64, n_groups=1, state_size=64)),
+    "mamba2-4-groups": ("mamba2", dict(num_heads=8, head_dim=64, n_groups=4, state_size=32)),
+    "zamba": ("zamba", dict(TWO_HYBRIDS, intermediate_size=1024)),
+    "zamba2": ("zamba2", dict(TWO_HYBRIDS, intermediate_size=512, mamba_ngroups=1)),
+    "nemotron": ("nemotron_h", dict(num_hidden_layers=3, head_dim=64, intermediate_size=512, **SSD, n_groups=4)),
+    "granite": ("granitemoehybrid", dict(shared_intermediate_size=512, **WIDE, mamba_n_groups=4)),
+    "falcon-h1": ("falcon_h1", dict(intermediate_size=512, **WIDE, mamba_d_ssm=512)),
+    "falcon-h1-norm": ("falcon_h1", dict(intermediate_size=512, **WIDE, mamba_d_ssm=512, mamba_rms_norm=True)),
+    "jamba": ("jamba", dict(intermediate_size=512, mamba_d_state=16, mamba_dt_rank=16)),
+    "qwen3.5": ("qwen3_5_text", dict(intermediate_size=512, **DELTA)),
+    "qwen3.5-experts": (
+        "qwen3_5_moe_text",
+        dict(moe_intermediate_size=128, shared_expert_intermediate_size=256, num_experts_per_tok=2, **DELTA),
+    ),
+    "nemotron-experts": (
+        "nemotron_h",
+        dict(layers_block_type=["moe", "full_attention"], n_routed_experts=8, num_experts_per_tok=2, head_dim=64, **SSD)
+        | dict(moe_intermediate_size=256, moe_shared_expert_intermediate_size=128, moe_latent_size=128, n_groups=4),
+    ),
+    "olmo": ("olmo_hybrid", dict(intermediate_size=512, **DELTA)),
+    "zamba-wide-attention": ("zamba", dict(TWO_HYBRIDS, intermediate_size=256)),
+}
+
+
+def wide_model(name, **changes):
+    """The transformers model of one of WIDE_CASES, with `changes`."""
+    family, sizes = WIDE_CASES[name]
+    return hf_model(family, **dict(hidden_size=256, num_hidden_layers=2, vocab_size=64) | sizes | changes)
+
+
 class Oracle:
     """The transformers model of one case, its directory, token ids (2, SEQ), and their logits by transformers.
 

@@ -718,7 +718,7 @@ def test_text_measured_on_this_machine(files, capsys):
         (["--model", "l1"], "l1 holds LoRA adapters of the model base"),
         (
             ["--device", "abacus"],
-            "--device abacus is none of a100, h100, h200, measured, and no file: No such file or directory",
+            "unknown --device abacus: expected a100, h100, h200, measured, or a JSON file (No such file or directory)",
         ),
     ],
 )
