@@ -198,7 +198,7 @@ def megatron_ssm_save(world, folder):
     return with_model(lambda model, directory=folder, **options: megatron_ssm.save(model, directory, **options))
 
 
-@entry(dict(directory="none"), "none/adapter_config.json does not exist")
+@entry(dict(directory="none"), "none/adapter_config.json")
 def megatron_ssm_load_lora(world, folder):
     model = megatron_ssm.load(checkpoint("mamba2"))
     megatron_ssm.add_lora(model, 2, 4.0, ["in_proj"])

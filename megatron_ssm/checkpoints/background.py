@@ -19,28 +19,31 @@ from .training import Snapshot, Stage
 class BackgroundWriter:
     """Writes one checkpoint at a time. All ranks make the same calls in the same order.
 
-    Its messages go through a gloo group of its own, so that they do not mix with those of training. timeout: of that group.
+    It communicates over its own gloo group with the time-out `timeout`, so that its messages do not mix with training.
     """
 
     def __init__(self, timeout: timedelta):
         self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of this rank's tensor, and the entry of it
+        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # {name: (copy of a tensor, entry of the copy)}
         self._memory = HugePages()
         self._under_way: Future | None = None
 
     def write(self, make: Callable[[Stage], Snapshot]) -> None:
-        """Copy the state, and begin to write it. Waits for the checkpoint before this one.
+        """Wait for the previous checkpoint, copy the state, and begin to write it.
 
-        make: makes the snapshot with the function that it is given, which makes entries of copies (see `Snapshot.of`).
-        Failure on every rank if the checkpoint before could not be written.
+        Args:
+            make: Returns the snapshot; its argument `stage` makes entries of copies (see `Snapshot.of`).
+
+        Raises:
+            Failure: On every rank, if the previous checkpoint could not be written.
         """
         self.wait()
         snapshot = make(self._entry)
         self._under_way = self._thread.submit(snapshot.write, self._group)
 
     def _entry(self, name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The entry of a copy in this host's memory, reused from the checkpoint before if shape and dtype are equal."""
+        """The entry of a copy in this host's memory, which is reused if the previous one has the same shape and dtype."""
         known = self._copies.get(name)
         if known is None or (known[0].shape, known[0].dtype) != (tensor.shape, tensor.dtype):
             if tensor.is_cuda:

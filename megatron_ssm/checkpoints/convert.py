@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from megatron_ssm import families
 from megatron_ssm.families import read_json
 from megatron_ssm.stack.reader import QUANTIZATION, FieldReader
 from megatron_ssm.stack.stack import Stack
-from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
+from sparsefusion.foundation.command_line import Failure
 
 from .deepspeed_files import is_deepspeed
 from .deepspeed_models import hugging_face_tensors
-from .failures import first_line
+from .failures import os_errors_as
 from .hf_directory import (
     BIN,
     BIN_INDEX,
@@ -69,9 +68,12 @@ _MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32
 
 @dataclass(frozen=True)
 class Row:
-    """One converted tensor: its names before and after, its shape and its dtype.
+    """A converted tensor.
 
-    A name is "" if its format does not store the tensor because it is a copy of a tied one.
+    Attributes:
+        source, target: Its names before and after. A name is "" if its format does not store the copy of a tied tensor.
+        shape: Its shape.
+        dtype: The name of its dtype.
     """
 
     source: str
@@ -104,10 +106,8 @@ def convert(
         Failure: The target cannot be written. Nothing of what was written is left.
     """
     source = Path(source)
-    if not source.is_dir():
-        raise FileNotFoundError(f"{source} is not a directory")
     if target is not None:
-        _check_target(source, Path(target))
+        _check_target(Path(target))
     if weights is not None:
         return _to_quantized(source, target, weights, file_bytes)
     if is_deepspeed(source) and not weight_files(source):
@@ -118,12 +118,10 @@ def convert(
     return _to_state_spaces(source, families.from_dict(raw), target)
 
 
-def _check_target(source: Path, target: Path) -> None:
-    """ValueError for a target that is a file, is the source, or already holds a model."""
+def _check_target(target: Path) -> None:
+    """ValueError for a target that is a file or already holds a model."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is not a directory")
-    if target.is_dir() and source.samefile(target):
-        raise ValueError(f"{target} is the directory to be converted; name another")
     held = [name for name in ("config.json", WEIGHTS, INDEX, BIN, BIN_INDEX) if (target / name).exists()]
     if held:
         raise ValueError(f"{target} already holds a model ({held[0]}); name another directory")
@@ -133,13 +131,11 @@ def hugging_face_config(raw: dict[str, Any]) -> dict[str, Any]:
     """state-spaces' config.json as Hugging Face's; ValueError for a field or value that has no counterpart."""
     raw = _without_nulls(raw)
     ssm = raw.get("ssm_cfg") or {}
-    if not isinstance(ssm, dict):
-        raise ValueError(f"config.json: ssm_cfg={ssm!r} must be an object")
-    ssm = _without_nulls(ssm)
-    layer = ssm.get("layer", "Mamba1")
-    family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(layer) if isinstance(layer, str) else None
+    layer = (ssm.get("layer") or "Mamba1") if isinstance(ssm, dict) else ssm
+    family = {"Mamba1": "mamba", "Mamba2": "mamba2"}.get(str(layer))
     if family is None:
         raise ValueError(f"config.json: ssm_cfg.layer={layer!r} is not supported (supported: Mamba1, Mamba2)")
+    ssm = _without_nulls(ssm)
     _check_fields(raw, _MODEL_ONLY, _MODEL_KNOWN, "")
     _check_fields(ssm, _SSM_ONLY, {*_SSM[family], *_SSM_IRRELEVANT}, "ssm_cfg.")
     multiple = raw.get("pad_vocab_size_multiple", 8)
@@ -214,14 +210,13 @@ def _expand(inner: int, hidden: int) -> int:
 def _check_fields(values: dict[str, Any], supported: dict[str, Any], known: Iterable[str], prefix: str) -> None:
     """ValueError for a field that is unknown, or one of `supported` ({field: its only value}) that has another value."""
     for name, value in values.items():
-        if name in supported and value != supported[name]:
-            raise ValueError(f"config.json: {prefix}{name}={value!r} has no counterpart (only {supported[name]!r})")
-        if name not in supported and name not in known:
-            raise ValueError(f"config.json: {prefix}{name} is not a field of state-spaces' checkpoints")
+        if name not in known and (name not in supported or value != supported[name]):
+            only = f" (only {supported[name]!r})" if name in supported else ""
+            raise ValueError(f"config.json: {prefix}{name}={value!r} has no counterpart in Hugging Face's format{only}")
 
 
 def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | None, file_bytes: int) -> list[Row]:
-    """From state-spaces' files; `raw`: their config.json."""
+    """`convert` from state-spaces' files, whose config.json is `raw`."""
     config_json = hugging_face_config(raw)
     config = families.from_dict(config_json)
     with ExitStack() as stack:
@@ -238,7 +233,7 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
 
 
 def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) -> list[Row]:
-    """From DeepSpeed's files to Hugging Face's; config.json is in the same folder or in the one above."""
+    """`convert` from DeepSpeed's files; config.json is in the same folder or in its parent."""
     directory = source if (source / "config.json").is_file() else source.parent
     config = families.from_dict(read_json(directory))
     found = hugging_face_tensors(source, config)
@@ -251,10 +246,10 @@ def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) ->
 
 
 def _to_quantized(source: Path, target: str | Path | None, weights: str, file_bytes: int) -> list[Row]:
-    """From a Hugging Face directory to one of quantized matrices."""
+    """`convert` from a Hugging Face directory to one of quantized matrices."""
     if weights not in QUANTIZATION:
         raise ValueError(f"unknown weights={weights!r}: expected {' or '.join(QUANTIZATION)}")
-    with _told(target):
+    with os_errors_as(Failure, f"cannot save to {target}"):
         rows = write_quantized(
             source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)
         )
@@ -262,7 +257,7 @@ def _to_quantized(source: Path, target: str | Path | None, weights: str, file_by
 
 
 def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> list[Row]:
-    """From a Hugging Face directory."""
+    """`convert` from a Hugging Face directory to state-spaces' files."""
     config_json = state_spaces_config(config)
     with ExitStack() as stack:
         slices = open_tensors(source, stack)
@@ -301,20 +296,9 @@ def _writer(target: str | Path) -> Iterator[Writer]:
     Failure if the target cannot be written, for instance because the disk is full.
     """
     writer = Writer(Path(target))
-    with _told(target):
+    with os_errors_as(Failure, f"cannot save to {target}"):
         try:
             writer.open()
             yield writer
         finally:
             writer.abandon()
-
-
-@contextmanager
-def _told(target: str | Path | None) -> Iterator[None]:
-    """Raise Failure, with one line, in place of an error of writing the target."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, INPUT_ERRORS):
-            raise
-        raise Failure(f"cannot save to {target}: {first_line(error)}") from None

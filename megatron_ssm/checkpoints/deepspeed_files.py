@@ -15,7 +15,6 @@ Source: deepspeed/utils/zero_to_fp32.py of DeepSpeed 0.19, which joins the param
 """
 
 import math
-import pickle
 import re
 import zipfile
 import zlib
@@ -37,10 +36,10 @@ Part = dict[str, dict[str, torch.Tensor]]  # {parameter: {"model", "exp_avg", "e
 
 
 class Placeholder:
-    """In the place of an object of one of DeepSpeed's classes."""
+    """Replaces an object of one of DeepSpeed's classes."""
 
     def __new__(cls, *_: object) -> "Placeholder":
-        """Of any arguments."""
+        """Accept any arguments."""
         return super().__new__(cls)
 
 
@@ -77,7 +76,7 @@ def read_deepspeed(path: str | Path, with_moments: bool = True) -> DeepSpeedChec
         states = [_load(file) for file in models[rank]]
         optimizer_states = [_load(file) for file in optimizers.get(rank, [])]
         try:
-            partitions = [each["optimizer_state_dict"] for each in optimizer_states]
+            partitions = [state["optimizer_state_dict"] for state in optimizer_states]
             _check_complete(folder, states[0], len(models), partitions)
             steps.add(states[0]["global_steps"])
             part, done = _part(states, partitions, with_moments)
@@ -125,16 +124,11 @@ def _folder(path: Path) -> Path:
 
 
 def _files(folder: Path, pattern: re.Pattern) -> dict[int, list[Path]]:
-    """{model-parallel rank: the files of its replicas}. ValueError if the files of one are missing."""
+    """{model-parallel rank: the files of its replicas}."""
     found: dict[int, dict[int, Path]] = {}
     for path in folder.glob("*.pt"):
         if match := pattern.fullmatch(path.name):
             found.setdefault(int(match[2]), {})[int(match[1] or 0)] = path
-    for rank, files in found.items():
-        if sorted(files) != list(range(len(files))) or sorted(found) != list(range(len(found))):
-            raise ValueError(
-                f"{folder} lacks files: of model-parallel rank {rank} it has those of replicas {sorted(files)}"
-            )
     return {rank: [files[replica] for replica in sorted(files)] for rank, files in found.items()}
 
 
@@ -151,34 +145,34 @@ def _load(path: Path) -> dict[str, Any]:
         if foreign := [name for name in unknown if not name.startswith("deepspeed.")]:
             raise ValueError(f"it holds an object of {foreign[0]}, which is not loaded because that could run any code")
         with torch.serialization.safe_globals([(Placeholder, name) for name in unknown]):
-            contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:  # torch's text is many lines of advice
-        raise ValueError(f"cannot read {path}: it is damaged, or holds more than tensors and settings") from None
+            return {**torch.load(path, map_location="cpu", mmap=True, weights_only=True)}
     except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ValueError(f"cannot read {path}: {first_line(error)}") from None
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path} is not a file of DeepSpeed's")
-    return contents
 
 
 def _check_complete(folder: Path, states: dict[str, Any], ranks: int, partitions: list[dict[str, Any]]) -> None:
     """ValueError if files of a rank are missing."""
-    if states["mp_world_size"] != ranks:
-        raise ValueError(f"{folder} holds {ranks} of the model states of {states['mp_world_size']} ranks")
+    replicas: Any = len(partitions)
     if states["optimizer"] is None:
-        count = partitions[0]["partition_count"] if partitions else "all"
-        count = max(count) if isinstance(count, list) else count
-        if count != len(partitions):
-            raise ValueError(f"{folder} holds {len(partitions)} of the optimizer states of {count} replicas")
+        replicas = partitions[0]["partition_count"] if partitions else "all"
+        replicas = max(replicas) if isinstance(replicas, list) else replicas
+    if (ranks, len(partitions)) != (states["mp_world_size"], replicas):
+        raise ValueError(
+            f"{folder} lacks files: it holds the model states of {ranks} of {states['mp_world_size']} ranks, and the "
+            f"optimizer states of {len(partitions)} of {replicas} replicas"
+        )
 
 
 # Parameters and moments
 
 
 def _part(states: list[dict[str, Any]], partitions: list[dict[str, Any]], with_moments: bool) -> tuple[Part, int]:
-    """(the parameters of one model-parallel rank, how many steps the optimizer has done).
+    """(parameters of one model-parallel rank, number of steps of the optimizer).
 
-    states, partitions: the contents of the model states and the optimizer states of its replicas.
+    Args:
+        states: The contents of the model states of its replicas.
+        partitions: The contents of their optimizer states.
+        with_moments: False to read the parameters only.
     """
     kinds = ("model", *MOMENTS) if with_moments else ("model",)
     if not partitions:
@@ -211,7 +205,7 @@ def _steps(state: dict[int, dict[str, Any]]) -> int:
 
 
 def _named(states: dict[str, Any]) -> Part:
-    """The parameters in the model states, which have names there."""
+    """The parameters in the model states, where they have names."""
     return {name: {"model": t} for name, t in states["module"].items() if name not in states["buffer_names"]}
 
 
@@ -227,7 +221,7 @@ def _add_moments(part: Part, states: dict[str, Any], moments: dict[int, dict[str
         part[name] |= {kind: held[kind] for kind in MOMENTS}
 
 
-Flat = list[list[torch.Tensor]]  # of each replica, its part of each group
+Flat = list[list[torch.Tensor]]  # for each replica, its part of each group
 
 
 def _join_stage_1(

@@ -1,6 +1,5 @@
 """DeepSpeed's own checkpoints in our models: into a model in training, or as the tensors of a Hugging Face directory."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -63,15 +62,17 @@ def _under_our_names(part: Part, rank: int, ranks: int, fields: dict[str, Field]
     ours = {name.removeprefix(prefix): tensors for name, tensors in part.items()}
     if missing := sorted(fields.keys() - ours.keys()):
         raise ValueError(f"it has no {missing[0]}; a model of transformers is converted first: megatron-ssm convert")
-    if unused := sorted(ours.keys() - fields.keys()):
-        raise ValueError(f"it has {unused[0]}, which this model does not have")
-    for name, tensors in ours.items():
-        expected = fields[name].local_shape(rank, ranks)
-        if wrong := [tensor for tensor in tensors.values() if tuple(tensor.shape) != expected]:
-            raise ValueError(
-                f"{name} is {tuple(wrong[0].shape)} on rank {rank} of {ranks}, and in this model {expected}"
-            )
+    _check_shapes(ours, {name: field.local_shape(rank, ranks) for name, field in fields.items()}, rank, ranks)
     return ours
+
+
+def _check_shapes(part: Part, expected: dict[str, tuple[int, ...]], rank: int = 0, ranks: int = 1) -> None:
+    """ValueError if model-parallel rank `rank` has another parameter than `expected`, {name: shape}, or another shape."""
+    for name, tensors in sorted(part.items()):
+        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+        if name not in expected or shapes != {expected[name]}:
+            known = f"this model has {expected[name]}" if name in expected else "this model does not have it"
+            raise ValueError(f"{name} is {', '.join(map(str, shapes))} on rank {rank} of {ranks}; {known}")
 
 
 def _whole(field: Field, pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -112,11 +113,5 @@ def _of_transformers(
     part: Part, config: Stack, named: dict[str, str | None], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """`hugging_face_tensors` of a checkpoint whose names are Hugging Face's."""
-    known: Iterable[str] = {name for hf in shapes for name in config.names_in_files(hf)}
-    if unused := sorted(part.keys() - set(known)):
-        raise ValueError(f"it has {unused[0]}, which a {config.family} model does not have")
-    found = {hf: (name, part[name]["model"]) for hf, name in named.items() if name is not None}
-    for hf, (name, tensor) in found.items():
-        if tuple(tensor.shape) != shapes[hf]:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, its configuration says {shapes[hf]}")
-    return found
+    _check_shapes(part, {name: shape for hf, shape in shapes.items() for name in config.names_in_files(hf)})
+    return {hf: (name, part[name]["model"]) for hf, name in named.items() if name is not None}

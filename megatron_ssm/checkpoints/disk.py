@@ -1,4 +1,4 @@
-"""The disk that checkpoints are on: locks, hidden folders, files that survive a crash, and reads that are tried again."""
+"""Access to the disk of checkpoints: locks, hidden folders, synchronization, and reads with retries."""
 
 import contextlib
 import errno
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the disk has the names of a directory's files, so that they are there after a crash of the machine."""
+    """Write the names of a directory's files to the disk, so that they survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,9 +65,10 @@ def is_machine_error(error: BaseException) -> bool:
 
 
 class DirectoryLock:
-    """Keeps other processes that use it out of a directory, until `release` or the end of this process.
+    """A lock on a directory until `release` or the end of this process. OSError if another process holds it.
 
-    OSError: another one holds the lock. is_held: False if this file system has no locks (some network file systems).
+    Attributes:
+        is_held: False if this file system has no locks, like some network file systems.
     """
 
     def __init__(self, directory: Path):
@@ -82,16 +83,15 @@ class DirectoryLock:
             self.is_held = False
 
     def release(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         os.close(self._descriptor)
 
 
 class HiddenFolder:
     """A new folder DIRECTORY/.saving-XXXX for files that are moved into place when all are written.
 
-    Only its owner can enter it. This process holds a lock on it until `remove`; folders of this name without a lock are of
-    writers that were killed, and are removed first. Where the file system has no locks, they stay. DIRECTORY is made if it
-    is missing.
+    Only its owner can enter it. This process holds a lock on it until `remove`. Such folders without a lock belong to killed
+    writers and are removed first, unless the file system has no locks. DIRECTORY is created if it is missing.
     """
 
     def __init__(self, directory: Path):

@@ -1,4 +1,4 @@
-"""The folders of a run's training checkpoints: which there are, what their `training.json` says, and renaming them."""
+"""The folders of a run's training checkpoints: finds them, reads their `training.json`, and renames them."""
 
 import json
 import re
@@ -47,23 +47,23 @@ def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Res
 def find_checkpoints(directory: str | Path, complete: bool = True) -> list[Path]:
     """The complete checkpoints in a directory, oldest first. Failure if the disk cannot be read.
 
-    complete: False for those with the name of a checkpoint that have no `training.json`. No run resumes from these.
+    With complete=False, the folders with the name of a checkpoint but without `training.json`, from which no run resumes.
     """
 
     def read() -> list[Path]:
-        found = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-        return sorted((p for p in found if (p / "training.json").is_file() == complete), key=step_of)
+        named = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+        return sorted((p for p in named if (p / "training.json").is_file() == complete), key=step_of)
 
     return read_with_retries(read, directory)
 
 
 def half_written(directory: str | Path) -> list[Path]:
-    """The folders in a directory that runs were writing or removing when they ended, or are writing now."""
+    """The folders of checkpoints that a run is writing, or that ended runs left half-written or half-removed."""
     return [p for p in Path(directory).glob(".step-*") if re.fullmatch(r"\.step-\d{6,}", p.name)]
 
 
-# Earlier versions had other names for a model's sizes, of which this is one. With their checkpoints, only what both name is
-# compared, and what a run names only if it uses it.
+# Earlier versions had other names for a model's sizes, such as OLD_NAME. With their checkpoints, only the names that both
+# runs have are compared, and the OPTIONAL names, which a run has only if it uses them.
 OLD_NAME, OPTIONAL = "conv_kernel", ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -77,10 +77,10 @@ def newest_checkpoint(
 ) -> tuple[Path, int]:
     """The newest checkpoint and its step.
 
-    It needs no process group: a rank finds an error before it communicates. `load_training` compares what the ranks found.
+    It needs no process group: a rank finds an error before it communicates. `load_training` compares the ranks' results.
 
     Args:
-        directory: That of the run's checkpoints.
+        directory: The directory of the run's checkpoints.
         requirements: JSON values that the checkpoint's run must have in common with this one.
         before: Only checkpoints of steps before this one count (None: all).
 
@@ -89,13 +89,13 @@ def newest_checkpoint(
         DamagedCheckpoint: The description of the newest one is damaged.
         Failure: The disk cannot be read.
     """
-    found = [path for path in find_checkpoints(directory) if before is None or step_of(path) < before]
-    if not found:
+    paths = [path for path in find_checkpoints(directory) if before is None or step_of(path) < before]
+    if not paths:
         earlier = "" if before is None else f" from before step {before}"
         names = ", ".join(path.name for path in find_checkpoints(directory, complete=False))
         incomplete = f" ({names}: no training.json)" if names else ""
         raise ValueError(f"nothing to resume: {directory} holds no checkpoint{earlier}{incomplete}")
-    path = found[-1]
+    path = paths[-1]
     described = read_training(path, step_of(path))
     compared = [*{**requirements, **described.requirements}]
     if OLD_NAME in described.requirements:
@@ -195,7 +195,7 @@ def remove(path: Path) -> None:
 def _replace(
     old: Path, new: Path, is_wanted: Callable[[], bool], remove_new: Callable[[Path], object] = shutil.rmtree
 ) -> None:
-    """Rename `old` to `new` on rank 0, if `is_wanted()`; what was there is removed, by default only a folder."""
+    """Rename `old` to `new` on rank 0 if `is_wanted()`. An existing `new` is removed with `remove_new`."""
 
     def rename() -> None:
         if is_wanted():

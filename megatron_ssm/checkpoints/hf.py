@@ -33,6 +33,7 @@ from sparsefusion.collectives.agreement import together
 from sparsefusion.collectives.counted import Counter
 from sparsefusion.reduction.quantized import format_choice
 
+from .failures import os_errors_as
 from .hf_directory import (
     FILE_BYTES,
     FLOATS,
@@ -127,8 +128,9 @@ def load(
     part = f"part {0 if group is None else group.rank()} of the model"
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
-        _check_arguments(directory, dtype, reduce, weights, sequence_parallel, draft_head, context)
-        config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
+        _check_arguments(dtype, reduce, weights)
+        with os_errors_as(ValueError, f"cannot read {directory}"):
+            config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)
         if weights or format_of(config.raw):
             config = config.in_granules(BLOCK, _size(group))
@@ -148,7 +150,8 @@ def load(
         options = found, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
         kept = weights or format_of(config.raw)
         model = build(config, group, data_group, *options, expert_group, nullcontext() if kept else None)
-        _read_parameters(model, tensors, kept, directory)
+        with os_errors_as(ValueError, f"cannot read {directory}"):
+            _read_parameters(model, tensors, kept, directory)
         if model.draft_head is not None:
             model.draft_head.copy_vocabulary(model.logits_layer)
         return model
@@ -181,34 +184,25 @@ def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
     return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
 
 
-def _check_arguments(
-    directory: str | Path, dtype: object, reduce: object, weights: str | None, sequence_parallel: bool, draft_head: bool,
-    context: object,
-) -> None:  # fmt: skip
-    """ValueError or FileNotFoundError for arguments of `load` that are not supported."""
-    if sequence_parallel and weights is not None:
-        raise ValueError(f"sequence_parallel=True is for training, and weights={weights!r} for generation")
+def _check_arguments(dtype: object, reduce: object, weights: str | None) -> None:
+    """ValueError for arguments of `load` that are not supported."""
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, *QUANTIZED_FORMATS):
         raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
     if dtype not in ("auto", *FLOATS.values()):
         raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
-    if draft_head and context is not None:
-        raise ValueError("draft_head=True: speculative decoding is not supported on context ranks")
-    if not Path(directory).is_dir():
-        raise FileNotFoundError(f"{directory} is not a directory")
 
 
 def _check_quantized(
     config: Stack, directory: str | Path, weights: str | None, sequence_parallel: bool, device: torch.device | str
 ) -> None:
-    """ValueError for arguments of `load` that a directory of quantized matrices does not allow."""
+    """ValueError for arguments of `load` that quantized matrices, or those of the directory, do not allow."""
     stored = format_of(config.raw)
     if stored and weights not in (None, stored):
         raise ValueError(f"weights={weights!r}: {directory} holds matrices in {stored}")
-    if stored and (sequence_parallel or torch.device(device).type != "cpu"):
-        raise ValueError(f"{directory} holds matrices in {stored}, for models that only generate on a CPU")
+    if (stored or weights) and (sequence_parallel or stored and torch.device(device).type != "cpu"):
+        raise ValueError(f"{directory}: matrices in {stored or weights} are for models that only generate on a CPU")
 
 
 def _open(
@@ -219,10 +213,13 @@ def _open(
     draft_head: bool,
     files: ExitStack,
 ) -> tuple[Stack, dict[str, Any]]:
-    """The configuration, and {Hugging Face tensor: what can be sliced}; ValueError if the ranks cannot split the model.
+    """The configuration, and {Hugging Face tensor: slice object}; ValueError if the ranks cannot split the model.
 
-    groups: the tensor-parallel ranks, those with other sequences, context ranks, and those that divide the experts. The
-    tensors can be read until `files` is closed.
+    Args:
+        directory, exchange_channels, draft_head: See `load`.
+        groups: The tensor-parallel, data-parallel, context and expert-parallel groups.
+        context: The schedule of the context ranks.
+        files: The open files; the tensors can be read until it is closed.
     """
     config = families.read(directory)
     config = config.with_draft_head() if draft_head else config
@@ -281,7 +278,7 @@ def build(
 
 
 def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None, directory: str | Path) -> None:
-    """Fill a new model from {Hugging Face tensor: what can be sliced}, and quantize it if asked to; close it on an error."""
+    """Fill a new model from {Hugging Face tensor: slice object}, and quantize it with `weights`; close it on an error."""
     try:
         with torch.no_grad():
             memory = HugePages()
@@ -297,11 +294,20 @@ def _read_parameters(model: Model, tensors: dict[str, Any], weights: str | None,
 def _fill(
     module: nn.Module, tensors: dict[str, Any], weights: str | None, memory: HugePages, part: Sequence[int]
 ) -> list[bool]:
-    """Read a module's parameters, then its children's. With `weights`, each matrix that was read is quantized into `memory`.
+    """Read the parameters of a module and of its children. With `weights`, quantize each matrix into `memory`.
 
-    Matrices that are stored quantized are read as they are, but where ranks have parts of blocks. What is not quantized is
-    moved into `memory` as well, operators' small matrices as bfloat16; but for packed fields, which are views of one
-    storage. part: the arguments of `Field.piece`. Returns, for each matrix of a quantizable layer, whether it is quantized.
+    Matrices that are stored quantized are copied, unless ranks have parts of blocks. Other parameters are moved into
+    `memory` as well (small matrices of operators as bfloat16), except packed fields, which are views of one storage.
+
+    Args:
+        module: The module to fill.
+        tensors: {Hugging Face tensor: slice object}.
+        weights: "int8", "int4", or None to quantize nothing.
+        memory: The memory for the quantized matrices.
+        part: The arguments of `Field.piece`.
+
+    Returns:
+        For each matrix of a quantizable layer, True if it is quantized.
     """
     quantized = []
     can_be_quantized = weights is not None and isinstance(module, QUANTIZABLE)
@@ -420,10 +426,13 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
 
 @dataclass(frozen=True)
 class Source:
-    """The parts of the directory that a model was loaded from which are saved again.
+    """The parts of a model's source directory that are saved again.
 
-    names: {tensor of the model: its name in these files, where it is another}. left: {tensor that the model does not use:
-    what can be sliced}. companions: further files to copy.
+    Attributes:
+        raw: The fields of its config.json.
+        names: {tensor of the model: its name in these files, if that differs}.
+        left: {tensor that the model does not use: slice object}.
+        companions: Further files to copy.
     """
 
     raw: dict[str, Any]
@@ -433,7 +442,7 @@ class Source:
 
 
 def _source(model: Model, files: ExitStack) -> Source:
-    """See `Source`, with what was left out when the model was loaded; its tensors can be read until `files` is closed."""
+    """The `Source` of a model, including the tensors that `load` left out; they can be read until `files` is closed."""
     if model.directory is None:
         raise ValueError("left_out=True: the model was not loaded from a directory")
     tensors = open_tensors(model.directory, files)
@@ -481,7 +490,7 @@ def written(field: Field, name: str, tensor: torch.Tensor | None) -> dict[str, t
 
 
 def names_written(field: Field | None, name: str) -> list[str]:
-    """The names in files of a field's tensor; field None: one that is copied."""
+    """The names in files of a field's tensor, or of a copied tensor (field None)."""
     if not field or not field.written_apart:
         return [name]
     return [each.format(index) for index in range(field.shape[0]) for each in field.apart]
@@ -497,25 +506,25 @@ def _take_part(model: Model, plan: dict[str, dict[str, list[nn.Parameter]]]) -> 
 
 
 def help_gather(model: Model, tensors: dict[str, list[nn.Parameter]]) -> None:
-    """Take part, on a rank of another replica, in `gather` of these tensors: gather what ranks have divided."""
+    """Take part in `gather` of these tensors on a rank of another replica: call `undivided` for each parameter."""
     for parameter in itertools.chain(*tensors.values()):
         undivided(model, parameter)
 
 
 def undivided(model: Model, parameter: nn.Parameter) -> torch.Tensor:
-    """The part of a parameter that one tensor-parallel rank of several holds if nothing else is divided.
+    """The part of a parameter on this tensor-parallel rank, gathered from all ranks that divide it in another way.
 
-    The ranks among which `fully_shard` has divided it gather it together. The first of the ranks that divide the experts
-    receives those of the others, which return their own.
+    All ranks of a `fully_shard` mesh gather it. The first expert-parallel rank receives the experts of all of them; the
+    others return their own.
     """
     full_tensor = getattr(parameter, "full_tensor", None)
-    mine: torch.Tensor = parameter if full_tensor is None else full_tensor()
+    own: torch.Tensor = parameter if full_tensor is None else full_tensor()
     experts = model.place.experts
     if experts.group is None or not field_of(parameter).by_expert:
-        return mine
-    received = [torch.empty_like(mine) for _ in range(experts.size)] if experts.rank == 0 else None
-    dist.gather(mine.detach().contiguous(), received, group=experts.group, group_dst=0)
-    return mine if received is None else torch.cat(received)
+        return own
+    received = [torch.empty_like(own) for _ in range(experts.size)] if experts.rank == 0 else None
+    dist.gather(own.detach().contiguous(), received, group=experts.group, group_dst=0)
+    return own if received is None else torch.cat(received)
 
 
 def broadcast(value: str | None, group: ProcessGroup | None, device: torch.device) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_ssm.stack.fields import hf_shapes
@@ -22,14 +22,13 @@ from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.stack.stack import Stack
 
 from .disk import HiddenFolder
-from .failures import first_line
+from .failures import first_line, os_errors_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names
 FILE_BYTES = 4 * 10**9  # the largest file that is written, unless a single tensor is larger
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COMPARED_ROWS = 1024  # rows of two copies of a tensor that are read and compared at once
-LONGEST_NAME = 255  # bytes in the name of a file
 _LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The files that `Writer` copies from the directory a model was loaded from.
@@ -50,17 +49,14 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
     If there are no safetensors, pytorch_model.bin is read, or the files of its index; its tensors are `StoredTensor`s.
 
     Opening compares each file's header with the file's size, so that no size is used before it is checked. ValueError or
-    FileNotFoundError, naming the file, if one is missing, truncated or damaged, or if two of them hold the same tensor.
+    FileNotFoundError, naming the file, if one is missing, truncated or damaged.
     """
     paths = weight_files(directory)
     if not paths:
         raise FileNotFoundError(f"{directory} holds neither {WEIGHTS} nor {INDEX} nor {BIN} nor {BIN_INDEX}")
     tensors: dict[str, Any] = {}
     for path in paths:
-        found = _open_safetensors(path, stack) if path.suffix == ".safetensors" else read_bin(path)
-        if repeated := sorted(found.keys() & tensors.keys()):
-            raise ValueError(f"{path} holds {repeated[0]}, which another file of the index holds too")
-        tensors |= found
+        tensors |= open_safetensors(path, stack) if path.suffix == ".safetensors" else read_bin(path)
     return tensors
 
 
@@ -77,14 +73,10 @@ def weight_files(directory: Path) -> list[Path]:
     return []
 
 
-def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """{name: slice} of one file, which is closed with `stack`."""
-    try:
+def open_safetensors(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """{name: slice} of one file, which is closed with `stack`. ValueError if it is damaged."""
+    with os_errors_as(ValueError, f"{path} is not a complete safetensors file"):
         file = stack.enter_context(safe_open(path, framework="pt"))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a complete safetensors file ({error})") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
     return {key: file.get_slice(key) for key in file.keys()}
 
 
@@ -107,7 +99,7 @@ class StoredTensor:
 
 
 def stored_bytes(tensor: Any) -> int:
-    """The bytes of a tensor in a file, given as what can be sliced."""
+    """The bytes of a slice object's whole tensor."""
     return math.prod(tensor.get_shape()) * FLOATS[tensor.get_dtype()].itemsize
 
 
@@ -117,36 +109,29 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
     ValueError, naming the file, for anything but a complete file of floating-point tensors that are each stored in full.
     """
     try:
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        named = all(isinstance(name, str) and torch.is_tensor(t) for name, t in tensors.items())
+        tensors = {**torch.load(path, map_location="cpu", mmap=True, weights_only=True)}
     except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ValueError(f"{path} is not a complete file of tensors ({first_line(error)})") from None
-    if not named:
-        raise ValueError(f"{path} holds other objects than named tensors")
     for name, tensor in tensors.items():
-        _check_stored(path, name, tensor)
-        if tensor.dtype not in FLOATS.values():
-            raise ValueError(f"{path}: {name} is {tensor.dtype}, not a floating-point type")
+        if not _is_stored(tensor):
+            raise ValueError(f"{path}: {name} is not a floating-point tensor that is stored in full")
     return {name: StoredTensor(tensor) for name, tensor in tensors.items()}
 
 
-def _check_stored(path: Path, name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the file holds each element of a tensor once, so that nothing written is larger than the file."""
-    strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    if not strided or tensor.untyped_storage().nbytes() < tensor.nbytes:
-        kind = "an expanded view" if strided else f"a {tensor.layout} tensor on {tensor.device}"
-        raise ValueError(f"{path}: {name} {tuple(tensor.shape)} is {kind}, not a tensor stored in full")
+def _is_stored(tensor: Any) -> bool:
+    """Return True for a floating-point tensor of which a file holds each element, so that a copy is not larger."""
+    is_strided = torch.is_tensor(tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_strided and tensor.dtype in FLOATS.values() and tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _files_in_index(path: Path, suffix: str) -> list[Path]:
-    """The files with this suffix that an index names; ValueError unless they are all beside it."""
-    names: list[str] = []
+    """The files with this suffix that an index names; ValueError unless they are all in its directory."""
     try:
         names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        valid = all(_is_file_name(name, suffix) for name in names)
+        is_valid = all(Path(name).name == name and name.endswith(suffix) for name in names)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        valid = False
-    if not valid:
+        is_valid = False
+    if not is_valid:
         raise ValueError(f"{path} is not an index of {suffix} files in its directory")
     for name in names:
         if not (path.parent / name).is_file():
@@ -154,16 +139,13 @@ def _files_in_index(path: Path, suffix: str) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def _is_file_name(name: str, suffix: str) -> bool:
-    """Return True if it can name a file in the directory of the index, and leads nowhere else."""
-    is_plain = Path(name).name == name and name.endswith(suffix) and "\0" not in name
-    return is_plain and len(os.fsencode(name)) <= LONGEST_NAME
-
-
 class CutElsewhere:
-    """Some rows of the concatenation of several stored tensors, with the methods of a safetensors slice.
+    """Rows of the concatenation of several stored tensors, with the methods of a safetensors slice.
 
-    parts: the stored tensors. start, shape: the first row, and the shape of these rows.
+    Args:
+        parts: The stored tensors.
+        start: The first row.
+        shape: The shape of the rows.
     """
 
     def __init__(self, parts: list[Any], start: int, shape: tuple[int, ...]):
@@ -185,7 +167,8 @@ class CutElsewhere:
 class Merged:
     """Matrices of experts that are stored one by one, as one safetensors slice (experts, rows, columns).
 
-    parts: for each expert, the tensors whose rows it concatenates. All have the same shape.
+    Attributes:
+        parts: For each expert, the tensors whose rows are concatenated; all have the same shape.
     """
 
     def __init__(self, parts: list[list[Any]]):
@@ -209,7 +192,7 @@ class Merged:
         return torch.stack([each[which][(within, *rest)] for each in self.parts[first]])
 
     def matrix(self, index: int, rows: slice) -> tuple[Any, slice]:
-        """The tensor that has some rows of an index of the first dimension, and their place in it."""
+        """The stored tensor that contains `rows` of expert `index`, and the position of the rows in it."""
         which, start = divmod(rows.start, self.parts[0][0].get_shape()[0])
         return self.parts[index][which], slice(start, start + rows.stop - rows.start)
 
@@ -230,11 +213,7 @@ def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> Non
         if missing := [name for each in names for name in each if name not in tensors]:
             rest = f"; it lacks {len(missing)} matrices of experts" if len(missing) > 1 else ""
             raise ValueError(f"{directory} has no tensor {missing[0]}{rest}")
-        parts = [[tensors.pop(name) for name in each] for each in names]
-        shapes = {tuple(part.get_shape()) for each in parts for part in each}
-        if len(shapes) > 1 or len(next(iter(shapes))) != 2:
-            raise ValueError(f"{directory}: {names[0][0]} and the other experts have shapes {sorted(shapes)}")
-        tensors[field.hf] = Merged(parts)
+        tensors[field.hf] = Merged([[tensors.pop(name) for name in each] for each in names])
 
 
 def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:
@@ -256,8 +235,11 @@ def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:
 def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path) -> dict[str, str]:
     """{Hugging Face name: name in these files}, after checking that every tensor has its shape and a floating-point dtype.
 
-    ValueError for a tensor that is missing, has another shape or dtype, or is not part of such a model, and for copies of a
-    tied tensor that differ. Replaces, in `tensors`, those that files cut in another way.
+    Tensors whose rows the files divide differently, and experts that are stored one by one, are replaced in `tensors`.
+
+    Raises:
+        ValueError: A tensor is missing, has another shape or dtype, or is not part of such a model; or copies of a tied
+            tensor differ.
     """
     if config.recut:
         tensors |= _recut(config, tensors)
@@ -372,7 +354,7 @@ class Writer:
         self._hidden = HiddenFolder(self.directory)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], copied: dict[str, Any] | None = None) -> None:
-        """Write one file of tensors. copied: more of them, given as what can be sliced."""
+        """Write a file of tensors, and of the slice objects `copied`."""
         tensors = tensors | {name: tensor[:] for name, tensor in (copied or {}).items()}
         path = self.hidden / name
         path.touch()

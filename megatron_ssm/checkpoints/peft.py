@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_ssm.models.adapters import adapter_parameters, attach_lora, remove_lora
@@ -22,6 +21,7 @@ from sparsefusion.collectives.agreement import together
 from .disk import HiddenFolder
 from .failures import first_line
 from .hf import broadcast, gather, help_gather
+from .hf_directory import open_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -171,21 +171,13 @@ def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
 
 def _open(model: Model, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:
     """The adapters that the configuration describes, and {name: slice object} of the tensors, after all checks."""
-    for name in (CONFIG, WEIGHTS):
-        if not (directory / name).is_file():
-            raise FileNotFoundError(f"{directory / name} does not exist")
     raw = _read_configuration(directory / CONFIG)
-    try:
-        file = stack.enter_context(safe_open(directory / WEIGHTS, "pt"))
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{directory / WEIGHTS} is not a complete safetensors file ({first_line(error)})") from None
-    tensors = {name: file.get_slice(name) for name in file.keys()}
+    tensors = open_safetensors(directory / WEIGHTS, stack)
     lora = Lora(raw["r"], raw["lora_alpha"], _modules(model, directory, list(tensors)), bool(raw.get("use_rslora")))
     expected = hf_shapes(lora_fields(model.config, lora))
     for name, shape in expected.items():
-        if name not in tensors:
-            raise ValueError(f"{directory / WEIGHTS} has no tensor {name} {shape}")
-        if (found := tuple(tensors[name].get_shape())) != shape:
+        found = tuple(tensors[name].get_shape()) if name in tensors else "missing"
+        if found != shape:
             raise ValueError(
                 f"{directory / WEIGHTS}: {name} is {found}, and with r={lora.rank} the model needs {shape}"
             )
@@ -195,11 +187,9 @@ def _open(model: Model, directory: Path, stack: ExitStack) -> tuple[Lora, dict[s
 def _read_configuration(path: Path) -> dict[str, Any]:
     """adapter_config.json; ValueError for a value that is not implemented."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} is not a JSON object")
+        raw = {**json.loads(path.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from None
     for name, allowed in _SUPPORTED.items():
         if name in raw and raw[name] not in allowed:
             raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")
@@ -220,6 +210,4 @@ def _modules(model: Model, directory: Path, names: list[str]) -> tuple[str, ...]
                 f"{directory / WEIGHTS}: {name} is not for a linear layer of this {model.config.family} model ({kinds})"
             )
         found.add(match[1])
-    if not found:
-        raise ValueError(f"{directory / WEIGHTS} has no tensors")
     return tuple(module for module in targets if module in found)

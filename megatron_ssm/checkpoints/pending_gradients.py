@@ -124,8 +124,7 @@ def _read_states(directory: Path, trainer: Trainer, replicas: int) -> Any:
     states = [state(replica) for replica in range(replicas)]
     if trainer.fusion is None:
         parameters = {name: p for name, p in trainer.named_parameters() if p.requires_grad}
-        with in_one_line("its pending gradients do not fit", DamagedCheckpoint):
-            check_states(states, None, parameters, model_part(groups.tensor))
+        read_intact(lambda: check_states(states, None, parameters, model_part(groups.tensor)), directory)
     return states
 
 

@@ -43,7 +43,11 @@ READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
 class QuantizedTensor:
     """A quantized matrix in a file, or the matrices of experts, with the methods of a safetensors slice.
 
-    file: a descriptor. begins: where the values and the scales begin in it. shape: (out, in) or (experts, out, in).
+    Args:
+        file: The descriptor of the file.
+        begins: The offsets of the values and of the scales in the file.
+        shape: (out, in) or (experts, out, in).
+        format: "int8" or "int4".
     """
 
     def __init__(self, file: int, begins: tuple[int, int], shape: tuple[int, ...], format: str):
@@ -59,14 +63,14 @@ class QuantizedTensor:
         return self.format
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """Some rows and columns in float32, also of some experts."""
+        """Rows and columns (of experts) in float32."""
         *experts, rows, columns = index
         if experts:
             return torch.stack([self.matrix(i, rows)[0][rows, columns] for i in range(self._shape[0])[experts[0]]])
         return self._matrix(rows).rows(slice(None))[:, columns]
 
     def matrix(self, index: int, rows: slice) -> tuple["QuantizedTensor", slice]:
-        """The matrix of an expert, and the place of some of its rows in it."""
+        """The matrix of expert `index`, and the position of `rows` in it."""
         _, out, width = self._shape
         before = index * out * width
         begins = self._begins[0] + before * self.kind.bits // 8, self._begins[1] + before // BLOCK * 4
@@ -79,7 +83,7 @@ class QuantizedTensor:
         return self.kind(values, scales, torch.float32)
 
     def read(self, values: Tensor, scales: Tensor, rows: slice, columns: slice) -> None:
-        """Read some rows, and columns that begin and end with blocks, into values and scales of this size."""
+        """Read rows, and columns that begin and end with blocks, into `values` and `scales` of the same size."""
         for target, begin, divisor in zip((values, scales), self._begins, (8 // self.kind.bits, BLOCK), strict=True):
             length = self._shape[1] // divisor
             self._read(target, begin, length, rows, slice(columns.start // divisor, columns.stop // divisor))
@@ -116,9 +120,16 @@ def format_of(raw: Any) -> str | None:
 
 
 def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: ExitStack) -> dict[str, Any]:
-    """{name: tensor} where quantized matrices are `QuantizedTensor`s. paths: the files of the tensors.
+    """{name: tensor} where quantized matrices are `QuantizedTensor`s.
 
-    ValueError for a matrix whose scales are missing or have another shape.
+    Args:
+        tensors: The stored tensors.
+        paths: Their files.
+        format: The format of the quantized matrices.
+        files: Closes the files.
+
+    Raises:
+        ValueError: The scales of a matrix are missing, or have another shape.
     """
     places: dict[str, tuple[int, int]] = {}
     for path in paths:
@@ -133,24 +144,25 @@ def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: 
     for name, tensor in joined.items():
         if tensor.get_dtype() != ("I8" if bits == 8 else "U8"):
             continue
-        if len(tensor.get_shape()) not in (2, 3):
-            raise ValueError(f"{name} {tuple(tensor.get_shape())} is not a quantized matrix")
         *rows, width = tensor.get_shape()
         shape, scales = (*rows, width * 8 // bits), tensors.get(name + SCALES)
         wanted = (*rows, shape[-1] // BLOCK)
-        if scales is None or (*scales.get_shape(), scales.get_dtype()) != (*wanted, "F32"):
-            raise ValueError(f"the scales {name}{SCALES} {wanted} of a quantized matrix are missing")
-        if places[name][0] != places[name + SCALES][0]:
-            raise ValueError(f"{name} and {name}{SCALES} are in different files")
+        is_stored = scales is not None and (*scales.get_shape(), scales.get_dtype()) == (*wanted, "F32")
+        if not is_stored or places[name][0] != places[name + SCALES][0]:
+            raise ValueError(f"the file of the quantized matrix {name} lacks its scales {name}{SCALES} {wanted}")
         begins = places[name][1], places[name + SCALES][1]
         joined[name] = QuantizedTensor(places[name][0], begins, shape, format)
     return joined
 
 
 def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[int], memory: HugePages) -> bool:
-    """Replace a layer's `weight` by this rank's part of stored matrices; False, and nothing is done, if blocks are cut.
+    """Replace a layer's `weight` by this rank's part of stored matrices. Return False, without effect, if it cuts blocks.
 
-    part: the arguments of `Field.piece`.
+    Args:
+        module: The layer.
+        tensors: {Hugging Face tensor: slice object}.
+        part: The arguments of `Field.piece`.
+        memory: The memory for the matrix.
     """
     parameters = _parameters_of(module)
     runs = [run for p in parameters for run in _runs(field_of(p), tensors[field_of(p).hf], part)]
@@ -179,7 +191,7 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def _runs(field: Field, tensor: Any, part: Sequence[int]) -> list[tuple[QuantizedTensor, slice, slice]]:
-    """The rows and columns of this rank's part of a field, in their order, and the matrix that has them."""
+    """Triples (matrix, rows, columns) of this rank's part of a field, in order."""
     places = field.places(*part)
     if not field.apart:
         return [(tensor, *place) for place in places]
@@ -188,7 +200,7 @@ def _runs(field: Field, tensor: Any, part: Sequence[int]) -> list[tuple[Quantize
 
 
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of which a layer's `weight` consists: one, or those of a `Packed`."""
+    """The parameters that make up a layer's `weight`: one, or those of a `Packed`."""
     weight: Any = module.weight
     return list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
 
@@ -219,10 +231,7 @@ def write_quantized(
     target None: only check. The tensors of one file are in memory together, of at most `file_bytes`. ValueError if nothing
     can be quantized, and errors as `load`.
     """
-    raw = families.read_json(source)
-    config = families.from_dict(raw)
-    if format_of(raw):
-        raise ValueError(f"{source} holds quantized matrices already ({format_of(raw)})")
+    config = families.read(source)
     bits = QUANTIZED_FORMATS[format].bits
     with ExitStack() as stack:
         slices = open_tensors(source, stack)
@@ -253,7 +262,7 @@ def _write(
     writer: Writer, slices: dict[str, Any], names: dict[str, str], quantized: set[str], small: set[str],
     plan: dict[str, list[str]], format: str, config: Stack, source: Path,
 ) -> None:  # fmt: skip
-    """Write the files of a plan. names: {name: that in slices}."""
+    """Write the files of a plan; names: {Hugging Face tensor: key of `slices`}."""
     weight_map: dict[str, str] = {}
     apart = {field.hf: field.apart for field in config.fields()}
     for file, held in plan.items():
@@ -272,7 +281,7 @@ def _write(
 
 
 def _apart(hf: str, tensor: Any, apart: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """(name, what can be sliced) of the tensors in files of a tensor. apart: the names of matrices of experts."""
+    """Pairs (name in files, slice object) of a tensor; of `Merged` experts, whose names are `apart`, one for each matrix."""
     if not isinstance(tensor, Merged):
         return [(hf, tensor)]
     return [

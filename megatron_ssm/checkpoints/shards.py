@@ -44,7 +44,11 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class _Files(FileSystem):
-    """The files that DCP writes. checksums: {file: {offset: CRC-32 of the entry that begins there}}."""
+    """The files that DCP writes.
+
+    Attributes:
+        checksums: {file: {offset: CRC-32 of the entry at this offset}}.
+    """
 
     def __init__(self) -> None:
         self.checksums: dict[str, dict[int, int]] = {}
@@ -63,9 +67,9 @@ class _Files(FileSystem):
 
 @contextmanager
 def new_file(path: str | os.PathLike) -> Iterator["_ChecksummedFile"]:
-    """A new file to write to, which the disk has when it is closed.
+    """A new file, which is on the disk when the context ends.
 
-    OSError, also where torch raises a RuntimeError because it could not be written.
+    A RuntimeError of torch that is due to a failed write becomes the OSError of that write.
     """
     with _ChecksummedFile(path) as file:
         try:
@@ -75,9 +79,11 @@ def new_file(path: str | os.PathLike) -> Iterator["_ChecksummedFile"]:
 
 
 class _ChecksummedFile(io.BufferedWriter):
-    """A new file of entries. DCP asks for the position before it writes an entry, and so an entry begins there.
+    """A new file of entries. DCP calls `tell` before it writes an entry, so an entry begins at each position returned.
 
-    checksums: {offset: CRC-32 of the entry that begins there}. error: the one with which a write has failed.
+    Attributes:
+        checksums: {offset: CRC-32 of the entry at this offset}.
+        error: The error of a failed write.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -87,7 +93,7 @@ class _ChecksummedFile(io.BufferedWriter):
         self._start = 0
 
     def tell(self) -> int:
-        """The position, where a new entry may begin."""
+        """The position, at which a new entry may begin."""
         self._start = super().tell()
         return self._start
 
@@ -101,7 +107,7 @@ class _ChecksummedFile(io.BufferedWriter):
             raise
 
     def close(self) -> None:
-        """Wait until the disk has all bytes, so that they are there after a crash of the machine."""
+        """Write all bytes to the disk, so that they survive a crash of the machine, and close the file."""
         try:
             if not self.closed:
                 self.flush()
@@ -138,7 +144,7 @@ class ShardReader(dcp.FileSystemReader):
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs. Failure if the disk cannot be read."""
+        """Read the entries of this rank. Failure if the disk cannot be read."""
         return read_with_retries(lambda: super(ShardReader, self).read_data(plan, planner), self.path)
 
     def _slice_file(self, file: IO[bytes], entry: Any) -> IO[bytes]:

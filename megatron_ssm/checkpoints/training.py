@@ -41,7 +41,7 @@ from .shards import ShardReader, ShardWriter, new_file, open_shards
 
 log = logging.getLogger("megatron_ssm")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# The name of an entry, this rank's tensor, and what makes the entry of such a tensor -> the entry that is written.
+# (name of an entry, this rank's tensor, function that makes the entry of a tensor) -> the entry to write
 Stage = Callable[[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 
 
@@ -61,10 +61,10 @@ class GatheredState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint DIRECTORY/step-N that is to be written.
+    """A checkpoint DIRECTORY/step-N to write.
 
     Attributes:
-        directory: That of the run's checkpoints.
+        directory: The directory of the run's checkpoints.
         step: The number of steps done.
         state: This rank's part of the entries.
         training: The entries of `training.json`.
@@ -95,7 +95,7 @@ class Snapshot:
         """The checkpoint of a model in training.
 
         Args:
-            directory: That of the run's checkpoints.
+            directory: The directory of the run's checkpoints.
             step: The number of steps done.
             model: The model.
             optimizer: Its optimizer, or the state of one that is divided over replicas.
@@ -206,7 +206,7 @@ def load_training(path: str | Path, step: int, model: Model, optimizer: torch.op
 
     Args:
         path: The folder of the checkpoint.
-        step: That of the checkpoint, for the optimizer if the checkpoint does not tell how many steps it has done.
+        step: The step of the checkpoint, which is also the optimizer's if the checkpoint has no other number.
         model: The model to fill.
         optimizer: The optimizer to fill, or the state of one that is divided over replicas.
 
@@ -291,9 +291,9 @@ def _as_it_is(name: str, tensor: torch.Tensor, entry_of: Callable[[torch.Tensor]
 def _state(
     model: Model, optimizer: torch.optim.Optimizer | GatheredState, stage: Stage = _as_it_is
 ) -> dict[str, torch.Tensor]:
-    """{entry: DTensor or tensor}; they share memory with the model and the optimizer, so that loading fills these.
+    """{entry: DTensor or tensor} that share memory with the model and the optimizer, so that loading fills these.
 
-    stage: makes each entry, of a copy in this host's memory.
+    With `stage`, entries of copies in this host's memory.
     """
     state = {"rng": torch.get_rng_state()}
     is_on_cpu = stage is not _as_it_is or isinstance(optimizer, GatheredState)
@@ -314,10 +314,15 @@ def _state(
 
 
 def _mesh(place: Place, device_type: str, copies: int, by_expert: bool) -> DeviceMesh | None:
-    """The ranks that divide a field as a mesh (experts, parts, copies). None: one rank holds all of it.
+    """The ranks that divide a field as a mesh (experts, parts, copies); None if one rank holds the whole field.
 
-    `copies` consecutive tensor-parallel ranks hold the same part. by_expert: whether ranks also divide its experts. The mesh
-    only describes the layout; no communication goes through it.
+    The mesh only describes the layout; there is no communication over it.
+
+    Args:
+        place: The ranks of the model.
+        device_type: The device of the tensors.
+        copies: The number of consecutive tensor-parallel ranks that hold the same part.
+        by_expert: True if ranks also divide the experts of the field.
     """
     tensor, expert = place.ranks.group, place.experts.group if by_expert else None
     if tensor is None and expert is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import megatron_ssm
 from cases import oracle
@@ -55,17 +55,16 @@ def bad_index(text):
     return corrupt
 
 
-def repeat_a_tensor(directory):
-    """Put a tensor of the first file into the second file too, with other values."""
-    in_two_files(directory)
-    first, second = sorted(directory.glob("model-*.safetensors"))
-    name, tensor = min(load_file(first).items())
-    save_file({**load_file(second), name: tensor + 1}, second)
+def on_a_failing_disk(directory):
+    """Reading config.json fails with EIO: its first bytes are those of memory that is not mapped."""
+    (directory / "config.json").unlink()
+    (directory / "config.json").symlink_to("/proc/self/mem")
 
 
 NORM = "backbone.layers.1.norm.weight"
 BROKEN = {  # name: (corruption of a valid directory, type of the error, words of its message)
-    "no directory": (shutil.rmtree, FileNotFoundError, "is not a directory"),
+    "no directory": (shutil.rmtree, FileNotFoundError, "does not exist"),
+    "a disk that fails": (on_a_failing_disk, ValueError, "cannot read /"),
     "no configuration": (lambda d: (d / "config.json").unlink(), FileNotFoundError, "config.json does not exist"),
     "unknown model type": (lambda d: edit_config(d, model_type="gpt2"), ValueError, "supported: mamba, falcon_mamba,"),
     "unsupported field": (lambda d: edit_config(d, hidden_act="relu"), ValueError, "hidden_act='relu'"),
@@ -83,9 +82,8 @@ BROKEN = {  # name: (corruption of a valid directory, type of the error, words o
     "index leads elsewhere": (bad_index('{"weight_map": {"a": "../x.safetensors"}}'), ValueError, "is not an index"),
     **{
         f"index names {name[:9]!r}": (bad_index(json.dumps({"weight_map": {"a": name}})), ValueError, "is not an index")
-        for name in ("..", "/x.safetensors", "x\0.safetensors", "x.bin", "\ud800.safetensors", f"{300 * 'x'}.safetensors")
+        for name in ("..", "/x.safetensors", "x.bin")
     },
-    "a tensor in two files": (repeat_a_tensor, ValueError, "holds backbone.embeddings.weight, which another file"),
     "tensor missing": (rewritten(lambda t: t.pop(NORM)), ValueError, f"has no tensor {NORM} (32,)"),
     "tensor too many": (rewritten(lambda t: t.update(extra=torch.ones(2))), ValueError, "1 tensors that a mamba2"),
     "wrong shape": (rewritten(lambda t: t.update({NORM: torch.ones(31)})), ValueError, f"{NORM} is (31,), its"),

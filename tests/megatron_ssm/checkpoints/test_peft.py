@@ -315,7 +315,7 @@ def test_what_is_refused(ranks, tp, case, tmp_path):
                 megatron_ssm.load_lora(model, tmp_path / str(index))
         with pytest.raises(ValueError, match="is not a complete safetensors file"):
             megatron_ssm.load_lora(model, tmp_path / "cut")
-        with pytest.raises(FileNotFoundError, match="adapter_config.json does not exist"):
+        with pytest.raises(FileNotFoundError, match="adapter_config.json"):
             megatron_ssm.load_lora(model, tmp_path)
         with pytest.raises(
             ValueError, match="mamba.in_proj.lora_A.weight is not for a linear layer of this mamba2 model"

@@ -395,7 +395,7 @@ def smaller_than_its_tokenizer(directory):
     "harm,pattern",
     [
         pytest.param(without_tokenizer, r".*/harmed/tokenizer\.json does not exist", marks=pytest.mark.full),
-        (truncated, r".*/harmed/model\.safetensors is not a complete safetensors file .*"),
+        (truncated, r".*/harmed/model\.safetensors is not a complete safetensors file: .*"),
         pytest.param(
             smaller_than_its_tokenizer,
             "the tokenizer is larger than the model: id 256, vocab_size 256",
