@@ -31,9 +31,12 @@ def _add_measure(measure: Parser) -> None:
     measure.add_argument(
         "--sizes",
         type=_sizes,
-        default="1K:16M",
+        default="8:16M",
         metavar="A:B",
-        help="sizes from A to B, doubling; default: 1K:16M",
+        help="sizes from A to B, doubling; default: 8:16M",
+    )
+    measure.add_argument(
+        "--seconds", type=_positive, default=60.0, metavar="S", help="time for all measurements; default: 60"
     )
     measure.add_argument("--collectives", type=_operations, default=OPERATIONS, metavar="A,B", help="default: all")
     measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks; default: all ranks")

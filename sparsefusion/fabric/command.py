@@ -3,6 +3,8 @@
 import argparse
 import datetime
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,8 +15,9 @@ from sparsefusion.collectives.meeting import gather_in_store, meet
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, this_rank
 
-from .cost_model import Fabric, check_writable
-from .measurement import collective_calls, measure
+from .cost_model import Fabric, check_writable, size_name
+from .curve import Curve
+from .measurement import collective_calls, measure, time_shares
 
 TIMEOUT = datetime.timedelta(minutes=5)
 IDLE_TIMEOUT = datetime.timedelta(days=1)  # the timeout of ranks that wait while other ranks measure
@@ -24,7 +27,7 @@ def measure_command(arguments: argparse.Namespace) -> None:
     """`torchrun ... -m sparsefusion measure`: measure the collectives; rank 0 writes the fabric and prints its table.
 
     Args:
-        arguments: out, sizes, collectives, ranks and device, as `sparsefusion.cli` parses them.
+        arguments: out, sizes, seconds, collectives, ranks and device, as `sparsefusion.cli` parses them.
 
     Raises:
         ValueError: On every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; or
@@ -37,15 +40,20 @@ def measure_command(arguments: argparse.Namespace) -> None:
     if wrong := [count for count in arguments.ranks or () if not 2 <= count <= world]:
         raise ValueError(f"--ranks {wrong[0]} must be from 2 to the {world} ranks that were started")
     device, out = _join(arguments), Path(arguments.out)
-    # gloo notices at once when a rank dies. On CUDA, links are so fast that no measurement takes TIMEOUT.
-    idle = dist.new_group(timeout=IDLE_TIMEOUT if device == "cpu" else TIMEOUT)
-    fabrics = [_measure_first(count, arguments, device, idle) for count in arguments.ranks or [world]]
-    fabric = Fabric(tuple(curve for fabric in fabrics for curve in fabric.curves), _description(device))
+    idle = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)  # gloo notices at once when a rank dies
+    modes = ("eager",) if device == "cpu" else ("eager", "graph")
+    runs = [(count, mode) for count in arguments.ranks or [world] for mode in modes]
+    curves: list[Curve] = []
+    for (count, mode), seconds in zip(runs, time_shares(arguments.seconds, len(runs)), strict=True):
+        curves += _measure_first(count, arguments, device, mode, seconds)
+        dist.barrier(group=idle)
+    fabric = Fabric(tuple(curves), _description(device))
     try:
         on_first(lambda: fabric.save(out), dist.group.WORLD)
     except OSError as error:
         raise Failure(f"the fabric could not be written: {error}") from None
     if dist.get_rank() == 0:
+        print_limits(fabric, arguments.sizes)
         print(fabric.table())
     dist.destroy_process_group()
 
@@ -77,20 +85,29 @@ def _checked(arguments: argparse.Namespace, device: str, rank: int) -> dict[str,
     if rank == 0:
         check_writable(Path(arguments.out))
     collectives = list(arguments.collectives)
-    return {"--device": kind, "--sizes": arguments.sizes, "--collectives": collectives, "--ranks": arguments.ranks}
+    return {
+        "--device": kind, "--sizes": arguments.sizes, "--seconds": arguments.seconds,
+        "--collectives": collectives, "--ranks": arguments.ranks,
+    }  # fmt: skip
 
 
-def _measure_first(count: int, arguments: argparse.Namespace, device: str, idle: dist.ProcessGroup) -> Fabric:
-    """Measure the first `count` ranks; the others wait in `idle`, the group of all ranks, and return an empty fabric."""
+def _measure_first(
+    count: int, arguments: argparse.Namespace, device: str, mode: str, seconds: float
+) -> tuple[Curve, ...]:
+    """Measure the first `count` ranks for this time; the curves, on other ranks ()."""
     group = dist.new_group(list(range(count)), timeout=TIMEOUT)
-    fabric = Fabric(())
-    if dist.get_rank() < count:
-        for mode in ("eager", "graph") if device != "cpu" else ("eager",):
-            calls = collective_calls(group, arguments.collectives, device)
-            measured = measure(group, calls, arguments.sizes, device, mode)
-            fabric = Fabric(fabric.curves + measured.curves)
-    dist.barrier(group=idle)
-    return fabric
+    if dist.get_rank() >= count:
+        return ()
+    calls = collective_calls(group, arguments.collectives, device)
+    return measure(group, calls, arguments.sizes, device, mode, seconds=seconds).curves
+
+
+def print_limits(fabric: Fabric, sizes: Sequence[int]) -> None:
+    """Print to stderr which operations were not measured up to the largest size."""
+    for curve in fabric.curves:
+        if curve.nbytes[-1] < sizes[-1]:
+            name = f"{curve.operation} on {curve.ranks} ranks ({curve.mode})"
+            print(f"sparsefusion measure: {name} was measured up to {size_name(curve.nbytes[-1])}", file=sys.stderr)
 
 
 def _description(device: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ repetitions. Rank 0 fits the curves and sends them to the other ranks, so that a
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -39,6 +39,7 @@ def measure(
     device: torch.device | str = "cpu",
     mode: str = "eager",
     race: bool = False,
+    seconds: float | None = None,
 ) -> Fabric:
     """Measure the times of operations. All ranks of `group` call it together, and get the same fabric.
 
@@ -52,20 +53,28 @@ def measure(
         mode: "eager", or "graph" on CUDA.
         race: Measure only to find the fastest operation: much slower operations are not measured at larger sizes, and slow
             links are not measured at large sizes.
+        seconds: The time for the whole measurement; None for any. It ends before a size that would exceed it if that size
+            took twice as long as the one before. The first size is always measured.
 
     Raises:
         ValueError: On every rank, if the times cannot be fitted.
     """
     points: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
     running = list(calls)
+    ends = [time.monotonic()]
     for nbytes in sorted(sizes):
-        seconds = repetitions([timed(calls[name](nbytes), device, mode) for name in running], group, device)
-        medians = seconds.median(0).values
-        for name, median, high in zip(running, medians.tolist(), seconds.quantile(0.9, 0).tolist(), strict=True):
+        times = repetitions([timed(calls[name](nbytes), device, mode) for name in running], group, device)
+        medians = times.median(0).values
+        for name, median, high in zip(running, medians.tolist(), times.quantile(0.9, 0).tolist(), strict=True):
             points[name].append((nbytes, median, high))
         limit = RACE_RATIO * medians.min().item() if race and nbytes >= RACE_BYTES else SLOW_S
         running = [name for name in running if points[name][-1][1] <= min(limit, SLOW_S)]
         if not running or (race and medians.sum() > RACE_S):
+            break
+        ends.append(time.monotonic())
+        # The time of the first size includes that of connecting the ranks, so it predicts nothing.
+        following = 2 * (ends[-1] - ends[-2]) if len(ends) > 2 else 0.0
+        if seconds is not None and _on_any_rank(ends[-1] - ends[0] + following > seconds, group, device):
             break
     device = torch.device(device)
 
@@ -73,6 +82,18 @@ def measure(
         return [Curve.fit(name, group.size(), measured, mode) for name, measured in points.items()]
 
     return Fabric(tuple(on_first(fit, group, device)), {"source": "measured", "device": device.type})
+
+
+def _on_any_rank(condition: bool, group: dist.ProcessGroup, device: torch.device | str) -> bool:
+    """Return True on every rank if `condition` is true on one of them. It all-reduces a number."""
+    return bool(collectives.all_reduce(torch.tensor(float(condition), device=device), group, op=dist.ReduceOp.MAX))
+
+
+def time_shares(seconds: float, runs: int) -> Iterator[float]:
+    """The seconds that each of `runs` consecutive runs may take: equal shares of the time that is left when it begins."""
+    end = time.monotonic() + seconds
+    for left in range(runs, 0, -1):
+        yield max(0.0, end - time.monotonic()) / left
 
 
 def repetitions(

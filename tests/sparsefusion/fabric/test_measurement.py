@@ -1,11 +1,13 @@
 """Times of collectives; oracles: busy loops of known length, and torch.distributed, whose arguments are recorded."""
 
+import io
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from datetime import timedelta
 from functools import partial
 from itertools import count, product
@@ -137,6 +139,27 @@ def test_measurements_end_when_calls_are_slow(ranks, world, exact_times, race):
     for prepared, left in ranks(job, world):
         assert prepared == {"quick": [1 * KB] if race else sizes, "slow": [1 * KB]}
         assert left == {"slow": [1 * KB]}
+
+
+@worlds
+def test_a_measurement_ends_when_its_time_is_over(ranks, world, few_repetitions):
+    """Also if only one rank is slow. Its warm-up and three repetitions of the first size take longer than `seconds`."""
+    sizes = [8, 1 * KB, 2 * KB]
+
+    def job(rank):
+        call = busy(0.02) if rank == world - 1 else lambda: None
+        fabrics = [
+            measure(dist.group.WORLD, {"p2p": lambda nbytes: call}, sizes, seconds=seconds) for seconds in (0.05, 600)
+        ]
+        return [fabric.curve("p2p", world).nbytes for fabric in fabrics]
+
+    assert ranks(job, world) == [[(8,), tuple(sizes)]] * world
+
+
+def test_a_run_leaves_the_time_that_it_does_not_use_to_the_following_ones(monkeypatch):
+    clock = iter([100.0, 100.0, 104.0, 140.0])
+    monkeypatch.setattr(measurement.time, "monotonic", lambda: next(clock))
+    assert list(measurement.time_shares(30, 3)) == [10.0, 13.0, 0.0]
 
 
 @worlds
@@ -351,7 +374,9 @@ def test_other_ranks_need_no_directory(launch, world, tmp_path):
 
 
 @worlds
-@pytest.mark.parametrize("other", (["--sizes", "1K:8K"], ["--collectives", "p2p"], ["--ranks", "2"]))
+@pytest.mark.parametrize(
+    "other", (["--sizes", "1K:8K"], ["--seconds", "9"], ["--collectives", "p2p"], ["--ranks", "2"])
+)
 def test_ranks_with_different_arguments(launch, world, other):
     """Every rank raises an error; otherwise they would wait for one another."""
     found = launch(world, error_of, lambda rank: ["--out", "f", "--device", "cpu", *(other if rank == 1 else [])])
@@ -374,6 +399,21 @@ def test_ranks_without_a_cuda_device(launch, world, lonely):
 
 
 @worlds
+def test_sizes_for_which_there_was_no_time(launch, world, tmp_path):
+    """Rank 0 prints up to which size it measured."""
+
+    def printed(measure_command, rank):
+        with redirect_stderr(io.StringIO()) as err:
+            measure_command()
+        return err.getvalue()
+
+    out = str(tmp_path / "f.json")
+    first, *others = launch(world, printed, lambda rank: ["--out", out, "--device", "cpu", "--seconds", "1e-9"])
+    assert first == f"sparsefusion measure: all_reduce on {world} ranks (eager) was measured up to 1 KB\n"
+    assert not any(others) and Fabric.load(out).curve("all_reduce", world).nbytes == (1024,)
+
+
+@worlds
 def test_a_file_that_cannot_be_written_in_the_end(launch, world, monkeypatch):
     """Every rank raises the same error, of one line."""
 
@@ -391,9 +431,9 @@ def test_ranks_that_do_not_measure_may_wait_long(launch, world, monkeypatch, tmp
     """They may wait for longer than the timeout of a message."""
     monkeypatch.setattr(command, "TIMEOUT", timedelta(seconds=3))
 
-    def slow(*arguments):
+    def slow(*arguments, **keywords):
         sleep(4)
-        return measure(*arguments)
+        return measure(*arguments, **keywords)
 
     def action(measure_command, rank):
         if rank < 2:
@@ -429,6 +469,7 @@ def test_sizes_and_times_that_cannot_be_measured(ranks, world, exact_times):
     (["--out", "F", "--sizes", "1X:2K"], "argument --sizes: invalid size '1X': expected a number such as 4096, 64K or 16M"),
     (["--out", "F", "--sizes", "1K"], "argument --sizes: invalid size '': expected a number such as 4096, 64K or 16M"),
     (["--out", "F", "--collectives", "all_reduce,reduce"], "argument --collectives: unknown collective 'reduce'.*"),
+    (["--out", "F", "--seconds", "0"], "argument --seconds: 0 must be positive"),
     (["--out", "F", "--ranks", "1"], "argument --ranks: '1' must be a number of ranks, at least 2"),
     (["--out", "F", "--ranks", "2,"], "argument --ranks: '' must be a number of ranks, at least 2"),
     (["--out", "F", "--rank", "2"], r"unknown argument --rank \(did you mean --ranks\?\)"),
@@ -445,5 +486,5 @@ def test_sizes_of_flags():
     arguments = parser().parse_args(["measure", "--out", "F", "--sizes", "1K:10K", "--ranks", "4,2,4"])
     assert arguments.sizes == [1024, 2048, 4096, 8192] and arguments.ranks == [2, 4]
     default = parser().parse_args(["measure", "--out", "F"])
-    assert default.sizes == [1 << bits for bits in range(10, 25)]
+    assert default.sizes == [1 << bits for bits in range(3, 25)] and default.seconds == 60
     assert tuple(default.collectives) == COLLECTIVES and default.ranks is None
