@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from sparsefusion.fabric.nccl import parse_setting
 from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
 from sparsefusion.foundation.launcher import adopt_launcher
 
@@ -40,6 +41,18 @@ def _add_measure(measure: Parser) -> None:
     )
     measure.add_argument("--collectives", type=_operations, default=OPERATIONS, metavar="A,B", help="default: all")
     measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks; default: all ranks")
+    measure.add_argument(
+        "--nccl",
+        type=_settings,
+        default=[],
+        metavar="X,Y",
+        help="measure all-reduces also with these algorithms and protocols of NCCL, such as Ring,NVLS,LL128,Ring/LL",
+    )
+    measure.add_argument(
+        "--nccl-tests",
+        action="store_true",
+        help="run the programs of nccl-tests that are on the PATH, on --ranks GPUs of this host; without torchrun",
+    )
     measure.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch finds one")
 
 
@@ -114,6 +127,12 @@ def _counts(text: str) -> list[int]:
 
 
 @_argument_type
+def _settings(text: str) -> list[str]:
+    """'Ring,Ring/LL' -> ['Ring', 'Ring LL']."""
+    return list(dict.fromkeys(map(parse_setting, text.split(","))))
+
+
+@_argument_type
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
@@ -134,8 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(arguments: argparse.Namespace) -> None:
     from sparsefusion.fabric.command import measure_command
+    from sparsefusion.fabric.nccl_tests import measure_with_nccl_tests
 
-    measure_command(arguments)
+    measurement = measure_with_nccl_tests if arguments.nccl_tests else measure_command
+    measurement(arguments)
 
 
 def _fit(arguments: argparse.Namespace) -> None:

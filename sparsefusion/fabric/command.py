@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, thi
 from .cost_model import Fabric, check_writable, size_name
 from .curve import Curve
 from .measurement import collective_calls, measure, time_shares
+from .nccl import environment, in_own_process
 
 TIMEOUT = datetime.timedelta(minutes=5)
 IDLE_TIMEOUT = datetime.timedelta(days=1)  # the timeout of ranks that wait while other ranks measure
@@ -27,11 +29,11 @@ def measure_command(arguments: argparse.Namespace) -> None:
     """`torchrun ... -m sparsefusion measure`: measure the collectives; rank 0 writes the fabric and prints its table.
 
     Args:
-        arguments: out, sizes, seconds, collectives, ranks and device, as `sparsefusion.cli` parses them.
+        arguments: out, sizes, seconds, collectives, ranks, nccl and device, as `sparsefusion.cli` parses them.
 
     Raises:
-        ValueError: On every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; or
-            rank 0 cannot write the file.
+        ValueError: On every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; --nccl
+            is given without CUDA; or rank 0 cannot write the file.
         Failure: On every rank: writing the file failed.
     """
     world = launched_ranks()
@@ -42,10 +44,13 @@ def measure_command(arguments: argparse.Namespace) -> None:
     device, out = _join(arguments), Path(arguments.out)
     idle = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)  # gloo notices at once when a rank dies
     modes = ("eager",) if device == "cpu" else ("eager", "graph")
-    runs = [(count, mode) for count in arguments.ranks or [world] for mode in modes]
+    runs = list(itertools.product(arguments.ranks or [world], modes, ("", *arguments.nccl)))
     curves: list[Curve] = []
-    for (count, mode), seconds in zip(runs, time_shares(arguments.seconds, len(runs)), strict=True):
-        curves += _measure_first(count, arguments, device, mode, seconds)
+    for (count, mode, setting), seconds in zip(runs, time_shares(arguments.seconds, len(runs)), strict=True):
+        if setting:
+            curves += measure_setting(setting, count, arguments.sizes, device, mode, seconds)
+        else:
+            curves += _measure_first(count, arguments, device, mode, seconds)
         dist.barrier(group=idle)
     fabric = Fabric(tuple(curves), _description(device))
     try:
@@ -70,11 +75,16 @@ def _join(arguments: argparse.Namespace) -> str:
     device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if use_cuda else "cpu"
     store, place = meet(TIMEOUT)
     together(lambda: _checked(arguments, device, rank), [gather_in_store(store, rank, world, place)], same=dict)
-    if use_cuda:
-        torch.cuda.set_device(device)
-    backend = "nccl" if use_cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    _initialize(device, store, rank, world)
     return device
+
+
+def _initialize(device: str, store: dist.Store, rank: int, world: int) -> None:
+    """Initialize torch.distributed with the backend of the device."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def _checked(arguments: argparse.Namespace, device: str, rank: int) -> dict[str, object]:
@@ -82,12 +92,16 @@ def _checked(arguments: argparse.Namespace, device: str, rank: int) -> dict[str,
     kind, _, index = device.partition(":")
     if kind == "cuda" and int(index) >= (count := torch.cuda.device_count()):
         raise ValueError(f"--device cuda: no GPU for local rank {index}, torch finds {count} on this host")
+    if kind == "cpu" and arguments.nccl:
+        raise ValueError(
+            "--nccl chooses NCCL's algorithms and protocols, which need CUDA; this rank measures on the CPU"
+        )
     if rank == 0:
         check_writable(Path(arguments.out))
     collectives = list(arguments.collectives)
     return {
         "--device": kind, "--sizes": arguments.sizes, "--seconds": arguments.seconds,
-        "--collectives": collectives, "--ranks": arguments.ranks,
+        "--collectives": collectives, "--ranks": arguments.ranks, "--nccl": arguments.nccl,
     }  # fmt: skip
 
 
@@ -100,6 +114,46 @@ def _measure_first(
         return ()
     calls = collective_calls(group, arguments.collectives, device)
     return measure(group, calls, arguments.sizes, device, mode, seconds=seconds).curves
+
+
+def measure_setting(
+    setting: str, count: int, sizes: Sequence[int], device: str, mode: str, seconds: float
+) -> tuple[Curve, ...]:
+    """Measure the all-reduce of the first `count` ranks with a setting of NCCL, in a new process for each rank.
+
+    Returns the curve, whose operation is "all_reduce SETTING"; on other ranks, and if NCCL cannot use the setting, ().
+    """
+    if dist.get_rank() >= count:
+        return ()
+    variables = environment(setting)
+    if "NCCL_ALGO" in variables:  # of all-reduces only: most algorithms have no broadcast, which distributes the curves
+        variables["NCCL_ALGO"] = f"allreduce:{variables['NCCL_ALGO']}"
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the processes meet in the store of the ranks that started them
+    asked = (setting, count, sizes, device, mode, seconds)
+    try:
+        return in_own_process(variables, _measure_in_environment, *asked)
+    except Exception as error:  # NCCL, torch and a process that dies raise different types
+        print_left_out(f"all_reduce {setting} on {count} ranks ({mode})", error)
+        return ()
+
+
+def _measure_in_environment(
+    setting: str, count: int, sizes: Sequence[int], device: str, mode: str, seconds: float
+) -> tuple[Curve, ...]:
+    """Measure the all-reduce in a process that was started with the setting."""
+    store = dist.PrefixStore(f"{setting} {count} {mode}", meet(TIMEOUT)[0])
+    _initialize(device, store, this_rank(), count)
+    group = dist.new_group(timeout=TIMEOUT)
+    calls = {f"all_reduce {setting}": collective_calls(group, ["all_reduce"], device)["all_reduce"]}
+    curves = measure(group, calls, sizes, device, mode, seconds=seconds).curves
+    dist.destroy_process_group()
+    return curves
+
+
+def print_left_out(name: str, reason: object) -> None:
+    """Print to stderr on rank 0 that a measurement was left out, with the first line of the reason."""
+    if this_rank() == 0:
+        print(f"sparsefusion measure: left out {name}: {str(reason).strip().partition(chr(10))[0]}", file=sys.stderr)
 
 
 def print_limits(fabric: Fabric, sizes: Sequence[int]) -> None:

@@ -43,22 +43,23 @@ class Section:
     dropped: list[tuple[int, float]] = field(default_factory=list)
 
 
-def read_curves(path: str | Path, operation: str, ranks: int | None = None) -> list[Curve]:
+def read_curves(path: str | Path, operation: str, ranks: int | None = None, text: str | None = None) -> list[Curve]:
     """Read one file of any known format; returns a curve for each number of ranks, mode and variant.
 
     A variant is appended to the operation: "all_reduce Ring". Rows of empty messages, with which nccl-tests begins some
     sweeps, are skipped.
 
     Args:
-        path: The file.
+        path: The file or, with `text`, the name of its source for errors.
         operation: The operation that was measured.
         ranks: The number of ranks. None if the file states it.
+        text: The contents; None to read them from the file.
 
     Raises:
         ValueError: The file is damaged, or contradicts `operation` or `ranks`.
     """
     curves: dict[tuple[str, int, str], tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
-    for section in read_sections(path):
+    for section in read_sections(path, text):
         count = _ranks_of(section, path, operation, ranks)
         share = count if operation == "all_gather" else 1
         expected = wire(operation, count) / share
@@ -111,10 +112,13 @@ def _points(curve: Curve) -> list[tuple[int, float]]:
     return list(zip(curve.nbytes, curve.seconds, strict=True))
 
 
-def read_sections(path: str | Path) -> list[Section]:
-    """The runs in one file, with sizes as the file counts them. The beginning of the file determines its format."""
+def read_sections(path: str | Path, text: str | None = None) -> list[Section]:
+    """The runs in one file, with sizes as the file counts them. The beginning of the file determines its format.
+
+    path, text: See `read_curves`.
+    """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = Path(path).read_text(encoding="utf-8-sig") if text is None else text
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not text ({error})") from None
     if text.lstrip().startswith("{"):
@@ -210,6 +214,11 @@ def _runs(lines: Iterable[tuple[int, str]]) -> list[list[tuple[int, str]]]:
             runs.append([])
         runs[-1].append((number, line))
     return runs
+
+
+def has_rows(text: str) -> bool:
+    """Return True if the output of nccl-tests has a row of times."""
+    return any(_is_row(line) for line in text.splitlines())
 
 
 def _is_row(line: str) -> bool:

@@ -22,6 +22,7 @@ from sparsefusion.cli.commands import parser
 from sparsefusion.fabric import command, measurement
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.measurement import COLLECTIVES, collective_calls, measure, repetitions, timed
+from sparsefusion.fabric.nccl import environment, in_own_process
 from sparsefusion.foundation.command_line import Failure, run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -413,6 +414,57 @@ def test_sizes_for_which_there_was_no_time(launch, world, tmp_path):
     assert not any(others) and Fabric.load(out).curve("all_reduce", world).nbytes == (1024,)
 
 
+# Settings of NCCL
+
+
+@worlds
+@pytest.mark.parametrize("device", ("cpu", None))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="finds a CUDA device")
+def test_settings_of_nccl_need_cuda(launch, world, device):
+    flags = ["--out", "f.json", "--nccl", "Ring,LL128", *(["--device", device] if device else [])]
+    message = "--nccl chooses NCCL's algorithms and protocols, which need CUDA; this rank measures on the CPU"
+    assert launch(world, error_of, lambda rank: flags) == [(ValueError, message)] * world
+
+
+def test_a_setting_is_measured_in_an_environment_of_its_own():
+    """NCCL reads the variables once per process, so each setting needs a new one; this process keeps its environment."""
+    for setting, variables in (("Ring", ("Ring", None)), ("LL128", (None, "LL128")), ("Tree LL", ("Tree", "LL"))):
+        found = [in_own_process(environment(setting), os.getenv, name) for name in ("NCCL_ALGO", "NCCL_PROTO")]
+        assert tuple(found) == variables
+    assert "NCCL_ALGO" not in os.environ and "NCCL_PROTO" not in os.environ
+
+
+@pytest.mark.parametrize("world, count", [(2, 2), (3, 2)])
+def test_processes_of_a_setting_meet_and_measure(launch, world, count):
+    """Here with gloo, which ignores the setting. Ranks of a smaller group take part only if they belong to it."""
+
+    def action(measure_command, rank):
+        command._join(measure_command.args[0])
+        return [command.measure_setting(s, count, [8, 1024], "cpu", "eager", 60.0) for s in ("Ring", "Ring LL")]
+
+    first, second, *others = launch(world, action, lambda rank: ["--out", "f.json", "--device", "cpu"])
+    assert first == second and others == [[(), ()]] * (world - count)
+    for (curve,), setting in zip(first, ("Ring", "Ring LL"), strict=True):
+        assert (curve.operation, curve.ranks, curve.nbytes) == (f"all_reduce {setting}", count, (8, 1024))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="finds a CUDA device")
+def test_a_setting_that_cannot_be_measured_is_left_out(launch):
+    """Here because there is no CUDA; rank 0 prints why, and the measurement goes on."""
+
+    def action(measure_command, rank):
+        command._join(measure_command.args[0])
+        with redirect_stderr(io.StringIO()) as err:
+            assert command.measure_setting("NVLS", 2, [8], "cuda:0", "graph", 60.0) == ()
+        return err.getvalue()
+
+    first, second = launch(2, action, lambda rank: ["--out", "f.json", "--device", "cpu"])
+    assert (
+        re.fullmatch("sparsefusion measure: left out all_reduce NVLS on 2 ranks \\(graph\\): .+\n", first)
+        and not second
+    )
+
+
 @worlds
 def test_a_file_that_cannot_be_written_in_the_end(launch, world, monkeypatch):
     """Every rank raises the same error, of one line."""
@@ -472,6 +524,8 @@ def test_sizes_and_times_that_cannot_be_measured(ranks, world, exact_times):
     (["--out", "F", "--seconds", "0"], "argument --seconds: 0 must be positive"),
     (["--out", "F", "--ranks", "1"], "argument --ranks: '1' must be a number of ranks, at least 2"),
     (["--out", "F", "--ranks", "2,"], "argument --ranks: '' must be a number of ranks, at least 2"),
+    (["--out", "F", "--nccl", "Rnig"], "argument --nccl: unknown setting of NCCL 'Rnig': expected one of Ring, .*"),
+    (["--out", "F", "--nccl", "LL/Ring"], "argument --nccl: unknown setting of NCCL 'LL/Ring': expected .* or two as in .*"),
     (["--out", "F", "--rank", "2"], r"unknown argument --rank \(did you mean --ranks\?\)"),
 ])  # fmt: skip
 def test_errors_of_flags(flags, message, capsys):
@@ -485,6 +539,8 @@ def test_errors_of_flags(flags, message, capsys):
 def test_sizes_of_flags():
     arguments = parser().parse_args(["measure", "--out", "F", "--sizes", "1K:10K", "--ranks", "4,2,4"])
     assert arguments.sizes == [1024, 2048, 4096, 8192] and arguments.ranks == [2, 4]
+    settings = parser().parse_args(["measure", "--out", "F", "--nccl", "Ring,LL,Ring/LL,Ring"]).nccl
+    assert settings == ["Ring", "LL", "Ring LL"]
     default = parser().parse_args(["measure", "--out", "F"])
     assert default.sizes == [1 << bits for bits in range(3, 25)] and default.seconds == 60
     assert tuple(default.collectives) == COLLECTIVES and default.ranks is None
