@@ -202,7 +202,7 @@ def _check_quantized(
     if stored and weights not in (None, stored):
         raise ValueError(f"weights={weights!r}: {directory} holds matrices in {stored}")
     if (stored or weights) and (sequence_parallel or stored and torch.device(device).type != "cpu"):
-        raise ValueError(f"{directory}: matrices in {stored or weights} are for models that only generate on a CPU")
+        raise ValueError(f"{directory}: matrices in {stored or weights} are only for generation on a CPU, without sequence_parallel")
 
 
 def _open(

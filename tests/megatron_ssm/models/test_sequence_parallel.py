@@ -123,7 +123,7 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, tp, oracle):
         calls = {
             "takes no cache": lambda: model(torch.zeros(1, 3, dtype=torch.int64), cache=model.new_cache(1)),
             "sums in fp32": lambda: load(reduce="int8"),
-            "is for training": lambda: load(weights="int8"),
+            "without sequence_parallel": lambda: load(weights="int8"),
         }
         return {words: attempt(call) for words, call in calls.items()}
 

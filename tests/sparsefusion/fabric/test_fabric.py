@@ -505,7 +505,7 @@ def test_measure_passes_its_flags_on():
     assert (arguments.sizes, arguments.ranks) == ([1024, 2048, 4096, 8192], [2, 4])
     assert (list(arguments.collectives), arguments.device, arguments.out) == (["p2p", "all_gather"], None, "f.json")
     default = commands.parser().parse_args(["measure", "--out", "f"])
-    assert (default.sizes[0], default.sizes[-1], len(default.collectives)) == (1024, 16 * MB, 5)
+    assert (default.sizes[0], default.sizes[-1], len(default.collectives)) == (8, 16 * MB, 5)
 
 
 def test_neither_help_nor_fits_load_torch_or_matplotlib():
