@@ -19,6 +19,7 @@ from .operand_layouts import Digits, Piece, digits_of, digits_of_chunk
 from .plan_steps import Compute, Step
 from .plan_text import canonical, changed_part, changed_step, content, digest, digests_of_parts, parse
 from .scan_messages import takes_slices
+from .source import source_of_chunks, source_of_steps
 from .tensor_blocks import block, chosen, positions, put_block, reordered
 from .timeline import check_tile, seconds
 
@@ -166,6 +167,28 @@ class Plan:
         messages = lines_of_messages(self.schedule, self.steps, sent, self.schedule.chunks)
         lines = [str(self.schedule) + f" ({name})" * bool(name), totals]
         return "\n".join([*lines, *messages, f"chosen: {self.reason}"])
+
+    def source(self, rank: int = 0) -> str:
+        """Print what a rank does as a Python program: blocks and their shapes, messages and their peers, and tiles.
+
+        It has all steps in their order, for the program's sizes and dtype; `commir.lowering.source` lists its words. Plans
+        that are grids of `attention2d` send the same messages, but `execute` runs them on `attention2d`.
+
+        Raises:
+            ValueError: the mesh has no such rank.
+        """
+        coordinates = self.mesh.coordinates(rank)
+        where = ", ".join(f"{axis} {coordinates[axis]}" for axis in self.mesh.names)
+        name = known_as(self.schedule)
+        head = f"# {self.schedule}" + f" ({name})" * bool(name) + f"\n# rank {rank} of {self.mesh.ranks}: {where}"
+        if self.schedule.chunked is None:
+            return "\n".join([head, source_of_steps(f"rank_{rank}", self.digits, self.steps, rank, self.elements)])
+        axis = self.schedule.digit(self.schedule.chunked).axis
+        chunks = (
+            source_of_steps(f"chunk_{number}", chunk.digits, self.steps, rank, chunk.elements, axis)
+            for number, chunk in enumerate(map(self.of_chunk, range(self.schedule.chunks)))
+        )
+        return "\n\n\n".join([head, *chunks, source_of_chunks(f"rank_{rank}", self.digits, rank)])
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""
