@@ -37,17 +37,17 @@ def evaluate(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[st
     number, factors = split_number(factors_of(expression))
     if result.monoid == "sum" and _is_product(program, factors, loops):
         value = _einsum(program, factors, inputs, loops, output.axes)
-        return {output.name: _unshared(value if number == 1 else value * _number(number, inputs), inputs)}
+        return {output.name: unshared(value if number == 1 else value * _number(number, inputs), inputs)}
     sizes = [len(indices[axis.name]) if axis.name in indices else axis.size for axis in program.axes]
     value = _value(program, expression, inputs, loops).expand(sizes)
     reduced = [d for d, name in enumerate(loops) if name not in output.axes]
     if reduced:
         value = value.sum(reduced) if result.monoid == "sum" else value.amax(reduced)
     kept = [name for name in loops if name in output.axes]
-    return {output.name: _unshared(value.permute([kept.index(name) for name in output.axes]), inputs)}
+    return {output.name: unshared(value.permute([kept.index(name) for name in output.axes]), inputs)}
 
 
-def _unshared(x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def unshared(x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return x, or a copy if it is a view of an input or an expanded tensor, whose elements share memory."""
     memory = x.untyped_storage()
     is_view = memory.data_ptr() in [x.untyped_storage().data_ptr() for x in inputs.values()]

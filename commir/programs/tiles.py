@@ -19,6 +19,7 @@ from commir.ir.program import Program
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .expressions import evaluate
+from .kernels import registered_tile
 from .scan_programs import scan_tile
 
 Tensor = torch.Tensor
@@ -28,10 +29,10 @@ TileInto = Callable[[Program, Tensors, Tensors, Sequence[Tensor]], None]
 
 
 def tile_of(program: Program, kernel: str = "library") -> Tile:
-    """The function that computes the tile of a program, by a fused kernel ("library") or plain operations ("reference")."""
-    if (program.tile, kernel) in _TILES:
-        return _TILES[program.tile, kernel]
-    return evaluate
+    """The function that computes the tile of a program, by a fused kernel ("library"), plain operations ("reference"), or
+    a registered kernel.
+    """
+    return registered_tile(kernel) or _TILES.get((program.tile, kernel), evaluate)
 
 
 def tile_into(program: Program, kernel: str = "library") -> TileInto | None:

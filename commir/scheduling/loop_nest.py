@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from commir.ir.mesh import Mesh
 from commir.ir.program import SCANNED, WHOLE, Program
+from commir.programs.kernels import kernels_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class LoopNest:
         shifts: (digit, mesh axis) of the loops that are shifted.
         order: the loops of a rank, outermost first.
         homes: (operand, mesh axis, axis or None) where the home of an operand differs from the program's.
-        kernel: the implementation of the tile, "library" or "reference".
+        kernel: the implementation of the tile, "library", "reference" or a registered one.
         chunked: the digit that numbers the chunks, if there are any.
     """
 
@@ -223,13 +224,14 @@ class LoopNest:
         return self._with_home(operand, mesh_axis, None)
 
     def patch(self, kernel: str) -> Self:
-        """Compute the tile by another of `Program.kernels`, "library" or "reference".
+        """Compute the tile by another kernel: "library", "reference" (if `Program.kernels` has it), or one of your own
+        (`commir.kernel`).
 
         Raises:
             IllegalSchedule: the program has no such kernel.
         """
-        if kernel not in self.program.kernels:
-            known = " or ".join(self.program.kernels)
+        if kernel not in (kernels := kernels_of(self.program)):
+            known = " or ".join(kernels)
             raise IllegalSchedule(f"patch({kernel}): {self.program.name} has no kernel {kernel!r}: expected {known}")
         return replace(self, kernel=kernel)
 

@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import commir
@@ -40,6 +41,14 @@ def test_the_layer_of_the_guide_runs(tmp_path):
     first, *others = printed(operator.removesuffix(END) + layer + END, tmp_path)
     assert others == [f"{rank} True\nlayer on {rank}: True\n" for rank in (1, 2, 3)]
     assert first.endswith("layer on 0: True\n") and re.search(r"\nup: \w+ on \w+; \w+ on \w+; .*\ndown: ", first)
+
+
+def test_the_kernel_of_the_guide_is_verified(tmp_path):
+    section = PAGE.read_text().partition("### Kernels of your own\n")[2].partition("\n###")[0]
+    code = "\n".join(line for line in section.splitlines() if line.startswith("    "))
+    assert code.startswith("    @commir.operator") and "commir.verify(plan)" in code
+    (tmp_path / "kernel.py").write_text("import commir\nfrom commir import In, Out, grid\n" + textwrap.dedent(code))
+    runpy.run_path(str(tmp_path / "kernel.py"))
 
 
 def test_the_names_in_its_text_exist():
