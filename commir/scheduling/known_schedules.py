@@ -24,12 +24,16 @@ ATTENTION: dict[str, Placements] = {
     "all-gather": (Q,),
     "Ulysses": (HEADS,),
     "USP": (Q_IN_RING, HEADS),
-    "tree": (KV,),  # only for decoding, where every rank has the few queries
+    "LoongTrain": (Q_IN_RING, Q_IN_RING, HEADS),
+    "TokenRing": (KV_IN_RING,),  # queries travel one way around the ring, and partial results back
+    "tree": (KV,),
+    "Mnemosyne": (KV, HEADS),  # and all operands are kept along heads, too
     "Attention2D": (KV, Q),
     "Attention2D, overlapped": (KV_IN_RING, Q_IN_RING),
     "3-D": (KV, Q, HEADS),
     "3-D, overlapped": (KV_IN_RING, Q_IN_RING, HEADS),
 }
+DECODING = ("tree", "Mnemosyne")  # only for decoding, where every rank has the few queries
 # {matrix product: {schedule: the placement of its mesh axis}}
 PRODUCTS: dict[str, dict[str, Placements]] = {
     "all_gather_matmul": {
@@ -50,7 +54,9 @@ def known_schedules(program: Program) -> dict[str, Placements]:
     if not _is_attention(program):
         return {}
     return {
-        name: placement for name, placement in ATTENTION.items() if name != "tree" or program.operand("q").home is None
+        name: placement
+        for name, placement in ATTENTION.items()
+        if name not in DECODING or program.operand("q").home is None
     }
 
 
@@ -76,7 +82,11 @@ def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
     if len(names) != len(parts):
         loops = "; ".join(map(str, parts))
         raise IllegalSchedule(f"{name} needs {len(parts)} mesh axes ({loops}), not {len(names)} ({', '.join(names)})")
-    return place(nest, **dict(zip(names, parts, strict=True)))
+    placements = dict(zip(names, parts, strict=True))
+    if name == "Mnemosyne":
+        for operand, mesh_axis, axis in sorted(_along_heads(placements)):
+            nest = nest.shard(operand, axis, mesh_axis)
+    return place(nest, **placements)
 
 
 def known_as(nest: LoopNest) -> str:
@@ -85,27 +95,34 @@ def known_as(nest: LoopNest) -> str:
     Only a schedule that `place`, and then `in_chunks`, makes has a name (`is_placed`): with blocks of other sizes, or in
     another order of the ranks, a plan may send much more. The same holds for operands that are kept elsewhere than in the
     library's program, with two exceptions: where all mesh axes that divide heads keep lse along heads, where it is computed;
-    and for a backward pass, where they keep all of SAVED so, as the forward pass has left them.
+    and for a backward pass and Mnemosyne, where they keep all of SAVED so.
     """
     program, placements = nest.program, placements_of(nest)
-    if not _is_at_home(nest, placements):
-        return ""
     chosen = list(placements.values())
     if _is_product(program):
         name = _name_of_product(program.name, chosen)
     else:
         name = _name_of_attention(nest, chosen) if _is_attention(program) else ""
-    if not name or not is_placed(replace(nest, homes=())):
+    if not name or not _is_at_home(nest, name, placements) or not is_placed(replace(nest, homes=())):
         return ""
     return name + ", in chunks" * (nest.chunked is not None)
 
 
-def _is_at_home(nest: LoopNest, placements: dict[str, Placement]) -> bool:
-    """Return True if operands are kept as the program says, or moved only as `leaving_lse` and `backward_plan` do."""
+def _is_at_home(nest: LoopNest, name: str, placements: dict[str, Placement]) -> bool:
+    """Return True if operands are kept as the program says, or moved only as `known`, `leaving_lse` and `backward_plan`
+    do.
+    """
     moved = {home for home in nest.homes if home[1] in placements}
-    left = {(name, m, "heads") for name in SAVED for m, placement in placements.items() if placement.axis == "heads"}
-    lse = {each for each in left if each[0] == "lse"}
-    return moved in (set(), lse) or (nest.program.tile == "attention_backward" and moved == left)
+    all_moved = _along_heads(placements)
+    if name == "Mnemosyne":
+        return moved == all_moved
+    lse = {each for each in all_moved if each[0] == "lse"}
+    return moved in (set(), lse) or (nest.program.tile == "attention_backward" and moved == all_moved)
+
+
+def _along_heads(placements: dict[str, Placement]) -> set[tuple[str, str, str]]:
+    """(operand, mesh axis, heads) of all of SAVED, on the mesh axes that divide heads."""
+    return {(name, m, "heads") for name in SAVED for m, placement in placements.items() if placement.axis == "heads"}
 
 
 def _is_product(program: Program) -> bool:
@@ -134,13 +151,15 @@ def _name_of_attention(nest: LoopNest, chosen: list[Placement]) -> str:
         return "Ulysses"
     if len(streamed) != 1:
         return ""
-    if axes == ("kv",) and streamed == {False} and not nest.home("q"):
-        return "tree"
+    if axes == ("kv",) and streamed == {True} and len(chosen) == 1:
+        return "TokenRing"
+    if axes[0] == "kv" and axes[1:] in ((), ("heads",)) and nest.program.operand("q").home is None:
+        return "" if True in streamed else DECODING[len(axes) - 1]
     if axes == ("q",):
         rings = "ring" if len(chosen) == 1 else "double ring"
         return rings if True in streamed else "all-gather"
     if axes == ("q", "heads") and True in streamed:
-        return "USP"
+        return "USP" if order.count("q") == 1 else "LoongTrain"
     if set(axes[:2]) == {"q", "kv"} and axes[2:] in ((), ("heads",)):
         return ("3-D" if axes[2:] else "Attention2D") + ", overlapped" * (True in streamed)
     return ""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import attention2d
-from commir import Mesh, Schedule, differentiable, execute, interpret, programs
+from commir import Mesh, Schedule, differentiable, execute, interpret, known, programs, verify
 from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
@@ -46,6 +46,18 @@ def test_ranks_compute_what_the_interpreter_does(ranks, world, number):
         assert_close(whole, case.expected)
         for _, sent, on_wire, peak in (result[index] for result in results):
             assert (sent, on_wire, peak) == (plan.bytes_per_rank, plan.bytes_per_rank, plan.memory), plan.schedule
+
+
+@pytest.mark.parametrize("name, sizes", [("TokenRing", [4]), ("Mnemosyne", [2, 2]), ("LoongTrain", [2, 2, 2])])
+def test_schedules_of_other_papers(ranks, name, sizes):
+    """By their names: verified, and exact on ranks, which send the plan's bytes; forward, backward or decoding."""
+    world = 2 ** len(sizes) if len(sizes) > 1 else 4
+    for case in cases(world)[2:3] if name == "Mnemosyne" else cases(world)[:2]:
+        plan = known(Schedule(case.program, mesh_of(*sizes)), name).lower()
+        verify(plan)
+        results = ranks(run_plans, world, [plan], case.inputs)
+        assert_close(plan.unshard([result[0][0] for result in results]), case.expected)
+        assert {result[0][1:] for result in results} == {(plan.bytes_per_rank, plan.bytes_per_rank, plan.memory)}
 
 
 @pytest.mark.parametrize("world", [2])

@@ -20,8 +20,9 @@ from commir import (
     programs,
 )
 from commir.execution.gradient import backward_plan
+from commir.lowering.plan_steps import Send, SendPartial
 from commir.programs.attention_programs import SAVED
-from commir.scheduling.known_schedules import ATTENTION, known_as
+from commir.scheduling.known_schedules import ATTENTION, DECODING, known_as
 from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import in_chunks
 from commir.searching.grids import leaving_lse
@@ -46,7 +47,7 @@ PROGRAMS = {
 }
 ALL_KNOWN = [(which, name) for which, program in PROGRAMS.items() for name in known_schedules(program)]
 FORWARD = programs.attention(1, 8, 8, 64, 8)
-TRAINED = [name for name in ATTENTION if name != "tree"]
+TRAINED = [name for name in ATTENTION if name not in DECODING]
 
 
 def first_line(plan):
@@ -92,11 +93,12 @@ def test_where_lse_may_be_kept(which, name):
         schedule = known(Schedule(program, mesh), name)
         at_home = (own,) * len(parts)
         computed = tuple("heads" if part.axis == "heads" else own for part in parts)
+        right = (computed,) if name == "Mnemosyne" else (at_home, computed)
         for homes in itertools.product((None, "batch", "heads", "q"), repeat=len(parts)):
             kept = schedule
             for m, axis in zip(mesh.names, homes, strict=True):
                 kept = kept.shard("lse", axis, m) if axis else kept.replicate("lse", m)
-            assert known_as(kept) == (name if homes in (at_home, computed) else ""), homes
+            assert known_as(kept) == (name if homes in right else ""), homes
 
 
 def test_homes_along_heads_on_some_of_the_axes_that_divide_them():
@@ -141,6 +143,8 @@ def test_parts_may_be_divided_over_several_axes():
         "double ring": (ring, ring, ring),
         "Ulysses": ("heads", "heads", "heads"),
         "USP": (ring, "heads", "heads"),
+        "LoongTrain": (ring, ring, "heads"),
+        "": (Placement("kv", True), Placement("kv", True), Placement("kv", True)),
         "Attention2D": (kv, q, kv),
         "3-D": (q, kv, "heads"),
     }.items():
@@ -260,3 +264,23 @@ def test_an_operator_with_the_loops_of_attention_has_no_known_schedules():
     ring = place(Schedule(program, Mesh(a=4)), a=Placement("q", True))
     assert known_schedules(program) == {} and known_as(ring) == ""
     assert first_line(ring.lower()) == str(ring)
+
+
+def test_mnemosyne_sends_what_tree_decoding_of_its_heads_does():
+    """Keys and values stay where they are; queries are cut, and partial results combine among the ranks of `a` alone."""
+    sizes = dict(batch=2, heads=24, kv_heads=8, seq=96, head_dim=8)
+    plan = known(Schedule(programs.decode_attention(**sizes), Mesh(a=2, b=4)), "Mnemosyne").lower()
+    of_some_heads = programs.decode_attention(**sizes | dict(heads=6, kv_heads=2))
+    alone = known(Schedule(of_some_heads, Mesh(a=2)), "tree").lower()
+    assert plan.bytes_per_rank == alone.bytes_per_rank and plan.memory < 2 * alone.memory
+    moved = place(Schedule(plan.program, Mesh(a=2, b=4)), a="kv", b="heads")
+    assert known_as(moved) == "" and moved.lower().bytes_per_rank > 20 * plan.bytes_per_rank
+
+
+def test_token_ring_sends_both_ways():
+    """Queries to the rank before, and partial results to the ranks behind."""
+    plan = known(Schedule(FORWARD, Mesh(a=4)), "TokenRing").lower()
+    assert {step.operands for step in plan.steps if isinstance(step, Send)} == {("q",)}
+    assert {step.distance for step in plan.steps if isinstance(step, SendPartial)} == {1, 2, 3}
+    ring = known(Schedule(programs.attention(1, 8, 1, 64, 8), Mesh(a=4)), "ring").lower()
+    assert plan.bytes_per_rank > ring.bytes_per_rank
