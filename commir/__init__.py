@@ -23,6 +23,8 @@ _HOME = {name: "ir.program" for name in ("Axis", "Operand", "Program", "Result")
     "In": "programs.operators",
     "Out": "programs.operators",
     "grid": "programs.operators",
+    "parallel": "programs.operators",
+    "shift": "programs.operators",
     "kernel": "programs.kernels",
     "differentiable": "execution.gradient",
     "search": "searching.search",

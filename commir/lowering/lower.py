@@ -3,7 +3,10 @@
 import math
 from dataclasses import fields, replace
 
+from commir.ir.mesh import Mesh
+from commir.programs.operators import Operator
 from commir.scheduling.loop_nest import LoopNest
+from commir.scheduling.placements import Placement, place
 
 from .operand_layouts import block_sizes
 from .plan import Plan
@@ -15,6 +18,28 @@ class Schedule(LoopNest):
 
     The primitives and their legality rules are methods of `LoopNest`.
     """
+
+    @classmethod
+    def of(cls, operator: Operator, mesh: Mesh, /, dtype: str = "float32", **sizes: int) -> "Schedule":
+        """The schedule that the annotations of an operator describe: `parallel`, `shift` and `replicate`.
+
+        Args:
+            operator: a function that `commir.operator` has read; each axis of the mesh has a loop.
+            mesh: the ranks.
+            dtype, sizes: as in a call of the operator.
+
+        Raises:
+            IllegalSchedule: as the primitives do.
+            ValueError: as a call of the operator does.
+        """
+        nest = cls(operator(dtype, **sizes), mesh)
+        for operand, mesh_axis in operator.replicated:
+            nest = nest.replicate(operand, mesh_axis)
+        placements = {
+            mesh_axis: Placement(axis, bool(shifted), shifted or None)
+            for mesh_axis, axis, shifted in operator.placements
+        }
+        return place(nest, **placements)
 
     def lower(self) -> Plan:
         """The plan of this schedule.

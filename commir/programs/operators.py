@@ -13,6 +13,10 @@ kept sharded over all ranks: the first one, unless it says otherwise; `home(None
 `grid` names all axes, with their kinds: "s" is spatial, "r" reduced. Its one statement is `out[...] += expression`,
 `out[...] = expression` without reduced axes, or `out[...] = max(out[...], expression)`. Expressions are made of operands,
 numbers, + - * /, and functions such as `torch.exp` (all of `commir.ir.expression_syntax.FUNCTIONS`).
+
+Annotations say where the operator runs, for `Schedule.of`. `grid("sr", rows=parallel("gpu"), cols=shift("gpu"))`: the ranks
+along the mesh axis `gpu` divide rows, and each runs over cols from its own block on. `In[cols].replicate("node")`: all ranks
+along the mesh axis `node` have the whole operand.
 """
 
 import ast
@@ -26,6 +30,7 @@ from commir.ir.expression_syntax import ExpressionError, axis_error, indices_of,
 from commir.ir.program import REDUCED, SPATIAL, Axis, Operand, Program, Result
 
 RESERVED = ("self", "dtype")  # parameters of `Operator.__call__` that are not axes
+NOT_CALLED = "a function decorated with commir.operator is read, not called"
 REDUCTIONS = "the supported reductions are += and max"
 
 
@@ -42,21 +47,42 @@ class In:
     @staticmethod
     def home(axis: Any) -> NoReturn:
         """Name the axis along which the operand is kept, or None; see the module's docstring."""
-        raise RuntimeError("a function decorated with commir.operator is read, not called")
+        raise RuntimeError(NOT_CALLED)
+
+    @staticmethod
+    def replicate(*mesh_axes: str) -> "type[In]":
+        """Keep the operand whole on all ranks along some mesh axes; see the module's docstring."""
+        raise RuntimeError(NOT_CALLED)
 
 
 class Out(In):
     """An output over axes: `c = Out[rows]`."""
 
 
-def grid(kinds: str) -> NoReturn:
-    """The loops over all axes; see the module's docstring."""
-    raise RuntimeError("a function decorated with commir.operator is read, not called")
+def grid(kinds: str, /, **placements: object) -> NoReturn:
+    """The loops over all axes, and which mesh axes divide them; see the module's docstring."""
+    raise RuntimeError(NOT_CALLED)
+
+
+def parallel(*mesh_axes: str) -> NoReturn:
+    """Divide a loop over the ranks along some mesh axes, outermost first; see the module's docstring."""
+    raise RuntimeError(NOT_CALLED)
+
+
+def shift(*mesh_axes: str) -> NoReturn:
+    """Run a loop shifted along some mesh axes, so that blocks travel in rings; see the module's docstring."""
+    raise RuntimeError(NOT_CALLED)
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A loop nest without sizes; calling it gives a `Program`. `sizes` are the defaults of its axes."""
+    """A loop nest without sizes; calling it gives a `Program`.
+
+    Attributes:
+        sizes: the defaults of its axes.
+        placements: (mesh axis, the loop that its ranks divide, the loop that is shifted or "").
+        replicated: (operand, mesh axis) of the operands that the ranks along a mesh axis have whole.
+    """
 
     name: str
     sizes: tuple[tuple[str, int], ...]
@@ -65,6 +91,8 @@ class Operator:
     output: Operand
     monoid: str
     tile: str
+    placements: tuple[tuple[str, str, str], ...] = ()
+    replicated: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, dtype: str = "float32", **sizes: int) -> Program:
         """The program with these sizes of its axes. Raises ValueError for an unknown axis or a size below 1."""
@@ -115,6 +143,7 @@ class _Reader:
         self._sizes = self._axis_sizes()
         self._inputs: dict[str, Operand] = {}
         self._outputs: dict[str, Operand] = {}
+        self._replicated: list[tuple[str, str]] = []
 
     def read(self) -> Operator:
         """The operator."""
@@ -125,7 +154,7 @@ class _Reader:
 
     def _operator(self) -> Operator:
         loop = self._loop()
-        kinds = self._grid(loop)
+        kinds, placements = self._grid(loop), self._placements(loop)
         output, monoid, value = self._statement(loop, kinds)
         expression = read_expression(
             value, {name: each.axes for name, each in self._inputs.items()}, self._outputs, self._sizes
@@ -136,7 +165,10 @@ class _Reader:
         if unread := [name for name in self._inputs if name not in read]:
             self._fail(loop, f"the input {unread[0]} is never read")
         sizes, inputs = tuple(self._sizes.items()), tuple(self._inputs.values())
-        return Operator(self._node.name, sizes, tuple(kinds.items()), inputs, output, monoid, ast.unparse(expression))
+        return Operator(
+            self._node.name, sizes, tuple(kinds.items()), inputs, output, monoid, ast.unparse(expression),
+            placements, tuple(self._replicated),
+        )  # fmt: skip
 
     def _fail(self, node: ast.AST, rule: str) -> NoReturn:
         line = self._first + getattr(node, "lineno", 1) - 1
@@ -180,11 +212,12 @@ class _Reader:
 
     def _declare(self, node: ast.Assign) -> None:
         kind: ast.expr = node.value
-        home: ast.Call | None = None
-        if isinstance(kind, ast.Call) and isinstance(kind.func, ast.Attribute) and kind.func.attr == "home":
-            home, kind = kind, kind.func.value
+        calls: dict[str, ast.Call] = {}
+        while isinstance(kind, ast.Call) and isinstance(kind.func, ast.Attribute) and kind.func.attr not in calls:
+            calls[kind.func.attr], kind = kind, kind.func.value
         (target, *others), where = node.targets, {"In": self._inputs, "Out": self._outputs}
         is_declared = isinstance(target, ast.Name) and isinstance(kind, ast.Subscript) and not others
+        is_declared &= calls.keys() <= {"home", "replicate"}
         if not is_declared or ast.unparse(kind.value) not in where:  # type: ignore[attr-defined]
             self._fail(
                 node, "an operand is declared as name = In[axes] or name = Out[axes], with the bare names In and Out"
@@ -193,10 +226,13 @@ class _Reader:
         name, axes = target.id, self._axes_of(kind)
         if name in self._inputs | self._outputs:
             self._fail(node, f"two operands are called {name}")
+        home = calls.get("home")
         if home is None and not axes:
             self._fail(node, f"{name} has no axis along which it could be kept; declare it with .home(None)")
         kept = axes[0] if home is None else self._home(home, name, axes)
         where[ast.unparse(kind.value)][name] = Operand(name, axes, kept)
+        if "replicate" in calls:
+            self._replicated += [(name, mesh_axis) for mesh_axis in self._mesh_axes(calls["replicate"])]
 
     def _home(self, node: ast.Call, name: str, axes: tuple[str, ...]) -> str | None:
         argument = node.args[0] if len(node.args) == 1 and not node.keywords else None
@@ -215,7 +251,7 @@ class _Reader:
     def _grid(self, node: ast.For) -> dict[str, str]:
         """Return {axis: kind} of the loops, in their order."""
         call = node.iter
-        is_grid = isinstance(call, ast.Call) and _is_call(call, "grid") and len(call.args) == 1 and not call.keywords
+        is_grid = isinstance(call, ast.Call) and _is_call(call, "grid") and len(call.args) == 1
         if not is_grid or not isinstance(call.args[0], ast.Constant):  # type: ignore[attr-defined]
             self._fail(
                 node,
@@ -234,6 +270,34 @@ class _Reader:
             if kind not in (SPATIAL, REDUCED):
                 self._fail(node, f'axis {name} has kind "{kind}", which is neither "s" (spatial) nor "r" (reduced)')
         return dict(zip(names, kinds, strict=True))
+
+    def _placements(self, loop: ast.For) -> tuple[tuple[str, str, str], ...]:
+        """(mesh axis, the loop that its ranks divide, the loop that is shifted or "") of the annotations of a grid."""
+        found: dict[str, dict[str, str]] = {"parallel": {}, "shift": {}}
+        for keyword in loop.iter.keywords:  # type: ignore[attr-defined]
+            value, rule = keyword.value, 'a loop is annotated as rows=parallel("gpu") or rows=shift("gpu")'
+            if (
+                keyword.arg not in self._sizes
+                or not isinstance(value, ast.Call)
+                or ast.unparse(value.func) not in found
+            ):
+                self._fail(value, rule)
+            for mesh_axis in self._mesh_axes(value):
+                loops = found[ast.unparse(value.func)]
+                if mesh_axis in loops:
+                    self._fail(value, f"mesh axis {mesh_axis} has the loop {loops[mesh_axis]} already")
+                loops[mesh_axis] = keyword.arg
+        parallel, shifted = found.values()
+        if alone := [mesh_axis for mesh_axis in shifted if mesh_axis not in parallel]:
+            self._fail(loop, f"{shifted[alone[0]]} is shifted along {alone[0]}, but no loop is parallel there")
+        return tuple((mesh_axis, axis, shifted.get(mesh_axis, "")) for mesh_axis, axis in parallel.items())
+
+    def _mesh_axes(self, node: ast.Call) -> list[str]:
+        """The names in the parentheses of an annotation."""
+        names = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        if not names or len(names) < len(node.args) or node.keywords:
+            self._fail(node, f'{ast.unparse(node)}: expected the names of mesh axes, such as ("gpu")')
+        return names
 
     def _statement(self, loop: ast.For, kinds: dict[str, str]) -> tuple[Operand, str, ast.expr]:
         """Return (output, monoid, expression) of the one statement in the loop."""

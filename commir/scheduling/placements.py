@@ -18,10 +18,12 @@ class Placement:
     Attributes:
         axis: the loop, of which each rank computes one block.
         is_streamed: pass operands around in a ring while blocks are computed, instead of gathering them first.
+        shifted: the loop along which operands travel then (None: that along which the first that travels is kept).
     """
 
     axis: str
     is_streamed: bool = False
+    shifted: str | None = None
 
     def __str__(self) -> str:
         return self.axis + ", streamed" * self.is_streamed
@@ -94,7 +96,7 @@ def streamed_axis(nest: LoopNest, mesh_axis: str, axis: str) -> str | None:
 
 
 def _shifted_axis(nest: LoopNest, mesh_axis: str, placement: Placement) -> str:
-    found = streamed_axis(nest, mesh_axis, placement.axis)
+    found = placement.shifted or streamed_axis(nest, mesh_axis, placement.axis)
     if found is None:
         raise IllegalSchedule(
             f"{placement.axis} on {mesh_axis} cannot be streamed: every operand kept there is indexed by it"

@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import commir
 from ranks import run_agent
 
@@ -43,12 +45,16 @@ def test_the_layer_of_the_guide_runs(tmp_path):
     assert first.endswith("layer on 0: True\n") and re.search(r"\nup: \w+ on \w+; \w+ on \w+; .*\ndown: ", first)
 
 
-def test_the_kernel_of_the_guide_is_verified(tmp_path):
-    section = PAGE.read_text().partition("### Kernels of your own\n")[2].partition("\n###")[0]
+@pytest.mark.parametrize(
+    "heading, end", [("Placements in its source", ".lower()"), ("Kernels of your own", ".verify(plan)")]
+)
+def test_the_examples_of_the_guide_make_right_plans(tmp_path, heading, end):
+    section = PAGE.read_text().partition(f"### {heading}\n")[2].partition("\n#")[0]
     code = "\n".join(line for line in section.splitlines() if line.startswith("    "))
-    assert code.startswith("    @commir.operator") and "commir.verify(plan)" in code
-    (tmp_path / "kernel.py").write_text("import commir\nfrom commir import In, Out, grid\n" + textwrap.dedent(code))
-    runpy.run_path(str(tmp_path / "kernel.py"))
+    assert code.startswith("    @commir.operator")
+    names = "import commir, torch\nfrom commir import In, Out, grid, parallel, shift\n"
+    (tmp_path / "example.py").write_text(names + textwrap.dedent(code))
+    commir.verify(runpy.run_path(str(tmp_path / "example.py"))["plan"])
 
 
 def test_the_names_in_its_text_exist():

@@ -276,7 +276,7 @@ def scalar_output(rows=4):
         (loop_with_else, 4, "the loop over grid[(]...[)] must have no else"),
         (keyword_of_a_function, 4, "torch.exp[(]a.rows., out=a.rows.[)]: .*; they take no keywords"),
         (keyword_of_max, 4, "a reduction by max is written c.rows. = max[(]the same, expression[)]"),
-        (keyword_of_grid, 1, "the loop must be over grid"),
+        (keyword_of_grid, 1, "a loop is annotated as rows=parallel"),
         (more_keywords, 0, "options is not an axis: expected parameters such as rows=1024"),
         (more_positions, 0, "sizes is not an axis"),
         (keyword_only, 0, "cols is not an axis"),
