@@ -31,7 +31,7 @@ from .expressions import unshared
 from .operators import Operator
 
 Tensor = torch.Tensor
-BUILT_IN = ("library", "reference")
+BUILT_IN = ("library", "reference", "compiled")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def kernel(pattern: Operator | str) -> Callable[[Callable[..., Any]], Callable[.
 
 def kernels_of(program: Program) -> list[str]:
     """The names of all kernels that compute the tile of a program."""
-    return [*program.kernels, *(name for name, each in _REGISTERED.items() if each.matches(program))]
+    compiled = [] if program.scan else ["compiled"]
+    return [*program.kernels, *compiled, *(name for name, each in _REGISTERED.items() if each.matches(program))]
 
 
 def registered_tile(name: str) -> Callable[..., dict[str, Tensor]] | None:

@@ -18,6 +18,7 @@ from attention2d.layout.token_order import KernelCall, Segment, kernel_calls, sp
 from commir.ir.program import Program
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
+from .compiled_tiles import compiled
 from .expressions import evaluate
 from .kernels import registered_tile
 from .scan_programs import scan_tile
@@ -29,9 +30,11 @@ TileInto = Callable[[Program, Tensors, Tensors, Sequence[Tensor]], None]
 
 
 def tile_of(program: Program, kernel: str = "library") -> Tile:
-    """The function that computes the tile of a program, by a fused kernel ("library"), plain operations ("reference"), or
-    a registered kernel.
+    """The function that computes the tile of a program, by a fused kernel ("library"), plain operations ("reference", or
+    "compiled" by `torch.compile`), or a registered kernel.
     """
+    if kernel == "compiled":
+        return compiled(tile_of(program, "reference"))
     return registered_tile(kernel) or _TILES.get((program.tile, kernel), evaluate)
 
 

@@ -49,7 +49,7 @@ class LoopNest:
         shifts: (digit, mesh axis) of the loops that are shifted.
         order: the loops of a rank, outermost first.
         homes: (operand, mesh axis, axis or None) where the home of an operand differs from the program's.
-        kernel: the implementation of the tile, "library", "reference" or a registered one.
+        kernel: the implementation of the tile, "library" or another that `patch` takes.
         chunked: the digit that numbers the chunks, if there are any.
     """
 
@@ -224,8 +224,8 @@ class LoopNest:
         return self._with_home(operand, mesh_axis, None)
 
     def patch(self, kernel: str) -> Self:
-        """Compute the tile by another kernel: "library", "reference" (if `Program.kernels` has it), or one of your own
-        (`commir.kernel`).
+        """Compute the tile by another kernel: "library", "reference" (if `Program.kernels` has it), "compiled" (the plain
+        operations under `torch.compile`, except of scans), or one of your own (`commir.kernel`).
 
         Raises:
             IllegalSchedule: the program has no such kernel.

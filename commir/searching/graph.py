@@ -2,8 +2,8 @@
 
 Each operator has options: a placement of the mesh's axes, and the layout in which it leaves its output. An option costs the
 messages that it sends itself; an edge costs those that turn the producer's layout into the consumer's. The least sum is
-found exactly, without enumeration. Only messages count, because every rank always has an equal share of the loops, except
-under a causal mask.
+found exactly, without enumeration. Without measured times of tiles only messages count, because every rank always has an
+equal share of the loops, except under a causal mask.
 
 Each edge is priced by itself. Where several inputs of an operator travel together, or arrive in layouts that cut its axes
 differently, the operator's plan takes a little less, or more.
@@ -11,7 +11,7 @@ differently, the operator's plan takes a little less, or more.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
@@ -24,7 +24,7 @@ from commir.lowering.timeline import EQUAL_SPEED
 from commir.scheduling.loop_nest import IllegalSchedule
 
 from .elimination import minimize
-from .operator_options import GraphNode, Option, Relayouts, options_of
+from .operator_options import GraphNode, Option, Relayouts, TileTime, options_of, tile_name
 
 MOST_TRIES = 1000  # combinations that are lowered until one fits
 
@@ -37,8 +37,9 @@ class GraphPlan:
         operators: the graph.
         mesh: the ranks.
         chosen: {operator: its option}.
-        seconds: of all messages, resharding included.
+        seconds: of all messages, resharding included; with measured times, also of the tiles.
         resharding: {edge: seconds}.
+        is_timed: measured times of tiles are counted.
     """
 
     operators: tuple[GraphNode, ...]
@@ -46,6 +47,7 @@ class GraphPlan:
     chosen: dict[str, Option]
     seconds: float
     resharding: dict[tuple[str, str], float]
+    is_timed: bool = False
 
     def explain(self) -> str:
         """One line for each operator, with the loop on each axis of the mesh, and for each resharded edge, and the total.
@@ -54,10 +56,12 @@ class GraphPlan:
         """
         lines = []
         for name, option in self.chosen.items():
-            divided = (f"{axis} on {level}" for axis, level in zip(option.axes, self.mesh.names, strict=True))
+            rings = (f" with {each} shifted" * bool(each) for each in option.shifted or ("",) * len(option.axes))
+            places = zip(option.axes, self.mesh.names, rings, strict=True)
+            divided = (f"{axis} on {level}{ring}" for axis, level, ring in places)
             lines.append(f"{name}: {'; '.join(divided)}; {self._amount(option.seconds)}")
         lines += [f"{a} -> {b}: {self._amount(time)}" for (a, b), time in self.resharding.items() if time]
-        return "\n".join([*lines, f"in all {self._amount(self.seconds)} of messages"])
+        return "\n".join([*lines, f"in all {self._amount(self.seconds)}" + " of messages" * (not self.is_timed)])
 
     def _amount(self, seconds: float) -> str:
         """A time. Without speeds, the bytes that a rank sends in it: all links then count as EQUAL_SPEED, one after the
@@ -92,23 +96,27 @@ class GraphPlan:
 
 def search_graph(
     operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None,
-    allowed: Mapping[str, Sequence[tuple[str, ...]]] | None = None,
+    allowed: Mapping[str, Sequence[tuple[str, ...]]] | None = None, times: Mapping[str, float] | None = None,
 ) -> GraphPlan:  # fmt: skip
-    """Find the options of all operators that together take the least time of messages.
+    """Find the options of all operators that together take the least time.
 
     Args:
         operators: the graph.
         mesh: the ranks, with the speeds of its levels.
         memory: the most bytes of parameters that a rank may hold of any one operator.
         allowed: {operator: the loops of the mesh axes that it may take}, to compare with a fixed layout.
+        times: of the operators' tiles, as `measure_operators` returns them. Blocks may then also travel while tiles are
+            computed (AsyncTP, rings), except in layouts that `allowed` gives. Without, only messages count.
 
     Raises:
+        KeyError: `times` were measured for another graph or mesh.
         ValueError: an operator has no option, two have one name, an input does not fit what its producer makes, or no
             layouts fit together (or none of the MOST_TRIES fastest that each input allows by itself).
     """
     allowed = {} if allowed is None else allowed
     check_edges(operators)
-    options = _all_options(operators, mesh, memory, allowed)
+    time_of = None if times is None else lambda tile: times[tile_name(tile)]
+    options = _all_options(operators, mesh, memory, allowed, time_of)
     relayouts, by_name = Relayouts(mesh), {operator.name: operator for operator in operators}
     edges: dict[tuple[str, str], np.ndarray] = {}
     for consumer in operators:
@@ -116,7 +124,7 @@ def search_graph(
             ends = by_name[producer], options[producer], consumer, options[consumer.name]
             costs = relayouts.edge(*ends, operand)
             edges[producer, consumer.name] = edges.get((producer, consumer.name), 0) + costs
-    return _cheapest(operators, mesh, options, edges)
+    return replace(_cheapest(operators, mesh, options, edges), is_timed=times is not None)
 
 
 def _cheapest(
@@ -169,8 +177,9 @@ def _combination(
 
 
 def _all_options(
-    operators: Sequence[GraphNode], mesh: Mesh, memory: int | None, allowed: Mapping[str, Sequence[tuple[str, ...]]]
-) -> dict[str, list[Option]]:
+    operators: Sequence[GraphNode], mesh: Mesh, memory: int | None, allowed: Mapping[str, Sequence[tuple[str, ...]]],
+    time_of: TileTime | None,
+) -> dict[str, list[Option]]:  # fmt: skip
     """{operator: its options}; operators with the same program and parameters share them."""
     known: dict[object, list[Option]] = {}
     found = {}
@@ -178,7 +187,7 @@ def _all_options(
         placements = allowed.get(operator.name)
         key = operator.program, frozenset(operator.inputs), None if placements is None else tuple(placements)
         if key not in known:
-            known[key] = options_of(operator, mesh, memory, placements)
+            known[key] = options_of(operator, mesh, memory, placements, time_of)
         found[operator.name] = known[key]
     return found
 

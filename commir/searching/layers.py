@@ -81,14 +81,16 @@ def _width(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def best_3d_parallel(operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None) -> GraphPlan:
+def best_3d_parallel(
+    operators: Sequence[GraphNode], mesh: Mesh, memory: int | None = None, times: Mapping[str, float] | None = None
+) -> GraphPlan:
     """Find the best layout in which each mesh axis has one role for all operators: data, context or tensor parallelism.
 
     The loop that a role divides follows from the beginning of an operator's name (ROLES), as the layers of this module have
     them.
 
     Args:
-        operators, mesh, memory: as in `search_graph`.
+        operators, mesh, memory, times: as in `search_graph`.
 
     Raises:
         ValueError: no layout divides the sizes within `memory`, or as in `search_graph`.
@@ -98,7 +100,7 @@ def best_3d_parallel(operators: Sequence[GraphNode], mesh: Mesh, memory: int | N
     for roles in product(ROLES, repeat=len(mesh.axes)):
         allowed = {operator.name: [tuple(_loop(role, operator.name) for role in roles)] for operator in operators}
         try:
-            found.append(search_graph(operators, mesh, memory, allowed))
+            found.append(search_graph(operators, mesh, memory, allowed, times))
         except ValueError:
             continue
     if not found:

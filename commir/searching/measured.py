@@ -17,8 +17,9 @@ from .tile_times import random_inputs
 
 
 def fastest(
-    plans: Sequence[Plan], group: ProcessGroup | None = None, repeated: int = 5, device: torch.device | str = "cpu"
-) -> list[Plan]:
+    plans: Sequence[Plan], group: ProcessGroup | None = None, repeated: int = 5, device: torch.device | str = "cpu",
+    kernels: Sequence[str] = (),
+) -> list[Plan]:  # fmt: skip
     """Sort plans of one program by their measured time, the fastest first; each has its time as its reason.
 
     The time of a plan is the median over `repeated` runs of the slowest rank's. The plans take turns, with random inputs of
@@ -29,10 +30,14 @@ def fastest(
         group: the ranks of the mesh (None: one rank).
         repeated: the number of runs of each plan.
         device: of the inputs.
+        kernels: time each plan with each of these kernels of its tile (`LoopNest.patch`), for instance "library" and
+            "compiled"; by default with its own.
 
     Raises:
-        ValueError: on every rank, if there are no plans, the ranks' arguments differ, or as in `execute`.
+        ValueError: on every rank, if there are no plans, a program has no such kernel, the ranks' arguments differ, or as in
+            `execute`.
     """
+    chosen: list[Plan] = []
 
     def arguments() -> dict[str, object]:
         """Check this rank's arguments, and return those that must be equal on all ranks."""
@@ -40,12 +45,14 @@ def fastest(
             raise ValueError("there are no plans to time")
         for plan in plans:
             check_plan(plan)
-        numbered = {f"plan {number}": f"{plan.hash[:16]}, {plan.schedule}" for number, plan in enumerate(plans)}
+            nests = [plan.schedule.patch(name) for name in kernels] or [plan.schedule]
+            chosen.extend(replace(plan, schedule=nest) for nest in nests)
+        numbered = {f"plan {number}": f"{plan.hash[:16]}, {plan.schedule}" for number, plan in enumerate(chosen)}
         return {"repeated": repeated, "device": torch.device(device).type, **numbered}
 
     together(arguments, [group], lambda found: found)
     calls = []
-    for plan in plans:
+    for plan in chosen:
         shapes = {
             operand.name: plan.digits.local_shape(operand, plan.digits.home(operand)) for operand in plan.inputs()
         }
@@ -54,7 +61,8 @@ def fastest(
         seconds = [statistics.median(call() for _ in range(repeated)) for call in calls]
     else:
         seconds = repetitions(calls, group, device, repeated).median(0).values.tolist()
-    order = sorted(range(len(plans)), key=seconds.__getitem__)
-    return [
-        replace(plans[n], reason=f"measured: {seconds[n]:.3g} s, number {place}") for place, n in enumerate(order, 1)
-    ]
+    order = sorted(range(len(chosen)), key=seconds.__getitem__)
+    reasons = [f"measured: {seconds[n]:.3g} s, number {place}" for place, n in enumerate(order, 1)]
+    if kernels:
+        reasons = [f"{reason}, kernel {chosen[n].schedule.kernel}" for reason, n in zip(reasons, order, strict=True)]
+    return [replace(chosen[n], reason=reason) for n, reason in zip(order, reasons, strict=True)]

@@ -6,7 +6,7 @@ every layout. Costs are those of the steps that lowering makes for each operator
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeVar
@@ -21,11 +21,12 @@ from commir.lowering.operand_layouts import Digits, conversions
 from commir.lowering.plan import Plan
 from commir.lowering.timeline import seconds
 from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
-from commir.scheduling.placements import place
+from commir.scheduling.placements import Placement, place, streamed_axis
 
 Sharding = tuple[str | None, ...]  # a layout
 BY_GRAPH = "search_graph chose it for the least sum of the times of all operators"
 Nest = TypeVar("Nest", bound=LoopNest)
+TileTime = Callable[[Program], float]  # the seconds of a tile
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,23 @@ class Option:
     Attributes:
         axes: the loop of each mesh axis.
         out: the layout of the output.
-        seconds: of the messages that it sends itself, with its inputs where it needs them.
+        seconds: of the messages that it sends itself, with its inputs where it needs them; with measured times, also of its
+            tiles.
         memory: bytes of its parameters on a rank.
+        shifted: for each mesh axis, the loop that is shifted, so that blocks travel while tiles are computed, or "".
     """
 
     axes: tuple[str, ...]
     out: Sharding
     seconds: float
     memory: int
+    shifted: tuple[str, ...] = ()
 
     def needs(self, operand: Operand) -> Sharding:
         """The layout in which it takes an input."""
-        return tuple(axis if axis in operand.axes else None for axis in self.axes)
+        shifted = self.shifted or ("",) * len(self.axes)
+        return tuple(next((name for name in pair if name in operand.axes), None)
+                     for pair in zip(self.axes, shifted, strict=True))  # fmt: skip
 
     def plan(self, operator: GraphNode, mesh: Mesh, arriving: Mapping[str, Sharding]) -> Plan:
         """The plan, where other operators leave inputs in the layouts `arriving`. Raises IllegalSchedule if they do not
@@ -83,16 +89,30 @@ class Option:
         for name in program.results[0].outputs:
             axes = program.operand(name).axes
             homes[name] = tuple(axis if axis in axes else None for axis in self.out)
-        return _lowered(program, mesh, self.axes, homes | dict(arriving))
+        placements = {
+            m: Placement(axis, bool(shifted), shifted or None)
+            for m, axis, shifted in zip(mesh.names, self.axes, self.shifted or ("",) * len(self.axes), strict=True)
+        }
+        nest = _kept(Schedule(program, mesh), homes | dict(arriving))
+        return replace(place(nest, **placements).lower(), reason=BY_GRAPH)
+
+    def timed(self, operator: GraphNode, mesh: Mesh, time_of: TileTime | None) -> "Option":
+        """The option with its time. Raises IllegalSchedule if it cannot be lowered."""
+        plan = self.plan(operator, mesh, {})
+        if time_of is not None:
+            plan = replace(plan, tile_seconds=time_of(_tile_of(plan)))
+        return replace(self, seconds=plan.seconds)
 
 
 def options_of(
-    operator: GraphNode, mesh: Mesh, memory: int | None, allowed: Sequence[tuple[str, ...]] | None
-) -> list[Option]:
+    operator: GraphNode, mesh: Mesh, memory: int | None, allowed: Sequence[tuple[str, ...]] | None,
+    time_of: TileTime | None = None,
+) -> list[Option]:  # fmt: skip
     """Every placement of the mesh axes on the operator's loops, with every layout in which it can leave its output.
 
-    memory: the most bytes of parameters that a rank may hold. allowed: the placements to consider, if not all. Raises
-    ValueError if none fits.
+    memory: the most bytes of parameters that a rank may hold. allowed: the placements to consider, if not all. time_of:
+    the seconds of a tile; all placements are then also tried with blocks that travel while tiles are computed, unless
+    `allowed` is given. Raises ValueError if none fits.
     """
     program = operator.program
     all_loops = [axis for axis in program.axes if axis.kind != WHOLE]
@@ -102,12 +122,12 @@ def options_of(
     found, refused = list[Option](), list[IllegalSchedule]()
     for axes, nbytes in zip(placements, held, strict=True):
         if memory is None or nbytes <= memory:
-            for out in product(*_targets(program, mesh, axes)):
-                option = Option(tuple(axes), out, 0.0, nbytes)
-                try:
-                    found.append(replace(option, seconds=option.plan(operator, mesh, {}).seconds))
-                except IllegalSchedule as error:
-                    refused.append(error)
+            for shifted in _shifts(operator, mesh, axes) if time_of is not None and allowed is None else [()]:
+                for out in product(*_targets(program, mesh, axes, shifted)):
+                    try:
+                        found.append(Option(tuple(axes), out, 0.0, nbytes, shifted).timed(operator, mesh, time_of))
+                    except IllegalSchedule as error:
+                        refused.append(error)
     if found:
         return found
     if not placements:
@@ -118,12 +138,43 @@ def options_of(
     raise ValueError(f"{operator.name}: no plan on {mesh!r}: {refused[0]}")
 
 
-def _targets(program: Program, mesh: Mesh, axes: Sequence[str]) -> list[list[str | None]]:
-    """For each mesh axis, how its ranks may leave the output: where it is computed, or whole; partial results scattered."""
+def _targets(program: Program, mesh: Mesh, axes: Sequence[str], shifted: Sequence[str] = ()) -> list[list[str | None]]:
+    """For each mesh axis, how its ranks may leave the output: where it is computed, or whole; partial results scattered, or
+    along the loop along which they travel.
+    """
     (output, *_) = program.outputs
     loops = [name for name in output.axes if program.axis(name).kind != WHOLE]
-    return [[None] if part.size == 1 else [axis, None] if axis in output.axes else [None, *loops]
-            for part, axis in zip(mesh.axes, axes, strict=True)]  # fmt: skip
+    found: list[list[str | None]] = []
+    for part, axis, ring in zip(mesh.axes, axes, shifted or ("",) * len(axes), strict=True):
+        partial_at: list[str | None] = [ring] if ring in output.axes else [None, *loops]
+        found.append([None] if part.size == 1 else [axis, None] if axis in output.axes else partial_at)
+    return found
+
+
+def _shifts(operator: GraphNode, mesh: Mesh, axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each mesh axis, "" and the loop along which an operand that is no parameter can travel; all combinations."""
+    nest = LoopNest(_with_parameters_anywhere(operator), mesh)
+    is_scan = operator.program.scan is not None
+    rings = [None if is_scan or m.size == 1 else streamed_axis(nest, m.name, axis)
+             for m, axis in zip(mesh.axes, axes, strict=True)]  # fmt: skip
+    return list(product(*(("", ring) if ring else ("",) for ring in rings)))
+
+
+def _tile_of(plan: Plan) -> Program:
+    """The program of one tile of a plan."""
+    nest = plan.schedule
+    outside = {*dict(nest.parallel), *nest.order}
+    sizes = {axis: math.prod(digit.size for digit in nest.digits_of(axis) if digit.name not in outside)
+             for axis in {digit.axis: None for digit in nest.digits}}  # fmt: skip
+    return plan.program.resized(**sizes)
+
+
+def tile_name(tile: Program) -> str:
+    """What the time of a tile depends on, as text."""
+    sizes = ", ".join(f"{axis.name} {axis.size}" for axis in tile.axes)
+    groups = "".join(f", {x.name} in groups of {n} {axis}" for x in tile.operands for axis, n in x.groups if n > 1)
+    options = "".join(f", {name}={value}" for name, value in tile.options)
+    return f"{tile.tile} in {tile.dtype}: {sizes}{groups}{options}"
 
 
 def _with_parameters_anywhere(operator: GraphNode) -> Program:
@@ -131,11 +182,6 @@ def _with_parameters_anywhere(operator: GraphNode) -> Program:
     names = {operand.name for operand in operator.parameters()}
     inputs = (replace(operand, home=None) if operand.name in names else operand for operand in operator.program.inputs)
     return replace(operator.program, inputs=tuple(inputs))
-
-
-def _lowered(program: Program, mesh: Mesh, axes: Sequence[str], homes: Mapping[str, Sharding]) -> Plan:
-    nest = _kept(Schedule(program, mesh), homes)
-    return replace(place(nest, **dict(zip(mesh.names, axes, strict=True))).lower(), reason=BY_GRAPH)
 
 
 def _kept(nest: Nest, homes: Mapping[str, Sharding]) -> Nest:

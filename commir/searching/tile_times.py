@@ -41,7 +41,9 @@ def measure_tile(
     _compare(program, group, device, ranks=ranks)
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
-    times = torch.tensor([_seconds(tile, device), _seconds(smaller, device)], dtype=torch.float64, device=device)
+    times = torch.tensor(
+        [tile_seconds(tile, device), tile_seconds(smaller, device)], dtype=torch.float64, device=device
+    )
     large, small = all_reduce(times, group, op=dist.ReduceOp.MAX).tolist()
     if smaller == tile:
         return 0.0, large
@@ -132,7 +134,7 @@ def random_inputs(
     return {name: torch.randn(tuple(shape), device=device).to(dtypes[name]) for name, shape in shapes.items()}
 
 
-def _seconds(tile: Program, device: torch.device | str) -> float:
+def tile_seconds(tile: Program, device: torch.device | str) -> float:
     """The median time of a tile on a device of this machine."""
     stopwatch = timed(_prepared(tile, device), device)
     return statistics.median(stopwatch() for _ in range(REPETITIONS))
