@@ -28,7 +28,8 @@ FLAT, SIZES = Mesh(gpu=8), (8192, 8192, 8192, "bfloat16")
 KNOWN = [
     (SMALLER, FLAT, ["ring", "all-gather", "Ulysses", "USP"]),
     (SMALLER, FLAT, ["Attention2D", "Attention2D, overlapped", "3-D", "3-D, overlapped"]),
-    (SMALLER, Mesh(node=2, gpu=4), ["double ring"]),
+    (SMALLER, FLAT, ["TokenRing"]),
+    (SMALLER, Mesh(node=2, gpu=4), ["double ring", "LoongTrain"]),
     (programs.decode_attention(heads=8, seq=8192, head_dim=64, dtype="bfloat16"), FLAT, ["tree"]),
     (programs.all_gather_matmul(*SIZES), FLAT, ["all-gather, then product", "AsyncTP"]),
     (programs.matmul_reduce_scatter(*SIZES), FLAT, ["product, then reduce-scatter", "AsyncTP"]),
@@ -39,6 +40,7 @@ MARKERS = {
     "all-gather": "^",
     "Ulysses": "D",
     "USP": "v",
+    "LoongTrain": "<",
     "Attention2D": "P",
     "3-D": "X",
 }
