@@ -10,7 +10,6 @@ USP is its fastest split: heads on the innermost ranks, and rings outside of the
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -232,27 +231,16 @@ def layer_rows() -> list[list[str]]:
     return rows
 
 
-BESIDE = ["one ring", "Ulysses", "USP"]
-TABLES = {
-    "paper-attention": (["GPU", "mesh", "heads", "fits", *BESIDE], summary_rows),
-    "paper-lengths": (["tokens", "searched", *BESIDE, "chosen", "holds"], length_rows),
-    "paper-meshes": (["GPU", "mesh", "tokens", "searched", *BESIDE, "chosen"], mesh_rows),
-    "paper-products": (
-        ["GPU", "mesh", "batch", "product", "searched", "one after the other", "AsyncTP", "chosen"],
-        product_rows,
-    ),
-    "paper-layers": (
-        ["layer", "GPU", "mesh", "best 3-D", "searched", "speedup", "resharding", "speedup of messages alone"],
-        layer_rows,
-    ),
-}
-
-
 def main() -> None:
-    """Publish the tables, or those whose names are arguments."""
-    for name in sys.argv[1:] or TABLES:
-        header, rows = TABLES[name]
-        publish(name, markdown(header, rows()))
+    """Publish all tables."""
+    beside = ["one ring", "Ulysses", "USP"]
+    publish("paper-attention", markdown(["GPU", "mesh", "heads", "fits", *beside], summary_rows()))
+    publish("paper-lengths", markdown(["tokens", "searched", *beside, "chosen", "holds"], length_rows()))
+    publish("paper-meshes", markdown(["GPU", "mesh", "tokens", "searched", *beside, "chosen"], mesh_rows()))
+    header = ["GPU", "mesh", "batch", "product", "searched", "one after the other", "AsyncTP", "chosen"]
+    publish("paper-products", markdown(header, product_rows()))
+    header = ["layer", "GPU", "mesh", "best 3-D", "searched", "speedup", "resharding", "speedup of messages alone"]
+    publish("paper-layers", markdown(header, layer_rows()))
 
 
 if __name__ == "__main__":
