@@ -29,7 +29,7 @@ class MegatronDDP:
         self.parameters = {self._names[id(p)]: p for bucket in buckets for p in bucket.params_list}
         self.dtype = most_common_dtype([bucket.grad_data for bucket in buckets])  # may differ from the parameters'
         self._factor = self._mean_factor(buckets[0])
-        self.can_send_early = self._overlaps and self._factor == 1
+        self.can_send_early = self.sends_before_first_atom = self._overlaps and self._factor == 1
 
     def install(self, session: Session) -> None:
         """Replace Megatron's methods, so that gradients go to `session`."""

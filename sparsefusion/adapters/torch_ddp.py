@@ -1,6 +1,7 @@
 """The adapter of torch's DistributedDataParallel: a communication hook. The hook of the last bucket ends the step."""
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch.distributed import GradBucket
@@ -48,6 +49,7 @@ class TorchDDP:
         self._ddp, self.module, self.group = ddp, ddp.module, ddp.process_group
         self.parameters = reduced_parameters(ddp)
         self._names = {id(p): name for name, p in self.parameters.items()}
+        self.can_send_early = not ddp.static_graph  # such a graph may accumulate into a gradient several times
 
     def install(self, session: Session) -> None:
         """Register the hook, so that gradients go to `session`. ValueError if this DDP accepts no communication hook."""
@@ -66,11 +68,21 @@ class TorchDDP:
             setattr(self._ddp, HOOK_ATTRIBUTE, state)
         state.adapter, self._session = self, session
         self._futures: list[tuple[torch.futures.Future, torch.Tensor]] = []  # the futures and buckets of this step
+        trained = [p for p in self.parameters.values() if self.can_send_early and p.requires_grad]
+        self._handles = [p.register_post_accumulate_grad_hook(_ready_hook(weakref.ref(self))) for p in trained]
 
     def remove(self) -> None:
         """Let DDP reduce as it would without a hook."""
         getattr(self._ddp, HOOK_ATTRIBUTE).adapter = None
+        for handle in self._handles:
+            handle.remove()
         del self._session
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Called with a parameter whose gradient is complete. DDP reduces this backward pass if a bucket has arrived."""
+        gradient = parameter.grad
+        if self._futures and gradient is not None and parameter.is_contiguous() and gradient.is_contiguous():
+            self._session.gradient_ready(self._names[id(parameter)], gradient.view(-1))
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Called by DDP with each bucket, in the same order on all ranks."""
@@ -89,6 +101,16 @@ class TorchDDP:
             for bucket_future, mean in step_futures:
                 bucket_future.set_result(mean)
         return future
+
+
+def _ready_hook(adapter: "weakref.ref[TorchDDP]") -> Callable[[torch.Tensor], None]:
+    """A hook that passes complete gradients to the adapter, which it references weakly: the garbage collector misses it."""
+
+    def gradient_ready(parameter: torch.Tensor) -> None:
+        if (attached := adapter()) is not None:
+            attached.gradient_ready(parameter)
+
+    return gradient_ready
 
 
 def _raise_after_backward(error: Exception) -> None:

@@ -45,6 +45,11 @@ class AttachedModel:
         return getattr(self.adapter, "can_send_early", False)
 
     @property
+    def sends_before_first_atom(self) -> bool:
+        """True if gradients may be sent before the framework has handed over the first atom of a step."""
+        return getattr(self.adapter, "sends_before_first_atom", False)
+
+    @property
     def groups(self) -> tuple[ProcessGroup, ProcessGroup | None]:
         """(the group of replicas, the group of the parts of a divided model or None)."""
         return self.session.reducer.group, self.session.model_group

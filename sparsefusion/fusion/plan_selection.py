@@ -79,7 +79,7 @@ class PlanSelection:
     def _profiler(self) -> Profiler:
         return Profiler(
             self.model.adapter.parameters, self.session.reducer.group, self.model.dtype.itemsize,
-            self.model.sent_itemsize, self._copied, self.model.can_send_early, self._plan_from_profile,
+            self.model.sent_itemsize, self._copied, self.model.sends_before_first_atom, self._plan_from_profile,
         )  # fmt: skip
 
     @cached_property

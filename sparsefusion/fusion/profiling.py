@@ -51,7 +51,7 @@ class Profiler(StepObserver):
         itemsize: Bytes of an element of a gradient.
         sent_itemsize: Bytes of an element in the framework's own messages.
         copied: The names of parameters of which several ranks of a divided model hold copies.
-        can_send_early: Gradients may be sent before their atom is complete.
+        sends_before_first_atom: Gradients may be sent before the framework has handed over the first atom.
         done: Called with the timeline.
     """
 
@@ -62,12 +62,12 @@ class Profiler(StepObserver):
         itemsize: int,
         sent_itemsize: int,
         copied: Collection[str],
-        can_send_early: bool,
+        sends_before_first_atom: bool,
         done: Callable[[Timeline], None],
     ):
         self._parameters, self._group, self._done = parameters, group, done
         self._itemsize, self._sent_itemsize = itemsize, sent_itemsize
-        self._copied, self._can_send_early = copied, can_send_early
+        self._copied, self._sends_before_first_atom = copied, sends_before_first_atom
         self._clock = Clock(next(iter(parameters.values())).device)
         self._ready_marks, self._waits, self._atoms, self._steps = {}, [], [], []
         self._ended: float | torch.cuda.Event | None = None
@@ -102,8 +102,8 @@ class Profiler(StepObserver):
             since = partial(self._clock.seconds, self._ended)
             waits = [] if session.can_wait_for_buffer else [(since(came), since(left)) for came, left in self._waits]
             ready = {name: subtract_waits(since(mark), waits) for name, mark in self._ready_marks.items()}
-            if not self._can_send_early:
-                first = since(self._waits[0][0])  # nothing is sent before the first atom arrives
+            if not self._sends_before_first_atom:
+                first = since(self._waits[0][0])
                 ready = {name: max(first, seconds) for name, seconds in ready.items()}
             self._steps.append((ready, since(ended), self._atoms))
         self._ended, self._ready_marks, self._waits, self._atoms = self._clock.mark(), {}, [], []

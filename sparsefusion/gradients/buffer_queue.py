@@ -59,7 +59,11 @@ class BufferQueue:
     def add(self, gradients: Mapping[str, torch.Tensor], wait_for_buffer: bool) -> None:
         """Add the gradients of an atom. wait_for_buffer: send complete buffers only, not all gradients at once."""
         self._handed_over.update(gradients)
-        self._arrived.update((name, g) for name, g in gradients.items() if name not in self._started)
+        for name, gradient in gradients.items():
+            if name in self._started:  # sent early, from a tensor that may be another one than the atom's
+                self._started[name].gradients[name] = gradient
+            else:
+                self._arrived[name] = gradient
         self._send(complete_only=wait_for_buffer)
         self._send_early()
 
@@ -100,8 +104,9 @@ class BufferQueue:
             return
         units = [unit for unit in self._buffers[self._next].units if unit.early]
         names = [name for unit in units for name in unit.names]
-        if names and all(name in self._early and name not in self._started for name in names):
-            self._arrived |= {name: self._early[name] for name in names}
+        ready = {name: self._early[name] for name in names if name in self._early} | self._arrived
+        if names and all(name in ready and name not in self._started for name in names):
+            self._arrived |= {name: ready[name] for name in names}
             self._start(units)
 
     def _start(self, units: Iterable[Unit]) -> None:

@@ -45,7 +45,7 @@ class Reducer:
     def start(
         self,
         units: Sequence[Unit],
-        gradients: Mapping[str, torch.Tensor],
+        gradients: dict[str, torch.Tensor],
         scale: float = 1.0,
         interleaved: bool = False,
     ) -> "Reduction":
@@ -107,7 +107,7 @@ class Reduction:
         reducer: The reducer.
         dense_units: The dense units, and dense_message: their all-reduce, or None without dense units.
         selections: The selections of sparse units, and sparse_message: their message, or None without selections.
-        gradients: {name: gradient}, into which the means are written.
+        gradients: {name: gradient}, into which the means are written; its values may be replaced before `wait`.
         scale: The loss scale.
     """
 
@@ -118,7 +118,7 @@ class Reduction:
         dense_message: Exchange | None,
         selections: Sequence[Selection],
         sparse_message: Added | Gathered | SparseAllReduce | None,
-        gradients: Mapping[str, torch.Tensor],
+        gradients: dict[str, torch.Tensor],
         scale: float,
     ):
         self._reducer, self._dense_units, self._selections = reducer, dense_units, selections

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from fused import Net, backward, batch, force_plan, plan, quiet, residual_of, same_on_all_ranks, sum_over_ranks
 from sparsefusion import SPARSIFIERS
 from sparsefusion.collectives.counted import begin_all_gather
+from sparsefusion.gradients.buffer_queue import BufferQueue
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
@@ -133,18 +134,32 @@ def test_residuals_are_flushed_when_all_gradients_become_dense(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_offload_and_interleaved_have_the_bits_of_selective(ranks, world):
+@pytest.mark.parametrize("view", [False, True])
+def test_offload_and_interleaved_have_the_bits_of_selective(ranks, monkeypatch, world, view):
+    """Also if dense gradients are sent before their bucket is complete, and after accumulation without messages."""
+    sent_early, add_early = [], BufferQueue.add_early
+
+    def counted(queue, *arguments):
+        before = len(queue.reductions)
+        add_early(queue, *arguments)
+        sent_early.append(len(queue.reductions) - before)
+
+    monkeypatch.setattr(BufferQueue, "add_early", counted)
+
     def run(rank):
-        models = [DDP(Net(), bucket_cap_mb=0.1) for _ in range(3)]
-        for model, mode in zip(models, ("selective", "offload", "interleaved"), strict=True):
-            force_plan(quiet().attach(model), mode=mode)
+        models = [DDP(Net(), bucket_cap_mb=0.1, gradient_as_bucket_view=view) for _ in range(4)]
+        for model, mode in zip(models, ("selective", "offload", "interleaved", "interleaved"), strict=True):
+            force_plan(quiet().attach(model), mode=mode, early=model is models[-1], whole={"first.bias", "second.bias"})
         for step in range(4):
             for model in models:
-                backward(model, step, rank)
+                with model.no_sync():
+                    backward(model, step, rank)
+                model(batch(step + 100, rank), True).square().mean().backward()
             for others in zip(*(model.parameters() for model in models), strict=True):
                 assert all(torch.equal(others[0].grad, p.grad) for p in others)
+        return sum(sent_early)
 
-    ranks(run, world)
+    assert min(ranks(run, world)) >= 3  # not in the first step, in which all gradients are in one bucket
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
