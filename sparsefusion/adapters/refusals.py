@@ -23,7 +23,7 @@ CHOICES = {
     "sparsifier": SPARSIFIERS,
     "mode": MODES,
     "wire": WIRES,
-    "budget": ("bytes", "paper"),
+    "budget": ("none", "bytes", "paper"),
     "exchange": EXCHANGES,
     "on_nonfinite": ("raise", "skip-known"),
 }

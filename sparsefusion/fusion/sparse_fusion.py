@@ -45,7 +45,7 @@ class SparseFusion:
             a replica do, they wait for the others.
         copied: copied(parameter) returns True if several of these ranks hold copies of the parameter, which must stay equal.
             By default, parameters without the attribute tensor_model_parallel or model_parallel.
-        budget: The compensation of the density for gradients that are sent dense: "bytes", or "paper" (SSFusion's formula).
+        budget: The compensation of the density for gradients that are sent dense: "none", "bytes" or "paper".
         exchange: How selected elements are summed. all_gather: every rank receives all elements of all ranks, so a rank
             sends P - 1 times its elements. sparse_all_reduce: every rank receives only the largest sums, as many as it has
             selected; the others stay in residuals. A rank sends at most twice its elements on any number of ranks. auto:
@@ -92,7 +92,7 @@ class SparseFusion:
         fabric: Fabric | None = None,
         model_group: ProcessGroup | None = None,
         copied: Callable[[torch.nn.Parameter], bool] | None = None,
-        budget: str = "bytes",
+        budget: str = "none",
         exchange: str = "auto",
         on_nonfinite: str | None = None,
         report: Callable[[str], None] | None = None,

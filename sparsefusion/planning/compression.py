@@ -13,13 +13,13 @@ GUARD_INDEX_BYTES = 4  # bytes per index that `sends_less` counts (2 are sent)
 class CompressionSettings:
     """The user's settings of compression.
 
-    budget: "bytes" or "paper", see `compensated_density`. exchange: all_gather or sparse_all_reduce, see `SparseFusion`.
+    budget: see `compensated_density`. exchange: all_gather or sparse_all_reduce, see `SparseFusion`.
     """
 
     density: float
     sparsifier: str = "dgc"
     wire: str = "fp32"
-    budget: str = "bytes"
+    budget: str = "none"
     exchange: str = "all_gather"
 
     @property

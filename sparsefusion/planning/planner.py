@@ -293,7 +293,7 @@ def _compensate_density(
     return [Buffer(tuple(changed(unit) for unit in buffer.units)) for buffer in buffers]
 
 
-def compensated_density(density: float, dense: int, sparse: int, worth: float, budget: str = "bytes") -> float:
+def compensated_density(density: float, dense: int, sparse: int, worth: float, budget: str) -> float:
     """The density of `sparse` elements with which about as many bytes are sent as if `dense` elements were sparse too.
 
     Args:
@@ -301,9 +301,11 @@ def compensated_density(density: float, dense: int, sparse: int, worth: float, b
         dense, sparse: The numbers of elements.
         worth: The number of selected elements that take as many bytes as a dense one: 1/ranks, if elements and indices have
             4 bytes each.
-        budget: "bytes": (density N - worth dense) / sparse, but at least half of the density. "paper" (SSFusion):
-            (density N - dense) / sparse, but at least 0.001.
+        budget: "none": the density, without compensation. "bytes": (density N - worth dense) / sparse, but at least half of
+            the density. "paper" (SSFusion): (density N - dense) / sparse, but at least 0.001.
     """
+    if budget == "none":
+        return density
     if budget == "paper":
         return min(density, max(PAPER_FLOOR, (density * (dense + sparse) - dense) / sparse))
     return min(density, max(LEAST_COMPENSATION * density, (density * (dense + sparse) - worth * dense) / sparse))

@@ -92,13 +92,14 @@ def test_equation_2():
 def test_density_is_compensated_by_bytes():
     """(P-1) 8 rho' n_s = (P-1) 8 rho N - 2 (P-1)/P 4 n_d, with n_d dense and n_s sparse elements of N on P ranks."""
     for ranks in (2, 4):
-        density = compensated_density(0.01, 4000, 996_000, 1 / ranks)
+        density = compensated_density(0.01, 4000, 996_000, 1 / ranks, "bytes")
         assert (ranks - 1) * 8 * density * 996_000 == pytest.approx(
             (ranks - 1) * 8 * 0.01 * 1e6 - 2 * (ranks - 1) / ranks * 4 * 4000
         )
-    assert compensated_density(0.01, 50_000, 950_000, 1 / 2) == 0.005  # not below half
+    assert compensated_density(0.01, 50_000, 950_000, 1 / 2, "bytes") == 0.005  # not below half
     assert compensated_density(0.01, 4000, 996_000, 1 / 2, "paper") == pytest.approx(6000 / 996_000)
     assert compensated_density(0.01, 50_000, 950_000, 1 / 2, "paper") == 0.001
+    assert compensated_density(0.01, 50_000, 950_000, 1 / 2, "none") == 0.01
 
 
 def test_sends_less():
