@@ -30,7 +30,6 @@ from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Buffer, Plan, Unit
 from sparsefusion.planning.planner import calibrated_costs, make_plans, predict
 from sparsefusion.planning.timeline import Costs, Tensor, Timeline
-from sparsefusion.selection.indices import INDEX_BYTES
 
 REPETITIONS, DENSITY, LAYERS, HIDDEN, BUCKET_MB = 20, 0.01, 24, 192, 0.2
 PLANNED = ((100, 10), (500, 20), (500, 128), (500, 500))  # gradients and buckets
@@ -85,9 +84,14 @@ def interleaved(plan: Plan) -> Plan:
     return replace(plan, mode="interleaved")
 
 
+def early(plan: Plan) -> Plan:
+    """The interleaved plan whose dense gradients are sent as soon as those of a buffer are ready."""
+    return interleaved(map_units(plan, lambda unit: replace(unit, early=not unit.k)))
+
+
 CONTESTANTS = {  # made from one selective plan
     "in 0.2 MB": dense, "each gradient alone": alone, "fused": fused, "+ selective": selective,
-    "+ density-aware": lambda plan: plan, "+ interleaved": interleaved, "that again": interleaved,
+    "+ density-aware": lambda plan: plan, "+ interleaved": interleaved, "that again": interleaved, "+ early": early,
 }  # fmt: skip
 
 
@@ -113,21 +117,26 @@ class Contestant(Dense):
 
     def __init__(self, plan=None):
         super().__init__(bucket_cap_mb=BUCKET_MB)
-        mode = "selective" if plan is None else plan.mode
-        self.fusion = SparseFusion(DENSITY, mode=mode, report=lambda text: None).attach(self.loss)
+        options: dict = (
+            {"budget": "bytes"} if plan is None else {"sparsifier": plan.sparsifier, "exchange": plan.exchange}
+        )
+        mode, density = ("selective", DENSITY) if plan is None else (plan.mode, plan.density)
+        self.fusion = SparseFusion(density, mode=mode, report=lambda text: None, **options).attach(self.loss)
         if plan is not None:
             self.fusion.load_state_dict(self.fusion.state_dict() | {"plan": plan.to_json()})
+            if self.fusion.plan.hash != plan.hash:
+                raise RuntimeError(f"a plan of mode {plan.mode} was not taken")
         for _ in range(6):
             self.step()
 
     def sent(self) -> dict:
         """The bytes that a rank sends in a step, and the number of its messages."""
-        plan, ranks = self.fusion.plan, dist.get_world_size()
-        if not plan.buffers:
+        counter = self.fusion.counter
+        if not self.fusion.plan.buffers:
             return super().sent()
-        dense, sparse, _ = plan.sent_elements
-        messages = [any(unit.k == 0 for unit in b.units) + any(unit.k for unit in b.units) for b in plan.buffers]
-        return {"bytes": (ranks - 1) * (8 / ranks * dense + (4 + INDEX_BYTES) * sparse), "messages": sum(messages)}
+        counter.reset()
+        self.step()
+        return {"bytes": counter.sent, "messages": sum(counter.calls.values())}
 
 
 def measure(out: str) -> None:
@@ -139,9 +148,9 @@ def measure(out: str) -> None:
     contestants = {"dense": Dense()} | {name: Contestant(how(plan)) for name, how in CONTESTANTS.items()}
     turns = [partial(warm_turn, contestant.step) for contestant in contestants.values()]
     rows = repetitions(turns, dist.group.WORLD, "cpu", REPETITIONS)
+    seconds, sent = rows.median(0).values.tolist(), [contestant.sent() for contestant in contestants.values()]
     if dist.get_rank() == 0:
-        seconds = rows.median(0).values.tolist()
-        write_result(out, [c.sent() | {"seconds": s} for c, s in zip(contestants.values(), seconds, strict=True)])
+        write_result(out, [each | {"seconds": s} for each, s in zip(sent, seconds, strict=True)])
     dist.destroy_process_group()
 
 
