@@ -202,7 +202,9 @@ def _check_quantized(
     if stored and weights not in (None, stored):
         raise ValueError(f"weights={weights!r}: {directory} holds matrices in {stored}")
     if (stored or weights) and (sequence_parallel or stored and torch.device(device).type != "cpu"):
-        raise ValueError(f"{directory}: matrices in {stored or weights} are only for generation on a CPU, without sequence_parallel")
+        raise ValueError(
+            f"{directory}: matrices in {stored or weights} are only for generation on a CPU, without sequence_parallel"
+        )
 
 
 def _open(
@@ -394,7 +396,7 @@ def save(model: Model, directory: str | Path, file_bytes: int = FILE_BYTES, left
     Args:
         model: A model that is not quantized.
         directory: Where to write; it may exist.
-        file_bytes: The largest file to write.
+        file_bytes: The largest file to write. The tensors of one parameter (all experts of a layer) stay in one file.
         left_out: Also copy what `load` left out of the model's directory (a vision tower, a draft head), with the names of
             its tensors and its config.json, so that a multimodal checkpoint remains one.
 

@@ -37,9 +37,12 @@ FEW = (
 
 @pytest.mark.parametrize("tp", by_default((2,), (1, 2, 4)))
 @pytest.mark.parametrize("dtype", by_default((torch.bfloat16,), (torch.float32, torch.bfloat16)))
-@pytest.mark.parametrize("name", by_default(FEW, CASES))
+@pytest.mark.parametrize("name", by_default(FEW, [name for name in CASES if name != "olmo-rope-tied"]))
 def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_path):
-    """Saves one file and several, and loads and saves the latter again; transformers computes the same logits from them."""
+    """Saves one file and several, and loads and saves the latter again; transformers computes the same logits from them.
+
+    transformers itself saves the convolutions of olmo-rope-tied with other sizes: as equal parts of their concatenation.
+    """
     oracle = oracle(name, dtype)
     one, several, resaved = tmp_path / "one", tmp_path / "a" / "few", tmp_path / "again"
 
@@ -56,11 +59,13 @@ def test_saved_tensors_are_the_loaded_bytes(ranks, tp, dtype, name, oracle, tmp_
         assert not list(directory.glob(".*"))
     files = sorted(several.glob("*.safetensors"))
     assert len(files) > 2
-    assert all(sum(t.nbytes for t in load_file(file).values()) <= 6000 or len(load_file(file)) == 1 for file in files)
+    for tensors in map(load_file, files):
+        is_one_parameter = len(tensors) == 1 or all(".experts." in name for name in tensors)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 6000 or is_one_parameter
     index = json.loads((several / INDEX).read_text())["weight_map"]
     assert {name for file in files for name in load_file(file)} == set(index)
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(several, dtype=dtype).eval()
+        theirs = AutoModelForCausalLM.from_pretrained(several, dtype=dtype, experts_implementation="eager").eval()
         assert torch.equal(theirs(oracle.ids[:, :5], use_cache=False).logits, oracle.logits(oracle.ids[:, :5]))
 
 

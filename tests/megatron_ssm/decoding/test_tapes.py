@@ -106,7 +106,8 @@ def test_tokens_equal_those_of_layers(ranks, tp, options, family, changes, tmp_p
     for by_tape, again, by_layers, ahead, singly, ahead_by_layers, without in ranks(run, tp):
         assert without == (0, 0) and torch.equal(by_tape, again)
         largest = float(by_layers.abs().max())
-        atol = max(0.06, 0.02 * largest) if "dtype" in options else 2e-5 if "zamba" in family else 2e-6 * largest
+        share = 0.04 if "zamba" in family else 0.02  # shared blocks amplify rounding
+        atol = max(0.06, share * largest) if "dtype" in options else 2e-5 if "zamba" in family else 2e-6 * largest
         torch.testing.assert_close(by_tape, by_layers, rtol=0, atol=atol)
         torch.testing.assert_close(ahead, ahead_by_layers, rtol=0, atol=max(1e-4, 2 * atol))
         torch.testing.assert_close(ahead, singly, rtol=0, atol=0)
@@ -227,7 +228,10 @@ def test_prompts_equal_those_of_layers(options, length, family, changes, tmp_pat
         tape = model._tapes.tape(model, tapes.PROMPT)
         assert all(name.endswith("attention") for name in tape.builder.names if " stop" in name)
         theirs = without_tapes(model)(prompt, cache=caches[1])
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 if not options else 0.05)
+    if options:
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     for one, other in zip(*(cache.states.values() for cache in caches), strict=True):
         for name in one.fixed:
             torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-4 if not options else 0.05)
