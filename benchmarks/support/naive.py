@@ -1,4 +1,4 @@
-"""Mixers whose packed parameters are split into equal ranges of rows, whatever their fields: the naive sharding of the paper.
+"""Mixers whose packed parameters are split into equal ranges of rows, whatever their fields: naive sharding.
 
 A rank has the products of its rows, not the channels that it needs next, so packed activations are gathered. The mixers
 have no cache; they compute what the library's mixers compute, whose parameters they use.
