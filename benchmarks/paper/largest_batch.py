@@ -79,11 +79,11 @@ def run(model: megatron_ssm.Model, batch: int) -> None:
 
 
 def largest(directory: str, ranks: int, expected: int) -> int:
-    """The largest batch that fitted."""
+    """The largest batch that fitted; 0: not even the first."""
     with tempfile.NamedTemporaryFile("r") as fitted:
         with contextlib.suppress(subprocess.CalledProcessError):  # how every run ends
             measure_cell(__file__, ranks, None, directory, fitted.name, expected)
-        return int(fitted.read())
+        return int(fitted.read() or 0)
 
 
 def main() -> None:

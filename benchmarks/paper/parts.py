@@ -114,7 +114,7 @@ def timed_messages() -> Iterator[Counter]:
 
 def medians(turns: list[dict[str, float]]) -> dict[str, float]:
     """The median of each part over the turns."""
-    return {part: statistics.median(turn.get(part, 0.0) for turn in turns) for turn in turns[:1] for part in turn}
+    return {part: statistics.median(turn[part] for turn in turns) for part in turns[0]}
 
 
 @torch.no_grad()
