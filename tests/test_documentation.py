@@ -222,3 +222,23 @@ def test_benchmarks_and_examples_import():
             runpy.run_path(str(script), run_name="imported")
 
     run_ranks(import_all, 1)  # in a fork, which has what the tests import
+
+
+def message_templates():
+    """The texts that the packages can print: string literals, with `...` for each value of an f-string."""
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "...".join(part.value if isinstance(part, ast.Constant) else "" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_messages_on_the_troubleshooting_page_exist():
+    """The fixed words of each message occur, in this order, in one string of the sources."""
+    rows = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 25
+    templates = set(message_templates())
+    patterns = {row: re.compile(".*".join(map(re.escape, row.split("...")))) for row in rows}
+    assert_none([row for row, pattern in patterns.items() if not any(map(pattern.search, templates))])
