@@ -3,11 +3,13 @@
 import ast
 import importlib.util
 import math
+import os
 import pkgutil
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -242,3 +244,15 @@ def test_messages_on_the_troubleshooting_page_exist():
     templates = set(message_templates())
     patterns = {row: re.compile(".*".join(map(re.escape, row.split("...")))) for row in rows}
     assert_none([row for row, pattern in patterns.items() if not any(map(pattern.search, templates))])
+
+
+@pytest.mark.full
+def test_operator_of_the_tutorial_runs(tmp_path):
+    """Each of its four ranks finds that its part is bitwise that of one process."""
+    page = (ROOT / "docs" / "tutorials" / "own-operator.md").read_text()
+    (tmp_path / "nearest.py").write_text(re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "nearest.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {f"{rank} True" for rank in range(4)} <= set(done.stdout.splitlines()), done.stdout
