@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from attention2d import USP, AllGather, Attention2D, CoreAttention, Ring, Ulysses
+from attention2d import USP, AllGather, Attention2D, CoreAttention, Ring, Ulysses, attention
 from attention2d.compute import tile
 from attention2d.compute.tile import attend, attend_backward, attend_backward_ref, attend_ref
 from attention2d.layout import block_mask
@@ -150,6 +150,60 @@ def test_the_kernel_agrees_with_its_plain_form(dtype, tolerance):
         tile_inputs = dout, (dout * out).sum(-1), q, k, v, lse, False, 0.3, mask
         for ours, theirs in zip(attend_backward(*tile_inputs), attend_backward_ref(*tile_inputs), strict=True):
             assert (ours - theirs).abs().max() <= tolerance
+
+
+def bert(attention):
+    """A BERT of transformers with two layers, in float64."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, attn_implementation=attention,
+    )  # fmt: skip
+    return BertModel(config, add_pooling_layer=False).double().eval()
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_bert_with_padding(world_size, ranks):
+    """transformers' BertModel with a padded batch: hidden states of tokens and gradients are those of one rank."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    seq, generator = 29, torch.Generator().manual_seed(0)
+    ids, weights = (
+        torch.randint(50, (BATCH, seq), generator=generator),
+        torch.randn(BATCH, seq, 32, generator=generator),
+    )
+    is_token = torch.arange(seq) < torch.tensor([[seq], [17]])
+    weights = weights.double() * is_token.unsqueeze(-1)
+    model = bert("sdpa")
+    states = model(ids, attention_mask=is_token.long()).last_hidden_state
+    (states * weights).sum().backward()
+    expected = states.detach(), [p.grad for p in model.parameters()]
+
+    def run(rank):
+        schedule = Attention2D(dist.group.WORLD, 2, 2)
+
+        def attend(module, query, key, value, attention_mask, scaling=None, **_):
+            mask = is_token[:, None, :]
+            out = attention(query, key, value, schedule, scale=scaling, seq=seq, mask=mask)
+            return out.transpose(1, 2), None
+
+        AttentionInterface.register("sharded", attend)
+        AttentionMaskInterface.register("sharded", lambda *_, **__: None)
+        ours, positions = bert("sharded"), schedule.positions(seq)
+        found = ours(schedule.shard(ids), position_ids=positions.clamp(max=seq)[None]).last_hidden_state
+        (found * schedule.shard(weights)).sum().backward()
+        gradients = [p.grad for p in ours.parameters()]
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        counted = schedule.shard(is_token)
+        return found.detach()[counted], expected[0][:, positions.clamp(max=seq - 1)][counted], gradients
+
+    for found, states, gradients in ranks(run, world_size):
+        assert (found - states).abs().max() <= 1e-11
+        for ours, theirs in zip(gradients, expected[1], strict=True):
+            assert (ours - theirs).abs().max() <= 1e-11
 
 
 @pytest.mark.parametrize("world_size", [2])
