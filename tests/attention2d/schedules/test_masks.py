@@ -92,6 +92,8 @@ def errors(rank, seq, cases):
             leaves = [t.requires_grad_() for t in parts[:3]]
             out = schedule(*leaves, causal=causal, seq=seq, mask=mask)
             out.backward(parts[3])
+            volume = schedule.volume(BATCH, seq, HEADS, KV_HEADS, 8, 8)
+            assert schedule.counter.sent == volume.forward + volume.backward or schedule.transpose  # masks are not sent
             found = [out.detach(), *(t.grad for t in leaves)]
             difference = [
                 (a - schedule.shard(b)).abs().nan_to_num(torch.inf).max().item()
