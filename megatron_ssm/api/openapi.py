@@ -17,6 +17,8 @@ from .reply_models import (
     TokenizeReply,
 )
 from .request_models import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .response_models import ModelResponse, ResponseEvent
+from .response_request import ResponseRequest
 
 ERRORS = {
     "400": "A parameter is unknown, not implemented, or out of range; `param` names it.",
@@ -30,9 +32,10 @@ ERRORS = {
     "504": "The reply has taken too long.",
 }
 # {path: (body of the request, reply, event of a stream)}
-GENERATING: dict[str, tuple[type[Body], type[BaseModel], type[BaseModel]]] = {
+GENERATING: dict[str, tuple[type[Body | ResponseRequest], type[BaseModel], type[BaseModel]]] = {
     "/v1/completions": (CompletionRequest, Completion, Completion),
     "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatCompletionChunk),
+    "/v1/responses": (ResponseRequest, ModelResponse, ResponseEvent),
 }
 # {path: (body of the request, reply)}
 COMPUTING: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {

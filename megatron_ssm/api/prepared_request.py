@@ -27,6 +27,7 @@ from .request_models import (
     ToolChoice,
     parse_body,
 )
+from .response_request import ResponseChat, ResponseRequest
 from .sequences import Arguments, Sequence
 from .tool_calls import CallParser, Schemas, calls_schema
 
@@ -113,7 +114,9 @@ class PreparedRequest:
         return self.body.num_logprobs is not None or self.body.return_token_ids
 
 
-def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Served) -> PreparedRequest:
+def prepare_request(
+    model: type[Body | ResponseRequest], text: bytes | str, owner: str, served: Served
+) -> PreparedRequest:
     """Check a request and tokenize its prompts.
 
     Args:
@@ -124,7 +127,8 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
     Raises:
         ApiError: 400, or 404 for another model.
     """
-    body = parse_body(model, text)
+    parsed = parse_body(model, text)
+    body = ResponseChat.of(parsed) if isinstance(parsed, ResponseRequest) else parsed
     served.check_name(body.model)
     _check_combinations(body, served.vocab_size)
     if isinstance(body, ChatRequest):
@@ -215,9 +219,9 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
 def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
     text = chat_text(body, served)
-    ids = _token_ids(text, served, "messages", add_special_tokens=False)
+    ids = _token_ids(text, served, body.prompt_field, add_special_tokens=False)
     if not ids:
-        raise bad_request("the chat template makes an empty prompt of the messages", "messages")
+        raise bad_request("the chat template makes an empty prompt of the messages", body.prompt_field)
     return [(text, ids)]
 
 
@@ -236,7 +240,7 @@ def chat_text(body: Conversation, served: Served) -> str:
     )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
     variables = {**body.chat_template_kwargs, "tools": tools or None, "add_generation_prompt": starts_message}
-    text = served.template.render(messages, variables)
+    text = served.template.render(messages, variables, body.prompt_field)
     if body.continue_final_message:
         text = _without_end(text, messages[-1]["content"])
     return text
@@ -352,7 +356,7 @@ def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
     outputs = body.structured_outputs or StructuredOutputs()
     given: list[tuple[str, Callable[..., Grammar], Any]] = [
         ("tools", grammars.json_schema, _forced_calls(body)),
-        ("response_format", grammars.json_schema, _schema(body.response_format)),
+        (body.format_field, grammars.json_schema, _schema(body.response_format)),
         ("structured_outputs.json", grammars.json_schema, outputs.json_),
         ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
         ("structured_outputs.choice", grammars.choice, outputs.choice),

@@ -15,6 +15,11 @@ class ReplyModel(BaseModel):
         """Return the object as ASCII; numbers that are not finite become null."""
         return self.model_dump_json(exclude_unset=True, ensure_ascii=True)
 
+    @property
+    def event_name(self) -> str:
+        """The name of the server-sent event with this object; "" if it has none."""
+        return ""
+
 
 class ErrorDetail(ReplyModel):
     """An error. param: the parameter that is wrong; code: a name for programs."""

@@ -14,6 +14,8 @@ from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_r
 from megatron_ssm.api.replies import Piece, Replies
 from megatron_ssm.api.reply_models import ReplyModel
 from megatron_ssm.api.request_models import Body
+from megatron_ssm.api.response_replies import replies_to
+from megatron_ssm.api.response_request import ResponseRequest
 from megatron_ssm.api.sequences import Update
 
 from .keys import Keys
@@ -40,7 +42,9 @@ class Endpoint:
     a slot; an error from then on is its last event.
     """
 
-    def __init__(self, model: type[Body], service: Service, served: Served, keys: Keys, metrics: Metrics):
+    def __init__(
+        self, model: type[Body | ResponseRequest], service: Service, served: Served, keys: Keys, metrics: Metrics
+    ):
         self._model, self._service, self._served, self._keys, self._metrics = model, service, served, keys, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,7 +64,7 @@ class Endpoint:
         work = partial(prepare_request, self._model, body, owner, self._served)
         request = await self._service.prepare(work, arrival)
         with self._service.added(request.sequences, arrival, request.count_parameter) as updates:
-            replies = Replies(request, self._served)
+            replies = replies_to(request, self._served)
             pieces = self._pieces(len(request.sequences), replies, updates, arrival)
             if request.body.stream:
                 await _stream(request, replies, pieces, send)
@@ -146,25 +150,34 @@ async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncItera
         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         sent_at = time.monotonic()
 
-    async def event(data: str) -> None:
-        await send_text(f"data: {data}\n\n")
+    async def event(model: ReplyModel) -> None:
+        await send_text(_event(model))
 
     def encoded(piece: Piece) -> str:
-        return replies.chunk(piece).to_json()
+        return "".join(map(_event, replies.events(piece)))
 
     await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
     try:
+        for model in replies.first_events():
+            await event(model)
         async for piece in pieces:
             if piece is not None and (piece.is_shown or request.shows_tokens):
-                await event(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
+                await send_text(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
             elif time.monotonic() - sent_at >= PING_S:
                 await send_text(PING)
-        if request.body.includes_usage:
-            await event(replies.last_chunk().to_json())
-        await event("[DONE]")
+        for model in replies.last_events():
+            await event(model)
+        if replies.end_mark:
+            await send_text(f"data: {replies.end_mark}\n\n")
     except ApiError as error:
-        await event(error.reply.to_json())
+        await event(replies.error_event(error))
     await send({"type": "http.response.body", "body": b""})
+
+
+def _event(model: ReplyModel) -> str:
+    """A server-sent event."""
+    name = f"event: {model.event_name}\n" if model.event_name else ""
+    return f"{name}data: {model.to_json()}\n\n"
 
 
 async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], seconds: float) -> None:

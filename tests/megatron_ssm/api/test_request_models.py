@@ -14,6 +14,7 @@ from megatron_ssm.api.request_models import (
     TokenizeRequest,
     parse_body,
 )
+from megatron_ssm.api.response_request import ResponseRequest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 
@@ -120,7 +121,7 @@ def test_what_is_missing(endpoint, name):
 
 def test_every_parameter_is_documented():
     section = PAGE.read_text().split("## Parameters")[1].split("## Errors")[0]
-    models = (COMPLETIONS, CHAT, TokenizeRequest, DetokenizeRequest)
+    models = (COMPLETIONS, CHAT, TokenizeRequest, DetokenizeRequest, ResponseRequest)
     assert set().union(*(model.model_fields for model in models)) <= set(re.findall(r"`(\w+)`", section))
 
 
