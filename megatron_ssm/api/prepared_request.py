@@ -202,18 +202,24 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
     """The prompts of a completion."""
     prompts: list[Prompt] = []
     for prompt in body.prompts:
-        if isinstance(prompt, str):
-            prompts.append((prompt, _token_ids(prompt, served, "prompt")))
-            continue
-        if len(prompt) > served.max_length:
-            raise _too_many(len(prompt), "prompt", served.max_length)
-        served.check_ids(prompt, "prompt")
-        # `decode` would hold the interpreter's lock, as `encode` does below.
-        text = served.tokenizer.decode_batch([prompt], skip_special_tokens=False)[0] if body.echo else ""
-        prompts.append((text, prompt))
+        text, ids = prompt, read_prompt(prompt, served, "prompt")
+        if not isinstance(text, str):
+            # `decode` would hold the interpreter's lock, as `encode` does below.
+            text = served.tokenizer.decode_batch([ids], skip_special_tokens=False)[0] if body.echo else ""
+        prompts.append((text, ids))
     if not all(ids for _, ids in prompts):
         raise bad_request("a prompt has no tokens", "prompt")
     return prompts
+
+
+def read_prompt(prompt: str | list[int], served: Served, param: str) -> list[int]:
+    """Return the ids of a text, or given ids. ApiError 400, which names `param`, if there are too many, or wrong ones."""
+    if isinstance(prompt, str):
+        return _token_ids(prompt, served, param)
+    if len(prompt) > served.max_length:
+        raise too_many(len(prompt), param, served.max_length)
+    served.check_ids(prompt, param)
+    return prompt
 
 
 def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
@@ -289,14 +295,15 @@ def _new_tokens(body: Body, prompt: int, max_length: int) -> int:
     """The maximum number of tokens after a prompt of this length."""
     name, wanted = body.new_tokens
     if prompt + (wanted != 0) > max_length:
-        raise _too_many(prompt, body.prompt_field, max_length)
+        raise too_many(prompt, body.prompt_field, max_length)
     if wanted is not None and prompt + wanted > max_length:
         message = f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {_rule(max_length)}"
         raise bad_request(message, name, TOO_LONG)
     return max_length - prompt if wanted is None else max(1, wanted)
 
 
-def _too_many(tokens: int, param: str, max_length: int) -> ApiError:
+def too_many(tokens: int, param: str, max_length: int) -> ApiError:
+    """Return the error for a prompt that is too long."""
     return bad_request(f"the prompt has {tokens} tokens, which are too many: {_rule(max_length)}", param, TOO_LONG)
 
 

@@ -196,6 +196,30 @@ class ModelList(ReplyModel):
     data: list[ModelCard]
 
 
+class EmbeddingObject(ReplyModel):
+    """The embedding of a text: numbers, or base64 of them as float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: SkipValidation[list[float] | str]
+
+
+class EmbeddingUsage(ReplyModel):
+    """The number of tokens that were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(ReplyModel):
+    """The reply of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+
+
 class TokenizeReply(ReplyModel):
     """The reply of /tokenize. token_strs: the names of the tokens, if the request asks for them."""
 

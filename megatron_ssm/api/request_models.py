@@ -21,7 +21,7 @@ from sparsefusion.foundation.command_line import did_you_mean
 from .errors import ApiError, bad_request
 from .tool_calls import NO_ARGUMENTS
 
-MAX_PROMPTS, MAX_CHOICES, MAX_BIASES, MAX_TOOLS = 128, 128, 1024, 128
+MAX_PROMPTS, MAX_CHOICES, MAX_BIASES, MAX_TOOLS, MAX_EMBEDDINGS = 128, 128, 1024, 128, 2048
 MAX_FIELDS = 100  # of an object: pydantic collects an error for each field before one of them is reported
 _NULL = {"type": "null"}
 SHOWN = 60  # characters of a wrong value in the error
@@ -90,6 +90,11 @@ def _kind_of_prompt(prompt: Any) -> str | None:
     return {str: "texts", int: "token ids", list: "lists of token ids"}.get(type(prompt[0]))
 
 
+def _as_prompts(prompt: Any) -> Any:
+    """Return a list of prompts, each a text or token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
 def kind_of_content(content: Any) -> str | None:
     """Return the tag of a text or of a list."""
     return "a text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
@@ -108,16 +113,24 @@ FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
 Regex = Annotated[str, Field(min_length=1, max_length=10_000)]
 LarkGrammar = Annotated[str, Field(min_length=1, max_length=100_000)]
 StopStrings = Annotated[list[ShortText], Field(max_length=16)]
+_PROMPT = Discriminator(
+    _kind_of_prompt,
+    custom_error_type="prompt",
+    custom_error_message="Input should be a text, a list of texts, a list of token ids, or a list of such lists",
+)
 Prompt = Annotated[
     Annotated[str, Tag("a text")]
     | Annotated[list[str], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
     | Annotated[TokenIds, Tag("token ids")]
     | Annotated[list[TokenIds], Tag("lists of token ids"), Field(fail_fast=True, max_length=MAX_PROMPTS)],
-    Discriminator(
-        _kind_of_prompt,
-        custom_error_type="prompt",
-        custom_error_message="Input should be a text, a list of texts, a list of token ids, or a list of such lists",
-    ),
+    _PROMPT,
+]
+Texts = Annotated[
+    Annotated[str, Tag("a text")]
+    | Annotated[list[str], Tag("texts"), Field(fail_fast=True, max_length=MAX_EMBEDDINGS)]
+    | Annotated[TokenIds, Tag("token ids")]
+    | Annotated[list[TokenIds], Tag("lists of token ids"), Field(fail_fast=True, max_length=MAX_EMBEDDINGS)],
+    _PROMPT,
 ]
 # {type of an item of /v1/responses: tag}
 ITEMS = {
@@ -384,8 +397,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, each a text or token ids."""
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
+        return _as_prompts(self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -433,6 +445,26 @@ class TokenizeRequest(Conversation):
     """Add the tokenizer's own special tokens; by default to a text only."""
     return_token_strs: bool = False
     """Return the names of the tokens, too."""
+
+
+class EmbeddingRequest(RequestModel):
+    """The body of a request to /v1/embeddings."""
+
+    input: Texts
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    model: str = ""
+    """The name of the served model."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """base64: of the numbers as float32, in little-endian order."""
+    pooling: Literal["last", "mean"] = "last"
+    """last: the hidden state of the last token; mean: that of all tokens."""
+    user: str = ""
+    """Has no effect."""
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The texts, each a text or token ids."""
+        return _as_prompts(self.input)
 
 
 class DetokenizeRequest(RequestModel):

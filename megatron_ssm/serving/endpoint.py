@@ -1,4 +1,4 @@
-"""The endpoints that generate: an HTTP request in, a JSON object or a stream of events out."""
+"""The endpoints that compute: an HTTP request in, a JSON object or a stream of events out."""
 
 import asyncio
 import time
@@ -9,6 +9,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from megatron_ssm.api.embeddings import prepare_embeddings
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_request
 from megatron_ssm.api.replies import Piece, Replies
@@ -36,16 +37,13 @@ class ClientDisconnected(Exception):
 
 
 class Endpoint:
-    """An ASGI application that answers the requests to one path under /v1. model: that of their bodies.
+    """An ASGI application that answers the requests to one path.
 
-    ApiError, before the reply has begun, for a request that is refused or fails. A stream begins when the request waits for
-    a slot; an error from then on is its last event.
+    ApiError, before the reply has begun, for a request that is refused or fails.
     """
 
-    def __init__(
-        self, model: type[Body | ResponseRequest], service: Service, served: Served, keys: Keys, metrics: Metrics
-    ):
-        self._model, self._service, self._served, self._keys, self._metrics = model, service, served, keys, metrics
+    def __init__(self, service: Service, served: Served, keys: Keys):
+        self._service, self._served, self._keys = service, served, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = time.monotonic()
@@ -61,6 +59,22 @@ class Endpoint:
 
     async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
         """Send the reply to a request with this body. arrival: when the request began to arrive."""
+        raise NotImplementedError
+
+
+class GenerationEndpoint(Endpoint):
+    """Generates. model: that of the bodies.
+
+    A stream begins when the request waits for a slot; an error from then on is its last event.
+    """
+
+    def __init__(
+        self, model: type[Body | ResponseRequest], service: Service, served: Served, keys: Keys, metrics: Metrics
+    ):
+        super().__init__(service, served, keys)
+        self._model, self._metrics = model, metrics
+
+    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
         work = partial(prepare_request, self._model, body, owner, self._served)
         request = await self._service.prepare(work, arrival)
         with self._service.added(request.sequences, arrival, request.count_parameter) as updates:
@@ -98,24 +112,36 @@ class Endpoint:
             yield replies.add_update(update)
 
 
-class WorkEndpoint:
-    """An ASGI application that replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
+class EmbeddingEndpoint(Endpoint):
+    """Computes embeddings, of as many texts at a time as there are slots."""
+
+    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
+        request = await self._service.prepare(partial(prepare_embeddings, body, self._served), arrival)
+        slots, left = self._service.limits.slots, request.sequences
+        vectors: dict[int, list[float]] = {}
+        while left:
+            now, left = left[:slots], left[slots:]
+            with self._service.added(now, arrival) as updates:
+                for _ in now:
+                    update = await updates.get()
+                    if update.error is not None:
+                        raise update.error
+                    if update.finished == "error":
+                        raise ApiError(500, "the hidden states of the model are NaN")
+                    vectors[update.sequence.index] = update.embedding
+        ordered = [vectors[index] for index in sorted(vectors)]
+        work = partial(request.reply, ordered, self._served)
+        await _send_json(await asyncio.to_thread(lambda: work().to_json().encode()), send)
+
+
+class WorkEndpoint(Endpoint):
+    """Replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
 
     def __init__(self, work: Callable[[bytes, Served], ReplyModel], service: Service, served: Served, keys: Keys):
-        self._work, self._service, self._served, self._keys = work, service, served, keys
+        super().__init__(service, served, keys)
+        self._work = work
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = time.monotonic()
-        headers = Headers(scope=scope)
-        self._keys.owner(headers.get("authorization"))
-        self._service.check_room()
-        try:
-            body = await read_body(receive, headers, self._service)
-            await while_connected(receive, self._answer(body, arrival, send), self._service.limits.seconds + GRACE_S)
-        except ClientDisconnected:
-            return
-
-    async def _answer(self, body: bytes, arrival: float, send: Send) -> None:
+    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
         work = partial(self._work, body, self._served)
         await _send_json(await self._service.prepare(lambda: work().to_json().encode(), arrival), send)
 

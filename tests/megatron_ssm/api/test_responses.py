@@ -1,4 +1,4 @@
-"""Requests to /v1/responses as chats, and their replies. Oracles: OpenAI's Python types, the calls that texts were written for."""
+"""Requests to /v1/responses, and their replies. Oracles: OpenAI's Python types, the calls that texts were written for."""
 
 import json
 
