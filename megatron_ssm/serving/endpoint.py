@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -19,6 +18,7 @@ from megatron_ssm.api.response_replies import replies_to
 from megatron_ssm.api.response_request import ResponseRequest
 from megatron_ssm.api.sequences import Update
 
+from .bodies import ClientDisconnected, read_body, while_connected
 from .keys import Keys
 from .metrics import Metrics
 from .service import Service
@@ -30,10 +30,6 @@ EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect the events
 ]
-
-
-class ClientDisconnected(Exception):
-    """The client has closed the connection, so there is nobody to reply to."""
 
 
 class Endpoint:
@@ -51,7 +47,7 @@ class Endpoint:
         owner = self._keys.owner(headers.get("authorization"))
         self._service.check_room()  # before work that would be unused
         try:
-            body = await read_body(receive, headers, self._service)
+            body = await self._service.arrived(read_body(receive, headers, self._service.limits.body))
             seconds = self._service.limits.seconds + GRACE_S
             await while_connected(receive, self._answer(body, owner, arrival, send), seconds)
         except ClientDisconnected:
@@ -204,48 +200,3 @@ def _event(model: ReplyModel) -> str:
     """A server-sent event."""
     name = f"event: {model.event_name}\n" if model.event_name else ""
     return f"{name}data: {model.to_json()}\n\n"
-
-
-async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], seconds: float) -> None:
-    """Run `answer`. ClientDisconnected if the client disconnects first, or the time is over; `answer` is cancelled then."""
-    tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()  # nothing happens to one that is done
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if tasks[0].cancelled():
-        raise ClientDisconnected
-    tasks[0].result()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def read_body(receive: Receive, headers: Headers, service: Service) -> bytes:
-    """Return the body of a request. ApiError 413 if it is too large, or as from `arrived`."""
-    limit, length = service.limits.body, headers.get("content-length", "")
-    if length.isdecimal() and len(length) < 20 and int(length) > limit:
-        raise _too_large(limit)
-    return await service.arrived(_read(receive, limit))
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    """The body of a request."""
-    data, is_complete = bytearray(), False
-    while not is_complete:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        data += message.get("body", b"")
-        if len(data) > limit:
-            raise _too_large(limit)
-        is_complete = not message.get("more_body", False)
-    return bytes(data)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body of the request has more than {limit} bytes", headers={"Connection": "close"})
