@@ -11,7 +11,6 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.support import byte_tokens
 from benchmarks.support.served import Work, closed_loop, our_server, started
 from benchmarks.support.shapes import processor, random_model
 from benchmarks.support.tables import markdown
@@ -34,6 +33,8 @@ def work(number: int) -> Work:
 
 def main() -> None:
     """Measure and print the table."""
+    from benchmarks.support import byte_tokens  # needs the extra `peers`
+
     speeds: dict[str, list[float]] = {name: [] for name in SERVERS}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         directory = Path(folder) / "model"

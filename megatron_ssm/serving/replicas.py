@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,15 +41,14 @@ class Replicas:
 
     Args:
         command: The arguments of `python -m megatron_ssm`, without the socket.
-        environment: The environment of the replicas.
-        count: The number of replicas.
+        environments: The environment of each replica.
         folder: For their sockets.
         slack: The most requests that a replica may have more than another one to get one whose prefix it knows.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], count: int, folder: Path, slack: int):
-        self._command, self._environment, self._folder, self._slack = command, dict(environment), folder, slack
-        self.all = [Replica(number) for number in range(count)]
+    def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]], folder: Path, slack: int):
+        self._command, self._environments, self._folder, self._slack = command, environments, folder, slack
+        self.all = [Replica(number) for number in range(len(environments))]
         self._starts, self._refusal = itertools.count(), ""
         self._known: OrderedDict[bytes, Replica] = OrderedDict()
         self._watches: list[asyncio.Task[None]] = []
@@ -124,7 +123,8 @@ class Replicas:
         replica.path = str(self._folder / str(next(self._starts)))
         # A session of its own: Ctrl-C in a terminal is for this process, which passes it on.
         replica.process = start_module(
-            "megatron_ssm", [*self._command, "--socket", replica.path], self._environment,
+            "megatron_ssm", [*self._command, "--socket", replica.path],
+            self._environments[replica.number],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         while _runs(replica) and not replica.is_ready:
@@ -173,6 +173,17 @@ def _cause(process: subprocess.Popen) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def replica_environment(threads: int) -> dict[str, str]:
-    """Return the environment of replicas. threads: of each rank, unless OMP_NUM_THREADS says otherwise."""
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+def replica_environments(replicas: int, ranks: int) -> list[dict[str, str]]:
+    """Return the environment of each replica. ranks: of a replica.
+
+    Each rank gets its share of the cores, unless OMP_NUM_THREADS is set, and a GPU of its own, if there are enough.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // (replicas * ranks)))
+    shared = {"OMP_NUM_THREADS": threads, **os.environ}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
+    gpus = list(map(str, range(found))) if visible is None else visible.split(",")
+    if len(gpus) < replicas * ranks:
+        return [shared] * replicas
+    shares = [gpus[number * ranks : (number + 1) * ranks] for number in range(replicas)]
+    return [{**shared, "CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]

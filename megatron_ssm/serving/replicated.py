@@ -1,7 +1,6 @@
 """The command `megatron-ssm serve --replicas R`: a router, and R servers that it starts."""
 
 import asyncio
-import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from megatron_ssm.parallel.local_launch import handle_like_sigterm
 
 from .announcement import address, announce
 from .connections import Connections, allow_files, bind
-from .replicas import Replicas, replica_environment
+from .replicas import Replicas, replica_environments
 from .router import Limits, Router
 from .server import Server
 
@@ -32,9 +31,8 @@ def serve_replicas(arguments: Namespace, argv: Sequence[str]) -> None:
         listener = stack.enter_context(bind(arguments.host, arguments.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron-ssm-")))  # only this user's
         ranks = (arguments.tp or 1) * arguments.ep
-        threads = max(1, (os.cpu_count() or 1) // (arguments.replicas * ranks))
         replicas = Replicas(
-            [*argv, "--host", listener.getsockname()[0]], replica_environment(threads), arguments.replicas, folder,
+            [*argv, "--host", listener.getsockname()[0]], replica_environments(arguments.replicas, ranks), folder,
             slack=arguments.slots // 4,
         )  # fmt: skip
         limits = Limits(

@@ -13,7 +13,7 @@ import pytest
 from test_server_faults import begin, last_event
 
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.serving.replicas import Replicas
+from megatron_ssm.serving.replicas import Replicas, replica_environments
 from megatron_ssm.serving.router import add_metrics, prefix_of
 from servers import IGNORE_EOS, LIMIT_S, expected, server, with_template
 
@@ -36,7 +36,7 @@ def start(directory, folder, *flags, **options):
 @pytest.fixture
 def three(tmp_path):
     """Three replicas that are ready; no process is started."""
-    replicas = Replicas([], {}, 3, Path(tmp_path), slack=1)
+    replicas = Replicas([], [{}] * 3, tmp_path, slack=1)
     for replica in replicas.all:
         replica.is_ready = True
     return replicas
@@ -72,6 +72,15 @@ def test_lost_replicas_get_no_requests(three):
     three.drain()
     with pytest.raises(ApiError, match="the server is shutting down"):
         three.choose(b"prefix")
+
+
+def test_replicas_share_cores_and_gpus(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7,8")
+    environments = replica_environments(2, 2)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["3,5", "6,7"]
+    assert {each["OMP_NUM_THREADS"] for each in environments} == {str(max(1, os.cpu_count() // 4))}
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in replica_environments(3, 2)] == ["3,5,6,7,8"] * 3
 
 
 def test_prefixes_are_the_beginnings_of_prompts_by_key():
