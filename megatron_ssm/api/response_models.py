@@ -64,11 +64,17 @@ class ReasoningTokens(ReplyModel):
     reasoning_tokens: int
 
 
+class InputTokens(CachedTokens):
+    """The tokens of prompts that the prefix cache had. cache_write_tokens: always 0, as nothing is paid for writing."""
+
+    cache_write_tokens: Literal[0]
+
+
 class ResponseUsage(ReplyModel):
     """The number of tokens that were read and made."""
 
     input_tokens: int
-    input_tokens_details: CachedTokens
+    input_tokens_details: InputTokens
     output_tokens: int
     output_tokens_details: ReasoningTokens
     total_tokens: int

@@ -149,7 +149,7 @@ class ResponseReplies(Replies):
             "output": self._items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
