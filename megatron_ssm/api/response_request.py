@@ -241,7 +241,6 @@ class ResponseChat(ChatRequest):
             raise bad_request("input has no message", cls.prompt_field)
         schema = {} if form.schema_ is None else {"json_schema": {"schema": form.schema_}}
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in body.tools]
-        is_mode = isinstance(choice, str)
         return cls.model_validate(
             {
                 **{name: getattr(body, name) for name in GenerationParameters.model_fields},
@@ -249,7 +248,9 @@ class ResponseChat(ChatRequest):
                 "messages": messages,
                 "max_completion_tokens": body.max_output_tokens,
                 "tools": [{"type": "function", "function": function} for function in functions],
-                "tool_choice": choice if is_mode else {"type": "function", "function": {"name": choice.name}},
+                "tool_choice": choice
+                if isinstance(choice, str)
+                else {"type": "function", "function": {"name": choice.name}},
                 "parallel_tool_calls": body.parallel_tool_calls,
                 "response_format": {"type": form.type, **schema},
                 "thinking_token_budget": body.thinking_token_budget,

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -114,8 +114,8 @@ class Router:
             f"# HELP {PREFIX}replicas Replicas of the model that take requests.\n# TYPE {PREFIX}replicas gauge\n"
             f"{PREFIX}replicas {len(self._replicas.ready)}\n"
         )
-        text = "".join(line for family in lines.values() for line in family) + own
-        await Response(text, media_type="text/plain; version=0.0.4")(scope, _nothing, send)
+        all_lines = "".join(line for family in lines.values() for line in family) + own
+        await Response(all_lines, media_type="text/plain; version=0.0.4")(scope, _nothing, send)
 
 
 @dataclass
@@ -154,7 +154,7 @@ class _Reply:
             await self.send({"type": "http.response.body", "body": data.encode()})
 
 
-async def exchange(path: str, request: h11.Request, body: bytes) -> AsyncIterator[h11.Response | h11.Data]:
+async def exchange(path: str, request: h11.Request, body: bytes) -> AsyncGenerator[h11.Response | h11.Data, None]:
     """Send a request to a Unix socket, and yield the parts of the reply. One of LOST if the server is lost."""
     reader, writer = await asyncio.open_unix_connection(path)
     try:
