@@ -136,7 +136,7 @@ class ResponseReplies(Replies):
     def _response(self) -> dict[str, Any]:
         """The response as it is now."""
         body, usage = self._body, self.usage
-        is_text = isinstance(body.tool_choice, str)
+        choice = body.tool_choice
         return {
             "id": self._id,
             "object": "response",
@@ -163,7 +163,7 @@ class ResponseReplies(Replies):
             "reasoning": body.reasoning.model_dump(exclude_unset=True),
             "temperature": body.temperature,
             "text": {"format": body.text.format.model_dump(exclude_unset=True, by_alias=True)},
-            "tool_choice": body.tool_choice if is_text else body.tool_choice.model_dump(),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools],
             "top_p": body.top_p,
             "background": False,

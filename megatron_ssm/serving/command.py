@@ -142,10 +142,8 @@ class _Inputs:
         if is_first:
             allow_files(arguments.max_connections)
         listener = opened.enter_context(_listener(arguments)) if is_first else None
-        is_bound = listener is not None and arguments.socket is None
-        hosts = Hosts(
-            listener.getsockname()[0] if is_bound else arguments.host, arguments.allowed_host, arguments.allowed_origin
-        )
+        host = arguments.host if listener is None or arguments.socket else listener.getsockname()[0]
+        hosts = Hosts(host, arguments.allowed_host, arguments.allowed_origin)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
             slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,

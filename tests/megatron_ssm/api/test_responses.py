@@ -106,15 +106,18 @@ def replied(model, text, size, finished="stop", **changes):
     request = prepared(model, **changes)
     (sequence,), tokens = request.sequences, list(text.encode())
     parts = [tokens[start : start + size] for start in range(0, len(tokens), size)]
-    updates = [*(Update(sequence, part) for part in parts), Update(sequence, [], finished)]
+
+    def updates():
+        return [*(Update(sequence, list(part)) for part in parts), Update(sequence, [], finished)]
+
     replies = ResponseReplies(request, model)
-    pieces = [replies.add_update(update) for update in updates]
+    pieces = [replies.add_update(update) for update in updates()]
     for piece in pieces[1:]:
         pieces[0].extend(piece)
     whole = json.loads(replies.whole(pieces[:1]).to_json())
     streamed = ResponseReplies(request, model)
     events = streamed.first_events()
-    for update in updates:
+    for update in updates():
         events += streamed.events(streamed.add_update(update))
     return whole, [json.loads(event.to_json()) for event in events + streamed.last_events()]
 
