@@ -43,21 +43,23 @@ class ChatTemplate:
         except ValueError as error:
             raise ValueError(f"{self.path}: the chat template is not valid: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None, param: str = "messages"
+    ) -> str:
         """The text of a prompt for the assistant's next message.
 
-        messages: with "role" and "content". variables: further ones of the template, or others than the defaults. ApiError
-        400 if there is no template, or if it refuses the messages.
+        messages: with "role" and "content". variables: further ones of the template, or others than the defaults. param: the
+        parameter that errors name. ApiError 400 if there is no template, or if it refuses the messages.
         """
         if self._template is None:
-            raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", "messages")
+            raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", param)
         defaults = dict(tools=None, documents=None, add_generation_prompt=True)
         try:
             return self._template.render(
                 {**defaults, **(variables or {}), "messages": messages, **self._special_tokens}
             )
         except ValueError as error:
-            raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
+            raise bad_request(f"the chat template refuses the messages: {error}", param) from None
 
 
 def _default(template: Any, path: Path) -> str | None:

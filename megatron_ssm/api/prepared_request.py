@@ -27,6 +27,7 @@ from .request_models import (
     ToolChoice,
     parse_body,
 )
+from .response_request import ResponseChat, ResponseRequest
 from .sequences import Arguments, Sequence
 from .tool_calls import CallParser, Schemas, calls_schema
 
@@ -113,7 +114,9 @@ class PreparedRequest:
         return self.body.num_logprobs is not None or self.body.return_token_ids
 
 
-def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Served) -> PreparedRequest:
+def prepare_request(
+    model: type[Body | ResponseRequest], text: bytes | str, owner: str, served: Served
+) -> PreparedRequest:
     """Check a request and tokenize its prompts.
 
     Args:
@@ -124,7 +127,8 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
     Raises:
         ApiError: 400, or 404 for another model.
     """
-    body = parse_body(model, text)
+    parsed = parse_body(model, text)
+    body = ResponseChat.of(parsed) if isinstance(parsed, ResponseRequest) else parsed
     served.check_name(body.model)
     _check_combinations(body, served.vocab_size)
     if isinstance(body, ChatRequest):
@@ -198,26 +202,32 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
     """The prompts of a completion."""
     prompts: list[Prompt] = []
     for prompt in body.prompts:
-        if isinstance(prompt, str):
-            prompts.append((prompt, _token_ids(prompt, served, "prompt")))
-            continue
-        if len(prompt) > served.max_length:
-            raise _too_many(len(prompt), "prompt", served.max_length)
-        served.check_ids(prompt, "prompt")
-        # `decode` would hold the interpreter's lock, as `encode` does below.
-        text = served.tokenizer.decode_batch([prompt], skip_special_tokens=False)[0] if body.echo else ""
-        prompts.append((text, prompt))
+        text, ids = prompt, read_prompt(prompt, served, "prompt")
+        if not isinstance(text, str):
+            # `decode` would hold the interpreter's lock, as `encode` does below.
+            text = served.tokenizer.decode_batch([ids], skip_special_tokens=False)[0] if body.echo else ""
+        prompts.append((text, ids))
     if not all(ids for _, ids in prompts):
         raise bad_request("a prompt has no tokens", "prompt")
     return prompts
 
 
+def read_prompt(prompt: str | list[int], served: Served, param: str) -> list[int]:
+    """Return the ids of a text, or given ids. ApiError 400, which names `param`, if there are too many, or wrong ones."""
+    if isinstance(prompt, str):
+        return _token_ids(prompt, served, param)
+    if len(prompt) > served.max_length:
+        raise too_many(len(prompt), param, served.max_length)
+    served.check_ids(prompt, param)
+    return prompt
+
+
 def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
     text = chat_text(body, served)
-    ids = _token_ids(text, served, "messages", add_special_tokens=False)
+    ids = _token_ids(text, served, body.prompt_field, add_special_tokens=False)
     if not ids:
-        raise bad_request("the chat template makes an empty prompt of the messages", "messages")
+        raise bad_request("the chat template makes an empty prompt of the messages", body.prompt_field)
     return [(text, ids)]
 
 
@@ -236,7 +246,7 @@ def chat_text(body: Conversation, served: Served) -> str:
     )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
     variables = {**body.chat_template_kwargs, "tools": tools or None, "add_generation_prompt": starts_message}
-    text = served.template.render(messages, variables)
+    text = served.template.render(messages, variables, body.prompt_field)
     if body.continue_final_message:
         text = _without_end(text, messages[-1]["content"])
     return text
@@ -285,14 +295,15 @@ def _new_tokens(body: Body, prompt: int, max_length: int) -> int:
     """The maximum number of tokens after a prompt of this length."""
     name, wanted = body.new_tokens
     if prompt + (wanted != 0) > max_length:
-        raise _too_many(prompt, body.prompt_field, max_length)
+        raise too_many(prompt, body.prompt_field, max_length)
     if wanted is not None and prompt + wanted > max_length:
         message = f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {_rule(max_length)}"
         raise bad_request(message, name, TOO_LONG)
     return max_length - prompt if wanted is None else max(1, wanted)
 
 
-def _too_many(tokens: int, param: str, max_length: int) -> ApiError:
+def too_many(tokens: int, param: str, max_length: int) -> ApiError:
+    """Return the error for a prompt that is too long."""
     return bad_request(f"the prompt has {tokens} tokens, which are too many: {_rule(max_length)}", param, TOO_LONG)
 
 
@@ -352,7 +363,7 @@ def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
     outputs = body.structured_outputs or StructuredOutputs()
     given: list[tuple[str, Callable[..., Grammar], Any]] = [
         ("tools", grammars.json_schema, _forced_calls(body)),
-        ("response_format", grammars.json_schema, _schema(body.response_format)),
+        (body.format_field, grammars.json_schema, _schema(body.response_format)),
         ("structured_outputs.json", grammars.json_schema, outputs.json_),
         ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
         ("structured_outputs.choice", grammars.choice, outputs.choice),

@@ -15,6 +15,11 @@ class ReasoningSplitter:
         self._is_open, self._held, self._state = is_open, "", "start"
         self._has_reasoning = self._has_begun = False  # the second: some of the reasoning was returned
 
+    @property
+    def is_inside(self) -> bool:
+        """Return True if the text so far ends within the reasoning."""
+        return self._state == "reasoning" or (self._state == "start" and self._is_open)
+
     def push(self, text: str) -> tuple[str, str]:
         """Add text of the reply; returns the reasoning and the answer that have become certain."""
         if self._state == "answer":
@@ -32,7 +37,7 @@ class ReasoningSplitter:
         """Return the rest, after the last text of the reply."""
         held = "" if self._state == "answer" else self._held
         self._held = ""
-        if self._state == "reasoning" or (self._state == "start" and self._is_open):
+        if self.is_inside:
             return held.rstrip(), ""
         return "", "" if self._state == "gap" and self._has_reasoning else held
 

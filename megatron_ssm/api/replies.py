@@ -10,6 +10,7 @@ from typing import Any
 from megatron_ssm.inference.text import TextStream, token_bytes
 from megatron_ssm.inference.thinking import BEGIN, END
 
+from .errors import ApiError
 from .offsets import TextOffsets
 from .prepared_request import PreparedRequest, Served, schemas_of
 from .reasoning import ReasoningSplitter
@@ -24,7 +25,8 @@ class Piece:
     """A part of the reply `index`, or the whole. calls: tool calls; logprobs: of `tokens`; see `Request.logprobs`.
 
     prompt, prompt_logprobs: what the reply repeats of the prompt at its beginning (echo). offsets: for a completion with
-    log-probabilities, where each token of `prompt` and of `tokens` begins in the text of the whole reply.
+    log-probabilities, where each token of `prompt` and of `tokens` begins in the text of the whole reply. reasoning_tokens:
+    how many of `tokens` are part of the reasoning.
     """
 
     index: int
@@ -38,6 +40,7 @@ class Piece:
     prompt_logprobs: list = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
+    reasoning_tokens: int = 0
 
     @property
     def is_shown(self) -> bool:
@@ -57,6 +60,7 @@ class Piece:
         """Append the next part of the reply."""
         self.text += other.text
         self.reasoning += other.reasoning
+        self.reasoning_tokens += other.reasoning_tokens
         for call in other.calls:
             self.add(call)
         self.tokens += other.tokens
@@ -93,10 +97,11 @@ class Reply:
             piece.prompt_logprobs = update.prompt_logprobs
             piece.offsets = list(self._prompt_offsets)
         piece.offsets += map(self._offsets.push, tokens) if self._has_offsets else []
-        text = "".join(map(self._text.push, tokens))
+        for token in tokens:
+            self._split(self._text.push(token), False, piece)
+            piece.reasoning_tokens += self._reasoning is not None and self._reasoning.is_inside
         if update.finished is not None:
-            text += self._text.finish()
-        self._split(text, update.finished is not None, piece)
+            self._split(self._text.finish(), True, piece)
         self._has_calls = self._has_calls or bool(piece.calls)
         if piece.finished == "stop" and self._has_calls:
             piece.finished = "tool_calls"
@@ -106,7 +111,8 @@ class Reply:
     def _split(self, text: str, is_last: bool, piece: Piece) -> None:
         """Add the reasoning, the content and the tool calls of text to a piece."""
         if self._reasoning is not None:
-            piece.reasoning, text = self._reasoning.push(text)
+            reasoning, text = self._reasoning.push(text)
+            piece.reasoning += reasoning
             if is_last:
                 reasoning, answer = self._reasoning.finish()
                 piece.reasoning, text = piece.reasoning + reasoning, text + answer
@@ -140,7 +146,11 @@ class Replies:
     """The replies to one request. usage: the tokens so far.
 
     Tokens of a prompt count as cached if none of the replies to it needed to read them.
+
+    end_mark: the data of the event after the last one of a stream; "" if there is none.
     """
+
+    end_mark = "[DONE]"
 
     def __init__(self, request: PreparedRequest, served: Served):
         self._request, self._is_chat = request, isinstance(request.body, ChatRequest)
@@ -181,18 +191,25 @@ class Replies:
             return self._made(ChatCompletion, "chat.completion", map(self._message, pieces), usage=self.usage)
         return self._made(Completion, "text_completion", map(self._completion, pieces), usage=self.usage)
 
-    def chunk(self, piece: Piece) -> ReplyModel:
-        """The event of a stream with a part of a reply."""
-        usage = (
-            {"usage": None} if self._request.body.includes_usage else {}
-        )  # as in OpenAI's events before the last one
-        return self._event([piece], **usage)
+    def first_events(self) -> list[ReplyModel]:
+        """The events of a stream before the first token."""
+        return []
 
-    def last_chunk(self) -> ReplyModel:
-        """The event of a stream with the usage."""
-        return self._event([], usage=self.usage)
+    def events(self, piece: Piece) -> list[ReplyModel]:
+        """The events of a stream with a part of a reply."""
+        # as in OpenAI's events before the last one
+        usage = {"usage": None} if self._request.body.includes_usage else {}
+        return [self._chunk([piece], **usage)]
 
-    def _event(self, pieces: list[Piece], **usage: Any) -> ReplyModel:
+    def last_events(self) -> list[ReplyModel]:
+        """The events of a stream after all replies: the usage, if it is asked for."""
+        return [self._chunk([], usage=self.usage)] if self._request.body.includes_usage else []
+
+    def error_event(self, error: ApiError) -> ReplyModel:
+        """The last event of a stream that fails."""
+        return error.reply
+
+    def _chunk(self, pieces: list[Piece], **usage: Any) -> ReplyModel:
         if self._is_chat:
             return self._made(ChatCompletionChunk, "chat.completion.chunk", map(self._delta, pieces), **usage)
         return self._made(Completion, "text_completion", map(self._completion, pieces), **usage)

@@ -20,6 +20,7 @@ class Arguments:
     """The arguments of `Engine.add`; seed is given, because ranks that draw one would draw different ones.
 
     grammar: the kind and the text of a `Grammar`, or None. thinking: the values of a `Thinking`, or None.
+    pooling: as in `Request`.
     """
 
     prompt: list[int]
@@ -41,6 +42,7 @@ class Arguments:
     grammar: tuple[str, str] | None = None
     prefix_key: str = ""
     thinking: tuple[tuple[int, ...], bool, int | None] | None = None
+    pooling: str | None = None
 
     def request(self, engine: Engine, matcher: GrammarMatcher | None = None) -> Request:
         """The request, which is not queued yet. matcher: of its grammar, if that was compiled before.
@@ -66,6 +68,7 @@ class Arguments:
             prefix_key=self.prefix_key,
             matcher=matcher,
             thinking=None if self.thinking is None else Thinking(*self.thinking),
+            pooling=self.pooling,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -110,6 +113,7 @@ class Update:
         reused: How many tokens of the prompt came from the prefix cache.
         logprobs: As in `Request`.
         prompt_logprobs: As in `Request`; they come with the first token.
+        embedding: As in `Request`.
     """
 
     sequence: Sequence
@@ -119,3 +123,4 @@ class Update:
     reused: int = 0
     logprobs: list = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)

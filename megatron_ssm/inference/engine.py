@@ -172,6 +172,7 @@ class Engine:
         prefix_key: str = "",
         matcher: GrammarMatcher | None = None,
         thinking: Thinking | None = None,
+        pooling: str | None = None,
     ) -> Request:
         """Make a request without queueing it, and reserve space for it in the cache. Sends nothing.
 
@@ -185,10 +186,11 @@ class Engine:
                 end, and the request ends where nothing else may follow.
             prefix_key: Only requests with equal keys share the prefix cache.
             matcher: A new matcher of the grammar, which is then not compiled here.
+            thinking: The reasoning before the answer, and its budget.
+            pooling: "last" or "mean": compute the embedding of the prompt in place of new tokens (see `Request`).
 
         Raises:
             ValueError, FileNotFoundError: This engine cannot serve the request.
-            thinking: The reasoning before the answer, and its budget.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -197,6 +199,7 @@ class Engine:
         request = Request(
             ids, max_new_tokens, sampling, stops, strings, seed, min_new_tokens,
             biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher, thinking,
+            pooling,
         )  # fmt: skip
         self._check(request)
         if self.max_length is None:
@@ -223,6 +226,8 @@ class Engine:
             raise ValueError(f"logprobs={request.num_logprobs} exceeds the vocabulary of {vocabulary}")
         if request.with_prompt_logprobs and self.model.context_ranks is not None:
             raise ValueError("prompt_logprobs=True is not supported on context ranks, which share the prompt")
+        if request.pooling is not None and self.model.context_ranks is not None:
+            raise ValueError(f"pooling={request.pooling!r} is not supported on context ranks, which share the prompt")
         if not all(isinstance(text, str) for text in strings):
             raise ValueError(f"stop_strings={strings!r} must be strings")
         if strings:
@@ -286,10 +291,10 @@ class Engine:
     def step(self) -> list[Request]:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
-        Returns the requests that got a token (`tokens[-1]`; see `finished`), or several with speculative decoding, the
-        oldest first; [] if no request is left. It calls the model once for all decoding requests, and once for each length
-        among the chunks of prompts. Then it chooses tokens, once for each set of equal sampling options, and again while
-        requests accept proposals. Sends the messages of these calls.
+        Returns the requests that got a token (`tokens[-1]`; see `finished`), several with speculative decoding, or their
+        embedding, the oldest first; [] if no request is left. It calls the model once for all decoding requests, and once
+        for each length among the chunks of prompts. Then it chooses tokens, once for each set of equal sampling options, and
+        again while requests accept proposals. Sends the messages of these calls.
         """
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
@@ -298,7 +303,11 @@ class Engine:
         tokens = self._decoder.decode(decoding, None if budget is None else budget - len(reading))
         self._prompts.read(reading, None if budget is None else budget - tokens)
         ready = sorted((s for s in self._slots.values() if s.logits is not None), key=lambda slot: slot.request.id)
-        advanced = [slot.request for slot in ready]
+        pooled = [slot for slot in reading if slot.request.pooling is not None and not slot.is_reading]
+        for slot in pooled:
+            slot.finish_pooling()
+            del self._slots[slot.row]
+        advanced = sorted((slot.request for slot in (*pooled, *ready)), key=lambda request: request.id)
         while ready:
             self._choose_tokens(ready)
             ready = [slot for slot in ready if slot.logits is not None]

@@ -329,6 +329,14 @@ class Model(TrackedModule):
         kind = CallKind(1, seq, prompt, is_sharded=True)
         return self._call(local, attention_mask, cache, kind)[:, -1]
 
+    def hidden_states(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The normalized hidden states (batch, seq, hidden) after tokens of prompts, the same on all ranks.
+
+        input_ids: (batch, seq). Sends the messages of `forward` without the all-gather. Not supported under context
+        parallelism.
+        """
+        return self._call(input_ids, None, cache, CallKind(prompt=True, without_head=True))
+
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
         """`local_logits` of tokens (batch, seq) that may be rejected.
 
@@ -377,7 +385,7 @@ class Model(TrackedModule):
             new_per_rank = None if call.placement is None else call.placement.new_per_rank
             if kind.without_head:
                 call = call if self.routing is None else replace(call, routing=self.routing)
-                local = self.compute(input_ids, call, without_head=True)
+                local = self.compute(input_ids, call, cache, without_head=True)
             elif self.ranks.sequence_parallel:
                 local = self.compute(input_ids, call)[:, :tokens][:, -keep:]
             else:
@@ -466,7 +474,8 @@ class Model(TrackedModule):
             assert positions is not None, "a model with a draft head has attention"
             final = cache.states["final"]
             final.append(positions.new, positions.longest, call.rows, call.mask is not None, hidden=x)
-            return self.scaled_logits(x[:, -logits_to_keep:] if x.shape[1] > 1 else x)
+            x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
+            return x if without_head else self.scaled_logits(x)
         if call.sharding is not None and logits_to_keep:
             x = call.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x  # (batch, kept, hidden)

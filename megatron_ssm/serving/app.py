@@ -17,7 +17,7 @@ from megatron_ssm.api.prepared_request import Served
 from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
 from megatron_ssm.api.tokenization import detokenize, tokenize
 
-from .endpoint import Endpoint, WorkEndpoint
+from .endpoint import EmbeddingEndpoint, GenerationEndpoint, WorkEndpoint
 from .hosts import Hosts
 from .keys import Keys
 from .metrics import Metrics
@@ -67,7 +67,8 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
            "/v1/models": models, "/v1/models/{model:path}": models}  # fmt: skip
     routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
     for path, (body, _, _) in GENERATING.items():
-        routes.append(Route(path, Endpoint(body, service, served, keys, metrics), methods=["POST"]))
+        routes.append(Route(path, GenerationEndpoint(body, service, served, keys, metrics), methods=["POST"]))
+    routes.append(Route("/v1/embeddings", EmbeddingEndpoint(service, served, keys), methods=["POST"]))
     for path, work in {"/tokenize": tokenize, "/detokenize": detokenize}.items():
         routes.append(Route(path, WorkEndpoint(work, service, served, keys), methods=["POST"]))
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}

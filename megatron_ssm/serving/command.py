@@ -1,6 +1,5 @@
 """The command `megatron-ssm serve`, on every rank."""
 
-import errno
 import hashlib
 import logging
 import re
@@ -33,14 +32,15 @@ from megatron_ssm.parallel.local_launch import handle_like_sigterm
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import together
-from sparsefusion.foundation.command_line import Printer, is_lack_of_memory
+from sparsefusion.foundation.command_line import is_lack_of_memory
 from sparsefusion.foundation.launcher import launched_ranks
 
+from .announcement import address, announce
 from .app import software_version
 from .channel import Channel
-from .connections import allow_files
+from .connections import allow_files, bind, bind_to_path
 from .driver import follow
-from .hosts import Hosts, is_loopback
+from .hosts import Hosts
 from .keys import Keys
 from .lifecycle import run_server
 from .service import Limits, Service
@@ -141,10 +141,9 @@ class _Inputs:
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
         if is_first:
             allow_files(arguments.max_connections)
-        listener = opened.enter_context(bind(arguments.host, arguments.port)) if is_first else None
-        hosts = Hosts(
-            listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host, arguments.allowed_origin
-        )
+        listener = opened.enter_context(_listener(arguments)) if is_first else None
+        host = arguments.host if listener is None or arguments.socket else listener.getsockname()[0]
+        hosts = Hosts(host, arguments.allowed_host, arguments.allowed_origin)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
             slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,
@@ -197,48 +196,21 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
         arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout,
         arguments.max_connections, arguments.arrival_timeout,
     )  # fmt: skip
-    if not (is_loopback(arguments.host) or arguments.api_key_file):
-        log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
-    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    where = f"http://{host}:{listener.getsockname()[1]}"
+    if arguments.socket is None:
+        where = address(arguments, listener)
+    else:
+        where = arguments.socket  # of a replica
     size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.num_ranks} rank(s)"
-
-    def announce() -> None:
-        line = f"megatron-ssm: serving {inputs.served.name} at {where} ({size})"
-        try:
-            Printer(True).print(f"{line}\n")
-        except OSError as error:  # a full disk does not end the server
-            log.warning(f"{line}; stdout cannot be written: {error.strerror}")
 
     run_server(
         engine, channel, inputs.served, inputs.keys, inputs.hosts, Service(limits), listener, arguments.drain_timeout,
-        announce, watch,
+        lambda: announce(inputs.served.name, where, size), watch,
     )  # fmt: skip
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address (port 0: any that is free), and accepts no connections yet.
-
-    No other server can be bound to the address while this one loads its model, unless connections of an earlier server
-    linger: then only SO_REUSEADDR lets one be bound, and it lets several. ValueError if the address is wrong or taken.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with ExitStack() as closed_on_error:
-            listener = closed_on_error.enter_context(socket.socket(family, kind))
-            try:
-                listener.bind(address)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-            closed_on_error.pop_all()
-    except UnicodeError:
-        raise ValueError(f"--host {host} is neither a host name nor an address") from None
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
-    return listener
+def _listener(arguments: Namespace) -> socket.socket:
+    """The socket at --host and --port, or of a replica."""
+    return bind(arguments.host, arguments.port) if arguments.socket is None else bind_to_path(arguments.socket)
 
 
 def _leave_signals_to_rank_0() -> None:

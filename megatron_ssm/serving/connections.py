@@ -1,7 +1,10 @@
-"""Limits on the connections of clients: their number, and the time that a request may take to arrive."""
+"""Sockets, and limits on the connections of clients: their number, and the time that a request may take to arrive."""
 
 import asyncio
+import errno
 import resource
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 import h11
@@ -33,12 +36,12 @@ class Connections:
         return _Connection(self, **options)
 
 
-def allow_files(connections: int) -> None:
+def allow_files(connections: int, each: int = 1) -> None:
     """Raise the limit of open files of this process, if necessary, to what this many connections need.
 
-    ValueError if the system does not permit it.
+    each: files for a connection. ValueError if the system does not permit it.
     """
-    needed = connections + OTHER_FILES
+    needed = each * connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -48,6 +51,40 @@ def allow_files(connections: int) -> None:
         raise ValueError(
             f"--max-connections {connections} needs {needed} open files, and the hard limit of ulimit -n is {hard}"
         ) from None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address (port 0: any that is free), and accepts no connections yet.
+
+    No other server can be bound to the address while this one loads its model, unless connections of an earlier server
+    linger: then only SO_REUSEADDR lets one be bound, and it lets several. ValueError if the address is wrong or taken.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as closed_on_error:
+            listener = closed_on_error.enter_context(socket.socket(family, kind))
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+            closed_on_error.pop_all()
+    except UnicodeError:
+        raise ValueError(f"--host {host} is neither a host name nor an address") from None
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def bind_to_path(path: str) -> socket.socket:
+    """Return a Unix socket that is bound to a path, which does not exist yet."""
+    with ExitStack() as closed_on_error:
+        listener = closed_on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(path)
+        closed_on_error.pop_all()
+    return listener
 
 
 class _Connection(H11Protocol):

@@ -205,6 +205,7 @@ class Driver(threading.Thread):
             reused=request.reused,
             logprobs=request.logprobs[start:],
             prompt_logprobs=[] if start else request.prompt_logprobs,
+            embedding=request.embedding,
         )
 
     def _report(self, updates: list[Update]) -> None:

@@ -170,7 +170,8 @@ def test_the_usage_of_the_events_before_the_last(tmp_path, options, expected):
     model = served(tmp_path)
     request = prepared(model, {"prompt": "a", "stream": True, "stream_options": options})
     replies = Replies(request, model)
-    chunk = json.loads(replies.chunk(replies.add_update(Update(request.sequences[0], [65]))).to_json())
+    (event,) = replies.events(replies.add_update(Update(request.sequences[0], [65])))
+    chunk = json.loads(event.to_json())
     assert {name: value for name, value in chunk.items() if name == "usage"} == expected
 
 

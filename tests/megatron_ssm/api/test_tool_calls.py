@@ -237,7 +237,7 @@ def replied(model, tokens, size, **changes):
     parts = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     pieces = [replies.add_update(Update(sequence, part, None)) for part in parts]
     pieces.append(replies.add_update(Update(sequence, [], "stop")))
-    chunks = [json.loads(replies.chunk(piece).to_json())["choices"][0] for piece in pieces]
+    chunks = [json.loads(replies.events(piece)[0].to_json())["choices"][0] for piece in pieces]
     for piece in pieces[1:]:
         pieces[0].extend(piece)
     whole = json.loads(replies.whole(pieces[:1]).to_json())["choices"][0]
