@@ -249,7 +249,7 @@ def _to_quantized(source: Path, target: str | Path | None, weights: str, file_by
     """`convert` from a Hugging Face directory to one of quantized matrices."""
     if weights not in QUANTIZATION:
         raise ValueError(f"unknown weights={weights!r}: expected {' or '.join(QUANTIZATION)}")
-    with os_errors_as(Failure, f"cannot save to {target}"):
+    with os_errors_as(f"cannot save to {target}", Failure):
         rows = write_quantized(
             source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)
         )
@@ -296,7 +296,7 @@ def _writer(target: str | Path) -> Iterator[Writer]:
     Failure if the target cannot be written, for instance because the disk is full.
     """
     writer = Writer(Path(target))
-    with os_errors_as(Failure, f"cannot save to {target}"):
+    with os_errors_as(f"cannot save to {target}", Failure):
         try:
             writer.open()
             yield writer

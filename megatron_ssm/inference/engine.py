@@ -184,11 +184,11 @@ class Engine:
             grammar: The grammar of the new text (see the module `grammar`). Stop tokens are allowed only where the text may
                 end, and the request ends where nothing else may follow.
             prefix_key: Only requests with equal keys share the prefix cache.
-            matcher: A new matcher of the grammar, which is then not compiled here.
+            matcher: A matcher already compiled from `grammar`. None: compile it here.
+            thinking: The reasoning before the answer, and its budget.
 
         Raises:
             ValueError, FileNotFoundError: This engine cannot serve the request.
-            thinking: The reasoning before the answer, and its budget.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
@@ -233,7 +233,9 @@ class Engine:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """The values that must be equal on every rank before requests are queued: their arguments, and a used tokenizer."""
+        """The values that must be equal on every rank before requests are queued: the arguments of the requests, and the
+        checksum of the tokenizer if any request needs it.
+        """
         is_used = any(request.stop_strings or request.grammar or request.thinking for request in requests)
         arguments = {f"request {row}": request.arguments for row, request in enumerate(requests)}
         return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
@@ -286,10 +288,10 @@ class Engine:
     def step(self) -> list[Request]:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
-        Returns the requests that got a token (`tokens[-1]`; see `finished`), or several with speculative decoding, the
-        oldest first; [] if no request is left. It calls the model once for all decoding requests, and once for each length
-        among the chunks of prompts. Then it chooses tokens, once for each set of equal sampling options, and again while
-        requests accept proposals. Sends the messages of these calls.
+        Returns the requests that got at least one token (several with speculative decoding), the oldest first; [] if the
+        engine is idle. Their new tokens are at the end of `Request.tokens`; see also `Request.finished`. It calls the model
+        once for all decoding requests, and once for each length among the chunks of prompts. Then it chooses tokens, once
+        for each set of equal sampling options, and again while requests accept proposals. Sends the messages of these calls.
         """
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
