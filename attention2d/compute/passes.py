@@ -101,7 +101,7 @@ class GridAttention:
         """
         blocks, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), self.row.size - 1
         dq: Any = None  # of this rank's queries, once the first round over the keys is done
-        dkv: dict[int, list[Tensor]] = {}  # by step s: sums for the keys and values of the rank s places further
+        dkv: dict[int, list[Tensor]] = {}  # {s: partial [dk, dv] of the cell s rows further}
         leaving_dq, leaving_dkv = None, None
         for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
             dqueries: Any = None
@@ -149,7 +149,8 @@ class GridAttention:
         self, calls: list[KernelCall], queries: Tensors, block: Tensors,
         sums: Sequence[Tensor | None] = (None, None, None),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(dq, dk, dv) of these kernel calls, added in place to those of the earlier `sums` that are not None.
+        """(dq, dk, dv) of these kernel calls. If an entry of `sums` is not None, the result is added to it in place and is
+        that tensor.
 
         queries: q, dout, lse and delta. block: k and v.
         """
