@@ -1,4 +1,4 @@
-"""The endpoints that generate: an HTTP request in, a JSON object or a stream of events out."""
+"""The endpoints that generate: they take an HTTP request, and reply with a JSON object or a stream of events."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from .keys import Keys
 from .metrics import Metrics
 from .service import Service
 
-GRACE_S = 30.0  # for a client to read the rest of a reply, after the time for the reply is over
+GRACE_S = 30.0  # seconds for a client to read the rest of a reply after the time limit of the request
 PING_S, PING = 10.0, ": ping\n\n"  # a comment, for clients and proxies that give up on connections without data
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -34,10 +34,10 @@ class ClientDisconnected(Exception):
 
 
 class Endpoint:
-    """An ASGI application that answers the requests to one path under /v1. model: that of their bodies.
+    """An ASGI application that answers the requests to one path under /v1. model: the pydantic class of their bodies.
 
-    ApiError, before the reply has begun, for a request that is refused or fails. A stream begins when the request waits for
-    a slot; an error from then on is its last event.
+    Raises ApiError if a request is refused or fails before its reply has begun. A stream begins when the request waits for a
+    slot; a later error is its last event.
     """
 
     def __init__(self, model: type[Body], service: Service, served: Served, keys: Keys, metrics: Metrics):
@@ -56,7 +56,7 @@ class Endpoint:
             return
 
     async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
-        """Send the reply to a request with this body. arrival: when the request began to arrive."""
+        """Send the reply to a request with this body. arrival: the time at which the request began to arrive."""
         work = partial(prepare_request, self._model, body, owner, self._served)
         request = await self._service.prepare(work, arrival)
         with self._service.added(request.sequences, arrival, request.count_parameter) as updates:
@@ -70,7 +70,8 @@ class Endpoint:
     async def _pieces(
         self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
     ) -> AsyncIterator[Piece | None]:
-        """The parts of all replies as they come, and None after PING_S without one; left: how many replies there are."""
+        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of replies.
+        """
         firsts: dict[int, float] = {}
         tokens = [0] * left
         while left:
@@ -79,7 +80,7 @@ class Endpoint:
                 while not (await asyncio.wait({getting}, timeout=PING_S))[0]:
                     yield None
             finally:
-                getting.cancel()  # nothing happens to one that is done
+                getting.cancel()  # no effect on a task that is done
             update = getting.result()
             if update.error is not None:
                 raise update.error
@@ -95,7 +96,9 @@ class Endpoint:
 
 
 class WorkEndpoint:
-    """An ASGI application that replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
+    """An ASGI application that replies with the result of `work` for a request's body, computed in a thread. Raises the
+    ApiErrors of `work`.
+    """
 
     def __init__(self, work: Callable[[bytes, Served], ReplyModel], service: Service, served: Served, keys: Keys):
         self._work, self._service, self._served, self._keys = work, service, served, keys
@@ -117,7 +120,7 @@ class WorkEndpoint:
 
 
 async def _whole(replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:
-    """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
+    """Send one JSON object when all replies are complete. A thread makes its text, because it may be large."""
     wholes: dict[int, Piece] = {}
     async for piece in pieces:
         if piece is None:
@@ -168,13 +171,13 @@ async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncItera
 
 
 async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], seconds: float) -> None:
-    """Run `answer`. ClientDisconnected if the client disconnects first, or the time is over; `answer` is cancelled then."""
+    """Run `answer`. If the client disconnects first, or after `seconds`, cancel `answer` and raise ClientDisconnected."""
     tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
-            task.cancel()  # nothing happens to one that is done
+            task.cancel()  # no effect on a task that is done
         await asyncio.gather(*tasks, return_exceptions=True)
     if tasks[0].cancelled():
         raise ClientDisconnected
@@ -187,7 +190,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def read_body(receive: Receive, headers: Headers, service: Service) -> bytes:
-    """Return the body of a request. ApiError 413 if it is too large, or as from `arrived`."""
+    """Return the body of a request. ApiError 413 if it is too large; also the errors of `Service.arrived`."""
     limit, length = service.limits.body, headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > limit:
         raise _too_large(limit)

@@ -1,4 +1,4 @@
-"""Starting and ending the server on rank 0: signals, the driver's thread, and what happens when the engine fails."""
+"""Starts and ends the server on rank 0: handles signals, the driver's thread, and failures of the engine."""
 
 import asyncio
 import logging
@@ -30,17 +30,19 @@ from .service import Service
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # the exit code after SIGINT
-ERRORS_S = 1.0  # for clients to receive the errors that end their requests, before their connections are closed
-DRAIN_ERRORS_S = 2  # the same after the drain time-out; uvicorn then breaks off what a client does not read
+ERRORS_S = 1.0  # seconds for clients to receive the errors that end their requests, before connections are closed
+DRAIN_ERRORS_S = 2  # the same after the drain time-out; then uvicorn closes connections with unread data
 QUEUE = 2048  # connections that the system keeps until they are accepted
-LAST_STEP_S = 60.0  # for the engine to end its last step, after all requests have ended
+LAST_STEP_S = 60.0  # seconds for the engine to end its last step, after all requests have ended
 
 
 class Server(uvicorn.Server):
-    """uvicorn with other signals. SIGTERM: no connections are accepted, and requests are finished.
+    """uvicorn with other handlers of signals.
 
-    Those that are still open after `drain_s` seconds end with an error. SIGINT: requests end with an error; a second one
-    ends the process at once. is_interrupted: whether there was one. why_aborted: the reason if `abort` was called, or "".
+    After SIGTERM, no connections are accepted, and open requests are finished; requests that are still open after `drain_s`
+    seconds end with an error. After SIGINT, all requests end with an error. A second SIGINT ends the process at once.
+
+    is_interrupted: True after a SIGINT. why_aborted: the argument of `abort`, or "" if it was not called.
     """
 
     def __init__(
@@ -60,9 +62,9 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, and say so. ValueError if another server listens at the address by now."""
+        """Accept connections, and announce the server. ValueError if another server now listens at the address."""
         for listener in sockets or ():
-            # The connections inherit this, so that a later server can be bound while they linger.
+            # Connections inherit this option, so that a later server can be bound while they linger.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.listen(QUEUE)
@@ -90,7 +92,7 @@ class Server(uvicorn.Server):
         self._loop.call_later(self._drain_s, self._service.close, "the server is shutting down")
 
     def abort(self, reason: str) -> None:
-        """End all requests with an error, and the server soon after, whatever its clients do."""
+        """End all requests with an error, and the server soon after, even if clients do not close their connections."""
         self.why_aborted = reason
         self._service.close(reason)
         self.should_exit = True
@@ -102,11 +104,11 @@ def run_server(
     engine: Engine, channel: Channel, served: Served, keys: Keys, hosts: Hosts, service: Service, listener: socket.socket,
     drain_s: int, announce: Callable[[], None], watch: Watch,
 ) -> None:  # fmt: skip
-    """Serve until a signal comes, or the engine fails. announce: is called when connections are accepted.
+    """Serve until a signal comes, or the engine fails. announce: Called when connections are accepted.
 
-    watch: over the ranks; if one is lost, all requests end with an error before the process does. Returns after SIGTERM.
-    KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was lost; ValueError if
-    another server listens at the address. The other ranks are told to end their loops.
+    watch: The watch of the ranks; if a rank is lost, all requests end with an error before the process ends. Returns after
+    SIGTERM. Raises KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was
+    lost; ValueError if another server listens at the address. In each case the other ranks are told to end their loops.
     """
 
     async def run() -> tuple[Driver, Server]:
