@@ -104,7 +104,7 @@ class GridAttention:
         """
         blocks, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), self.row.size - 1
         dq: Any = None  # of this rank's queries, once the first round over the keys is done
-        dkv: dict[int, list[Tensor]] = {}  # by step s: sums for the keys and values of the rank s places further
+        dkv: dict[int, list[Tensor]] = {}  # {s: partial [dk, dv] of the cell s rows further}
         leaving_dq, leaving_dkv = None, None
         for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
             dqueries: Any = None

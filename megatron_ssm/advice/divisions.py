@@ -1,7 +1,8 @@
 """Predicts the time and memory of every division of a model and its batch over ranks, and sorts them by time.
 
-A division has `tensor` x `context` x `data` ranks. If the model has experts, `expert` of the context x data ranks divide
-them; in generation `expert` of the data ranks do, and these compute the same tokens. A training step takes
+A division has `tensor` x `context` x `data` ranks. If the model has experts, they are split over `expert` ranks: in
+training, of the context x data ranks; in generation, of the data ranks, which then compute the same tokens. A training step
+takes
 
     micro-batches * (forward + backward [+ forward, with recomputation] + tensor-parallel sums + messages of context ranks
                      + exchange of tokens between expert-parallel ranks)
@@ -212,7 +213,8 @@ def _training(
         config.check_ranks(tensor)
         if job.global_batch % per_step:
             raise ValueError(
-                f"a batch of {job.global_batch} does not divide over {data} x micro-batches of {job.micro_batch}"
+                f"global batch {job.global_batch} is not a multiple of {data} data ranks x micro-batch {job.micro_batch} = "
+                f"{per_step}"
             )
         tokens = _tokens(config, job.seq, context)
         attention, schedule, attention_seconds = _attention(
@@ -370,7 +372,9 @@ def _attention(
 
 
 def _format(times: dict[str, float]) -> str:
-    """The most exact of the formats {format: seconds}, unless a less exact one reduces the time to the share WORTHWHILE."""
+    """The most exact of the formats {format: seconds}, unless a less exact one takes less than FORMAT_TIME_RATIO times its
+    time.
+    """
     chosen = "fp32"
     for name, time in times.items():
         if time < WORTHWHILE * times[chosen]:

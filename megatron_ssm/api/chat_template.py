@@ -1,10 +1,10 @@
-"""Chat templates: from a conversation to the text of a prompt, as transformers' `apply_chat_template` does it."""
+"""Chat templates: make the text of a prompt from a conversation, as transformers' `apply_chat_template` does."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2  # noqa: F401 - of the template's process; it is missed here, where the error names the extra
+import jinja2  # noqa: F401 - for the template's process; if it is missing, this import names the extra
 
 from megatron_ssm.inference.special_tokens import read_tokenizer_config, special_tokens
 from megatron_ssm.inference.text import read_text
@@ -19,10 +19,10 @@ LONGEST = 10**6  # characters of a template
 class ChatTemplate:
     """The template of a checkpoint: chat_template.jinja, or the field chat_template of tokenizer_config.json.
 
-    It is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits (see the
-    module `template_process`). path: the file with the template, or None if there is none. text: the template itself.
-    reasons: True if the model reasons before its answers, because the template has the mark between the two.
-    ValueError if the template, or tokenizer_config.json, cannot be read, or if the template takes more than the limits.
+    A template is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits
+    (see the module `template_process`). path: the file with the template, or None if there is none. text: the template
+    itself. reasons: True if the template contains `</think>`, so that the model reasons before its answers. ValueError if
+    the template, or tokenizer_config.json, cannot be read, or if the template exceeds the limits.
     """
 
     def __init__(self, directory: str | Path):

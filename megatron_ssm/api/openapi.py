@@ -86,7 +86,7 @@ def _computing(path: str, body: type[BaseModel], reply: type[BaseModel]) -> dict
 def _reading(
     path: str, summary: str, media: str, reply: type[BaseModel] | None, errors: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The operation of a path that is only read."""
+    """The operation of a path with the method GET."""
     names = re.findall(r"\{(\w+)\}", path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     return {"summary": summary, "parameters": parameters, "responses": _responses(_content(media, reply), errors)}

@@ -1,4 +1,4 @@
-"""From the JSON of a request to the sequences that the engine is to continue."""
+"""Parses and checks the JSON of a request, tokenizes its prompts, and makes the sequences for the engine."""
 
 import re
 import secrets
@@ -38,7 +38,8 @@ TOO_LONG = "context_length_exceeded"
 ANY_OBJECT = {"type": "object"}
 MAX_LOGPROBS = 400_000  # log-probabilities of a request: a reply with this many is made in about a second
 
-Prompt = tuple[str, list[int]]  # its text, "" for ids that are not repeated, and its token ids
+# (text, token ids). The text is "" if the client sent ids and `echo` is off.
+Prompt = tuple[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Served:
         max_length: The maximum number of tokens of a request.
         shares_prefixes: True if the users of different API keys share the prefix cache.
         fingerprint: A name of the model, the software and its settings.
-        tool_parser: Of the tool calls that the model writes; None if its format is not known.
+        tool_parser: The parser for the model's format of tool calls; None if the format is not known.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Served:
         return most_characters(self.tokenizer, self.max_length)
 
     def check_name(self, name: str) -> None:
-        """ApiError 404 for the name of another model; "" is any."""
+        """Raise ApiError 404 if `name` is not this model's; "" matches any model."""
         if name and name != self.name:
             raise ApiError(
                 404, f"there is no model {name[:100]!r} here, only {self.name!r}", "model", "model_not_found"
@@ -87,7 +88,7 @@ class PreparedRequest:
     """A request that was checked, and whose prompts are token ids.
 
     Args:
-        sequences: The replies, those to one prompt together.
+        sequences: The sequences to generate, `body.n` consecutive ones for each prompt.
         offsets: Where the tokens of each prompt begin in its text, if prompts are repeated with log-probabilities.
         is_thinking: True if the prompt has begun the reasoning, False if replies may begin it, None if the model has none.
     """
@@ -100,7 +101,7 @@ class PreparedRequest:
 
     @property
     def drops_tokens(self) -> bool:
-        """Return True if the new token, which the engine always makes, was not asked for."""
+        """True if max_tokens is 0: the engine generates one token anyway, which the reply leaves out."""
         return self.body.max_tokens == 0
 
     @property
@@ -120,7 +121,7 @@ def prepare_request(
     """Check a request and tokenize its prompts.
 
     Args:
-        model: What the body must match.
+        model: The pydantic class of the body.
         text: The body, as JSON.
         owner: Who made the request, see `Keys.owner`.
 
@@ -253,7 +254,7 @@ def chat_text(body: Conversation, served: Served) -> str:
 
 
 def _without_end(prompt: str, content: str) -> str:
-    """A prompt up to the end of the content of its last message, of which the template may strip white space."""
+    """Cut a prompt after the content of its last message. The template may have stripped white space from that content."""
     place = prompt.rfind(content.strip()) if content.strip() else -1
     if place < 0:
         message = "continue_final_message needs a last message with content that the chat template shows"
@@ -273,7 +274,9 @@ def _is_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool
 def _thinking(
     body: Body, is_thinking: bool | None, grammar: Grammar | None, served: Served
 ) -> tuple[tuple[int, ...], bool, int | None] | None:
-    """The values of the engine's `Thinking`, if it has to follow the reasoning: it has a budget, or is before a grammar."""
+    """The arguments of the engine's `Thinking`. None unless the reasoning has a budget, or a grammar applies to the text
+    after it.
+    """
     if not isinstance(body, ChatRequest) or is_thinking is None:
         return None
     if not is_thinking if grammar is not None else body.budget is None:
@@ -282,7 +285,9 @@ def _thinking(
 
 
 def _token_ids(text: str, served: Served, param: str, add_special_tokens: bool = True) -> list[int]:
-    """The ids of a text. One that certainly has too many is not tokenized, which would take long."""
+    """The ids of a text. A longer text than `served.max_prompt_characters` is refused without tokenizing it, which would
+    take seconds.
+    """
     most = served.most_characters
     if most is not None and len(text) > most:
         message = f"the prompt has {len(text)} characters, which are too many: {_rule(served.max_length)}"
@@ -312,7 +317,9 @@ def _rule(max_length: int) -> str:
 
 
 def _check_size(body: Body, prompts: list[Prompt], new_tokens: list[int]) -> None:
-    """ApiError 400 if the replies may have more than MAX_LOGPROBS log-probabilities. new_tokens: after each prompt."""
+    """ApiError 400 if the replies may have more than MAX_LOGPROBS log-probabilities. new_tokens: The maximum number of new
+    tokens for each prompt.
+    """
     if body.num_logprobs is None:
         return
     repeated = sum(len(ids) for _, ids in prompts) if body.echo else 0
@@ -320,14 +327,14 @@ def _check_size(body: Body, prompts: list[Prompt], new_tokens: list[int]) -> Non
     each = 1 + body.num_logprobs
     if tokens * each > MAX_LOGPROBS:
         raise bad_request(
-            f"up to {tokens} tokens with the log-probabilities of {each} ids each are more than the {MAX_LOGPROBS} "
-            "log-probabilities that a request may ask for; a smaller max_tokens makes them fewer",
+            f"{tokens} tokens x {each} log-probabilities exceed the limit of {MAX_LOGPROBS}; lower max_tokens",
             body.logprobs_field,
         )
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float] | None:
-    """{token id: bias} from JSON, whose names are strings. A name has no leading zeros, so no id has two of them."""
+    """{token id: bias} from JSON, whose names are strings. Names with leading zeros are refused, so that no id occurs twice.
+    """
     for token in biases:
         if not re.fullmatch("0|[1-9][0-9]{0,9}", token) or int(token) >= vocab_size:
             message = f"logit_bias: {token[:20]!r} is not a token id (vocab_size={vocab_size})"

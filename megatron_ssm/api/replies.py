@@ -1,4 +1,4 @@
-"""From tokens to the replies of OpenAI's interface: completions and chat completions, whole or in chunks."""
+"""Makes the replies of OpenAI's interface from tokens: completions and chat completions, whole or in chunks."""
 
 import secrets
 import time
@@ -22,7 +22,7 @@ from .tool_calls import CallParser, ForcedCallParser, Part, ToolCall
 
 @dataclass
 class Piece:
-    """A part of the reply `index`, or the whole. calls: tool calls; logprobs: of `tokens`; see `Request.logprobs`.
+    """A part of reply number `index`, or the whole reply. calls: tool calls. logprobs: `Request.logprobs` of `tokens`.
 
     prompt, prompt_logprobs: what the reply repeats of the prompt at its beginning (echo). offsets: for a completion with
     log-probabilities, where each token of `prompt` and of `tokens` begins in the text of the whole reply. reasoning_tokens:
@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def is_shown(self) -> bool:
-        """Return True if it adds anything to the reply beside its tokens."""
+        """Return True if the piece adds anything to the reply besides tokens."""
         return bool(self.text or self.reasoning or self.calls or self.is_first or self.finished)
 
     def add(self, part: Part) -> None:
@@ -88,7 +88,7 @@ class Reply:
         self._offsets = TextOffsets(served.tokenizer, hidden, len(text) if self._echo else 0, ids)
 
     def add_update(self, update: Update) -> Piece:
-        """Return the next part: what an update adds."""
+        """Return the part of the reply that an update adds."""
         tokens = [] if self._request.drops_tokens else update.tokens
         finished = "length" if update.finished and self._request.drops_tokens else update.finished
         piece = Piece(self.index, "", tokens, update.logprobs[: len(tokens)], finished, is_first=self._is_first)
@@ -124,7 +124,7 @@ class Reply:
 
 
 def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCallParser | None:
-    """The parser of a reply's tool calls; None if it has none."""
+    """The parser of a reply's tool calls; None if the reply cannot have any."""
     body = request.body
     if not isinstance(body, ChatRequest) or not body.usable_tools:
         return None
@@ -176,7 +176,7 @@ class Replies:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The number of tokens that were read and made."""
+        """The numbers of tokens that were read and generated."""
         prompt = sum(len(ids) for _, ids in self._request.prompts)
         return {
             "prompt_tokens": prompt,
@@ -186,7 +186,7 @@ class Replies:
         }
 
     def whole(self, pieces: Iterable[Piece]) -> ReplyModel:
-        """The reply to a request that is not a stream; pieces: the whole text of each reply."""
+        """The whole reply to a request without streaming. pieces: one for each of its texts."""
         if self._is_chat:
             return self._made(ChatCompletion, "chat.completion", map(self._message, pieces), usage=self.usage)
         return self._made(Completion, "text_completion", map(self._completion, pieces), usage=self.usage)
@@ -260,7 +260,9 @@ class Replies:
         }
 
     def _most_likely(self, token: int, value: float, tops: list[tuple[int, float]]) -> dict[str, float]:
-        """{name: log-probability} of the most likely tokens and the token itself; of tokens with one name, the likelier."""
+        """{name: log-probability} of the most likely tokens and the token itself. If tokens have the same name, the most
+        likely one counts.
+        """
         named: dict[str, float] = {}
         for each, number in [*tops, (token, value)]:
             named.setdefault(self._name(each), number)
@@ -281,7 +283,7 @@ class Replies:
         return {"content": content, "refusal": None}
 
     def _name_of(self, token: int) -> str:
-        """A token as text; one that is not valid UTF-8 alone, as OpenAI writes it: bytes:\\xe2."""
+        """A token as text. A token that alone is not valid UTF-8 is written as OpenAI does: bytes:\\xe2."""
         data = bytes(self._bytes_of(token))
         try:
             return data.decode()

@@ -28,7 +28,7 @@ SHOWN = 60  # characters of a wrong value in the error
 
 
 class RequestModel(BaseModel):
-    """A JSON object that clients send. A field that is null counts as left out, and "1" or 1.0 is no integer."""
+    """A JSON object that clients send. A field that is null counts as left out. "1" and 1.0 are not integers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -175,7 +175,9 @@ class CalledFunction(RequestModel):
     arguments: str = ""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the fields for the template, which expects the object; text that is no JSON stays as it is."""
+        """Return the fields for the template. Templates expect the arguments as an object; text that is not JSON stays a
+        text.
+        """
         try:
             return {"name": self.name, "arguments": from_json(self.arguments or "{}")}
         except ValueError:
@@ -511,7 +513,7 @@ class ChatRequest(Conversation, GenerationRequest):
 
     @property
     def forced_tools(self) -> list[Tool]:
-        """The tools of which the reply must call one; [] if it need not."""
+        """The tools of which the reply must call one; [] if it need not call any."""
         if isinstance(self.tool_choice, ToolChoice):
             name = self.tool_choice.function.name
             return [tool for tool in self.tools if tool.function.name == name]
@@ -545,7 +547,9 @@ M = TypeVar("M", bound=RequestModel)
 
 
 def parse_body(model: type[M], body: bytes | str) -> M:
-    """Return the model of a JSON text. ApiError 400 for a wrong one, which names the field, its value and the rule."""
+    """Parse a JSON text as this model. ApiError 400, which names the field, its value and the rule, if the text does not
+    match.
+    """
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -553,7 +557,7 @@ def parse_body(model: type[M], body: bytes | str) -> M:
 
 
 def _api_error(error: ValidationError, model: type[RequestModel]) -> ApiError:
-    """The API's error for the first one that pydantic has found."""
+    """The API's error for the first error that pydantic has found."""
     first = error.errors(include_url=False, include_context=False)[0]
     parts = [part for part in first["loc"] if part not in TAGS]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)[1:]

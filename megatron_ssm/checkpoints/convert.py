@@ -58,7 +58,8 @@ _SSM = {
         dt_limit=("time_step_limit", (0.0, math.inf)), chunk_size=("chunk_size", 256),
     ),
 }  # fmt: skip
-# Fields that Hugging Face's classes do not have: the only value that is equivalent to theirs. Fields that do not matter.
+# *_FIXED: fields without a counterpart in Hugging Face's classes, with the only supported value. _SSM_IRRELEVANT,
+# _MODEL_KNOWN: fields that are ignored, or converted elsewhere.
 _SSM_ONLY = dict(D_has_hdim=False, rmsnorm=True, norm_before_gate=False, d_ssm=None)
 _SSM_IRRELEVANT = {"layer", "conv_init", "A_init_range", "use_mem_eff_path", "use_fast_path", "dt_init", "dt_scale"}
 _MODEL_ONLY = dict(d_intermediate=0, rms_norm=True, attn_layer_idx=[], attn_cfg={})
@@ -249,7 +250,7 @@ def _to_quantized(source: Path, target: str | Path | None, weights: str, file_by
     """`convert` from a Hugging Face directory to one of quantized matrices."""
     if weights not in QUANTIZATION:
         raise ValueError(f"unknown weights={weights!r}: expected {' or '.join(QUANTIZATION)}")
-    with os_errors_as(Failure, f"cannot save to {target}"):
+    with os_errors_as(f"cannot save to {target}", Failure):
         rows = write_quantized(
             source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)
         )
@@ -296,7 +297,7 @@ def _writer(target: str | Path) -> Iterator[Writer]:
     Failure if the target cannot be written, for instance because the disk is full.
     """
     writer = Writer(Path(target))
-    with os_errors_as(Failure, f"cannot save to {target}"):
+    with os_errors_as(f"cannot save to {target}", Failure):
         try:
             writer.open()
             yield writer

@@ -31,7 +31,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Result:
-    """Return `read()`, which reads a part of the checkpoint at `path`, as `read_with_retries` does.
+    """Return `read_with_retries(read, path)`, where `read` reads a part of the checkpoint at `path`.
 
     Failure if the disk cannot be read or memory is short. Any other error becomes a DamagedCheckpoint, whose text begins
     with `prefix`, because reading a damaged file may raise anything.
@@ -62,8 +62,8 @@ def half_written(directory: str | Path) -> list[Path]:
     return [p for p in Path(directory).glob(".step-*") if re.fullmatch(r"\.step-\d{6,}", p.name)]
 
 
-# Earlier versions had other names for a model's sizes, such as OLD_NAME. With their checkpoints, only the names that both
-# runs have are compared, and the OPTIONAL names, which a run has only if it uses them.
+# Earlier versions had other names for a model's sizes, such as OLD_NAME. For checkpoints with OLD_NAME, only names that both
+# runs have are compared, plus OPTIONAL names, which may be missing in one of them.
 OLD_NAME, OPTIONAL = "conv_kernel", ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -155,10 +155,10 @@ def read_training(path: Path, step: int | None = None) -> Description:
             saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None), saved,
         )  # fmt: skip
         if description.step != (description.step if step is None else step):
-            raise ValueError(f"it is of step {description.step}")
+            raise ValueError(f"it records step {description.step}, not step {step}")
         return description
 
-    return read_intact(read, path, f"{file} is not a checkpoint's: ")
+    return read_intact(read, path, f"{file} is damaged: ")
 
 
 def set_aside(directory: str | Path) -> None:

@@ -11,10 +11,10 @@ A token is decoded without a graph if
 - its rows are not consecutive, or a row is empty;
 - gradients, autocast, global hooks or torch.compile are on;
 - a module has hooks, replaced methods or a class outside of this library, a shared block has another attention function, or
-  `reduce` is the user's function: they might compute on the host;
-- a group of ranks does not use NCCL. All wire formats can be captured, because none depends on the data, and `load` has
-  measured the choice of `auto`. All ranks make the same calls, so they capture the same tokens. If a capture fails on one
-  rank, no rank uses graphs any more;
+  `load(reduce=...)` is a function of the user: these might compute on the host;
+- a group of ranks does not use NCCL. All wire formats can be captured: none depends on the values, and `auto` has already
+  been decided when the model was loaded. All ranks make the same calls, so they capture the same tokens. If a capture fails
+  on one rank, no rank uses graphs any more;
 - the cache has just been reallocated, in a hybrid model without max_length. `Engine` reserves the space of a request, so its
   cache is reallocated only between requests, and graphs are then captured again.
 
@@ -171,7 +171,9 @@ class _ThreadGraphs(threading.local):
 
 
 def _is_decoding_step(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> bool:
-    """Return True if a graph may compute this step: the conditions above on calls."""
+    """Return True if a graph may compute this step: the conditions of the module's docstring that concern the call, not the
+    model.
+    """
     return (
         ids.device.type == DEVICE and model.graphs and mask is None and isinstance(cache.rows, slice)
         and ids.device == model.device == cache.device

@@ -238,7 +238,9 @@ class Engine:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """The values that must be equal on every rank before requests are queued: their arguments, and a used tokenizer."""
+        """The values that must be equal on every rank before requests are queued: the arguments of the requests, and the
+        checksum of the tokenizer if any request needs it.
+        """
         is_used = any(request.stop_strings or request.grammar or request.thinking for request in requests)
         arguments = {f"request {row}": request.arguments for row, request in enumerate(requests)}
         return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}

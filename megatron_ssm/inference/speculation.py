@@ -48,8 +48,8 @@ TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # the same on pr
 }
 BITS = {"int8": 8.5, "int4": 4.5}  # bits of one element of a quantized matrix, including its share of the scale
 FIRST_RATES = 0.45, 0.8  # initial acceptance rates after short and after long matches
-LEARNED = 0.3  # step of an acceptance rate with each proposal
-FORGOTTEN = 0.005  # step back to its initial value without proposals
+LEARNED = 0.3  # learning rate of an acceptance rate, applied for each proposal
+FORGOTTEN = 0.005  # the same towards its initial value, applied for each step without proposals
 
 
 class History:
@@ -65,9 +65,10 @@ class History:
         self._length = len(self._tokens)  # tokens in use; the array may be longer
 
     def lookup(self, most: int) -> list[int]:
-        """The tokens, at most `most`, that followed the last of the longest earlier matches of the request's end.
+        """Find the longest earlier match of the last tokens (the latest one, if there are several), and return the `most`
+        tokens that followed it.
 
-        A match that overlaps the end is continued periodically. [] if no match has SHORTEST_MATCH tokens.
+        If fewer tokens follow the match, they are repeated. [] if no match has SHORTEST_MATCH tokens.
         """
         self._update()
         tokens = self._tokens[max(0, self._length - SEARCHED) : self._length]
@@ -238,8 +239,8 @@ class SpeculativeDecoder:
     ) -> tuple[int, list[list[int]]]:
         """(number of proposals, the draft's proposals for each slot; [] for requests that the draft has not read yet).
 
-        limits: the most for each slot. The draft reads prompts only while proposing is expected to be faster, and at most
-        `room` of their tokens in each step.
+        limits: The maximum number of proposals for each slot. The draft reads prompts only while proposing is expected to be
+        faster, and at most `room` of their tokens in each step.
         """
         histories = [self._history(slot) for slot in slots]
         if not self._best_count(histories, limits):
@@ -294,8 +295,8 @@ class Draft:
     def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
         """Read on in requests with many unread tokens, such as prompts; returns the slots that are ready to propose.
 
-        budget: the most tokens of all slots together, at least one per slot (None: any number). One call of the draft for
-        each slot that is behind.
+        budget: The maximum number of tokens over all slots, at least one per slot; None: no limit. Calls the draft once for
+        each slot with too many unread tokens.
         """
         for slot in slots:
             if slot not in self._tokens_read:
@@ -310,7 +311,9 @@ class Draft:
         return [slot for slot in slots if self._behind(slot) <= 0]
 
     def _behind(self, slot: Slot) -> int:
-        """The number of tokens to read before `propose`, which itself reads from one to CALLS[-1] tokens."""
+        """The number of tokens that must be read before `propose` can run; `propose` reads the last CALLS[-1] or fewer
+        itself. 0 or less: ready.
+        """
         request, read = slot.request, self._tokens_read[slot]
         behind = slot.tokens - read
         return max(len(request.prompt) - read, behind - CALLS[-1])

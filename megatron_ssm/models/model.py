@@ -190,7 +190,8 @@ class Model(TrackedModule):
 
     @property
     def token_groups(self) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """The data-parallel and context-parallel groups, whose ranks hold other tokens of a batch. None: one rank."""
+        """The data-parallel and context-parallel groups. The ranks of each hold different tokens of a batch. None: one rank.
+        """
         return self.data_group, None if self.context_ranks is None else self.context_ranks.group
 
     @property
@@ -232,7 +233,7 @@ class Model(TrackedModule):
         """The device of the parameters."""
         return self.norm_f.weight.device
 
-    @torch.inference_mode(False)  # calls outside of inference mode could not update a cache from inside
+    @torch.inference_mode(False)  # so that a cache made inside inference mode can be updated outside of it
     def new_cache(self, batch: int, max_length: int | None = None) -> Cache:
         """An empty cache for `batch` sequences, with this rank's channels and heads.
 
@@ -346,7 +347,7 @@ class Model(TrackedModule):
         return self._call(input_ids, None, cache, CallKind(speculative=True))
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
-        """`_call` for decoded tokens by one call of C. None, with nothing done, if C cannot compute them."""
+        """Decode tokens by one call of C (a tape). Returns None, without side effects, if C does not support the call."""
         if self._graphs.handles(input_ids):
             return None
 
@@ -462,7 +463,7 @@ class Model(TrackedModule):
     ) -> torch.Tensor:  # fmt: skip
         """`local_logits` without its checks, for a cache with enough space. Updates the cache, except for its lengths."""
         x = self.embedded(input_ids)  # (batch, seq, hidden)
-        embeddings = x if len(self.shared) else None  # only shared blocks read them, so others would waste memory
+        embeddings = x if len(self.shared) else None  # only shared blocks read the embeddings; other models free them
         hidden = self._tapes.read_prompt(self, call, cache, x)
         if hidden is not None:
             x = hidden
@@ -524,14 +525,15 @@ class Model(TrackedModule):
         """Generate tokens, with the arguments of transformers' `generate`.
 
         Arguments default to the values in generation_config, then in the checkpoint, then to those of transformers: greedy
-        search, 20 new tokens. Greedy search and beam search give the tokens of transformers. Samples are those of
-        `megatron_ssm.generate`. Sequences end at eos_token_id; shorter ones are filled with pad_token_id.
+        search, 20 new tokens. Greedy search and beam search give the tokens of transformers. Sampling uses the random
+        numbers of `megatron_ssm.generate`, so samples differ from those of transformers. Sequences end at eos_token_id;
+        shorter ones are filled with pad_token_id.
 
         Args:
             input_ids: (batch, seq); the name `inputs` is accepted, too.
             generation_config: A GenerationConfig of transformers, or a dictionary.
-            attention_mask: As in `forward`. If it is missing, pad_token_id is padding on the left of a row, as in
-                transformers, and elsewhere an error.
+            attention_mask: As in `forward`. Without it, pad_token_id at the left of a row counts as padding, as in
+                transformers; pad_token_id elsewhere raises ValueError.
             seed: The seed of samples, see `megatron_ssm.generate`.
             arguments: max_new_tokens, max_length, min_new_tokens, min_length, do_sample, temperature, top_k, top_p,
                 num_beams, num_return_sequences, length_penalty, early_stopping, repetition_penalty, eos_token_id,

@@ -21,7 +21,7 @@ class Snapshot:
 
     Attributes:
         length: The number of tokens.
-        fixed: The fixed tensors of each state, in order.
+        fixed: The tensors whose size does not depend on the number of tokens, of all states, in order.
         segments: The per-token tensors of all states (tokens, ...), for consecutive parts of the sequence. Snapshots of
             longer prefixes of a sequence share segments, so segments must not be overwritten.
         kv_lengths: (ranks,), as in `Cache`.
@@ -41,7 +41,8 @@ class Snapshot:
 class Layout:
     """State shared by all selections of a cache.
 
-    version: changes when tensors are reallocated. pending: the speculative tokens of a tape, or None.
+    version: changes when tensors are reallocated. pending: The speculative tokens that a tape has read and `accept` has not
+    yet confirmed, or None.
     """
 
     version: int = 0

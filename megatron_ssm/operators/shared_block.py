@@ -209,7 +209,7 @@ def lower_adapter(tape: Builder, adapter: Adapter | None, y: Buffer, x: Buffer) 
     if adapter is None:
         return
     if not (adapter.down.is_packed and adapter.up.is_packed):
-        raise NotLowered("packed parameters that were replaced")
+        raise NotLowered("a parameter that shared one packed matrix with others was replaced or moved")
     low, first = tape.matmul(x, adapter.down()), 0
     for index, up in enumerate(adapter.up().split(adapter.rows)):
         product = tape.matmul(low.columns(index * adapter.rank, adapter.rank), up)

@@ -1,4 +1,4 @@
-"""The two state-space recurrences: Mamba-1's selective scan and Mamba-2's SSD, each with its plain twin.
+"""The two state-space recurrences: Mamba-1's selective scan and Mamba-2's SSD, each with a reference implementation (*_ref).
 
 Both compute on tensors (batch, seq, ...) of this rank's channels or heads, and send nothing. Both take the state before the
 first token and return the state after the last one, and both states have gradients. So a sequence may be split anywhere

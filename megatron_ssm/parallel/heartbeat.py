@@ -3,7 +3,7 @@
 A collective with a lost rank waits until its time-out, or fails with an error that names no rank. So a thread of each rank
 counts beats in a store: torchrun's, or one on rank 0. Rank 0 watches the beats of all ranks, and the other ranks watch those
 of rank 0. The first rank that misses beats writes the lost ranks into the store and prints the line; the others read it
-there, and all end. The training thread does nothing, so steps take no longer.
+there, and all end. All of this runs in its own thread, so training steps take no longer.
 
 After the first rank has ended, launchers send SIGTERM to the other ranks, and kill a hanging one only much later (torchrun
 and DeepSpeed's: 30 s). So the ranks on its machine kill a lost rank before they end.
@@ -46,7 +46,7 @@ def watched(limit: float, local: bool = False) -> Iterator[Watch]:
     """Watch the ranks of the default group in this block. All ranks enter it together.
 
     If a rank is lost, or communication in the block fails because a rank has ended, all running ranks end with exit code 1,
-    and the first one prints the line.
+    and the first rank that reports the loss prints one line that names the lost ranks.
 
     Args:
         limit: The seconds without a beat after which a rank counts as lost; 0 disables the watch. Rank 0's value counts.
@@ -144,7 +144,9 @@ class _Heartbeat:
         self._thread.start()
 
     def explain(self, error: RuntimeError) -> None:
-        """End the process with the line if ranks have stopped beating. Otherwise return, because the error is a bug."""
+        """If ranks have stopped beating, print the line and end the process. Otherwise return: then no rank was lost, and
+        the caller re-raises the error.
+        """
         cause = _described(error)
         try:
             before = self._beats(range(self.ranks))
@@ -169,10 +171,10 @@ class _Heartbeat:
             try:
                 calls.submit(self._round).result(self.limit)
             except TimeoutError:
-                self._end_alone(f"has not answered for {self.limit:g} s: so the other ranks cannot be reached")
+                self._end_alone(f"has not answered for {self.limit:g} s, so the other ranks cannot be reached")
             except RuntimeError:  # the store has ended, perhaps because all ranks are ending
                 if not self._stopped.wait(self.limit):
-                    self._end_alone("has ended: so the other ranks cannot be reached")
+                    self._end_alone("has ended, so the other ranks cannot be reached")
         if self._leaves:
             with contextlib.suppress(RuntimeError):  # the store may have ended
                 self._store.add(f"beats {self.rank}", LEFT)
@@ -206,7 +208,8 @@ class _Heartbeat:
     def _end(self, lost: list[int]) -> NoReturn:
         """End this process and the lost processes on this machine.
 
-        It waits first, because launchers end all ranks after the first one, and the store may end with this process.
+        It waits first, so that the other ranks can read the report: a launcher kills all ranks as soon as one exits, and the
+        store may be in this process.
         """
         try:
             self._watch.on_loss()

@@ -47,15 +47,16 @@ from .service import Limits, Service
 
 log = logging.getLogger(__name__)
 
-EXTRA_TOKENS = 1  # in a slot: with max_tokens=0, the engine makes a token that the reply does not have
+EXTRA_TOKENS = 1  # per slot: with max_tokens=0, the engine generates a token that the reply leaves out
 
 
 def serve(arguments: Namespace) -> None:
-    """Load the model, and serve it until a signal ends the server; the ranks beside rank 0 step their engines with it.
+    """Load the model, and serve it until a signal ends the server. Rank 0 answers requests; the other ranks step their
+    engines in lockstep with it.
 
-    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. ValueError, too, if
-    there is no memory for the caches of the slots on any rank, and on rank 0 if another server has taken the address while
-    the model was loaded. RuntimeError: a rank was lost.
+    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. Also ValueError if a
+    rank has no memory for the caches of the slots, and on rank 0 if another server has taken the address while the model was
+    loaded. RuntimeError: a rank was lost.
     """
     ranks = launched_ranks()
     tensor = arguments.tp or max(1, ranks // arguments.ep)
@@ -66,7 +67,7 @@ def serve(arguments: Namespace) -> None:
     opened = ExitStack()  # the listener
     try:
         join(tensor, device, init_method=arguments.rendezvous, check=lambda: check_device(device), expert=arguments.ep)
-        handle_like_sigterm()  # not before: a handler of Python's would wait for the other ranks, too
+        handle_like_sigterm()  # only now: while ranks join, a Python handler would not run until all have joined
         group = dist.group.WORLD
         rank, place = 0 if group is None else dist.get_rank(), device_of_rank(device)
         inputs = together(
@@ -114,7 +115,7 @@ class _Inputs:
     """The inputs of the server besides the weights.
 
     Args:
-        listener: A socket that is bound; None on ranks other than rank 0, which have no keys either.
+        listener: The bound socket of rank 0. Other ranks have None, and no keys.
         engine: The options of the engine.
         fingerprint: The inputs that must be equal on all ranks.
     """
@@ -128,7 +129,9 @@ class _Inputs:
 
     @classmethod
     def read(cls, arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> "_Inputs":
-        """Read them on this rank; ValueError or OSError if one of them is wrong. opened: closes the listener."""
+        """Read the inputs on this rank; ValueError or OSError if one of them is wrong. opened: The stack that closes the
+        listener.
+        """
         if arguments.draft is not None and arguments.draft_head:
             raise ValueError(
                 f"--draft {arguments.draft} and --draft-head: one of them proposes tokens, so give only one"
@@ -189,7 +192,7 @@ def _draft(directory: str, ranks: int, model: Stack, tokenizer: Tokenizer) -> St
 
 
 def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace, watch: Watch) -> None:
-    """Answer HTTP requests, and say where."""
+    """Answer HTTP requests, and print the address."""
     listener = inputs.listener
     assert listener is not None, "rank 0 has bound it"
     limits = Limits(
@@ -214,6 +217,8 @@ def _listener(arguments: Namespace) -> socket.socket:
 
 
 def _leave_signals_to_rank_0() -> None:
-    """Ignore signals that whoever started the ranks sends to all of them: rank 0 ends its work first, then the others."""
+    """Ignore SIGTERM and SIGINT on this rank. A launcher sends them to all ranks, but rank 0 must end its work first, and
+    then ends the others.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Steps the engine: in a thread of its own on rank 0, and in step with it on the other ranks.
+"""Runs the engine: rank 0 in a thread of its own, the other ranks in lockstep with it.
 
 The thread takes additions and cancellations from a queue, and hands the new tokens of each step to asyncio's thread. So HTTP
 never waits for the model, and a request that is cancelled leaves its slot before the next step.
@@ -21,19 +21,21 @@ from .metrics import Load
 
 log = logging.getLogger(__name__)
 
-# After this many seconds without work, rank 0 tells the other ranks that it is still there, and notices if one is not.
+# Seconds without work after which rank 0 sends an empty turn, as a sign of life; sending fails if another rank is gone.
 IDLE_S = 1.0
 
 
 class Replica:
-    """The turns that all ranks make: each queues and cancels requests, and steps the engine."""
+    """Applies turns to one rank's engine. A turn is a set of additions and cancellations, and one step of the engine; all
+    ranks apply the same turns.
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self._requests: dict[int, Request] = {}  # those that are waiting or running
 
     def turn(self, additions: list[Request], cancellations: tuple[int, ...]) -> list[Request]:
-        """One turn; returns the requests that got tokens. All ranks make it with equal arguments."""
+        """Apply one turn, and return the requests that got tokens. All ranks call it with equal arguments."""
         for request in additions:
             assert request.seed is not None, "the seed is part of the arguments"
             self.engine.enqueue(request, request.seed)
@@ -48,12 +50,12 @@ class Replica:
 
 
 def follow(engine: Engine, channel: Channel) -> None:
-    """Make every turn that rank 0 makes, until it says that there are no more. For the other ranks."""
+    """The loop of all ranks but 0: receive and apply each turn of rank 0, up to the last one."""
     replica, compiler = Replica(engine), GrammarCompiler(engine)
     compilations = Compilations(compiler)
 
     def made(arguments: Arguments) -> Request:
-        """The request; rank 0 has compiled its grammar, so this rank soon has, too."""
+        """Make the request. Waits for this rank's compilation of the grammar, which rank 0 has already finished."""
         matcher = None if arguments.grammar is None else compilations.pop_matcher(arguments.grammar)
         return arguments.request(engine, matcher)
 
@@ -71,8 +73,8 @@ def follow(engine: Engine, channel: Channel) -> None:
 class Driver(threading.Thread):
     """The thread of rank 0 that steps the engine.
 
-    deliver: is called with the updates of each turn. fail: is called with the error that has ended the thread. load: how
-    busy the engine is, after each turn. error: what has ended the thread, or None.
+    deliver: is called with the updates of each turn. fail: is called with the error that has ended the thread. load: the
+    load of the engine after the last turn. error: the exception that ended the thread, or None.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Driver(threading.Thread):
         self._inbox.put(("add", sequence))
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence, of which no update follows that is not already on its way. It may have ended."""
+        """Cancel a sequence; does nothing if it has ended. Only updates that are already queued may still arrive."""
         self._inbox.put(("cancel", sequence))
 
     def stop(self) -> None:
@@ -144,7 +146,8 @@ class Driver(threading.Thread):
         requests = {each.request: each for each in added if each.request is not None}
         dropped += [sequence for sequence in compiled if sequence.request is None]
         running = [each.request for each in cancelled if each.request is not None]
-        ended = [request for request in running if self._running.pop(request, None)]  # the others have finished
+        # Requests that have finished are no longer in _running.
+        ended = [request for request in running if self._running.pop(request, None)]
         orders = Orders(
             tuple(each.arguments for each in requests.values()),
             tuple(request.id for request in ended),
@@ -178,7 +181,9 @@ class Driver(threading.Thread):
             self._compiling[sequence].add_done_callback(lambda _: self._inbox.put(("compiled", None)))
 
     def _prepare(self, sequence: Sequence) -> Update | None:
-        """Make the request of a sequence, which all other ranks then can make; or an update with the error."""
+        """Make the request of a sequence and return None, or return an update with the error. If rank 0 succeeds, the other
+        ranks will.
+        """
         try:
             compiling = self._compiling.pop(sequence, None)
             matcher = None if compiling is None else compiling.result()

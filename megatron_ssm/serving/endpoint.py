@@ -23,7 +23,7 @@ from .keys import Keys
 from .metrics import Metrics
 from .service import Service
 
-GRACE_S = 30.0  # for a client to read the rest of a reply, after the time for the reply is over
+GRACE_S = 30.0  # seconds for a client to read the rest of a reply after the time limit of the request
 PING_S, PING = 10.0, ": ping\n\n"  # a comment, for clients and proxies that give up on connections without data
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -84,7 +84,8 @@ class GenerationEndpoint(Endpoint):
     async def _pieces(
         self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
     ) -> AsyncIterator[Piece | None]:
-        """The parts of all replies as they come, and None after PING_S without one; left: how many replies there are."""
+        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of replies.
+        """
         firsts: dict[int, float] = {}
         tokens = [0] * left
         while left:
@@ -93,7 +94,7 @@ class GenerationEndpoint(Endpoint):
                 while not (await asyncio.wait({getting}, timeout=PING_S))[0]:
                     yield None
             finally:
-                getting.cancel()  # nothing happens to one that is done
+                getting.cancel()  # no effect on a task that is done
             update = getting.result()
             if update.error is not None:
                 raise update.error
@@ -143,7 +144,7 @@ class WorkEndpoint(Endpoint):
 
 
 async def _whole(replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:
-    """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
+    """Send one JSON object when all replies are complete. A thread makes its text, because it may be large."""
     wholes: dict[int, Piece] = {}
     async for piece in pieces:
         if piece is None:

@@ -30,11 +30,11 @@ def run_server(
     engine: Engine, channel: Channel, served: Served, keys: Keys, hosts: Hosts, service: Service, listener: socket.socket,
     drain_s: int, announce: Callable[[], None], watch: Watch,
 ) -> None:  # fmt: skip
-    """Serve until a signal comes, or the engine fails. announce: is called when connections are accepted.
+    """Serve until a signal comes, or the engine fails. announce: Called when connections are accepted.
 
-    watch: over the ranks; if one is lost, all requests end with an error before the process does. Returns after SIGTERM.
-    KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was lost; ValueError if
-    another server listens at the address. The other ranks are told to end their loops.
+    watch: The watch of the ranks; if a rank is lost, all requests end with an error before the process ends. Returns after
+    SIGTERM. Raises KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was
+    lost; ValueError if another server listens at the address. In each case the other ranks are told to end their loops.
     """
 
     async def run() -> tuple[Driver, Server]:

@@ -1,4 +1,4 @@
-"""The metrics that Prometheus reads at /metrics. Each server has a registry of its own."""
+"""The metrics that Prometheus reads at /metrics. Each server has its own registry."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """The metrics of a server. load: returns how busy the engine is."""
+    """The metrics of a server. load: A function that returns the load of the engine."""
 
     def __init__(self, load: Callable[[], Load], connections: Connections):
         self._load, self._connections, self._registry = load, connections, CollectorRegistry()

@@ -10,15 +10,16 @@ A prefill of a whole batch at once, with prompts of equal length and without gra
 - stages: the bytes per token of activations at each stage of a layer (`Memory.stages`, from `stack.sizes.Sizes`).
 - logits: those of one position of each sequence.
 
-Where the C tape reads a prompt through several layers in one call, it needs less memory: activations are those of a piece
-of the tokens, and only the input and output of the layers have all tokens.
+If the C tape reads a prompt through several layers in one call, less memory is needed: only the input and the output of
+these layers hold all tokens; other activations hold a block of them.
 
 A prompt that is read in chunks needs the cache and the activations of one chunk. In models without attention the number of
 sequences is then limited by their states, whatever their length.
 
-The formula holds for the C kernels, and with `on_cuda` for the kernels of mamba-ssm and causal-conv1d. The latter is derived
-from their source and not measured: their selective scan needs copies with channels first, and their SSD keeps a state for
-every 256 tokens. torch's scans need more memory. Attention is assumed not to need a matrix of seq x seq.
+The formula holds for the C kernels, and with `on_cuda` for the kernels of mamba-ssm and causal-conv1d. The numbers for CUDA
+are derived from the source of these kernels, not measured: their selective scan needs copies with channels first, and their
+SSD keeps a state for every 256 tokens. torch's scans need more memory. Attention is assumed not to need a matrix of
+seq x seq.
 """
 
 import math
@@ -124,7 +125,7 @@ class Memory:
         return read - looked_up
 
     def _share_read(self, field: Field, tokens: int) -> float:
-        """The share of this rank's part of a field with which `tokens` tokens are multiplied."""
+        """The fraction of this rank's part of a field that a call with this number of tokens reads."""
         if field.used == 1:
             return 1
         experts = field.shape[0]
@@ -138,7 +139,9 @@ class Memory:
 
     @property
     def keys_and_values_per_token(self) -> int:
-        """Bytes per token of keys and values in all layers and in a draft head, and of the hidden state that this reads."""
+        """Bytes per token of keys and values in all layers and in a draft head, and of the hidden state that the draft head
+        reads.
+        """
         of_head, head = 0, self.config.draft_head
         if self.config.has_draft_head and head is not None:
             parts = [part for unit in head.units for part in unit.operators]
@@ -179,7 +182,7 @@ class Memory:
         return stages
 
     def _stages_of(self, unit: Unit, residual: int) -> Iterator[tuple[str, int]]:
-        """Pairs (stage, bytes per token) of a unit, whose input also exists in the dtype of the residual stream."""
+        """Pairs (stage, bytes per token) of a unit. Its input is counted twice if the residual stream has another dtype."""
         s, H, work = self.itemsize, self.config.hidden_size, self.work
         kept, x = residual, s * H if residual != s * H else 0
         if self.config.shared:

@@ -28,7 +28,7 @@ class Buffer:
     """Columns of a temporary tensor (rows, stride) in the arena of a call.
 
     Attributes:
-        offset: The offset of the tensor in the arena, in bytes per row.
+        offset: The tensor starts at byte `offset` * rows of the arena.
         width: The number of columns.
         dtype: The dtype.
         first: The index of the first column.
@@ -65,7 +65,7 @@ class AllReduce:
     Attributes:
         ranks: The `parallel.ranks.Ranks` whose summands are added.
         part: This rank's summand.
-        columns: A second summand, which the same message sums exactly; or None.
+        columns: A second buffer, which the same message sums without rounding to the wire format; or None.
         is_exact: True to sum in at least fp32, and not in the model's wire format.
     """
 
@@ -98,7 +98,8 @@ class Builder:
         stops: {index of a "stop": the function that Python calls}.
         tables: (size, operation, function of the length) for the tables of rotations.
         tensors: The tensors whose addresses are in the tape.
-        products: (stored dtype, dtype of x, columns, gaps), the products for which C needs a kernel.
+        products: (dtype of the matrix, dtype of x, columns, has_gaps) of each product for which C needs a kernel (see
+            `products.has_kernel`).
         width: The bytes of the arena per row.
         has_experts: True if a layer has routed experts.
         path: The path of the operator that is being written.
@@ -172,7 +173,8 @@ class Builder:
         Args:
             kind: A name of KINDS.
             detail: A text for `FinishedTape.describe`.
-            fields: The fields of `Op`: buffers, tensors, sequences of numbers for n and f, and other values as they are.
+            fields: {field of `Op`: value}. Buffers become views, tensors become addresses; n and f take sequences of
+                numbers; other values are stored unchanged.
         """
         op = Op(kind=KINDS.index(kind))
         op.type = op.from_type = TYPES[self.dtype]
@@ -230,7 +232,7 @@ class Builder:
         return y
 
     def sum(self, ranks: Any, part: Buffer, columns: Buffer | None = None, is_exact: bool = False) -> SumResult:
-        """The sum of a whole buffer over ranks. columns: a second buffer, which the same message sums exactly."""
+        """The sum of a whole buffer over ranks. columns: as in `AllReduce`."""
         self.sums.append(AllReduce(ranks, part, columns, is_exact))
         self._add("sum", f"of {part.width} numbers", sum=len(self.sums) - 1)
         return SumResult(len(self.sums) - 1, part)
@@ -273,7 +275,7 @@ class Builder:
     ) -> None:
         """RMSNorm over `count` numbers on all ranks, in place for this rank's x.
 
-        Column `column` of `summed` is their sum of squares.
+        Column `column` of `summed` is the sum of squares of these numbers over all ranks.
         """
         self._check_typed(weight)
         n = x.width, column, summed.part.width, count
@@ -295,8 +297,7 @@ class Builder:
             x, y: The input and the output.
             weight: The matrix of all heads.
             out, inputs: The size of the matrix of a head.
-            steps: The number of heads; the elements of W, and the columns of x and of y, between two heads; the elements
-                between two rows of W.
+            steps: (heads, stride of heads in W, in x, in y, stride of rows in W), strides in elements.
         """
         self._add("head_matmuls", x=x, y=y, matrix=self._matrix(weight, has_gaps=steps[0] > 1), n=(out, inputs, *steps))
 
@@ -333,7 +334,7 @@ class Builder:
         self, x: Buffer, dt: Buffer, A_log: Tensor, D: Tensor, heads: int, head_dim: int, groups: int, state: int,
         may_round: bool,
     ) -> Buffer:  # fmt: skip
-        """`ops.scan.ssd` of x, [x | B | C], with the state `state`."""
+        """`ops.scan.ssd`. x: a buffer with the columns [x | B | C]; the recurrent state is the tensor "state"."""
         self._check_float32(A_log, D)
         if state > LARGEST_STATE:
             raise NotLowered("a large state")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096  # the most that are tokenized at once
-JOURNAL_TOKENS = 1 << 24  # after so many, what was written is recorded
+JOURNAL_TOKENS = 1 << 24  # tokens between two records in the journal
 MAGIC, INDEX_VERSION = b"MMIDIDX\0\0", 1  # the beginning of a file .idx, as Megatron writes it
 TYPE_CODES = {np.uint16: 8, np.int32: 4}  # Megatron's numbers of dtypes
 UINT16_VOCABULARY = 65_500  # larger vocabularies are int32, as in Megatron
@@ -48,7 +48,7 @@ def end_of_text_id_of(tokenizer: "Tokenizer", folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """A tokenizer, and what a dataset that it made records of it. tokenizer: None for UTF-8 bytes."""
+    """A tokenizer, and the values that PREFIX.json records about it. tokenizer: None for UTF-8 bytes."""
 
     tokenizer: Any
     vocab_size: int
@@ -57,7 +57,9 @@ class Source:
 
     @classmethod
     def of(cls, source: str) -> "Source":
-        """The tokenizer of "byte", a directory with a tokenizer.json, or such a file. ValueError or OSError: it is none."""
+        """Load a tokenizer. source: "byte", a directory with a tokenizer.json, or that file. ValueError or OSError for
+        anything else.
+        """
         if source == "byte":
             return cls(None, BYTE_END_OF_TEXT_ID + 1, BYTE_END_OF_TEXT_ID, "byte")
         folder = Path(source).parent if Path(source).name == "tokenizer.json" else Path(source)
@@ -76,7 +78,7 @@ class Source:
 
 @dataclass
 class Prepared:
-    """What a dataset holds. text_bytes: of its documents in UTF-8."""
+    """The size of a dataset. text_bytes: the number of UTF-8 bytes of its documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -100,7 +102,7 @@ def prepare(
             Parquet (.parquet) and UTF-8 text, of which each file is a document.
         out: The path of the result without its suffix.
         tokenizer: "byte", a directory with a tokenizer.json, or such a file.
-        column: The string of each JSON line or row that is the document.
+        column: The field of each JSON line, or the column of each row, that contains the text.
         separator: In files of text, each line that is equal to it ends a document.
         dataset: A directory written by `datasets.save_to_disk`, or the name of a dataset on the Hugging Face hub.
         split: The split of `dataset`.
@@ -252,7 +254,8 @@ def _described(inputs: Sequence[str | Path]) -> list[list]:
 
 
 def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> Iterator[tuple[str, int]]:
-    """(document, about its bytes in the file) of all inputs; those of white space alone are left out."""
+    """Pairs (document, its approximate size in the file in bytes) of all inputs. Documents of white space only are left out.
+    """
     for path in inputs:
         for file in files_of(Path(path)):
             suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]

@@ -1,7 +1,7 @@
 """The inputs of a training run: text, configurations, the checkpoint to resume from; and their checks.
 
-Every rank reads it. Before training, the ranks compare what they have read: if an input is wrong or unreadable on one rank,
-or differs between ranks, every rank raises the same error.
+Every rank reads all of them. Before training, the ranks compare what they have read: if an input is wrong or unreadable on
+one rank, or differs between ranks, every rank raises the same error.
 """
 
 import contextlib
@@ -33,7 +33,8 @@ from .progress import check_places, make_folder
 from .saving import OWN, checkpoint_to_resume
 from .tracking import check_trackers
 
-# Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
+# Options that may differ between ranks: paths, which may be local to a machine. The contents read from them are compared
+# instead.
 LOCAL_OPTIONS = {
     "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
     "profile", "tensorboard", "data_path", "train_data_path", "data_cache_path",
@@ -55,7 +56,7 @@ class RunInputs:
     """The inputs of a run, which it reads before training begins.
 
     Attributes:
-        options: Those of the run (see `only_run`).
+        options: The options of the run; `resume` is "auto" if torchrun has restarted it (see `saving.only_run`).
         out: The directory of --out.
         corpus: The text and its tokenizer.
         config: The model's configuration.
@@ -119,14 +120,16 @@ class RunInputs:
 
 
 def read_on_all_ranks(options: Options, device: torch.device) -> RunInputs:
-    """`RunInputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
-    inputs. With the engine of DeepSpeed, also what `import_deepspeed` raises.
+    """Call `RunInputs.read` on all ranks together.
+
+    If it fails on one rank, every rank raises that error; if the inputs differ, every rank raises ValueError. With
+    --engine deepspeed, every rank also raises an error of `import_deepspeed` on one rank.
     """
 
     def read() -> RunInputs:
         inputs = RunInputs.read(options)
         if options.engine == "deepspeed":
-            from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
+            from .deepspeed_trainer import import_deepspeed  # here, because DeepSpeed is an optional dependency
 
             import_deepspeed(device)
         return inputs
@@ -141,7 +144,9 @@ def read_on_all_ranks(options: Options, device: torch.device) -> RunInputs:
 
 
 def _optimizer(options: Options, device: torch.device) -> str:
-    """The package, and its version, whose AdamW updates the parameters: each rounds in its own way."""
+    """The package whose AdamW updates the parameters, with its version; ranks must use the same, because each rounds in its
+    own way.
+    """
     is_torchs = device.type != "cuda" or options.engine == "deepspeed" or options.use_distributed_optimizer
     return "torch" if is_torchs else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
@@ -187,7 +192,9 @@ def _resume_requirements(options: Options, config: Stack, batches: Batches | Ind
 
 
 def _described(config: Stack) -> dict[str, Any]:
-    """The values that change a model's results: of the stack, and of the first of equal operators, under its path."""
+    """The sizes and constants that determine a model's results. Equal operators are listed once, under the path of the
+    first.
+    """
     named = "family vocab_size hidden_size num_layers norm_eps tie_embeddings residual_in_fp32".split()
     found = {name: getattr(config, name) for name in named + ["embedding_scale", "logits_scale"]}
     first: dict[Any, str] = {}
@@ -200,7 +207,9 @@ def _described(config: Stack) -> dict[str, Any]:
 
 
 def _samples_of_run(options: Options, directory: Path) -> int:
-    """The samples for which Megatron's order is made: those of the first start of a run, which its checkpoints record."""
+    """The number of samples for which Megatron's GPTDataset builds its shuffled order. A resumed run uses the number that
+    its first start recorded in its checkpoints.
+    """
     for path in find_checkpoints(directory)[::-1] if options.resume in OWN[1:] else ():
         with contextlib.suppress(DamagedCheckpoint):
             if samples := read_training(path).requirements.get("train_samples"):

@@ -24,7 +24,7 @@ def check_member(group: object) -> None:
     """ValueError unless `group` is None or a process group of this rank (for other ranks, `new_group` returns a number)."""
     if not (group is None or isinstance(group, dist.ProcessGroup)):
         text = " ".join(repr(group).split())  # the repr of a tensor may have several lines
-        raise ValueError(f"group {text:.60} is no process group that this rank is a member of")
+        raise ValueError(f"group {text:.60} is not a process group of this rank")
 
 
 def together(
@@ -40,9 +40,9 @@ def together(
 
     Args:
         action: The action of this rank.
-        groups: The groups of ranks that wait for each other. They are checked in order, and an error in one group is
-            passed on to the next. None and groups of one rank are skipped. A function that gathers may replace a group
-            (see `meeting.gather_in_store`).
+        groups: The groups of ranks that wait for each other. They are compared one after the other; an error found in one
+            group is also reported to the ranks of the later ones. None and groups of one rank are skipped. A function that
+            gathers may replace a group (see `meeting.gather_in_store`).
         same: Maps the result to a value whose `repr` must be equal on all ranks. The error names the first difference,
             and the key if the value is a mapping.
         device: The GPU that NCCL uses, by default the current one.
@@ -165,7 +165,7 @@ class _Failure(NamedTuple):
 
 
 def _values(value: object) -> dict[str, str]:
-    """The values to compare: {"name=": repr} of the entries of a mapping, or {"": repr} of another value."""
+    """The texts to compare: {f"{key}=": repr(entry)} for a mapping, {"": repr(value)} for any other value."""
     return {f"{name}=": repr(each) for name, each in value.items()} if isinstance(value, Mapping) else {"": repr(value)}
 
 

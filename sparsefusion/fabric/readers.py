@@ -1,7 +1,7 @@
 """Reads measurements of other programs: the output of nccl-tests, CSV made from it, and JSON of all-reduce latencies.
 
-`read_curves` counts sizes as `Fabric` does; nccl-tests counts an all-gather by its whole output. A file that is cut off or
-has another format raises a ValueError that names the file and the line.
+Sizes are in the convention of `Fabric`: an all-gather is counted by one rank's input, whereas nccl-tests counts the whole
+output. A file that is cut off or has another format raises a ValueError that names the file and the line.
 """
 
 import csv
@@ -28,8 +28,8 @@ class Section:
         operation, ranks: The operation and the number of ranks, or None if the file does not state them.
         mode: "eager" or "graph".
         variant: The algorithm or protocol that the title names.
-        bus: The ratio of bus bandwidth to algorithm bandwidth, which depends on the operation and the ranks, and so
-            reveals wrong ones. None if no rate is precise enough.
+        bus: The ratio of bus bandwidth to algorithm bandwidth. It depends only on the operation and the number of ranks, so
+            it is used to check both. None if no rate is precise enough.
         points: Pairs (nbytes, seconds).
         dropped: Points that the file itself marks as unreliable.
     """
@@ -65,8 +65,8 @@ def read_curves(path: str | Path, operation: str, ranks: int | None = None, text
         expected = wire(operation, count) / share
         if section.bus is not None and abs(section.bus / expected - 1) > 2 * RATE_ROUNDING:
             raise ValueError(
-                f"{path}: its bus bandwidth is {section.bus:.3f} times the algorithm's; "
-                f"that of {operation} on {count} ranks would be {expected:.3f} times"
+                f"{path}: busbw / algbw is {section.bus:.3f}, but for {operation} on {count} ranks it must be "
+                f"{expected:.3f}: wrong operation or number of ranks?"
             )
         key = (f"{operation} {section.variant}".strip(), count, section.mode)
         points, dropped = curves.setdefault(key, ([], []))
@@ -88,7 +88,8 @@ def _ranks_of(section: Section, path: str | Path, operation: str, ranks: int | N
 
 
 def extended(curves: Iterable[Curve], sweeps: Sequence[Curve]) -> list[Curve]:
-    """Extend each curve by the larger sizes of the sweep of its operation and ranks; returns them and the other sweeps.
+    """Extend each curve by the larger sizes of the sweep with the same operation and ranks. Returns the extended curves, and
+    the sweeps whose (operation, ranks, mode) no curve has.
 
     Latency files measure small messages, with and without CUDA graphs, up to a size at which both take the same time.
     Sweeps measure eager calls of larger messages, whose times the cost of a launch does not affect.

@@ -78,7 +78,9 @@ class ErrorFeedback:
     def _select_used(
         self, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select values (k,) and indices (k,), from used parameters only: some frameworks do not apply other means."""
+        """Select values (k,) and indices (k,), only from parameters whose gradient is not all zero: some frameworks discard
+        the means of the others.
+        """
         used = [not is_zero(gradient) for gradient in gradients]
         if all(used):
             return take(self.sparsifier, gradients, residuals, k, scale)

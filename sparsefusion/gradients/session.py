@@ -109,14 +109,15 @@ class Session:
             gradients: {name: gradient}, flat and contiguous.
             flats: The flat tensors that consist of these gradients.
             reduce_dense: Starts the framework's own reduction, and returns its handle, or None if it is done.
-            factor: The factor of the mean that the framework expects.
+            factor: The framework expects the mean times this factor.
 
         Raises:
             ValueError: A parameter had no gradient when the session was made.
         """
         if unknown := [name for name in gradients if name not in self.sizes]:
             raise ValueError(
-                f"a gradient of {unknown[0]!r}, which had none when SparseFusion was attached: detach() and attach another"
+                f"{unknown[0]!r} has a gradient now but had none when SparseFusion was attached: call detach() and attach() "
+                "again"
             )
         self._begin()
         for observer in self.observers:
@@ -202,7 +203,7 @@ class Session:
         self._queue.begin(self.plan, self._scale, self.density_ratio)
 
     def finish_skipped_step(self) -> None:
-        """If the last step was skipped, restore the residuals before it. RuntimeError if a step has begun."""
+        """If the last step was skipped, restore the residuals that it started with. RuntimeError if a step has begun."""
         if self._has_begun:
             raise RuntimeError(f"step {self.step} has begun: residuals are known only between steps")
         if self._skipped.roll_back():
@@ -253,9 +254,9 @@ class Session:
             observer.step_ended(self)
         if nonfinite and not self.skips_nonfinite_steps:
             raise FloatingPointError(
-                f"step {self.step - 1}: the gradient of {nonfinite} is not finite on some rank. With a loss scale, give "
-                "SparseFusion(loss_scale=...) the function that returns it; on_nonfinite='skip-known' if such steps are "
-                "skipped without one"
+                f"step {self.step - 1}: the gradient of {nonfinite} is not finite on some rank. If the training "
+                "uses a loss scale, pass SparseFusion(loss_scale=function); if it skips such steps without one, pass "
+                "on_nonfinite='skip-known'"
             )
 
     @property

@@ -218,7 +218,9 @@ def operation(format: str, algorithm: str) -> str:
 def _candidate(
     group: dist.ProcessGroup, device: torch.device | str, format: str, algorithm: str
 ) -> Callable[[int], Callable[[], torch.Tensor]]:
-    """A function that maps nbytes to a function that performs one such all-reduce of this many bytes of float32."""
+    """A factory for `measure`: `prepare(nbytes)` allocates nbytes of float32 and returns a function that all-reduces them
+    once.
+    """
 
     def prepare(nbytes: int) -> Callable[[], torch.Tensor]:
         tensor = torch.ones(nbytes // 4, device=device)

@@ -714,7 +714,7 @@ def test_text_measured_on_this_machine(files, capsys):
             "cannot read --fabric nofab.json: No such file or directory; torchrun --nproc-per",
         ),
         (["--model", "nowhere"], "no model configuration"),
-        (["--draft-head"], "draft_head=True: config.json of this zamba2 model names no draft head"),
+        (["--draft-head"], "draft_head=True: config.json of this zamba2 model declares no supported draft head"),
         (["--model", "l1"], "l1 holds LoRA adapters of the model base"),
         (
             ["--device", "abacus"],

@@ -423,7 +423,7 @@ def test_folders_that_are_no_checkpoints(tmp_path):
 def test_a_damaged_training_json(tmp_path, text):
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "training.json").write_text(text)
-    with pytest.raises(ValueError, match="step-000001/training.json is not a checkpoint's: "):
+    with pytest.raises(ValueError, match="step-000001/training.json is damaged: "):
         newest_checkpoint(tmp_path, RUN_SETTINGS)
 
 
@@ -501,7 +501,7 @@ def test_a_checkpoint_of_another_step_is_refused_by_every_rank(ranks, tmp_path, 
     """For instance a copy under the name of another step."""
     ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 1, tmp_path), tp)
     for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000001"]), tp):
-        assert lines[0].endswith("/training.json is not a checkpoint's: it is of step 1")
+        assert lines[0].endswith("/training.json is damaged: it records step 1, not step 2")
 
 
 def test_another_model_is_refused_by_every_rank(ranks, tmp_path, tp=2):

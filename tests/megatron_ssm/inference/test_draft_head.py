@@ -225,5 +225,5 @@ def test_memory_of_the_copied_vocabulary(ranks, tp, options, tmp_path):
 
 def test_a_model_without_one(tmp_path):
     hf_model("qwen3_5_text").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="config.json of this qwen3_5_text model names no draft head"):
+    with pytest.raises(ValueError, match="config.json of this qwen3_5_text model declares no supported draft head"):
         load(tmp_path, draft_head=True)

@@ -573,7 +573,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, wor
         damage(path)
     assert train(world, *more, "--resume") == [2] * world
     (line,) = lines("err", world)
-    assert "out/checkpoints/step-000006/training.json is not a checkpoint's" in line
+    assert "out/checkpoints/step-000006/training.json is damaged" in line
     assert train(world, *more, "--resume", "auto") == [0] * world
     said = [line for line in lines("out", world) if "instead" in line]
     assert len(said) == 5 and all("is damaged" in line for line in said)
@@ -592,7 +592,7 @@ def test_a_checkpoint_under_the_name_of_another_step(here, world):
     """--resume auto treats it as damaged. The one before must be of a run with the same settings."""
     assert train(world, "--exit-interval", "4") == [0] * world
     copy = shutil.copytree("out/checkpoints/step-000004", "out/checkpoints/step-000005")
-    said = f"{copy} is damaged or of another model: {copy}/training.json is not a checkpoint's: it is of step 4"
+    said = f"{copy} is damaged or of another model: {copy}/training.json is damaged: it records step 4, not step 5"
     assert train(world, "--resume", "auto", "--seed", "77") == [2] * world
     (line,) = lines("err", world)
     other = "cannot resume from out/checkpoints/step-000004: it has seed=1234, this run 77"

@@ -115,7 +115,7 @@ def test_errors_do_not_keep_the_group(ranks, world, wrong):
 
 def test_without_a_group_the_action_is_all():
     assert together(lambda: 3, [None], raises(ValueError)) == 3 == on_first(lambda: 3, None)
-    with pytest.raises(ValueError, match="group 3 is no process group that this rank is a member of"):
+    with pytest.raises(ValueError, match="group 3 is not a process group of this rank"):
         together(lambda: 3, [3])
 
 
