@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_request
+from megatron_ssm.api.prepared_request import PreparedRequest, ServedModel, prepare_request
 from megatron_ssm.api.replies import Piece, Replies
 from megatron_ssm.api.reply_models import ReplyModel
 from megatron_ssm.api.request_models import Body
@@ -40,7 +40,7 @@ class Endpoint:
     slot; a later error is its last event.
     """
 
-    def __init__(self, model: type[Body], service: Service, served: Served, keys: Keys, metrics: Metrics):
+    def __init__(self, model: type[Body], service: Service, served: ServedModel, keys: Keys, metrics: Metrics):
         self._model, self._service, self._served, self._keys, self._metrics = model, service, served, keys, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +59,7 @@ class Endpoint:
         """Send the reply to a request with this body. arrival: the time at which the request began to arrive."""
         work = partial(prepare_request, self._model, body, owner, self._served)
         request = await self._service.prepare(work, arrival)
-        with self._service.added(request.sequences, arrival, request.count_parameter) as updates:
+        with self._service.added(request.sequences, arrival, request.parameter_of_count) as updates:
             replies = Replies(request, self._served)
             pieces = self._pieces(len(request.sequences), replies, updates, arrival)
             if request.body.stream:
@@ -70,7 +70,8 @@ class Endpoint:
     async def _pieces(
         self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
     ) -> AsyncIterator[Piece | None]:
-        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of replies.
+        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of
+        replies.
         """
         firsts: dict[int, float] = {}
         tokens = [0] * left
@@ -100,7 +101,9 @@ class WorkEndpoint:
     ApiErrors of `work`.
     """
 
-    def __init__(self, work: Callable[[bytes, Served], ReplyModel], service: Service, served: Served, keys: Keys):
+    def __init__(
+        self, work: Callable[[bytes, ServedModel], ReplyModel], service: Service, served: ServedModel, keys: Keys
+    ):
         self._work, self._service, self._served, self._keys = work, service, served, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

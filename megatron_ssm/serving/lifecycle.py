@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.parallel.heartbeat import Watch
@@ -101,8 +101,8 @@ class Server(uvicorn.Server):
 
 
 def run_server(
-    engine: Engine, channel: Channel, served: Served, keys: Keys, hosts: Hosts, service: Service, listener: socket.socket,
-    drain_s: int, announce: Callable[[], None], watch: Watch,
+    engine: Engine, channel: Channel, served: ServedModel, keys: Keys, hosts: Hosts, service: Service,
+    listener: socket.socket, drain_s: int, announce: Callable[[], None], watch: Watch,
 ) -> None:  # fmt: skip
     """Serve until a signal comes, or the engine fails. announce: Called when connections are accepted.
 

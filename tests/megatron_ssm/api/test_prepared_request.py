@@ -9,7 +9,7 @@ import pytest
 from megatron_ssm.api import prepared_request
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.request_models import ChatRequest, CompletionRequest
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
 
@@ -84,7 +84,7 @@ def served(directory, template):
     write_byte_tokenizer(directory)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
-    return Served("model", load_tokenizer(directory), VOCABULARY, (256,), LENGTH, ChatTemplate(directory))
+    return ServedModel("model", load_tokenizer(directory), VOCABULARY, (256,), LENGTH, ChatTemplate(directory))
 
 
 def prepared(model, body, served_model):
