@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last gradient of queries is dropped", "attention2d/compute/passes.py",
-        "add_to([dq], leaving_dq.wait())", "leaving_dq.wait()",
+        "add_to([dq], pending_dq.wait())", "pending_dq.wait()",
         "tests/attention2d/schedules/test_schedules.py::test_overlap_makes_no_difference",
     ),
     Mutant(
