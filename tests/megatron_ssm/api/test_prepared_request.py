@@ -180,6 +180,6 @@ def test_how_many_log_probabilities_there_may_be(tmp_path, monkeypatch, endpoint
     monkeypatch.setattr(prepared_request, "MAX_LOGPROBS", count)
     prepared(endpoint, body, model)
     monkeypatch.setattr(prepared_request, "MAX_LOGPROBS", count - 1)
-    with pytest.raises(ApiError, match=f"more than the {count - 1} log-probabilities that a request may") as refused:
+    with pytest.raises(ApiError, match=f"exceed the limit of {count - 1};") as refused:
         prepared(endpoint, body, model)
     assert refused.value.param == ("top_logprobs" if endpoint == CHAT else "logprobs")
