@@ -55,9 +55,9 @@ class GridAttention:
         (queries,) = self.row.all_gather(rows, [q])  # (C slots, batch, heads, head_dim)
         outs, lses = self._attend((rows.segments, cols.segments), queries, (keys, values))
         del queries, keys, values
-        own = rows.read(self.row.index, outs), rows.read(self.row.index, lses)
-        self.row.all_to_all(rows, [outs, lses], [q.dtype, lses.dtype], lambda partial: merge(*own, *partial))
-        return own
+        own_result = rows.read(self.row.index, outs), rows.read(self.row.index, lses)
+        self.row.all_to_all(rows, [outs, lses], [q.dtype, lses.dtype], lambda partial: merge(*own_result, *partial))
+        return own_result
 
     def backward_gathered(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
@@ -76,23 +76,23 @@ class GridAttention:
     def forward_streamed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """`forward_gathered`, streamed. Holds all chunks of k and v of the column, or two of them if it is the only one."""
         blocks = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1)
-        own: Any = None  # (out, lse) of this rank's queries, once the first round over the keys is done
-        leaving = None
-        for t, (queries,) in self.row.stream([q]):
+        own_result: Any = None  # (out, lse) of this rank's queries, once the first round over the keys is done
+        pending_result = None
+        for col_step, (queries,) in self.row.stream([q]):
             partial: Any = None
-            for s, block in blocks:
-                partial = self._attend((self.row.chunk(t), self.col.chunk(s)), queries, block, partial)
+            for row_step, block in blocks:
+                partial = self._attend((self.row.chunk(col_step), self.col.chunk(row_step)), queries, block, partial)
                 del block  # so that its memory is free when the next one arrives
             del queries
-            if leaving:
-                merge(*own, *leaving.wait())
-            if t == 0:
-                own = partial
+            if pending_result:
+                merge(*own_result, *pending_result.wait())
+            if col_step == 0:
+                own_result = partial
             else:
-                leaving = self.row.swap(t, [partial[0].to(q.dtype), partial[1]])
-        if leaving:
-            merge(*own, *leaving.wait())
-        return own
+                pending_result = self.row.swap(col_step, [partial[0].to(q.dtype), partial[1]])
+        if pending_result:
+            merge(*own_result, *pending_result.wait())
+        return own_result
 
     def backward_streamed(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
@@ -104,30 +104,30 @@ class GridAttention:
         """
         blocks, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), self.row.size - 1
         dq: Any = None  # of this rank's queries, once the first round over the keys is done
-        dkv: dict[int, list[Tensor]] = {}  # {s: partial [dk, dv] of the cell s rows further}
-        leaving_dq, leaving_dkv = None, None
-        for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
+        dkv: dict[int, list[Tensor]] = {}  # {row_step: partial [dk, dv] of the cell row_step rows further}
+        pending_dq, pending_dkv = None, None
+        for col_step, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
             dqueries: Any = None
-            for s, block in blocks:
-                sums = (dqueries, *dkv.get(s, (None, None)))
-                between = self.row.chunk(t), self.col.chunk(s)
-                dqueries, *dkv[s] = self._attend_backward(between, queries, block, sums)
+            for row_step, block in blocks:
+                sums = (dqueries, *dkv.get(row_step, (None, None)))
+                between = self.row.chunk(col_step), self.col.chunk(row_step)
+                dqueries, *dkv[row_step] = self._attend_backward(between, queries, block, sums)
                 del block, sums  # so that their memory is free when the next block arrives
-                if s and t == last:
-                    if leaving_dkv:
-                        add_to(dkv[s], leaving_dkv.wait())
-                    leaving_dkv = self.col.pass_on(dkv.pop(s))
+                if row_step and col_step == last:
+                    if pending_dkv:
+                        add_to(dkv[row_step], pending_dkv.wait())
+                    pending_dkv = self.col.pass_on(dkv.pop(row_step))
             del queries
-            if leaving_dq:
-                add_to([dqueries], leaving_dq.wait())
-            if t == 0:
+            if pending_dq:
+                add_to([dqueries], pending_dq.wait())
+            if col_step == 0:
                 dq = dqueries
             else:
-                leaving_dq = self.row.pass_on([dqueries])
-        if leaving_dkv:
-            add_to(dkv[0], leaving_dkv.wait())
-        if leaving_dq:
-            add_to([dq], leaving_dq.wait())
+                pending_dq = self.row.pass_on([dqueries])
+        if pending_dkv:
+            add_to(dkv[0], pending_dkv.wait())
+        if pending_dq:
+            add_to([dq], pending_dq.wait())
         dk, dv = dkv[0]
         return dq, dk, dv
 

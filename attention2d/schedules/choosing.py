@@ -105,9 +105,9 @@ def candidates(
             peak = peak_memory(grid, overlap, *shape, on_cuda=on_cuda)
             peak_bytes = max(peak.forward, peak.backward) if training else peak.forward
             found.append(Candidate(grid.ulysses, grid.rows, grid.cols, overlap, total, steps, seconds, peak_bytes))
-    least = min(each.peak_bytes for each in found)
-    if memory is not None and memory < least:
-        raise ValueError(f"memory={memory}: no schedule on {ranks} ranks holds less than {least} bytes")
+    min_peak_bytes = min(each.peak_bytes for each in found)
+    if memory is not None and memory < min_peak_bytes:
+        raise ValueError(f"memory={memory}: no schedule on {ranks} ranks holds less than {min_peak_bytes} bytes")
     return _cheapest_first([each for each in found if memory is None or each.peak_bytes <= memory])
 
 
@@ -127,8 +127,8 @@ def _cheapest_first(found: list[Candidate]) -> list[Candidate]:
     """
     found = sorted(found, key=lambda each: (each.cost, each.steps, each.cols, each.overlap != (each.cols == 1)))
     limit = BYTES_TIE_RATIO * found[0].bytes_sent
-    near = [each for each in found if each.seconds is None and each.bytes_sent <= limit]
-    best = min(near or found[:1], key=lambda each: each.steps)
+    nearly_fewest_bytes = [each for each in found if each.seconds is None and each.bytes_sent <= limit]
+    best = min(nearly_fewest_bytes or found[:1], key=lambda each: each.steps)
     return [best, *(each for each in found if each is not best)]
 
 

@@ -70,7 +70,8 @@ class Digits:
         return found
 
     def needed(self, operand: Operand) -> Layout:
-        """For an input, its layout when the loops begin; for an output (or its partial results), its layout when they end.
+        """For an input, its layout when the loops begin; for an output (or its partial results), its layout when they
+        end.
         """
         found: Layout = {}
         shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
@@ -139,7 +140,8 @@ class Digits:
                 size = self.nest.program.axis(axis).size
                 count, blocks = size // divisor, size // inner
                 raise IllegalSchedule(
-                    f"{operand.name}: {count} {axis} do not divide over {blocks} blocks: {count} % {blocks} = {count % blocks}"
+                    f"{operand.name}: {count} {axis} do not divide over {blocks} blocks: "
+                    f"{count} % {blocks} = {count % blocks}"
                 )
 
 
@@ -204,7 +206,8 @@ def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
 
 
 def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Along a mesh axis that holds no digit (its ranks have equal blocks), each rank keeps its own block of a local digit.
+    """Along a mesh axis that holds no digit (its ranks have equal blocks), each rank keeps its own block of a local
+    digit.
     """
     for m in digits.nest.mesh.names:
         if m in want and m not in have and want[m] not in have.values():
@@ -213,7 +216,8 @@ def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conv
 
 
 def _swap(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Move a digit to another mesh axis of equal size, where it is wanted, and move that axis's digit (if it has one) here.
+    """Move a digit to another mesh axis of equal size, where it is wanted, and move that axis's digit (if it has one)
+    here.
     """
     mesh = digits.nest.mesh
     for m in mesh.names:
@@ -301,7 +305,7 @@ def _check_scan(nest: LoopNest) -> None:
     if expected and nest.program.axis(scan.axis).order == "zigzag" and cutting not in kept:
         raise IllegalSchedule(
             f"{scan.axis} is in zigzag order, so at least one operand must be sharded along it at home on "
-            f"{', '.join(cutting)}; otherwise set order=\"contiguous\""
+            f'{", ".join(cutting)}; otherwise set order="contiguous"'
         )
 
 

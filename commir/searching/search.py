@@ -247,7 +247,8 @@ def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: 
 
 
 def check_homes_divide(program: Program, mesh: Mesh) -> None:
-    """Raise ValueError if the home layout of an operand does not divide evenly over the mesh; then there is no plan at all.
+    """Raise ValueError if the home layout of an operand does not divide evenly over the mesh; then there is no plan at
+    all.
     """
     try:
         check_homes(LoopNest(program, mesh))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .errors import bad_request
-from .prepared_request import Served, read_prompt, too_many
+from .prepared_request import ServedModel, read_prompt, too_many
 from .reply_models import EmbeddingObject, EmbeddingReply, EmbeddingUsage
 from .request_models import EmbeddingRequest, parse_body
 from .sequences import Arguments, Sequence
@@ -20,7 +20,7 @@ class PreparedEmbeddings:
     body: EmbeddingRequest
     sequences: list[Sequence]
 
-    def reply(self, vectors: Vectors[list[float]], served: Served) -> EmbeddingReply:
+    def reply(self, vectors: Vectors[list[float]], served: ServedModel) -> EmbeddingReply:
         """Return the reply with the vectors of the texts, in their order."""
         encode = _base64 if self.body.encoding_format == "base64" else list
         data = [
@@ -31,7 +31,7 @@ class PreparedEmbeddings:
         return EmbeddingReply(object="list", data=data, model=served.name, usage=usage)
 
 
-def prepare_embeddings(text: bytes | str, served: Served) -> PreparedEmbeddings:
+def prepare_embeddings(text: bytes | str, served: ServedModel) -> PreparedEmbeddings:
     """Check a request, given as JSON, and tokenize its texts. ApiError 400, or 404 for another model."""
     body = parse_body(EmbeddingRequest, text)
     served.check_name(body.model)

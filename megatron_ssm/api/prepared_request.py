@@ -43,7 +43,7 @@ Prompt = tuple[str, list[int]]
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model that a server serves.
 
     Args:
@@ -66,7 +66,7 @@ class Served:
     tool_parser: type[CallParser] | None = None
 
     @cached_property
-    def most_characters(self) -> int | None:
+    def max_prompt_characters(self) -> int | None:
         """The number of characters beyond which a prompt certainly has too many tokens; None: there is none."""
         return most_characters(self.tokenizer, self.max_length)
 
@@ -105,7 +105,7 @@ class PreparedRequest:
         return self.body.max_tokens == 0
 
     @property
-    def count_parameter(self) -> str:
+    def parameter_of_count(self) -> str:
         """The parameter that determines how many sequences there are."""
         return "n" if self.body.n > 1 else self.body.prompt_field
 
@@ -116,7 +116,7 @@ class PreparedRequest:
 
 
 def prepare_request(
-    model: type[Body | ResponseRequest], text: bytes | str, owner: str, served: Served
+    model: type[Body | ResponseRequest], text: bytes | str, owner: str, served: ServedModel
 ) -> PreparedRequest:
     """Check a request and tokenize its prompts.
 
@@ -135,7 +135,7 @@ def prepare_request(
     if isinstance(body, ChatRequest):
         _check_tools(body, served)
     prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
-    is_thinking = _is_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
+    is_thinking = _has_begun_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
     grammar_parameter, grammar = _grammar(body)
@@ -154,7 +154,7 @@ def prepare_request(
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_logprobs is not None and body.echo,
         grammar=None if grammar is None else (grammar.kind, grammar.text),
-        thinking=_thinking(body, is_thinking, grammar, served),
+        thinking=_thinking_arguments(body, is_thinking, grammar, served),
         prefix_key="" if served.shares_prefixes else owner,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -185,7 +185,7 @@ def _check_combinations(body: Body, vocab_size: int) -> None:
         raise bad_request(f"{name}={body.num_logprobs} exceeds the vocabulary of {vocab_size}", name)
 
 
-def _check_tools(body: ChatRequest, served: Served) -> None:
+def _check_tools(body: ChatRequest, served: ServedModel) -> None:
     """ApiError 400 for tools that cannot be called."""
     choice, names = body.tool_choice, {tool.function.name for tool in body.tools}
     if len(names) < len(body.tools):
@@ -199,7 +199,7 @@ def _check_tools(body: ChatRequest, served: Served) -> None:
         raise bad_request(rule, "tools")
 
 
-def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
+def _prompts(body: CompletionRequest, served: ServedModel) -> list[Prompt]:
     """The prompts of a completion."""
     prompts: list[Prompt] = []
     for prompt in body.prompts:
@@ -213,7 +213,7 @@ def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
     return prompts
 
 
-def read_prompt(prompt: str | list[int], served: Served, param: str) -> list[int]:
+def read_prompt(prompt: str | list[int], served: ServedModel, param: str) -> list[int]:
     """Return the ids of a text, or given ids. ApiError 400, which names `param`, if there are too many, or wrong ones."""
     if isinstance(prompt, str):
         return _token_ids(prompt, served, param)
@@ -223,7 +223,7 @@ def read_prompt(prompt: str | list[int], served: Served, param: str) -> list[int
     return prompt
 
 
-def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
+def _chat_prompt(body: ChatRequest, served: ServedModel) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
     text = chat_text(body, served)
     ids = _token_ids(text, served, body.prompt_field, add_special_tokens=False)
@@ -232,7 +232,7 @@ def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
     return [(text, ids)]
 
 
-def chat_text(body: Conversation, served: Served) -> str:
+def chat_text(body: Conversation, served: ServedModel) -> str:
     """Return the text that the chat template makes of a conversation. ApiError 400 for a wrong one."""
     messages = [message.for_template() for message in body.messages]
     for message in messages:
@@ -263,7 +263,7 @@ def _without_end(prompt: str, content: str) -> str:
     return prompt[:place] + (whole if prompt.startswith(whole, place) else content.strip())
 
 
-def _is_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool | None:
+def _has_begun_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool | None:
     """See `PreparedRequest.is_thinking`."""
     if not template.reasons:
         return None
@@ -271,8 +271,8 @@ def _is_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool
     return prompt.rstrip().endswith(BEGIN) or last.rfind(BEGIN) > last.rfind(END)
 
 
-def _thinking(
-    body: Body, is_thinking: bool | None, grammar: Grammar | None, served: Served
+def _thinking_arguments(
+    body: Body, is_thinking: bool | None, grammar: Grammar | None, served: ServedModel
 ) -> tuple[tuple[int, ...], bool, int | None] | None:
     """The arguments of the engine's `Thinking`. None unless the reasoning has a budget, or a grammar applies to the text
     after it.
@@ -284,12 +284,12 @@ def _thinking(
     return tuple(served.tokenizer.encode_batch([END], add_special_tokens=False)[0].ids), is_thinking, body.budget
 
 
-def _token_ids(text: str, served: Served, param: str, add_special_tokens: bool = True) -> list[int]:
+def _token_ids(text: str, served: ServedModel, param: str, add_special_tokens: bool = True) -> list[int]:
     """The ids of a text. A longer text than `served.max_prompt_characters` is refused without tokenizing it, which would
     take seconds.
     """
-    most = served.most_characters
-    if most is not None and len(text) > most:
+    max_characters = served.max_prompt_characters
+    if max_characters is not None and len(text) > max_characters:
         message = f"the prompt has {len(text)} characters, which are too many: {_rule(served.max_length)}"
         raise bad_request(message, param, TOO_LONG)
     # `encode` would hold the interpreter's lock, and so stop the engine: for seconds with a megabyte of text.
@@ -322,8 +322,8 @@ def _check_size(body: Body, prompts: list[Prompt], new_tokens: list[int]) -> Non
     """
     if body.num_logprobs is None:
         return
-    repeated = sum(len(ids) for _, ids in prompts) if body.echo else 0
-    tokens = body.n * (repeated + (0 if body.max_tokens == 0 else sum(new_tokens)))
+    echoed_tokens = sum(len(ids) for _, ids in prompts) if body.echo else 0
+    tokens = body.n * (echoed_tokens + (0 if body.max_tokens == 0 else sum(new_tokens)))
     each = 1 + body.num_logprobs
     if tokens * each > MAX_LOGPROBS:
         raise bad_request(
@@ -333,7 +333,8 @@ def _check_size(body: Body, prompts: list[Prompt], new_tokens: list[int]) -> Non
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float] | None:
-    """{token id: bias} from JSON, whose names are strings. Names with leading zeros are refused, so that no id occurs twice.
+    """{token id: bias} from JSON, whose names are strings. Names with leading zeros are refused, so that no id occurs
+    twice.
     """
     for token in biases:
         if not re.fullmatch("0|[1-9][0-9]{0,9}", token) or int(token) >= vocab_size:

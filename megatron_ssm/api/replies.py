@@ -12,7 +12,7 @@ from megatron_ssm.inference.thinking import BEGIN, END
 
 from .errors import ApiError
 from .offsets import TextOffsets
-from .prepared_request import PreparedRequest, Served, schemas_of
+from .prepared_request import PreparedRequest, ServedModel, schemas_of
 from .reasoning import ReasoningSplitter
 from .reply_models import ChatCompletion, ChatCompletionChunk, Completion, ReplyModel
 from .request_models import ChatRequest
@@ -72,7 +72,7 @@ class Piece:
 class Reply:
     """The text of one sequence, as it is generated."""
 
-    def __init__(self, request: PreparedRequest, served: Served, index: int):
+    def __init__(self, request: PreparedRequest, served: ServedModel, index: int):
         self.index, self._request = index, request
         arguments = request.sequences[index].arguments
         hidden = arguments.stop_tokens  # as in the engine, which finds the stop strings
@@ -123,7 +123,7 @@ class Reply:
             piece.add(part)
 
 
-def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCallParser | None:
+def _parser(request: PreparedRequest, served: ServedModel) -> CallParser | ForcedCallParser | None:
     """The parser of a reply's tool calls; None if the reply cannot have any."""
     body = request.body
     if not isinstance(body, ChatRequest) or not body.usable_tools:
@@ -134,7 +134,7 @@ def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCall
     return served.tool_parser(schemas_of(body.tools), body.max_calls)
 
 
-def _marks(request: PreparedRequest, served: Served) -> tuple[str, ...]:
+def _marks(request: PreparedRequest, served: ServedModel) -> tuple[str, ...]:
     """The special tokens that are part of a reply's text, because its parsers look for them."""
     marks = () if request.is_thinking is None else (BEGIN, END)
     if served.tool_parser is not None and isinstance(request.body, ChatRequest) and request.body.usable_tools:
@@ -152,7 +152,7 @@ class Replies:
 
     end_mark = "[DONE]"
 
-    def __init__(self, request: PreparedRequest, served: Served):
+    def __init__(self, request: PreparedRequest, served: ServedModel):
         self._request, self._is_chat = request, isinstance(request.body, ChatRequest)
         self._replies = [Reply(request, served, sequence.index) for sequence in request.sequences]
         bytes_of = token_bytes(served.tokenizer)

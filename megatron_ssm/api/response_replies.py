@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .errors import ApiError
-from .prepared_request import PreparedRequest, Served
+from .prepared_request import PreparedRequest, ServedModel
 from .replies import Piece, Replies
 from .reply_models import ReplyModel
 from .response_models import ModelResponse, ResponseEvent
@@ -21,7 +21,7 @@ class ResponseReplies(Replies):
 
     end_mark = ""
 
-    def __init__(self, request: PreparedRequest, served: Served):
+    def __init__(self, request: PreparedRequest, served: ServedModel):
         super().__init__(request, served)
         assert isinstance(request.body, ResponseChat)
         self._body = request.body.asked
@@ -178,7 +178,7 @@ def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
     return {"logprobs": []} if part["type"] == "output_text" else {}
 
 
-def replies_to(request: PreparedRequest, served: Served) -> Replies:
+def replies_to(request: PreparedRequest, served: ServedModel) -> Replies:
     """Return the replies to a request, in the form of its endpoint."""
     is_response = isinstance(request.body, ResponseChat)
     return (ResponseReplies if is_response else Replies)(request, served)

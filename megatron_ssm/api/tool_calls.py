@@ -40,7 +40,9 @@ class CallParser:
 
     def __init__(self, tools: Schemas, max_calls: int | None = None):
         self._tools, self._max_calls = tools, max_calls
-        self._held = self._space = ""  # _held: text that may be part of a mark or of a call. _space: the white space before it
+        self._held = self._space = (
+            ""  # _held: text that may be part of a mark or of a call. _space: the white space before it
+        )
         self._is_inside, self._count = False, 0
 
     def read(self, body: str) -> list[tuple[str, dict[str, Any]]]:
@@ -231,7 +233,8 @@ def begun_length(text: str, mark: str) -> int:
 
 
 def _with_root(schema: Any, place: str) -> Any:
-    """A copy of a schema for embedding at a place in another schema: references to its root become references to that place.
+    """A copy of a schema for embedding at a place in another schema: references to its root become references to that
+    place.
     """
     if isinstance(schema, list):
         return [_with_root(each, place) for each in schema]

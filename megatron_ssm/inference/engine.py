@@ -28,7 +28,7 @@ from .slot import Slot
 from .speculation import SpeculativeDecoder, check_draft
 from .thinking import Thinking, ThinkingFollower
 
-DRAFTED = 7  # the largest number of proposals of a draft if `speculate` is 0
+DRAFT_PROPOSALS = 7  # the largest number of proposals of a draft if `speculate` is 0
 
 
 class Engine:
@@ -78,7 +78,7 @@ class Engine:
         if draft is not None:
             self._options["draft"] = f"{draft.config.num_layers} layers of {draft.config.hidden_size}"
         if not speculate and (draft is not None or model.draft_head is not None):
-            speculate = DRAFTED
+            speculate = DRAFT_PROPOSALS
         self.model, self.max_length, self._token_budget, self._speculate = model, max_length, token_budget, speculate
         self.cache = model.new_cache(slots, None if max_length is None else max_length + speculate)
         self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft, chunk)
@@ -132,9 +132,9 @@ class Engine:
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         min_p: float | None = None,
-        **additions: Any,
+        **options: Any,
     ) -> Request:
-        """Queue a request. prompt: token ids. See `generate` for the other arguments, and `make_request` for additions.
+        """Queue a request. prompt: token ids. See `generate` for the other arguments, and `make_request` for the options.
 
         All ranks call it with the same arguments, on engines that have had the same calls. Without a seed, the first rank
         draws one for all ranks. ValueError on every rank if arguments or options of engines differ across ranks, or if the
@@ -146,7 +146,7 @@ class Engine:
                 temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p
             )
             return self.make_request(
-                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **additions
+                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **options
             )
 
         def same(request: Request) -> dict[str, Any]:
@@ -193,11 +193,11 @@ class Engine:
             ValueError, FileNotFoundError: This engine cannot serve the request.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
-        strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        ids, stops = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        ids, stop_tokens = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
         biases = tuple(sorted((operator.index(i), bias) for i, bias in (logit_bias or {}).items()))
         request = Request(
-            ids, max_new_tokens, sampling, stops, strings, seed, min_new_tokens,
+            ids, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens,
             biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher, thinking,
             pooling,
         )  # fmt: skip
@@ -209,9 +209,9 @@ class Engine:
     def _check(self, request: Request) -> None:
         """ValueError or FileNotFoundError if this engine cannot serve the request."""
         vocabulary, prompt, strings = self.model.config.vocab_size, request.prompt, request.stop_strings
-        marks = () if request.thinking is None else request.thinking.end_ids
+        thinking_end_ids = () if request.thinking is None else request.thinking.end_ids
         for name, ids in (
-            ("token id", (*prompt, *marks)),
+            ("token id", (*prompt, *thinking_end_ids)),
             ("logit_bias: token id", (i for i, _ in request.logit_bias)),
         ):
             wrong = next((i for i in ids if not 0 <= i < vocabulary), None)

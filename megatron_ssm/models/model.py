@@ -190,7 +190,8 @@ class Model(TrackedModule):
 
     @property
     def token_groups(self) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """The data-parallel and context-parallel groups. The ranks of each hold different tokens of a batch. None: one rank.
+        """The data-parallel and context-parallel groups. The ranks of each hold different tokens of a batch. None: one
+        rank.
         """
         return self.data_group, None if self.context_ranks is None else self.context_ranks.group
 
@@ -348,7 +349,7 @@ class Model(TrackedModule):
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
         """Decode tokens by one call of C (a tape). Returns None, without side effects, if C does not support the call."""
-        if self._graphs.handles(input_ids):
+        if self._graphs.is_on_gpu(input_ids):
             return None
 
         def describe() -> Call:
@@ -573,7 +574,7 @@ class Model(TrackedModule):
         """
         labels = self._check_labels(input_ids, labels, ignore_index, seq)
         if self.routing is not None:
-            self.routing.begin(self._is_token(labels.shape[1], seq))
+            self.routing.begin(self._is_real_token(labels.shape[1], seq))
         hidden = self._call(
             input_ids, None, None, CallKind(is_sharded=self.context_ranks is not None, without_head=True)
         )
@@ -590,7 +591,7 @@ class Model(TrackedModule):
             return loss
         return self.routing.added_to(loss, self.ranks, 1 if self.data_group is None else self.data_group.size())
 
-    def _is_token(self, tokens: int, seq: int | None) -> torch.Tensor:
+    def _is_real_token(self, tokens: int, seq: int | None) -> torch.Tensor:
         """(tokens,) bool: False for this rank's padding of a sequence of `seq` tokens."""
         if seq is None or self.schedule is None:
             return torch.ones(tokens, dtype=torch.bool, device=self.device)
@@ -610,7 +611,7 @@ class Model(TrackedModule):
             padding = context.blocks_per_rank * self.ranks.size
         check_length(self.schedule, labels.shape[1], seq, padding)
         if seq is not None and self.schedule is not None:
-            labels = labels.masked_fill(~self._is_token(labels.shape[1], seq).to(labels.device), ignore_index)
+            labels = labels.masked_fill(~self._is_real_token(labels.shape[1], seq).to(labels.device), ignore_index)
         check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
         return labels
 

@@ -38,7 +38,7 @@ class Snapshot:
 
 
 @dataclass(eq=False)
-class Layout:
+class SharedState:
     """State shared by all selections of a cache.
 
     version: changes when tensors are reallocated. pending: The speculative tokens that a tape has read and `accept` has not
@@ -61,7 +61,7 @@ class Cache:
         kv_lengths: (context ranks, rows) int64 on the CPU, the number of keys and values of each row that each context rank
             holds; equal on all ranks. None: this rank holds all of them.
         context_rank: This rank's number among the context ranks.
-        layout: See `Layout`.
+        layout: See `SharedState`.
     """
 
     states: dict[str, State]
@@ -70,7 +70,7 @@ class Cache:
     rows: Rows = field(default_factory=lambda: EVERY_ROW)
     kv_lengths: torch.Tensor | None = None
     context_rank: int = 0
-    layout: Layout = field(default_factory=Layout)
+    layout: SharedState = field(default_factory=SharedState)
 
     def _fixed(self) -> Iterator[torch.Tensor]:
         for state in self.states.values():
@@ -125,8 +125,8 @@ class Cache:
         if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
             raise ValueError(f"rows {rows}: expected distinct rows of a cache of {len(self.lengths)}, at least one")
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
-        where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
-        return replace(self, rows=where)
+        selected = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
+        return replace(self, rows=selected)
 
     def advance(self, tokens: int, mask: torch.Tensor | None = None, new_per_rank: torch.Tensor | None = None) -> None:
         """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding.
@@ -197,11 +197,11 @@ class Cache:
         """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat."""
         rows = torch.as_tensor(rows)
         longest = max(map(self.stored, range(len(self.lengths))))
-        where = rows.to(self.device)
+        device_rows = rows.to(self.device)
         for tensor in self._fixed():
-            tensor.copy_(tensor[where])
+            tensor.copy_(tensor[device_rows])
         for tensor in self._per_token():
-            tensor[:, :longest] = tensor[where, :longest]
+            tensor[:, :longest] = tensor[device_rows, :longest]
         self.lengths.copy_(self.lengths[rows])
         if self.kv_lengths is not None:
             self.kv_lengths.copy_(self.kv_lengths[:, rows])

@@ -94,14 +94,14 @@ class Lowered:
 
     Attributes:
         out, columns, bias: As in `Partial`. The columns are sums of squares for a grouped RMSNorm of the output.
-        group: The number of channels that a column covers.
+        channels_per_column: The number of channels that a column covers.
         eps: The number that the norm adds to the mean of squares.
     """
 
     out: Buffer
     columns: Buffer | None = None
     bias: torch.Tensor | None = None
-    group: int = 1
+    channels_per_column: int = 1
     eps: float = 0.0
 
 
@@ -159,12 +159,15 @@ class Operator(TrackedModule):
 
 
 def check_plain(*modules: torch.nn.Module) -> None:
-    """Raise NotLowered if a module has hooks, overridden methods, or a class from outside this library: C would ignore them.
+    """Raise NotLowered if a module has hooks, overridden methods, or a class from outside this library: C would ignore
+    them.
     """
     for module in itertools.chain.from_iterable(root.modules() for root in modules):
         is_known = type(module).__module__.startswith(("megatron_ssm.", "torch.nn.modules.container"))
         if not is_known or is_altered(module):
-            raise NotLowered(f"{type(module).__name__} has hooks, overridden methods, or a class from outside megatron_ssm")
+            raise NotLowered(
+                f"{type(module).__name__} has hooks, overridden methods, or a class from outside megatron_ssm"
+            )
     if any(type(parameter) is not torch.nn.Parameter for root in modules for parameter in root.parameters()):
         raise NotLowered("a parameter is not a torch.nn.Parameter but a subclass")
 
@@ -187,7 +190,7 @@ def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -
     """Write to a tape: for each layer merged into one matrix, add its low-rank product to the columns of y that are its
     output.
     """
-    for first, product in parts.by_column if parts else ():
+    for first, product in parts.products_by_first_column if parts else ():
         add_low_rank(tape, y.columns(first, product.rows), x, product.down, product.up(), product.scale)
 
 
@@ -210,7 +213,7 @@ def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tens
     return nullcontext(copy_to_ranks(x, ranks.group, ranks.all_reduce_exact))
 
 
-def mix(operator: Operator, projected: Any, call: Call, state: State | None) -> Partial:
+def mix_with_rollback(operator: Operator, projected: Any, call: Call, state: State | None) -> Partial:
     """Call `operator.mix`. In speculative calls, keep the information that rollback needs (`read_speculatively`)."""
     if call.speculative and state is not None and state.fixed:
         return read_speculatively(operator.mix, projected, call, state, operator.ranks.recomputation)
@@ -222,7 +225,7 @@ def run(operator: Operator, x: torch.Tensor, call: Call, state: State | None = N
     with as_input(x, operator.ranks) as whole:
         projected = operator.project(whole)
         del whole
-    return sum_of([mix(operator, projected, call, state)], operator.ranks)
+    return sum_of([mix_with_rollback(operator, projected, call, state)], operator.ranks)
 
 
 def sum_of(
@@ -242,13 +245,13 @@ def sum_of(
         keep_for_recomputation: True to store the sum, because recomputation of later operations needs it.
     """
     scales = scales or [1.0] * len(partials)
-    plain = [
+    without_finish = [
         _scaled(partial.out, scale) for partial, scale in zip(partials, scales, strict=True) if partial.finish is None
     ]
     if all(partial.finish is None for partial in partials):
-        whole = _reduce(_added(plain), ranks, keep_for_recomputation)
+        whole = _reduce(_added(without_finish), ranks, keep_for_recomputation)
     else:
-        whole = _sum_with_columns(partials, plain, scales, ranks)
+        whole = _sum_with_columns(partials, without_finish, scales, ranks)
     for partial, scale in zip(partials, scales, strict=True):
         if partial.bias is not None:
             whole = whole + _scaled(replicated(partial.bias, ranks), scale)
@@ -273,13 +276,13 @@ def _reduce(part: torch.Tensor, ranks: Ranks, keep: bool) -> torch.Tensor:
 
 
 def _sum_with_columns(
-    partials: Sequence[Partial], plain: Sequence[torch.Tensor], scales: Sequence[float], ranks: Ranks
+    partials: Sequence[Partial], without_finish: Sequence[torch.Tensor], scales: Sequence[float], ranks: Ranks
 ) -> torch.Tensor:
     """`sum_of` without the biases, for operators of which at least one has a `finish` function."""
     finished = [(partial, scale) for partial, scale in zip(partials, scales, strict=True) if partial.finish is not None]
     dtype, hidden = partials[0].out.dtype, partials[0].out.shape[-1]
     columns = torch.cat([partial.columns for partial, _ in finished if partial.columns is not None], dim=-1)
-    outs = [partial.out for partial, _ in finished] + ([_added(plain)] if plain else [])
+    outs = [partial.out for partial, _ in finished] + ([_added(without_finish)] if without_finish else [])
 
     def finish(sums: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
         parts, first, outputs = sums.split(hidden, dim=-1), 0, []  # parts: (batch, seq, hidden)

@@ -320,7 +320,7 @@ class SharedBlock(Attention, Mlp):
         """The output of a row-parallel layer, summed over the ranks; releases its input."""
         part = lowered_linear(tape, layer, x, lora)
         tape.release(x)
-        y = tape.whole(tape.sum(self.ranks, part), [] if layer.bias is None else [layer.bias])
+        y = tape.sum_with_biases(tape.sum(self.ranks, part), [] if layer.bias is None else [layer.bias])
         tape.release(part)
         return y
 

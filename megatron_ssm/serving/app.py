@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.openapi import GENERATING, description
-from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
 from megatron_ssm.api.tokenization import detokenize, tokenize
 
@@ -29,7 +29,7 @@ PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Ag
 PROBES = ("/health", "/ready")  # orchestrators request these by the server's address; their replies are no secret
 
 
-def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
+def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
     """The ASGI application.
 
     If there are API keys, the paths under /v1, /tokenize and /detokenize need one; other paths do not. hosts: the hosts that

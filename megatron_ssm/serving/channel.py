@@ -13,7 +13,7 @@ LENGTH_BYTES = 8  # the size of the number that holds a message's length
 
 
 @dataclass(frozen=True)
-class Orders:
+class Commands:
     """The changes before a step, the same on every rank.
 
     Args:
@@ -33,15 +33,15 @@ class Orders:
 
     def encode(self) -> bytes:
         """The message to the other ranks: JSON, or no bytes if nothing changes."""
-        if self == Orders():
+        if self == Commands():
             return b""
         added = [each.to_json() for each in self.additions]
         values = {"add": added, "cancel": self.cancellations, "compile": self.grammars, "drop": self.dropped}
         return json.dumps({**values, "last": self.is_last}).encode()
 
     @classmethod
-    def decode(cls, message: bytes) -> "Orders":
-        """The orders in a message."""
+    def decode(cls, message: bytes) -> "Commands":
+        """The commands in a message."""
         if not message:
             return cls()
         values = json.loads(message)

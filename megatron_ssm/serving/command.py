@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from megatron_ssm.api.chat_template import ChatTemplate
-from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.tool_calls import PARSERS, detect_parser
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
@@ -39,7 +39,7 @@ from .announcement import address, announce
 from .app import software_version
 from .channel import Channel
 from .connections import allow_files, bind, bind_to_path
-from .driver import follow
+from .driver import run_follower
 from .hosts import Hosts
 from .keys import Keys
 from .lifecycle import run_server
@@ -87,7 +87,7 @@ def serve(arguments: Namespace) -> None:
             channel = Channel(model.ranks if groups.expert is None else Ranks.of(group, share=None))
             if rank:
                 _leave_signals_to_rank_0()
-                follow(engine, channel)
+                run_follower(engine, channel)
             else:
                 log.info(kernels_line(model.device, model.dtype, model.ranks.transport))
                 _serve_on_rank_0(engine, channel, inputs, arguments, watch)
@@ -120,7 +120,7 @@ class _Inputs:
         fingerprint: The inputs that must be equal on all ranks.
     """
 
-    served: Served
+    served: ServedModel
     keys: Keys
     hosts: Hosts
     listener: socket.socket | None
@@ -155,7 +155,7 @@ class _Inputs:
         return cls(served, keys, hosts, listener, engine, (config, draft, checksum, engine))
 
 
-def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) -> Served:
+def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) -> ServedModel:
     """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
@@ -172,7 +172,7 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
         software_version(),
     )
     fingerprint = f"fp_{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
-    return Served(
+    return ServedModel(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
         stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
         parser,

@@ -15,7 +15,7 @@ from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
 from megatron_ssm.inference.sampling import nan_error
 
-from .channel import Channel, Orders
+from .channel import Channel, Commands
 from .grammars import Compilations, Compiling, GrammarCompiler
 from .metrics import Load
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0
 
 
-class Replica:
+class TurnRunner:
     """Applies turns to one rank's engine. A turn is a set of additions and cancellations, and one step of the engine; all
     ranks apply the same turns.
     """
@@ -34,7 +34,7 @@ class Replica:
         self.engine = engine
         self._requests: dict[int, Request] = {}  # those that are waiting or running
 
-    def turn(self, additions: list[Request], cancellations: tuple[int, ...]) -> list[Request]:
+    def apply(self, additions: list[Request], cancellations: tuple[int, ...]) -> list[Request]:
         """Apply one turn, and return the requests that got tokens. All ranks call it with equal arguments."""
         for request in additions:
             assert request.seed is not None, "the seed is part of the arguments"
@@ -49,23 +49,23 @@ class Replica:
         return advanced
 
 
-def follow(engine: Engine, channel: Channel) -> None:
+def run_follower(engine: Engine, channel: Channel) -> None:
     """The loop of all ranks but 0: receive and apply each turn of rank 0, up to the last one."""
-    replica, compiler = Replica(engine), GrammarCompiler(engine)
+    runner, compiler = TurnRunner(engine), GrammarCompiler(engine)
     compilations = Compilations(compiler)
 
-    def made(arguments: Arguments) -> Request:
+    def make_request(arguments: Arguments) -> Request:
         """Make the request. Waits for this rank's compilation of the grammar, which rank 0 has already finished."""
         matcher = None if arguments.grammar is None else compilations.pop_matcher(arguments.grammar)
         return arguments.request(engine, matcher)
 
     try:
-        while not (orders := Orders.decode(channel.receive(engine.is_busy))).is_last:
-            for grammar in orders.grammars:
+        while not (commands := Commands.decode(channel.receive(engine.is_busy))).is_last:
+            for grammar in commands.grammars:
                 compilations.start(grammar)
-            for grammar in orders.dropped:
+            for grammar in commands.dropped:
                 compilations.drop(grammar)
-            replica.turn(list(map(made, orders.additions)), orders.cancellations)
+            runner.apply(list(map(make_request, commands.additions)), commands.cancellations)
     finally:
         compiler.stop()
 
@@ -87,10 +87,10 @@ class Driver(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.load = Load(slots=len(engine.cache.lengths))
         self.error: BaseException | None = None
-        self._engine, self._channel, self._replica = engine, channel, Replica(engine)
+        self._engine, self._channel, self._runner = engine, channel, TurnRunner(engine)
         self._deliver, self._fail, self._compiler = deliver, fail, GrammarCompiler(engine)
         self._inbox: queue.SimpleQueue[tuple[str, Sequence | None]] = queue.SimpleQueue()
-        self._compiling: dict[Sequence, Compiling] = {}  # those whose grammars are being compiled, in their order
+        self._compiling: dict[Sequence, Compiling] = {}  # sequences whose grammars are being compiled, in their order
         self._running: dict[Request, Sequence] = {}
 
     # From any thread
@@ -124,18 +124,18 @@ class Driver(threading.Thread):
         """One turn; False if it was the last."""
         added: list[Sequence] = []
         cancelled: list[Sequence] = []
-        dropped: list[Sequence] = []  # those whose compiled grammars are not used
+        unused_compilations: list[Sequence] = []  # those whose compiled grammars are not used
         is_last = False
-        for order, sequence in self._orders():
+        for command, sequence in self._commands():
             if sequence is None:
-                is_last = is_last or order == "stop"
-            elif order == "add":
+                is_last = is_last or command == "stop"
+            elif command == "add":
                 added.append(sequence)
             elif sequence in added:
                 added.remove(sequence)
             elif compiling := self._compiling.pop(sequence, None):
                 compiling.cancel()
-                dropped.append(sequence)
+                unused_compilations.append(sequence)
             else:
                 cancelled.append(sequence)
         for_grammar = [sequence for sequence in added if sequence.arguments.grammar is not None]
@@ -143,36 +143,36 @@ class Driver(threading.Thread):
         compiled = [sequence for sequence, compiling in self._compiling.items() if compiling.done()]
         added = [sequence for sequence in added if sequence.arguments.grammar is None] + compiled
         updates = [update for sequence in added if (update := self._prepare(sequence))]
-        requests = {each.request: each for each in added if each.request is not None}
-        dropped += [sequence for sequence in compiled if sequence.request is None]
-        running = [each.request for each in cancelled if each.request is not None]
+        requests = {sequence.request: sequence for sequence in added if sequence.request is not None}
+        unused_compilations += [sequence for sequence in compiled if sequence.request is None]
+        running = [sequence.request for sequence in cancelled if sequence.request is not None]
         # Requests that have finished are no longer in _running.
         ended = [request for request in running if self._running.pop(request, None)]
-        orders = Orders(
-            tuple(each.arguments for each in requests.values()),
+        commands = Commands(
+            tuple(sequence.arguments for sequence in requests.values()),
             tuple(request.id for request in ended),
             _grammars(for_grammar),
-            _grammars(dropped),
+            _grammars(unused_compilations),
             is_last,
         )
-        self._channel.send(orders.encode(), self._engine.is_busy)
+        self._channel.send(commands.encode(), self._engine.is_busy)
         if is_last:
             return False
         self._running |= requests
-        advanced = self._replica.turn(list(requests), orders.cancellations)
+        advanced = self._runner.apply(list(requests), commands.cancellations)
         updates += [self._update(request) for request in advanced]
         self._report(updates)
         return True
 
-    def _orders(self) -> list[tuple[str, Sequence | None]]:
-        """The orders since the last turn; waits for one while there is nothing to do."""
-        orders = []
+    def _commands(self) -> list[tuple[str, Sequence | None]]:
+        """The commands since the last turn; waits for one while there is nothing to do."""
+        commands = []
         try:
-            orders.append(self._inbox.get(block=not self._engine.is_busy, timeout=IDLE_S))
+            commands.append(self._inbox.get(block=not self._engine.is_busy, timeout=IDLE_S))
             while True:
-                orders.append(self._inbox.get_nowait())
+                commands.append(self._inbox.get_nowait())
         except queue.Empty:
-            return orders
+            return commands
 
     def _compile(self, sequences: list[Sequence]) -> None:
         """Begin to compile the grammars of new sequences."""

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from megatron_ssm.api.embeddings import prepare_embeddings
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_request
+from megatron_ssm.api.prepared_request import PreparedRequest, ServedModel, prepare_request
 from megatron_ssm.api.replies import Piece, Replies
 from megatron_ssm.api.reply_models import ReplyModel
 from megatron_ssm.api.request_models import Body
@@ -38,7 +38,7 @@ class Endpoint:
     ApiError, before the reply has begun, for a request that is refused or fails.
     """
 
-    def __init__(self, service: Service, served: Served, keys: Keys):
+    def __init__(self, service: Service, served: ServedModel, keys: Keys):
         self._service, self._served, self._keys = service, served, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +65,7 @@ class GenerationEndpoint(Endpoint):
     """
 
     def __init__(
-        self, model: type[Body | ResponseRequest], service: Service, served: Served, keys: Keys, metrics: Metrics
+        self, model: type[Body | ResponseRequest], service: Service, served: ServedModel, keys: Keys, metrics: Metrics
     ):
         super().__init__(service, served, keys)
         self._model, self._metrics = model, metrics
@@ -73,7 +73,7 @@ class GenerationEndpoint(Endpoint):
     async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
         work = partial(prepare_request, self._model, body, owner, self._served)
         request = await self._service.prepare(work, arrival)
-        with self._service.added(request.sequences, arrival, request.count_parameter) as updates:
+        with self._service.added(request.sequences, arrival, request.parameter_of_count) as updates:
             replies = replies_to(request, self._served)
             pieces = self._pieces(len(request.sequences), replies, updates, arrival)
             if request.body.stream:
@@ -84,7 +84,8 @@ class GenerationEndpoint(Endpoint):
     async def _pieces(
         self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
     ) -> AsyncIterator[Piece | None]:
-        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of replies.
+        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of
+        replies.
         """
         firsts: dict[int, float] = {}
         tokens = [0] * left
@@ -134,7 +135,9 @@ class EmbeddingEndpoint(Endpoint):
 class WorkEndpoint(Endpoint):
     """Replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
 
-    def __init__(self, work: Callable[[bytes, Served], ReplyModel], service: Service, served: Served, keys: Keys):
+    def __init__(
+        self, work: Callable[[bytes, ServedModel], ReplyModel], service: Service, served: ServedModel, keys: Keys
+    ):
         super().__init__(service, served, keys)
         self._work = work
 

@@ -20,7 +20,8 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(1, "grammars")
 
     def start(self, grammar: tuple[str, str]) -> Compiling:
-        """Begin to make a matcher. grammar: its kind and its text. The future raises ValueError if the engine cannot use it.
+        """Begin to make a matcher. grammar: its kind and its text. The future raises ValueError if the engine cannot
+        use it.
         """
         return self._pool.submit(self._matcher, grammar)
 

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.parallel.heartbeat import Watch
@@ -27,8 +27,8 @@ LAST_STEP_S = 60.0  # for the engine to end its last step, after all requests ha
 
 
 def run_server(
-    engine: Engine, channel: Channel, served: Served, keys: Keys, hosts: Hosts, service: Service, listener: socket.socket,
-    drain_s: int, announce: Callable[[], None], watch: Watch,
+    engine: Engine, channel: Channel, served: ServedModel, keys: Keys, hosts: Hosts, service: Service,
+    listener: socket.socket, drain_s: int, announce: Callable[[], None], watch: Watch,
 ) -> None:  # fmt: skip
     """Serve until a signal comes, or the engine fails. announce: Called when connections are accepted.
 

@@ -1,4 +1,5 @@
-"""Keeps the sequences that are being prepared, waiting or running, for asyncio's thread, and limits their number and time.
+"""Keeps the sequences that are being prepared, waiting or running, for asyncio's thread, and limits their number and
+time.
 """
 
 import asyncio
@@ -91,7 +92,8 @@ class Service:
         self._end(list(self._open), 503, reason, "unavailable")
 
     async def arrived(self, body: Awaitable[T]) -> T:
-        """The body of a request, once it has arrived. ApiError 408 if the body takes too long, 503 after `drain` or `close`.
+        """The body of a request, once it has arrived. ApiError 408 if the body takes too long, 503 after `drain` or
+        `close`.
         """
         seconds = min(self.limits.arrival, self.limits.seconds)
         late = ApiError(408, f"the body has not arrived within {seconds:g} s", headers={"Connection": "close"})

@@ -35,9 +35,9 @@ from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec, Stack, Unit
 
 BLOCK = 64  # numbers of a quantized matrix that share a scale of 4 bytes
-SMALL = {"x_proj", "dt_proj"}  # matrices that a quantized model keeps in 16 bits
+KEPT_IN_16_BITS = {"x_proj", "dt_proj"}  # matrices that a quantized model keeps in 16 bits
 CHOICES = 1000  # number of tokens whose random choices of experts are averaged
-KEPT = SMALL | {"gates", "conv", "use"}  # matrices that are not quantized
+UNQUANTIZED = KEPT_IN_16_BITS | {"gates", "conv", "use"}  # matrices that are not quantized
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,12 @@ class Memory:
         shape = field.local_shape(0, self.ranks, 0, self.expert_ranks)
         if self.quantized_bits and _is_quantized(field) and shape[-1] % BLOCK == 0:
             return math.prod(shape[:-1]) * _bytes_of_row(shape[-1], self.quantized_bits)
-        if self.quantized_bits and len(shape) > 1 and set(field.name.split(".")) & SMALL and shape[-1] % 2 == 0:
+        if (
+            self.quantized_bits
+            and len(shape) > 1
+            and set(field.name.split(".")) & KEPT_IN_16_BITS
+            and shape[-1] % 2 == 0
+        ):
             return 2 * math.prod(shape)
         return math.prod(shape) * (self.wide_itemsize if field.fp32 else self.itemsize)
 
@@ -142,11 +147,13 @@ class Memory:
         """Bytes per token of keys and values in all layers and in a draft head, and of the hidden state that the draft head
         reads.
         """
-        of_head, head = 0, self.config.draft_head
+        draft_head_bytes, head = 0, self.config.draft_head
         if self.config.has_draft_head and head is not None:
             parts = [part for unit in head.units for part in unit.operators]
-            of_head = self.itemsize * self.config.hidden_size + sum(part.spec.sizes(self.work).keys for part in parts)
-        return of_head + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
+            draft_head_bytes = self.itemsize * self.config.hidden_size + sum(
+                part.spec.sizes(self.work).keys for part in parts
+            )
+        return draft_head_bytes + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
 
     def moved_per_token(self, length: int) -> int:
         """Bytes of the cache that decoding a token of one sequence of `length` tokens reads or writes."""
@@ -184,22 +191,22 @@ class Memory:
     def _stages_of(self, unit: Unit, residual: int) -> Iterator[tuple[str, int]]:
         """Pairs (stage, bytes per token) of a unit. Its input is counted twice if the residual stream has another dtype."""
         s, H, work = self.itemsize, self.config.hidden_size, self.work
-        kept, x = residual, s * H if residual != s * H else 0
+        held_by_layer, x = residual, s * H if residual != s * H else 0
         if self.config.shared:
-            kept, x = residual + s * H, s * H  # the embeddings; the sum of x and the shared block's output
+            held_by_layer, x = residual + s * H, s * H  # the embeddings; the sum of x and the shared block's output
         if unit.side is not None:
             for name, size in unit.side.part.spec.sizes(work).stages.items():
                 if name != "output":
-                    yield name, kept + size
+                    yield name, held_by_layer + size
         all_sizes = [part.spec.sizes(work) for part in unit.operators]
         for count, sizes in enumerate(all_sizes):  # with the outputs of earlier operators and the inputs of later ones
             waiting = sum(later.projected for later in all_sizes[count + 1 :])
             for name, size in sizes.stages.items():
-                yield name, kept + x + count * s * H + waiting + size
+                yield name, held_by_layer + x + count * s * H + waiting + size
         converted = (
             residual if residual != s * H and not self.on_cuda else 0
         )  # torch on the CPU converts before it adds
-        yield "sum", kept + x + len(unit.operators) * s * H + converted + residual
+        yield "sum", held_by_layer + x + len(unit.operators) * s * H + converted + residual
 
     @property
     def _logits(self) -> int:
@@ -232,7 +239,7 @@ def _bytes_of_row(columns: int, bits: int) -> int:
 
 def _is_quantized(field: Field) -> bool:
     """Return True if `load(weights="int8")` quantizes this matrix when its rows have whole blocks."""
-    return len(field.shape) > 1 and field.adaptable and not field.fp32 and not set(field.name.split(".")) & KEPT
+    return len(field.shape) > 1 and field.adaptable and not field.fp32 and not set(field.name.split(".")) & UNQUANTIZED
 
 
 def sizes_of(config: Stack, work: Workload) -> Iterator[tuple[Sizes, int]]:

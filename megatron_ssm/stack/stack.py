@@ -135,7 +135,7 @@ class Unit:
         parts = [*self.operators, *([self.side.part] if self.side else [])]
         return [part.spec.sizes(Workload()) for part in parts]
 
-    def with_block(self, used: Sequence[int]) -> "Unit":
+    def with_blocks_renumbered(self, used: Sequence[int]) -> "Unit":
         """A copy in which the shared blocks are renumbered: block used[i] becomes block i."""
         if self.side is None:
             return self
@@ -271,7 +271,7 @@ class Stack:
         layers = [self.layers[index] for index in indices]
         used = sorted({unit.side.shared for layer in layers for unit in layer if unit.side is not None})
         return replace(
-            self, layers=tuple(tuple(unit.with_block(used) for unit in layer) for layer in layers),
+            self, layers=tuple(tuple(unit.with_blocks_renumbered(used) for unit in layer) for layer in layers),
             shared=tuple(replace(self.shared[index], name=str(number)) for number, index in enumerate(used)),
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 
 from .operations import ACTIVATIONS, KINDS, Matrix, Op, View
 
-LINE = 64  # bytes to which buffers are aligned
+ALIGNMENT = 64  # bytes to which buffers are aligned
 MOST_EXPERTS = 1024  # the limit of experts in a layer (tape.h)
 
 
@@ -100,7 +100,7 @@ class Builder:
         tensors: The tensors whose addresses are in the tape.
         products: (dtype of the matrix, dtype of x, columns, has_gaps) of each product for which C needs a kernel (see
             `products.has_kernel`).
-        width: The bytes of the arena per row.
+        arena_bytes_per_row: The bytes of the arena per row.
         has_experts: True if a layer has routed experts.
         path: The path of the operator that is being written.
     """
@@ -117,7 +117,7 @@ class Builder:
     tables: list[tuple[int, Op, Callable]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     products: set[tuple] = field(default_factory=set)
-    width: int = 0
+    arena_bytes_per_row: int = 0
     has_experts: bool = False
     path: str = ""
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -127,18 +127,18 @@ class Builder:
     def buffer(self, width: int, dtype: torch.dtype | None = None) -> Buffer:
         """A new buffer (rows, width), by default in the dtype of activations."""
         dtype = dtype or self.dtype
-        size = -(-width * dtype.itemsize // LINE) * LINE
+        size = -(-width * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
                 self._free[index] = (offset + size, free - size)
                 return Buffer(offset, width, dtype)
-        offset, self.width = self.width, self.width + size
+        offset, self.arena_bytes_per_row = self.arena_bytes_per_row, self.arena_bytes_per_row + size
         return Buffer(offset, width, dtype)
 
     def release(self, *buffers: Buffer) -> None:
         """Let later operations reuse the memory of these buffers."""
         for buffer in buffers:
-            size = -(-(buffer.stride or buffer.width) * buffer.dtype.itemsize // LINE) * LINE
+            size = -(-(buffer.stride or buffer.width) * buffer.dtype.itemsize // ALIGNMENT) * ALIGNMENT
             self._free.append((buffer.offset, size))
         merged: list[tuple[int, int]] = []
         for offset, size in sorted((offset, size) for offset, size in self._free if size):
@@ -308,7 +308,7 @@ class Builder:
         self._add("logits", f"({out}, {inputs})", x=x, y=y, matrix=self._matrix(weight), n=(out, inputs, width))
         self.release(y)
 
-    def slot(self, *names: str) -> int:
+    def state_slot(self, *names: str) -> int:
         """Add tensors of this operator's state to the slots; return the index of the first one."""
         self.slots.extend((self.path, name) for name in names)
         return len(self.slots) - len(names)
@@ -320,7 +320,7 @@ class Builder:
             raise NotLowered("a long convolution")
         y = self.buffer(x.width)
         n = x.width, weight.shape[-1]
-        self._add("conv", x=x, y=y, weight=weight, bias=bias, slot=self.slot("conv"), n=n)
+        self._add("conv", x=x, y=y, weight=weight, bias=bias, slot=self.state_slot("conv"), n=n)
         return y
 
     def step_sizes(self, x: Buffer, dt_bias: Tensor, limits: tuple[float, float]) -> Buffer:
@@ -339,7 +339,7 @@ class Builder:
         if state > LARGEST_STATE:
             raise NotLowered("a large state")
         y, n = self.buffer(heads * head_dim), (heads, head_dim, groups, state)
-        self._add("ssd", x=x, y=y, z=dt, A_log=A_log, D=D, slot=self.slot("state"), n=n, flag=may_round)
+        self._add("ssd", x=x, y=y, z=dt, A_log=A_log, D=D, slot=self.state_slot("state"), n=n, flag=may_round)
         return y
 
     def selective_scan(
@@ -360,7 +360,9 @@ class Builder:
         y, z = self.buffer(x.width), gate.view
         n = x.width, heads, rank, state, z.offset, z.first, z.stride
         tensors: dict[str, Any] = dict(A_log=A_log, D=D, dt_bias=dt_bias)
-        self._add("selective_scan", x=x, y=y, z=dt, **tensors, slot=self.slot("state"), sum=parameters.number, n=n)
+        self._add(
+            "selective_scan", x=x, y=y, z=dt, **tensors, slot=self.state_slot("state"), sum=parameters.number, n=n
+        )
         return y
 
     def inner_norms(
@@ -385,7 +387,7 @@ class Builder:
         if size > LARGEST_STATE:
             raise NotLowered("a large state")
         y = self.buffer(heads * width)
-        self._add("gated_delta", x=x, y=y, z=rates, slot=self.slot("state"), n=(key_heads, heads, size, width))
+        self._add("gated_delta", x=x, y=y, z=rates, slot=self.state_slot("state"), n=(key_heads, heads, size, width))
         return y
 
     def norm_gated(self, x: Buffer, gate: Buffer, weight: Tensor, eps: float) -> Buffer:
@@ -433,7 +435,7 @@ class Builder:
         self._add("residual", x=x, y=x, from_type=TYPES[x.dtype], **fields)
         return x
 
-    def whole(self, summed: SumResult, biases: Sequence[Tensor]) -> Buffer:
+    def sum_with_biases(self, summed: SumResult, biases: Sequence[Tensor]) -> Buffer:
         """The sum plus its biases (at most two) in the dtype of activations."""
         y = self.buffer(summed.part.width)
         fields: dict[str, Any] = dict(sum=summed.number, n=(y.width, 1), f=(1.0, 1.0), **self._biases(biases))
@@ -507,7 +509,7 @@ class Builder:
 
     def append(self, x: Buffer, name: str) -> int:
         """Append x to a per-token tensor of the state; return the slot of the tensor."""
-        slot = self.slot(name)
+        slot = self.state_slot(name)
         self._add("append", name, x=x, slot=slot, n=(x.width,))
         return slot
 

@@ -47,7 +47,7 @@ def end_of_text_id_of(tokenizer: "Tokenizer", folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenizerInfo:
     """A tokenizer, and the values that PREFIX.json records about it. tokenizer: None for UTF-8 bytes."""
 
     tokenizer: Any
@@ -56,7 +56,7 @@ class Source:
     digest: str
 
     @classmethod
-    def of(cls, source: str) -> "Source":
+    def of(cls, source: str) -> "TokenizerInfo":
         """Load a tokenizer. source: "byte", a directory with a tokenizer.json, or that file. ValueError or OSError for
         anything else.
         """
@@ -77,7 +77,7 @@ class Source:
 
 
 @dataclass
-class Prepared:
+class DatasetSize:
     """The size of a dataset. text_bytes: the number of UTF-8 bytes of its documents."""
 
     documents: int = 0
@@ -94,7 +94,7 @@ def prepare(
     dataset: str | None = None,
     split: str = "train",
     shows_progress: bool = False,
-) -> Prepared:
+) -> DatasetSize:
     """Tokenize documents into OUT.bin and OUT.idx, and return what they hold.
 
     Args:
@@ -113,7 +113,7 @@ def prepare(
             written before stays for the next call.
         OSError: A file cannot be read or written.
     """
-    source, out = Source.of(tokenizer), Path(out)
+    source, out = TokenizerInfo.of(tokenizer), Path(out)
     files = _described(inputs)
     recipe = {"inputs": files, "dataset": dataset and [dataset, split], "column": column} | {
         "separator": separator, "tokenizer": source.digest, "end_of_text_id": source.end_of_text_id,
@@ -125,21 +125,21 @@ def prepare(
     return writer.prepared
 
 
-def _tokenize(texts: Iterable[tuple[str, int]], source: Source, writer: "_Writer", bar: Any) -> None:
+def _tokenize(texts: Iterable[tuple[str, int]], source: TokenizerInfo, writer: "_Writer", bar: Any) -> None:
     """Append all documents but those that are written already. Reads and writes while other threads tokenize."""
     texts = iter(texts)
     for _, size in islice(texts, writer.prepared.documents):
         bar.update(size)
     with ThreadPoolExecutor(1) as pool:
-        before = None
+        tokenized_batch = None
         for batch in _batches(texts):
             running = pool.submit(source.encode, [text for text, _ in batch])
-            if before is not None:
-                writer.append(*before)
-            before = [text for text, _ in batch], running.result()
+            if tokenized_batch is not None:
+                writer.append(*tokenized_batch)
+            tokenized_batch = [text for text, _ in batch], running.result()
             bar.update(sum(size for _, size in batch))
-        if before is not None:
-            writer.append(*before)
+        if tokenized_batch is not None:
+            writer.append(*tokenized_batch)
 
 
 def _batches(texts: Iterator[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
@@ -158,11 +158,11 @@ def _batches(texts: Iterator[tuple[str, int]]) -> Iterator[list[tuple[str, int]]
 class _Writer:
     """Appends documents to OUT.bin.partial; when the block ends without an error, they become OUT.bin and OUT.idx."""
 
-    def __init__(self, out: Path, recipe: dict, source: Source):
+    def __init__(self, out: Path, recipe: dict, source: TokenizerInfo):
         self._out, self._recipe, self._end = out, recipe, source.end_of_text_id
         self._source = source
         self._dtype = np.dtype(np.uint16 if source.vocab_size < UINT16_VOCABULARY else np.int32)
-        self.prepared = Prepared()
+        self.prepared = DatasetSize()
         self._recorded = 0  # tokens
 
     def _path(self, suffix: str) -> Path:
@@ -172,9 +172,9 @@ class _Writer:
         self._out.parent.mkdir(parents=True, exist_ok=True)
         journal = self._path(".journal.json")
         if journal.exists():
-            kept = json.loads(journal.read_text())
-            if kept["recipe"] == self._recipe:
-                self.prepared = Prepared(**kept["prepared"])
+            journal_entries = json.loads(journal.read_text())
+            if journal_entries["recipe"] == self._recipe:
+                self.prepared = DatasetSize(**journal_entries["prepared"])
         self._recorded = self.prepared.tokens
         self._bin = self._open(".bin.partial", self.prepared.tokens * self._dtype.itemsize)
         self._lengths = self._open(".lengths.partial", self.prepared.documents * 4)
@@ -254,7 +254,8 @@ def _described(inputs: Sequence[str | Path]) -> list[list]:
 
 
 def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> Iterator[tuple[str, int]]:
-    """Pairs (document, its approximate size in the file in bytes) of all inputs. Documents of white space only are left out.
+    """Pairs (document, its approximate size in the file in bytes) of all inputs. Documents of white space only are
+    left out.
     """
     for path in inputs:
         for file in files_of(Path(path)):
@@ -294,7 +295,7 @@ def _parquet_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
         raise ValueError(f"{path} has no column {column!r}: it has {', '.join(file.schema_arrow.names)}")
     for batch in file.iter_batches(columns=[column]):
         for text in batch.column(0).to_pylist():
-            yield _checked(text, str(path), column)
+            yield _text_and_size(text, str(path), column)
 
 
 def _rows_of(dataset: str, split: str, column: str) -> Iterator[tuple[str, int]]:
@@ -309,10 +310,10 @@ def _rows_of(dataset: str, split: str, column: str) -> Iterator[tuple[str, int]]
     else:
         rows = datasets.load_dataset(dataset, split=split, streaming=True)
     for row in rows:
-        yield _checked(row.get(column), dataset, column)
+        yield _text_and_size(row.get(column), dataset, column)
 
 
-def _checked(text: object, where: str, column: str) -> tuple[str, int]:
+def _text_and_size(text: object, where: str, column: str) -> tuple[str, int]:
     if not isinstance(text, str):
         raise ValueError(f"{where}: {column!r} is {type(text).__name__} in some row, and must be a string")
     return text, len(text)

@@ -40,15 +40,15 @@ LOCAL_OPTIONS = {
     "profile", "tensorboard", "data_path", "train_data_path", "data_cache_path",
 }  # fmt: skip
 # Options of the shape of a new model, and of sparse gradients.
-SHAPE = (
+SHAPE_OPTIONS = (
     "model_type", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
     "shared_blocks", "adapter_rank", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
     "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
     "untie_embeddings_and_output_weights",
 )  # fmt: skip
-OF_EXPERTS = tuple(name for name in SHAPE if name.startswith("moe_") or name == "num_experts")
-SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
+EXPERT_OPTIONS = tuple(name for name in SHAPE_OPTIONS if name.startswith("moe_") or name == "num_experts")
+SPARSE_OPTIONS = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RunInputs:
         return cls(options, out, corpus, config, batches, requirements, checkpoint, deepspeed)
 
     @property
-    def start(self) -> int:
+    def first_step(self) -> int:
         """The number of steps that the checkpoint has done, 0 for a new run."""
         return self.checkpoint[1] if self.checkpoint else 0
 
@@ -111,7 +111,7 @@ class RunInputs:
         return {
             "training tokens, checksum": training_text,
             "held-out tokens, checksum": isinstance(held_out, Tokens) and (len(held_out.ids), _checksum(held_out.ids)),
-            "resumed step": self.start,
+            "resumed step": self.first_step,
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
             "outputs": [bool(getattr(options, name)) for name in ("log", "tensorboard", "profile")],
             "requirements": self.requirements,
@@ -147,8 +147,8 @@ def _optimizer(options: Options, device: torch.device) -> str:
     """The package whose AdamW updates the parameters, with its version; ranks must use the same, because each rounds in its
     own way.
     """
-    is_torchs = device.type != "cuda" or options.engine == "deepspeed" or options.use_distributed_optimizer
-    return "torch" if is_torchs else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
+    uses_torch_adamw = device.type != "cuda" or options.engine == "deepspeed" or options.use_distributed_optimizer
+    return "torch" if uses_torch_adamw else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
 
 def ignored_options(options: Options, replicas: int) -> list[str]:
@@ -159,16 +159,16 @@ def ignored_options(options: Options, replicas: int) -> list[str]:
     model = next((flag(name) for name in ("init_from", "model_config") if getattr(options, name)), "")
     is_dense = options.gradient_mode in ("dense", "fp16")
     reasons = {
-        f"{model} says the shape of the model": SHAPE if model else (),
-        "no block has experts": OF_EXPERTS if not model and "E" not in options.hybrid_override_pattern else (),
+        f"{model} says the shape of the model": SHAPE_OPTIONS if model else (),
+        "no block has experts": EXPERT_OPTIONS if not model and "E" not in options.hybrid_override_pattern else (),
         "--lr-decay-style is constant": ("min_lr", "lr_decay_iters") if options.lr_decay_style == "constant" else (),
         "there is no --lora-rank": ("lora_alpha", "lora_targets") if not options.lora_rank else (),
-        "no other rank has gradients to average": ("gradient_mode", *SPARSE) if replicas == 1 else (),
-        f"--gradient-mode is {options.gradient_mode}": SPARSE if is_dense and replicas > 1 else (),
+        "no other rank has gradients to average": ("gradient_mode", *SPARSE_OPTIONS) if replicas == 1 else (),
+        f"--gradient-mode is {options.gradient_mode}": SPARSE_OPTIONS if is_dense and replicas > 1 else (),
     }
     defaults = {option.name: option.default for option in fields(Options)}
-    given = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
-    return [f"ignored: {', '.join(map(flag, names))} ({reason})" for reason, names in given.items() if names]
+    ignored = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
+    return [f"ignored: {', '.join(map(flag, names))} ({reason})" for reason, names in ignored.items() if names]
 
 
 def _make_output_directory(path: str) -> Path:
@@ -188,10 +188,10 @@ def _resume_requirements(options: Options, config: Stack, batches: Batches | Ind
         text = {"training_tokens": batches.tokens, "training_text": batches.checksum, "train_samples": batches.samples}
     else:
         text = {"training_tokens": len(batches.ids), "training_text": _checksum(batches.ids)}
-    return json.loads(json.dumps({**_described(config), **run, **text}))
+    return json.loads(json.dumps({**_model_values(config), **run, **text}))
 
 
-def _described(config: Stack) -> dict[str, Any]:
+def _model_values(config: Stack) -> dict[str, Any]:
     """The sizes and constants that determine a model's results. Equal operators are listed once, under the path of the
     first.
     """

@@ -370,7 +370,7 @@ def test_what_does_not_fit_is_excluded():
     config = config_of(**tiny.ZAMBA2)
     found = training_divisions(config, 16, Training(64, 8), fabric(), Fixed())
     reasons = {each.sizes: each.excluded for each in found if each.excluded}
-    assert "does not divide" in reasons["TP 1 x CP 1 x DP 16"] and "TP 16 x CP 1 x DP 1" in reasons
+    assert "is not a multiple of" in reasons["TP 1 x CP 1 x DP 16"] and "TP 16 x CP 1 x DP 1" in reasons
     small = type("Small", (Fixed,), {"memory": 1.0})()
     found = training_divisions(config, 2, Training(64, 8), fabric(), small)
     assert all("GB with --recompute-activations; a rank has 1e-09 GB" in each.excluded for each in found)

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.offsets import prompt_offsets
-from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import CompletionRequest
 from megatron_ssm.api.sequences import Update
@@ -26,7 +26,7 @@ def served(directory, tokenizer=None):
     write_byte_tokenizer(directory)
     if tokenizer is not None:
         tokenizer.save(str(directory / "tokenizer.json"))
-    return Served("model", load_tokenizer(directory), 257, (END,), 100, ChatTemplate(directory))
+    return ServedModel("model", load_tokenizer(directory), 257, (END,), 100, ChatTemplate(directory))
 
 
 def prepared(model, body):

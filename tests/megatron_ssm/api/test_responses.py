@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.response_replies import ResponseReplies
 from megatron_ssm.api.response_request import ResponseRequest
 from megatron_ssm.api.sequences import Update
@@ -36,7 +36,7 @@ def served(directory):
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     (directory / "config.json").write_text('{"model_type": "mamba2"}')
     tokenizer = load_tokenizer(directory)
-    return Served("model", tokenizer, 257, (256,), 4000, ChatTemplate(directory), tool_parser=HermesParser)
+    return ServedModel("model", tokenizer, 257, (256,), 4000, ChatTemplate(directory), tool_parser=HermesParser)
 
 
 def prepared(model, **changes):
