@@ -230,7 +230,7 @@ def test_a_stopped_rank_is_named(here, world, tp, rank):
 
 def test_rank_0_is_stopped(here):
     line = survivors(2, Fault(0, 3, signal.SIGSTOP))
-    assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 5 s: so .*", line)
+    assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 5 s, so .*", line)
 
 
 def on_rank(rank, kind, name, action, monkeypatch):
@@ -703,7 +703,7 @@ def test_a_link_that_goes_down(here):
         assert codes == [1, 1]
         (ours,), (theirs,) = texts("err", 2)
         assert re.fullmatch(NAMED.format(rank=1, world=2) + "there was no sign of life for 5 s", ours)
-        assert re.fullmatch(r"rank 1 of 2: rank 0's store at 10.77.0.1:\d+ has not answered for 5 s: so .*", theirs)
+        assert re.fullmatch(r"rank 1 of 2: rank 0's store at 10.77.0.1:\d+ has not answered for 5 s, so .*", theirs)
     finally:
         subprocess.run([*netlab, "down"], env=environment, check=True)
 
