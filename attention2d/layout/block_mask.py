@@ -37,8 +37,8 @@ class BlockMask:
         `visible`, (batch or 1, queries, keys), includes the causal mask of its call; None: the mask hides nothing.
 
         Args:
-            calls: of `token_order.kernel_calls` for these segments.
-            q, kv: the segments of the query buffer and of the key buffer.
+            calls: The calls that `token_order.kernel_calls` returns for these segments.
+            q, kv: The segments of the query buffer and of the key buffer.
         """
         queries, keys = positions(q), positions(kv)
         for call in calls:
@@ -60,6 +60,6 @@ class BlockMask:
             for part in split_calls([call], -(-longest // 2)):
                 yield from self._divide(part, queries, keys)
 
-    def _block(self, positions: Tensor, dim: int) -> Tensor:
-        """The number of the block, along dimension `dim` of `blocks`, that holds each position."""
-        return positions // -(-self.seq // self.blocks.shape[dim])
+    def _block(self, tokens: Tensor, dim: int) -> Tensor:
+        """The number of the block, along dimension `dim` of `blocks`, that holds each token, given by its position."""
+        return tokens // -(-self.seq // self.blocks.shape[dim])

@@ -24,10 +24,12 @@ class ResponseReplies(Replies):
     def __init__(self, request: PreparedRequest, served: ServedModel):
         super().__init__(request, served)
         assert isinstance(request.body, ResponseChat)
-        self._body = request.body.asked
-        self._id, self._number = f"resp_{secrets.token_hex(12)}", 0  # the second: of the next event
+        self._body = request.body.request
+        self._id = f"resp_{secrets.token_hex(12)}"
+        self._next_number = 0  # the sequence number of the next event
         self._items: list[dict[str, Any]] = []
-        self._is_open, self._finished = False, ""  # the first: the last item may grow
+        self._is_open = False  # True while the last item may grow
+        self._finished = ""  # the reason for which the reply has ended
         self._reasoning_tokens = 0
 
     def whole(self, pieces: Iterable[Piece]) -> ReplyModel:
@@ -125,8 +127,8 @@ class ResponseReplies(Replies):
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> ReplyModel:
-        self._number += 1
-        return ResponseEvent.model_validate({"type": kind, "sequence_number": self._number - 1, **fields})
+        number, self._next_number = self._next_number, self._next_number + 1
+        return ResponseEvent.model_validate({"type": kind, "sequence_number": number, **fields})
 
     @property
     def _status(self) -> str:

@@ -11,7 +11,8 @@ from .request_models import (
     MAX_TOOLS,
     ChatRequest,
     Count,
-    FunctionName,
+    Function,
+    FunctionChoice,
     GenerationParameters,
     JsonSchema,
     PositiveCount,
@@ -19,7 +20,6 @@ from .request_models import (
     kind_of_choice,
     kind_of_content,
 )
-from .tool_calls import NO_ARGUMENTS
 
 
 class _Lenient(RequestModel):
@@ -124,21 +124,18 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(RequestModel):
-    """A function that the model may call. parameters: the JSON schema of its arguments."""
+class _OfFunctionType(RequestModel):
+    """An object whose type is "function". As the last base class, its field is checked first."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str = ""
-    parameters: dict[str, Any] = NO_ARGUMENTS
-    strict: bool = False
 
 
-class FunctionToolChoice(RequestModel):
-    """The function that the model must call."""
+class FunctionTool(Function, _OfFunctionType):
+    """A function that the model may call, in the form of /v1/responses."""
 
-    type: Literal["function"]
-    name: FunctionName
+
+class FunctionToolChoice(FunctionChoice, _OfFunctionType):
+    """The function that the model must call, in the form of /v1/responses."""
 
 
 class TextFormat(RequestModel):
@@ -224,11 +221,11 @@ class ResponseRequest(GenerationParameters):
 
 
 class ResponseChat(ChatRequest):
-    """A request to /v1/responses as a chat; errors name its own parameters. asked: the request."""
+    """A request to /v1/responses as a chat; errors name its own parameters. request: the body as it was sent."""
 
     prompt_field, format_field = "input", "text.format"
 
-    asked: ResponseRequest
+    request: ResponseRequest
 
     @classmethod
     def of(cls, body: ResponseRequest) -> "ResponseChat":
@@ -244,7 +241,7 @@ class ResponseChat(ChatRequest):
         return cls.model_validate(
             {
                 **{name: getattr(body, name) for name in GenerationParameters.model_fields},
-                "asked": body,
+                "request": body,
                 "messages": messages,
                 "max_completion_tokens": body.max_output_tokens,
                 "tools": [{"type": "function", "function": function} for function in functions],

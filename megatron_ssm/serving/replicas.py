@@ -26,11 +26,20 @@ KNOWN_PREFIXES = 10_000  # whose replicas are remembered
 
 @dataclass(eq=False)
 class Replica:
-    """A server process of its own. open: requests that it has now; taken: those that it has had."""
+    """A server process of its own.
+
+    Attributes:
+        number: The index of the replica, which metrics and log lines show.
+        process: The running process, or the last one that ran.
+        path: The path of its Unix socket.
+        is_ready: True while it takes requests.
+        open: The number of requests that it is answering.
+        taken: The number of requests that it has been given so far.
+    """
 
     number: int
     process: subprocess.Popen | None = None
-    path: str = ""  # of its socket
+    path: str = ""
     is_ready: bool = False
     open: int = 0
     taken: int = 0
@@ -42,7 +51,7 @@ class Replicas:
     Args:
         command: The arguments of `python -m megatron_ssm`, without the socket.
         environments: The environment of each replica.
-        folder: For their sockets.
+        folder: The directory of their sockets.
         slack: The most requests that a replica may have more than another one to get one whose prefix it knows.
     """
 
@@ -70,7 +79,7 @@ class Replicas:
         return 0
 
     def choose(self, prefix: bytes, lost: Collection[Replica] = ()) -> Replica:
-        """Return the replica that has had the prefix last, unless another has fewer requests by more than the slack.
+        """Return the replica that had this prefix last, unless another has fewer open requests by more than the slack.
 
         Then, and for an unknown prefix or b"", it is the one with the fewest requests. lost: replicas that are left out.
         ApiError 503 if there is none.

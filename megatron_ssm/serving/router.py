@@ -26,6 +26,7 @@ PREFIX_LENGTH = 1024  # characters of a prompt that decide about its replica
 PROMPTS = ("messages", "prompt", "input")  # the parameters that may be the prompt
 OF_CONNECTION = (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"date")
 LOST = (OSError, h11.RemoteProtocolError)  # the replica has closed the connection, or there is none
+LOST_MESSAGE = "the replica of the model that had this request was lost"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Router:
             ) from None
 
     async def _pass_on(self, scope: Scope, headers: Headers, body: bytes, send: Send) -> None:
-        """Pass a request on. One that a lost replica had goes to another one, once, if its client has got nothing yet."""
+        """Pass a request on. If its replica is lost before a part of the body was sent, pass it to another one, once."""
         owner = "" if self._limits.shares_prefixes else headers.get("authorization", "")
         prefix, reply = prefix_of(owner, body), _Reply(send)
         lost: list[Replica] = []
@@ -97,7 +98,7 @@ class Router:
                     break
             finally:
                 replica.open -= 1
-        await reply.fail(ApiError(503, "the replica of the model that had this request was lost", code="unavailable"))
+        await reply.fail(ApiError(503, LOST_MESSAGE, code="unavailable"))
 
     async def _metrics(self, scope: Scope, send: Send) -> None:
         """The metrics of all replicas, each with the label `replica`, and those of the connections of clients."""
@@ -120,7 +121,13 @@ class Router:
 
 @dataclass
 class _Reply:
-    """The reply that a client gets. has_content: it has got some of the body."""
+    """The reply to a client.
+
+    Attributes:
+        has_begun: True once the status and the headers were sent.
+        has_content: True once a part of the body was sent.
+        headers: The headers that were sent.
+    """
 
     send: Send
     has_begun: bool = False
@@ -142,7 +149,7 @@ class _Reply:
                     )
                     self.has_begun = True
                 elif event.status_code != 200:  # of the second replica, after the first one has begun a stream
-                    return await self.fail(ApiError(503, "the replica of the model that had this request was lost"))
+                    return await self.fail(ApiError(503, LOST_MESSAGE))
         await self.send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: ApiError) -> None:
