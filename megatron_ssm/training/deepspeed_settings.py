@@ -132,7 +132,7 @@ def _of_options(options: Options, data_ranks: int) -> dict[str, tuple[Any, str]]
         "scheduler.params.warmup_max_lr": of("lr"),
         "scheduler.params.warmup_num_steps": of("lr_warmup_iters"),
         "scheduler.params.warmup_type": ("linear", "the warm-up, which is linear"),
-        "scheduler.params.total_num_steps": of("lr_decay_iters" if options.lr_decay_iters else "full_steps"),
+        "scheduler.params.total_num_steps": of("lr_decay_iters" if options.lr_decay_iters else "train_iters"),
         "fp16.enabled": (False, "the options, which have no loss scale"),
     }
 
