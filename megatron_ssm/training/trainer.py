@@ -118,7 +118,10 @@ class SequenceLoss(nn.Module):
 def unfilled_state(model: Model, groups: Groups) -> GatheredState:
     """This rank's whole part of the model, unfilled, for `load_checkpoint` of engines that divide the optimizer's state."""
     shapes = {p: field_of(p).local_shape(groups.tensor_rank, groups.tensor_ranks) for p in model.parameters()}
-    return GatheredState({p: {name: torch.empty(shape) for name in entries(p)} for p, shape in shapes.items()})
+    dtypes = {p: at_least_fp32(p.dtype) for p in shapes}
+    return GatheredState(
+        {p: {n: torch.empty(shape, dtype=dtypes[p]) for n in entries(p)} for p, shape in shapes.items()}
+    )
 
 
 def gathered_state(
