@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "residuals of a skipped step not restored", "sparsefusion/gradients/error_feedback.py",
-        "self.residuals.update(self._before)", "pass",
+        "self.residuals.update(self._residuals_before_step)", "pass",
         "tests/sparsefusion/fusion/test_sparse_fusion.py::test_skipped_steps_change_nothing",
     ),
     Mutant(
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last gradient of queries is dropped", "attention2d/compute/passes.py",
-        "add_to([dq], leaving_dq.wait())", "leaving_dq.wait()",
+        "add_to([dq], pending_dq.wait())", "pending_dq.wait()",
         "tests/attention2d/schedules/test_schedules.py::test_overlap_makes_no_difference",
     ),
     Mutant(
@@ -261,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed run repeats the data", "megatron_ssm/training/pretraining.py",
-        "trainer.step(inputs.batches, step - 1)", "trainer.step(inputs.batches, step - 1 - inputs.start)",
+        "trainer.step(inputs.batches, step - 1)", "trainer.step(inputs.batches, step - 1 - inputs.first_step)",
         "tests/megatron_ssm/training/test_pretrain.py::test_a_killed_run_is_resumed_from_where_it_saved",
     ),
     Mutant(

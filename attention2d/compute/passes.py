@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
-from attention2d.layout.token_order import KernelCall, kernel_calls, split_calls
+from attention2d.layout.block_mask import BlockMask
+from attention2d.layout.token_order import KernelCall, Segment, kernel_calls, split_calls
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .axis import Axis, ChunkLayout, Tensors, add_to
 from .tile import attend, attend_backward, empty_result, merge, tile_length
 
 Tensor = torch.Tensor
+Between = tuple[Sequence[Segment], Sequence[Segment]]  # the segments of a buffer of queries and of a buffer of keys
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,25 @@ class GridAttention:
     Attributes:
         row: the axis along which queries travel, with C cells.
         col: the axis along which keys and values travel, with R cells.
+        mask: which keys a query sees, besides the causal mask (None: all).
     """
 
     row: Axis
     col: Axis
     causal: bool
     scale: float
+    mask: BlockMask | None = None
 
     def forward_gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of this rank's queries, in at least fp32. Sends C-1 chunks of q, out and lse, R-1 of k and v."""
         rows, cols = ChunkLayout(self.row.chunks), ChunkLayout(self.col.chunks)
         keys, values = self.col.all_gather(cols, [k, v])  # (R slots, batch, kv_heads, head_dim)
         (queries,) = self.row.all_gather(rows, [q])  # (C slots, batch, heads, head_dim)
-        outs, lses = self._attend(kernel_calls(rows.segments, cols.segments, self.causal), queries, (keys, values))
+        outs, lses = self._attend((rows.segments, cols.segments), queries, (keys, values))
         del queries, keys, values
-        own = rows.read(self.row.index, outs), rows.read(self.row.index, lses)
-        self.row.all_to_all(rows, [outs, lses], [q.dtype, lses.dtype], lambda partial: merge(*own, *partial))
-        return own
+        own_result = rows.read(self.row.index, outs), rows.read(self.row.index, lses)
+        self.row.all_to_all(rows, [outs, lses], [q.dtype, lses.dtype], lambda partial: merge(*own_result, *partial))
+        return own_result
 
     def backward_gathered(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
@@ -62,8 +66,7 @@ class GridAttention:
         rows, cols = ChunkLayout(self.row.chunks), ChunkLayout(self.col.chunks)
         keys, values = self.col.all_gather(cols, [k, v])
         queries = self.row.all_gather(rows, [q, dout, lse, _delta(dout, out)])
-        calls = kernel_calls(rows.segments, cols.segments, self.causal)
-        dqueries, dkeys, dvalues = self._attend_backward(calls, queries, (keys, values))
+        dqueries, dkeys, dvalues = self._attend_backward((rows.segments, cols.segments), queries, (keys, values))
         del queries, keys, values
         (dq,) = self.row.reduce_scatter(rows, [dqueries])
         del dqueries
@@ -73,23 +76,23 @@ class GridAttention:
     def forward_streamed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """`forward_gathered`, streamed. Holds all chunks of k and v of the column, or two of them if it is the only one."""
         blocks = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1)
-        own: Any = None  # (out, lse) of this rank's queries, once the first round over the keys is done
-        leaving = None
-        for t, (queries,) in self.row.stream([q]):
+        own_result: Any = None  # (out, lse) of this rank's queries, once the first round over the keys is done
+        pending_result = None
+        for col_step, (queries,) in self.row.stream([q]):
             partial: Any = None
-            for s, block in blocks:
-                partial = self._attend(self._calls_between(t, s), queries, block, partial)
+            for row_step, block in blocks:
+                partial = self._attend((self.row.chunk(col_step), self.col.chunk(row_step)), queries, block, partial)
                 del block  # so that its memory is free when the next one arrives
             del queries
-            if leaving:
-                merge(*own, *leaving.wait())
-            if t == 0:
-                own = partial
+            if pending_result:
+                merge(*own_result, *pending_result.wait())
+            if col_step == 0:
+                own_result = partial
             else:
-                leaving = self.row.swap(t, [partial[0].to(q.dtype), partial[1]])
-        if leaving:
-            merge(*own, *leaving.wait())
-        return own
+                pending_result = self.row.swap(col_step, [partial[0].to(q.dtype), partial[1]])
+        if pending_result:
+            merge(*own_result, *pending_result.wait())
+        return own_result
 
     def backward_streamed(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
@@ -101,67 +104,77 @@ class GridAttention:
         """
         blocks, last = _KeyBlocks(self.col, [k, v], is_kept=self.row.size > 1), self.row.size - 1
         dq: Any = None  # of this rank's queries, once the first round over the keys is done
-        dkv: dict[int, list[Tensor]] = {}  # by step s: sums for the keys and values of the rank s places further
-        leaving_dq, leaving_dkv = None, None
-        for t, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
+        dkv: dict[int, list[Tensor]] = {}  # {row_step: partial [dk, dv] of the cell row_step rows further}
+        pending_dq, pending_dkv = None, None
+        for col_step, queries in self.row.stream([q, dout, lse, _delta(dout, out)]):
             dqueries: Any = None
-            for s, block in blocks:
-                sums = (dqueries, *dkv.get(s, (None, None)))
-                dqueries, *dkv[s] = self._attend_backward(self._calls_between(t, s), queries, block, sums)
+            for row_step, block in blocks:
+                sums = (dqueries, *dkv.get(row_step, (None, None)))
+                between = self.row.chunk(col_step), self.col.chunk(row_step)
+                dqueries, *dkv[row_step] = self._attend_backward(between, queries, block, sums)
                 del block, sums  # so that their memory is free when the next block arrives
-                if s and t == last:
-                    if leaving_dkv:
-                        add_to(dkv[s], leaving_dkv.wait())
-                    leaving_dkv = self.col.pass_on(dkv.pop(s))
+                if row_step and col_step == last:
+                    if pending_dkv:
+                        add_to(dkv[row_step], pending_dkv.wait())
+                    pending_dkv = self.col.pass_on(dkv.pop(row_step))
             del queries
-            if leaving_dq:
-                add_to([dqueries], leaving_dq.wait())
-            if t == 0:
+            if pending_dq:
+                add_to([dqueries], pending_dq.wait())
+            if col_step == 0:
                 dq = dqueries
             else:
-                leaving_dq = self.row.pass_on([dqueries])
-        if leaving_dkv:
-            add_to(dkv[0], leaving_dkv.wait())
-        if leaving_dq:
-            add_to([dq], leaving_dq.wait())
+                pending_dq = self.row.pass_on([dqueries])
+        if pending_dkv:
+            add_to(dkv[0], pending_dkv.wait())
+        if pending_dq:
+            add_to([dq], pending_dq.wait())
         dk, dv = dkv[0]
         return dq, dk, dv
 
-    def _calls_between(self, t: int, s: int) -> list[KernelCall]:
-        """The kernel calls for the queries of the cell t columns further and the keys of the cell s rows further."""
-        return kernel_calls(self.row.chunk(t), self.col.chunk(s), self.causal)
-
     def _attend(
-        self, calls: list[KernelCall], queries: Tensor, block: Tensors, result: tuple[Tensor, Tensor] | None = None
+        self, between: Between, queries: Tensor, block: Tensors, result: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of these kernel calls, merged in place into an earlier `result` if there is one. block: k and v."""
+        """(out, lse) of these queries and keys, merged in place into an earlier `result` if there is one. block: k and v."""
         keys, values = block
-        if result is None and _is_one_tile(calls, queries):
+        calls = kernel_calls(*between, self.causal)
+        if self.mask is None and result is None and _is_one_tile(calls, queries):
             (call,) = calls
             return attend(queries, keys[call.kv], values[call.kv], call.causal, self.scale)
         out, lse = result or empty_result(queries)
-        for call in split_calls(calls, tile_length(queries)):
+        for call, visible in self._tiles(calls, between, queries):
             rows, cols = call.q, call.kv
-            merge(out[rows], lse[rows], *attend(queries[rows], keys[cols], values[cols], call.causal, self.scale))
+            tile = queries[rows], keys[cols], values[cols], call.causal, self.scale, visible
+            merge(out[rows], lse[rows], *attend(*tile))
         return out, lse
 
     def _attend_backward(
-        self, calls: list[KernelCall], queries: Tensors, block: Tensors,
-        sums: Sequence[Tensor | None] = (None, None, None),
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(dq, dk, dv) of these kernel calls, added in place to those of the earlier `sums` that are not None.
+        self, between: Between, queries: Tensors, block: Tensors, sums: Sequence[Tensor | None] = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of these queries and keys, added in place to those of the earlier `sums` that are not None.
 
         queries: q, dout, lse and delta. block: k and v.
         """
         (q, dout, lse, delta), (k, v) = queries, block
-        if all(total is None for total in sums) and _is_one_tile(calls, q, k):
+        calls, is_first = kernel_calls(*between, self.causal), all(total is None for total in sums)
+        if self.mask is None and is_first and _is_one_tile(calls, q, k):
             return attend_backward(dout, delta, q, k, v, lse, calls[0].causal, self.scale)
         dq, dk, dv = (_zeros(t) if total is None else total for total, t in zip(sums, (q, k, v), strict=True))
-        for call in split_calls(calls, tile_length(q)):
+        for call, visible in self._tiles(calls, between, q):
             rows, cols = call.q, call.kv
-            inputs = dout[rows], delta[rows], q[rows], k[cols], v[cols], lse[rows]
-            add_to([dq[rows], dk[cols], dv[cols]], attend_backward(*inputs, call.causal, self.scale))
+            tile = dout[rows], delta[rows], q[rows], k[cols], v[cols], lse[rows], call.causal, self.scale, visible
+            add_to([dq[rows], dk[cols], dv[cols]], attend_backward(*tile))
         return dq, dk, dv
+
+    def _tiles(
+        self, calls: Sequence[KernelCall], between: Between, q: Tensor
+    ) -> Iterator[tuple[KernelCall, Tensor | None]]:
+        """(call, visible) of each tile: `visible` as in `tile.attend`, None where the mask hides nothing."""
+        tiles = split_calls(calls, tile_length(q))
+        if self.mask is None:
+            yield from ((call, None) for call in tiles)
+            return
+        for call, visible in self.mask.tiles(tiles, *between):
+            yield call, None if visible is None else visible.to(q.device)
 
 
 class _KeyBlocks:

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from attention2d.layout import token_order as orders
+from attention2d.layout.block_mask import BlockMask
 from attention2d.layout.grid import Grid
 from sparsefusion.collectives.counted import Counter
 
@@ -51,7 +52,9 @@ class ShardAttention:
     kv_from: int
 
     @classmethod
-    def of_schedule(cls, schedule: GridSchedule, local: int, seq: int, causal: bool, scale: float) -> "ShardAttention":
+    def of_schedule(
+        cls, schedule: GridSchedule, local: int, seq: int, causal: bool, scale: float, mask: BlockMask | None
+    ) -> "ShardAttention":
         """The attention of `schedule` for a sequence of `seq` tokens in shards of `local` slots."""
         grid, order = schedule.grid, schedule.order
 
@@ -74,7 +77,7 @@ class ShardAttention:
         cell = axis(members, grid.member, (orders.segments(order, rank, grid.ranks, local, seq) for rank in members))
         kv_from = kv_cell(grid.row)
         kv_to = grid.cell if kv_from == grid.cell else grid.cell // grid.cols + grid.rows * (grid.cell % grid.cols)
-        attention = GridAttention(along_row, along_col, causal, scale)
+        attention = GridAttention(along_row, along_col, causal, scale, mask)
         return cls(cell, attention, schedule.overlap, grid.rank_in_cell(kv_to), grid.rank_in_cell(kv_from))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -37,36 +37,49 @@ def kernel_tile_length(row_elements: int, on_cuda: bool) -> int:
     return max(MIN_LENGTH, (CUDA_ELEMENTS if on_cuda else CPU_ELEMENTS) // row_elements)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(out, lse): softmax(scale q k^T) v, and the log of each softmax's denominator, in at least fp32.
 
     There must be at least one query and one key. causal: query i sees keys 0 to i, and there are as many keys as queries.
+    visible: (batch or 1, queries, keys), True where a query sees a key, without `causal`. A query that sees no key has an
+    out of 0 and an lse of -inf.
     """
     if q.is_cuda:
-        return _attend_cuda(q, k, v, causal, scale) if _has_flash_kernel(q) else attend_ref(q, k, v, causal, scale)
+        if visible is None and _has_flash_kernel(q):
+            return _attend_cuda(q, k, v, causal, scale)
+        return attend_ref(q, k, v, causal, scale, visible)
     q, k, v = (_heads_first(t.to(at_least_fp32(t.dtype))) for t in (q, k, v))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return _sequence_first(out), lse.permute(2, 0, 1)  # (queries, batch, heads)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=_bias(q, visible), scale=scale
+    )
+    lse = lse.permute(2, 0, 1)  # (queries, batch, heads)
+    if visible is not None:  # the kernel returns 0 for a query that sees no key
+        lse = lse.masked_fill(~visible.any(-1).T.unsqueeze(-1), -torch.inf)
+    return _sequence_first(out), lse
 
 
 def attend_backward(
-    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool, scale: float,
+    visible: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of one tile, in at least fp32.
 
     dout: the gradient of out, (queries, batch, heads, head_dim). delta, lse: over all keys, not only those of the tile.
+    visible: as in `attend`.
     """
-    if q.is_cuda and not _has_flash_kernel(q):
-        return attend_backward_ref(dout, delta, q, k, v, lse, causal, scale)
+    if q.is_cuda and (visible is not None or not _has_flash_kernel(q)):
+        return attend_backward_ref(dout, delta, q, k, v, lse, causal, scale, visible)
     if not q.is_cuda:
         dout, q, k, v = (t.to(at_least_fp32(t.dtype)) for t in (dout, q, k, v))
     heads_first = tuple(_heads_first(t) for t in (dout, q, k, v, output_substitute(dout, delta)))
-    lse = lse.permute(1, 2, 0)  # (batch, heads, queries)
+    lse = _finite(lse).permute(1, 2, 0)  # (batch, heads, queries)
     if q.is_cuda:
         gradients = _cuda_backward(heads_first, lse.contiguous(), causal, scale)
     else:
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *heads_first, lse, 0.0, causal, scale=scale
+            *heads_first, lse, 0.0, causal, attn_mask=_bias(q, visible), scale=scale
         )
     dq, dk, dv = (_sequence_first(t).to(at_least_fp32(t.dtype)) for t in gradients)
     return dq, dk, dv
@@ -93,29 +106,32 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge a result over other keys into (out, lse), in place. An lse of -inf means that no key has been attended."""
     total = torch.logaddexp(lse, other_lse)
-    finite = total.clamp(min=torch.finfo(total.dtype).min)  # -inf - -inf would be NaN
+    finite = _finite(total)
     out.mul_((lse - finite).exp().unsqueeze(-1))
     out.addcmul_(other_out, (other_lse - finite).exp().unsqueeze(-1))
     lse.copy_(total)
 
 
-def attend_ref(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend_ref(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`attend` in plain torch operations."""
     q, k, v = _all_heads(q, k, v)
-    scores = _scores(q, k, causal, scale)
+    scores = _scores(q, k, causal, scale, visible)
     lse = scores.logsumexp(-1)
-    out = torch.einsum("bhqk,kbhd->qbhd", (scores - lse.unsqueeze(-1)).exp(), v)
+    out = torch.einsum("bhqk,kbhd->qbhd", (scores - _finite(lse).unsqueeze(-1)).exp(), v)
     return out, lse.permute(2, 0, 1)  # (queries, batch, heads)
 
 
 def attend_backward_ref(
-    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool, scale: float,
+    visible: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`attend_backward` in plain torch operations: P = exp(s - lse), dS = P (dout v^T - delta)."""
     kv_heads, dout = k.shape[2], dout.to(at_least_fp32(dout.dtype))
     q, k, v = _all_heads(q, k, v)
     # (batch, heads, queries, keys)
-    probabilities = (_scores(q, k, causal, scale) - lse.permute(1, 2, 0).unsqueeze(-1)).exp()
+    probabilities = (_scores(q, k, causal, scale, visible) - _finite(lse).permute(1, 2, 0).unsqueeze(-1)).exp()
     dv = torch.einsum("bhqk,qbhd->kbhd", probabilities, dout)
     dscores = torch.einsum("qbhd,kbhd->bhqk", dout, v) - delta.permute(1, 2, 0).unsqueeze(-1)
     dscores = probabilities * dscores * scale
@@ -131,13 +147,25 @@ def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, visible: Tensor | None) -> Tensor:
     """(batch, heads, queries, keys): scale q k^T, -inf where a query does not see a key."""
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    return scores
+    return scores if visible is None else scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
+
+
+def _bias(q: Tensor, visible: Tensor | None) -> Tensor | None:
+    """(batch or 1, 1, queries, keys) for the CPU's kernel: 0 where a query sees a key, elsewhere -inf."""
+    if visible is None:
+        return None
+    return q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf).unsqueeze(1)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """lse with the lowest finite number for -inf, because -inf - -inf would be NaN."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
 def _heads_first(t: Tensor) -> Tensor:

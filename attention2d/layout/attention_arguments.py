@@ -67,6 +67,20 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale={scale}: expected a positive, finite number")
 
 
+def check_mask(mask: torch.Tensor | None, batch: int, seq: int) -> None:
+    """`mask` must be None, or a bool tensor (batch or 1, query blocks, key blocks) that divides the sequence equally."""
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() != 3:
+        shown = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"mask is {shown}: expected a bool tensor (batch or 1, query blocks, key blocks)")
+    if mask.shape[0] not in (1, batch):
+        raise ValueError(f"mask has {mask.shape[0]} sequences: expected 1 or {batch}, as q has")
+    for blocks, name in zip(mask.shape[1:], ("query", "key"), strict=True):
+        if not 1 <= blocks <= seq or -(-seq // -(-seq // blocks)) != blocks:
+            raise ValueError(f"mask has {blocks} {name} blocks: {seq} tokens do not divide into as many equal blocks")
+
+
 def refuse_features(**features: object) -> None:
     """Raise ValueError naming the first feature in use. A feature that is None, False or 0 is not in use."""
     for name, value in features.items():

@@ -14,7 +14,7 @@ from sparsefusion.fabric.cost_model import Fabric
 
 from .family import Attention2D
 
-NEGLIGIBLE = 1.02  # grids whose bytes are within this factor of the fewest are compared by their number of steps
+BYTES_TIE_RATIO = 1.02  # grids whose bytes are within this factor of the fewest are compared by their number of steps
 MAX_SHOWN = 4  # alternatives in `Attention2D.reason`
 
 
@@ -23,8 +23,8 @@ class Candidate:
     """A grid and its cost on the busiest rank.
 
     Attributes:
-        bytes_sent: by that rank.
-        steps: the number of messages, one after the other, in which it sends them.
+        bytes_sent: The bytes that the busiest rank sends.
+        steps: The number of sequential messages in which it sends them.
         seconds: the time of these messages on the fabric (None: no fabric is given).
         peak_bytes: memory besides q, k, v and the gradient of out.
     """
@@ -58,15 +58,17 @@ def choose(
     """The cheapest schedule of all grids for tensors of this shape; its `.reason` says why. Sends nothing.
 
     Ring and all-gather send the same bytes; the ring is chosen, because it holds two chunks of keys instead of all. Other
-    grids overlap only where they would not fit into memory otherwise, because overlapping takes more and smaller kernel
-    calls. Ranks that call it with the same arguments get the same schedule.
+    grids are overlapped only if they would not fit into memory otherwise: overlapping splits the work into more, smaller
+    kernel calls. Ranks that call it with the same arguments get the same schedule.
 
     Args:
         group: the ranks (None: one rank).
-        heads, kv_heads, head_dim: of the tensors that are passed to the schedule.
+        heads, kv_heads, head_dim: The number of heads of q, the number of heads of k and v, and the size of a head, in the
+            tensors that are passed to the schedule.
         seq: the length of the whole sequence.
         training: count backward too.
-        fabric: measured costs, of which the p2p curve is used, or else the all_gather curve (None: compare bytes).
+        fabric: Measured times; the p2p curve is used, or the all_gather curve if there is none. None: schedules are compared
+            by bytes.
         batch: the number of sequences.
         itemsize: bytes of an element of q, k and v.
         memory: the bytes that a rank may need besides q, k, v and the gradient of out (None: no limit), as
@@ -103,9 +105,9 @@ def candidates(
             peak = peak_memory(grid, overlap, *shape, on_cuda=on_cuda)
             peak_bytes = max(peak.forward, peak.backward) if training else peak.forward
             found.append(Candidate(grid.ulysses, grid.rows, grid.cols, overlap, total, steps, seconds, peak_bytes))
-    least = min(each.peak_bytes for each in found)
-    if memory is not None and memory < least:
-        raise ValueError(f"memory={memory}: no schedule on {ranks} ranks holds less than {least} bytes")
+    min_peak_bytes = min(each.peak_bytes for each in found)
+    if memory is not None and memory < min_peak_bytes:
+        raise ValueError(f"memory={memory}: no schedule on {ranks} ranks holds less than {min_peak_bytes} bytes")
     return _cheapest_first([each for each in found if memory is None or each.peak_bytes <= memory])
 
 
@@ -118,14 +120,15 @@ def _grids(ranks: int, heads: int, kv_heads: int) -> Iterator[Grid]:
 
 
 def _cheapest_first(found: list[Candidate]) -> list[Candidate]:
-    """Sort candidates by cost. Without a fabric, the first has the fewest steps of those that send nearly the fewest bytes.
+    """Sort candidates by cost. Without a fabric, the first is the one with the fewest steps among the candidates within
+    BYTES_TIE_RATIO of the fewest bytes.
 
-    Among equals, a ring comes before an all-gather, and of other grids the gathered one before the overlapped one.
+    Ties: a ring before an all-gather; for other grids, gathered before overlapped.
     """
     found = sorted(found, key=lambda each: (each.cost, each.steps, each.cols, each.overlap != (each.cols == 1)))
-    limit = NEGLIGIBLE * found[0].bytes_sent
-    near = [each for each in found if each.seconds is None and each.bytes_sent <= limit]
-    best = min(near or found[:1], key=lambda each: each.steps)
+    limit = BYTES_TIE_RATIO * found[0].bytes_sent
+    nearly_fewest_bytes = [each for each in found if each.seconds is None and each.bytes_sent <= limit]
+    best = min(nearly_fewest_bytes or found[:1], key=lambda each: each.steps)
     return [best, *(each for each in found if each is not best)]
 
 
@@ -136,7 +139,7 @@ def _divisors(number: int) -> list[int]:
 def _seconds(fabric: Fabric, ranks: int, count: int, nbytes: int) -> float:
     """The time of `count` steps, in each of which every rank sends a message of `nbytes`.
 
-    If the fabric has a p2p curve, it is the time of `count` messages; otherwise that of an all-gather among count + 1 ranks.
+    With a p2p curve: `count` times the time of one message. Otherwise: the time of an all-gather among count + 1 ranks.
     """
     if not count:
         return 0.0

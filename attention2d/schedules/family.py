@@ -27,11 +27,13 @@ from attention2d.layout.attention_arguments import (
     cast_for_autocast,
     check_grid,
     check_heads,
+    check_mask,
     check_scale,
     check_sizes,
     check_tensors,
     refuse_features,
 )
+from attention2d.layout.block_mask import BlockMask
 from attention2d.layout.grid import Grid, group_size
 from attention2d.layout.sharding import SequenceSharding
 
@@ -112,7 +114,7 @@ class Attention2D(SequenceSharding):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, seq: int | None = None,
-        return_lse: bool = False, **features: object,
+        return_lse: bool = False, mask: Tensor | None = None, **features: object,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """softmax(scale q k^T) v over the whole sequence, of which q, k and v are this rank's shards. Differentiable.
 
@@ -129,20 +131,26 @@ class Attention2D(SequenceSharding):
             scale: of the scores (None: 1/sqrt(head_dim)).
             seq: the length of the sequence; required where shards are padded.
             return_lse: return lse too.
+            mask: (batch or 1, query blocks, key blocks), bool, the same on every rank (None: nothing is hidden). True where
+                the queries of a block see the keys of a block, as far as `causal` allows. The sequence is divided into this
+                many blocks of equal length, of which the last may be shorter. (batch, 1, seq) hides padding; (1, b, b) is a
+                block mask; (1, seq, seq) is any mask. Hidden blocks are not computed.
             features: other options of attention (sliding_window, softcap, ...), each refused by name unless it is None,
                 False or 0.
 
         Returns:
             out, contiguous, with q's shape and dtype; with return_lse (out, lse). lse is the log-sum-exp of the scores,
-                (batch, local_seq, heads), in at least fp32 and without gradient. In padding slots out is 0 and lse -inf.
+                (batch, local_seq, heads), in at least fp32 and without gradient. In padding slots, and for queries that
+                see no key, out is 0 and lse -inf.
 
         Raises:
             ValueError: an argument is wrong; in the first call on every rank, also if arguments differ.
         """
         q, k, v = cast_for_autocast(q, k, v)
-        self._check(lambda: self._arguments(q, k, v, causal, scale, seq, return_lse, features), q)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        attention = ShardAttention.of_schedule(self, q.shape[1], self._sequence_length(q.shape[1], seq), causal, scale)
+        self._check(lambda: self._arguments(q, k, v, causal, scale, seq, return_lse, mask, features), q)
+        scale, length = q.shape[-1] ** -0.5 if scale is None else scale, self._sequence_length(q.shape[1], seq)
+        hidden = None if mask is None else BlockMask(mask.cpu(), length)
+        attention = ShardAttention.of_schedule(self, q.shape[1], length, causal, scale, hidden)
         out, lse = AttentionFunction.apply(q, k, v, attention)
         out = out.transpose(0, 1).contiguous()  # (batch, slots, heads, head_dim)
         if not return_lse:
@@ -151,7 +159,7 @@ class Attention2D(SequenceSharding):
 
     def _arguments(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, seq: int | None, return_lse: bool,
-        features: dict[str, object],
+        mask: Tensor | None, features: dict[str, object],
     ) -> dict[str, object]:  # fmt: skip
         """The values that must be equal on all ranks. Raises ValueError if an argument is wrong."""
         refuse_features(**features)
@@ -159,10 +167,12 @@ class Attention2D(SequenceSharding):
         check_heads(q.shape[2], k.shape[2], self.grid.ulysses)
         check_scale(scale)
         length = self._sequence_length(q.shape[1], seq)
+        check_mask(mask, len(q), length)
         has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         return {
             "schedule": self, "q": tuple(q.shape), "kv_heads": k.shape[2], "dtype": q.dtype, "causal": causal,
             "scale": scale, "seq": length, "return_lse": bool(return_lse), "requires_grad": has_gradient,
+            "mask": None if mask is None else (tuple(mask.shape), int(mask.sum())),
         }  # fmt: skip
 
 

@@ -79,19 +79,26 @@ class CoreAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's shards. Sends what `schedule` sends, in forward and in backward.
 
-        The mask type decides which keys a query sees, as in Transformer Engine's attention; attention_mask is ignored.
+        The mask type decides which keys a query sees, as in Transformer Engine's attention. The types padding,
+        padding_causal and arbitrary use attention_mask; others ignore it.
+
+        Args:
+            attention_mask: of the whole sequence, the same on every rank: (batch or 1, 1, 1 or seq, seq), bool, True where a
+                key is hidden. `get_batch_on_this_cp_rank` would shard it: leave it out of that batch.
 
         Raises:
             ValueError: on every rank, for arguments that the schedule refuses, for dropout during training, attention_bias,
-                packed_seq_params, and mask types other than causal and no_mask.
+                packed_seq_params, and other mask types.
         """
-        mask_type = (attn_mask_type or self.mask_type).name
+        mask_type, mask = (attn_mask_type or self.mask_type).name, None
+        if mask_type in ("padding", "padding_causal", "arbitrary") and isinstance(attention_mask, Tensor):
+            mask, mask_type = ~attention_mask.flatten(0, 1), "causal" if mask_type == "padding_causal" else "no_mask"
         # (batch, seq, heads, head_dim). Other shapes are passed on, because the schedule refuses them on every rank.
         q, k, v = (t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == 4 else t for t in (query, key, value))
         out: Any = self.schedule(
             q, k, v, causal=mask_type == "causal", scale=self.scale, attention_bias=attention_bias,
             packed_seq_params=packed_seq_params, attention_dropout=self.dropout if self.training else None,
-            attn_mask_type=None if mask_type in ("causal", "no_mask") else mask_type,
+            attn_mask_type=None if mask_type in ("causal", "no_mask") else mask_type, mask=mask,
         )  # fmt: skip
         return out.transpose(0, 1).flatten(2)  # (seq, batch, heads * head_dim)
 

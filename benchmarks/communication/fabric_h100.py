@@ -14,7 +14,7 @@ from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.advice import MAMBA_2_8B, best_degree
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.readers import extended, read_curves
+from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 (after the backend is chosen)
@@ -107,7 +107,7 @@ def main() -> None:
     """Read the files, fit them, and publish the table and the plot."""
     sweeps = [read(f"{name}.csv", name)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
     quiet = read("tp_latency_quiet.json")
-    fabric = Fabric(tuple(extended(quiet, sweeps)), {"link_bytes_per_s": LINK})
+    fabric = Fabric(tuple(extend_by_sweeps(quiet, sweeps)), {"link_bytes_per_s": LINK})
     named = [(f"{sweep.operation}.csv", sweep) for sweep in sweeps]
     named += [(f"tp_latency_quiet.json, {curve.mode}", curve) for curve in quiet]
     rows = [*bandwidth_rows(sweeps), *latency_rows(), *advice_rows(fabric), *fit_rows(named)]

@@ -14,7 +14,7 @@ from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.advice import MAMBA_2_8B, Row, Shape, best_degree
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.readers import extended, read_curves
+from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
 
 FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
 BEST_CASE, WORST_CASE = attrgetter("low"), attrgetter("high")  # ends of a prediction's interval
@@ -86,7 +86,7 @@ def decode_rows(fabric: Fabric) -> Iterator[list[str]]:
 
 def main() -> None:
     """Compute and publish."""
-    fabric = Fabric(tuple(extended(read("tp_latency_quiet.json"), read("all_reduce.csv"))))
+    fabric = Fabric(tuple(extend_by_sweeps(read("tp_latency_quiet.json"), read("all_reduce.csv"))))
     publish("nvlink-settings", markdown(["4 H100s, all-reduce", "bus bandwidth in GB/s"], list(setting_rows())))
     header = ["all-reduce of", "eager / graph (gain)", "of it latency floor", "its bytes at 366 GB/s"]
     publish("nvlink-latency", markdown(header, list(latency_rows(fabric))))

@@ -370,14 +370,13 @@ def main_tables(results: Results, seconds: dict[str, dict[str, float]]) -> None:
         rows.append([name, *cells])
     publish("sparse-accuracy-costs", markdown(["gradients", *TASKS], rows))
     sent = partial(average, results, density=first, value=bytes_of_step)
-    publish_at_equal_cost("bytes", results, sent, lambda nbytes: f"{nbytes / 1e3:.1f} kB")
-    publish_at_equal_cost("time", results, lambda model, name: seconds[model][name], lambda s: f"{1e3 * s:.1f} ms")
+    publish("sparse-accuracy-bytes", at_equal_cost(results, sent, lambda nbytes: f"{nbytes / 1e3:.1f} kB"))
+    times = at_equal_cost(results, lambda model, name: seconds[model][name], lambda s: f"{1e3 * s:.1f} ms")
+    publish("sparse-accuracy-time", times)
 
 
-def publish_at_equal_cost(
-    title: str, results: Results, cost: Callable[[str, str], float], shown: Callable[[float], str]
-) -> None:
-    """Publish the losses against `bucket`, after as many steps as cost the same. cost(model, contestant): of a step."""
+def at_equal_cost(results: Results, cost: Callable[[str, str], float], shown: Callable[[float], str]) -> str:
+    """A table of the losses against `bucket`, after as many steps as cost the same. cost(model, contestant): of a step."""
     rows = []
     for name in (name for name in MAIN if name != "bucket"):
         cells = []
@@ -387,7 +386,7 @@ def publish_at_equal_cost(
             sides = (name, DENSITIES[0], loss_at(steps)), ("bucket", DENSITIES[0], loss_at(base))
             cells.append(f"{compared(results, model, *sides)} after {steps:.0f} ({shown(cost(model, name))})")
         rows.append([name, *cells])
-    publish(f"sparse-accuracy-{title}", markdown(["gradients", *TASKS], rows))
+    return markdown(["gradients", *TASKS], rows)
 
 
 def density_table(results: Results) -> None:

@@ -16,7 +16,7 @@ of it after forward and backward (measured without DDP) and selections: packing,
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -203,11 +203,18 @@ def main() -> None:
         first = next(iter(schemes.values()))
         header = ["scheme", "step", "forward", "backward", "select", "send"]
         print_or_publish("sparse-parts", markdown(header, [parts_row(name, first) for name in ("dense", *SCHEMES)]))
-    for subject, columns in (("densities", DENSITIES), ("sparsifiers", SPARSIFIERS)):
-        for found in (found for cell, found in results.items() if cell.subject == subject):
-            names = list(dict.fromkeys(name.rpartition(", ")[0] for name in found["sent"]))
-            rows = [[name, *(speed_row(f"{name}, {column}", found)[0] for column in columns)] for name in names]
-            print_or_publish(f"sparse-{subject}", markdown(["scheme", *map(str, columns)], rows))
+    for cell, found in results.items():
+        if cell.subject == "densities":
+            print_or_publish("sparse-densities", speeds(found, DENSITIES))
+        if cell.subject == "sparsifiers":
+            print_or_publish("sparse-sparsifiers", speeds(found, SPARSIFIERS))
+
+
+def speeds(found: dict, columns: Sequence) -> str:
+    """A table of the speed of each scheme with each of `columns`, densities or sparsifiers."""
+    names = dict.fromkeys(name.rpartition(", ")[0] for name in found["sent"])
+    rows = [[name, *(speed_row(f"{name}, {column}", found)[0] for column in columns)] for name in names]
+    return markdown(["scheme", *map(str, columns)], rows)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,31 @@
-"""What each step of the paper's design gains: a token at 256/256, naive sharding to quantized sums (about 10 min; root).
+"""What each step of the paper's design gains: a token at 256/256, naive sharding to quantized sums (about 20 min; root).
 
-The claim: through shared memory, cached decoding is >= 10x as fast as recomputing the sequence. Mamba-1 of the 130m shape
-on two ranks of one thread; 256 tokens in and 256 out; medians of 10. Naive sharding is the paper's baseline, with four
-collectives per block, because the packed activations are gathered after in_proj and around the convolution. Without a
-cache, every token takes a forward pass over all tokens before it. The pass of the token in the middle, over 384 tokens,
-stands for their mean, because the time of a pass is linear in its length.
+The claim: through shared memory, cached decoding is >= 10x as fast as recomputing the sequence, in every family. Mamba-1
+of the 130m shape, and then the other families, on two ranks of one thread; 256 tokens in and 256 out; medians of 10 and of
+5. Naive sharding is the paper's baseline (see `benchmarks.support.naive`). Without a cache, every token takes a forward pass
+over all tokens before it. The pass of the token in the middle, over 384 tokens, stands for their mean, because the time of a
+pass is linear in its length.
+
+Arguments: families ("Zamba2"), to print their rows only.
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1")
 
 import matplotlib
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import megatron_ssm
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
-from benchmarks.support.shapes import PROMPT, random_model
-from benchmarks.support.tables import markdown, publish
-from megatron_ssm.ops.matrices import linear
-from megatron_ssm.ops.scan import selective_scan
-from megatron_ssm.parallel.operators import gather_last
+from benchmarks.support.naive import shard_naively
+from benchmarks.support.shapes import FIVE_FAMILIES, PROMPT, random_model
+from benchmarks.support.tables import markdown, print_or_publish, publish
 from sparsefusion.fabric.measurement import repetitions, timed
 
 matplotlib.use("Agg")
@@ -34,7 +33,9 @@ import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 SHAPE, RANKS, NEW = "Mamba-1 130m", 2, 16
 BEFORE = PROMPT + PROMPT // 2  # the tokens before the one in the middle of the output
+REPETITIONS = 5
 LINKS = {"shared memory": None, "gloo": None, "1gbit": "1gbit", "200mbit": "200mbit"}
+FAMILY_LINKS = ("shared memory", "200mbit")
 STEPS = {
     "naive sharding, nothing cached": "naive",
     "split by channel": "split",
@@ -46,38 +47,13 @@ PAPER = {"A6000, the paper's": (9000, 717.4, 83.2, 73.2), "A100, the paper's": (
 PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "ablation.png"
 
 
-class NaiveMixer(nn.Module):
-    """A MambaMixer whose packed in_proj is split into equal ranges of rows, regardless of its fields. It has no cache."""
-
-    def __init__(self, mixer: Any, ranks: Any) -> None:
-        super().__init__()
-        self.mixer, self.ranks = mixer, ranks
-        whole = torch.cat(
-            [ranks.all_gather(field.detach()).flatten(0, 1) for field in mixer.in_proj.weight.parameters()]
-        )
-        self.rows = whole.chunk(ranks.size)[ranks.rank].clone()
-        self.mine = slice(ranks.rank * mixer.channels, (ranks.rank + 1) * mixer.channels)
-
-    def forward(self, hidden: torch.Tensor, call: Any, cache: Any = None) -> torch.Tensor:
-        """(batch, seq, hidden) -> (batch, seq, hidden), with two all-gathers and two all-reduces."""
-        mixer = self.mixer
-        x, z = gather_last(linear(hidden, self.rows), self.ranks).chunk(2, dim=-1)
-        x, _ = mixer.conv(x[..., self.mine])
-        x = gather_last(x, self.ranks)[..., self.mine].contiguous()
-        dt, B, C = mixer._sum(linear(x, mixer.x_proj)).split(mixer.splits, dim=-1)
-        dt = linear(dt, mixer.dt_proj)
-        y, _ = selective_scan(x, dt, mixer.A_log, B, C, mixer.D, z[..., self.mine], mixer.dt_bias)
-        return mixer.out_proj(y)
-
-
 def load(directory: str, link: str, step: str) -> megatron_ssm.Model:
     """The model of one step of the ablation, on this rank."""
     reduce = step if step in ("fp16", "int8") else "fp32"
     shared = link == "shared memory"
     model = megatron_ssm.load(directory, dist.group.WORLD, reduce=reduce, shared_memory=shared)
     if step == "naive":
-        for block in model.layers:
-            block.mixer = NaiveMixer(block.mixer, model.ranks)
+        shard_naively(model)
     return model
 
 
@@ -88,8 +64,8 @@ def check(models: dict[str, megatron_ssm.Model], ids: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def cell(out: str, link: str, directory: str) -> None:
-    """Run one rank. Rank 0 writes {step: seconds per token} to `out`."""
+def cell(out: str, link: str, directory: str, count: str) -> None:
+    """Run one rank. Rank 0 writes {step: seconds per token}, medians of `count` repetitions, to `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
@@ -98,7 +74,7 @@ def cell(out: str, link: str, directory: str) -> None:
     check(models, ids[:, :PROMPT])
     recomputed = ("naive", "split")
     passes = [timed(lambda s=step: models[s].local_logits(ids, logits_to_keep=1)) for step in recomputed]
-    medians = repetitions(passes, group, "cpu", 10).median(0).values.tolist()
+    medians = repetitions(passes, group, "cpu", int(count)).median(0).values.tolist()
     seconds = dict(zip(recomputed, medians, strict=True))
     cached = [step for step in models if step not in seconds]
     models["again"] = models["fp32"]
@@ -110,7 +86,8 @@ def cell(out: str, link: str, directory: str) -> None:
 
     for step in caches:
         models[step].local_logits(ids[:, :PROMPT], cache=caches[step], logits_to_keep=1)
-    medians = repetitions([timed(lambda s=step: decode(s)) for step in caches], group, "cpu", 10).median(0).values
+    decodes = [timed(lambda s=step: decode(s)) for step in caches]
+    medians = repetitions(decodes, group, "cpu", int(count)).median(0).values
     seconds |= dict(zip(caches, (medians / NEW).tolist(), strict=True))
     if dist.get_rank() == 0:
         write_result(out, seconds)
@@ -145,13 +122,26 @@ def plot(columns: dict[str, Sequence[float]]) -> None:
     figure.savefig(PLOT, dpi=80)
 
 
-def main() -> None:
-    """Measure on every link; publish the table and the plot."""
+def by_family(families: Sequence[str]) -> str:
+    """The table of several families: a row for each family and link, a column for each step."""
+    rows = []
+    for family in families:
+        with tempfile.TemporaryDirectory() as directory:
+            random_model(family, directory)
+            for link in FAMILY_LINKS:
+                seconds = measure_cell(__file__, RANKS, LINKS[link], link, directory, REPETITIONS)
+                times = column([seconds[step] * 1e3 for step in STEPS.values()])
+                rows.append([family, link, *times, spread(seconds)])
+    return markdown(["ms per token (faster than the column before)", "link", *STEPS, "spread"], rows)
+
+
+def by_link() -> None:
+    """Measure Mamba-1 on every link; publish the table and the plot."""
     columns, spreads = {}, []
     with tempfile.TemporaryDirectory() as directory:
         random_model(SHAPE, directory)
         for link, rate in LINKS.items():
-            seconds = measure_cell(__file__, RANKS, rate, link, directory)
+            seconds = measure_cell(__file__, RANKS, rate, link, directory, 2 * REPETITIONS)
             columns[link] = [seconds[step] * 1e3 for step in STEPS.values()]
             spreads.append(spread(seconds))
     columns |= PAPER
@@ -161,6 +151,14 @@ def main() -> None:
     rows = [[step, *cells] for step, cells in zip(STEPS, table, strict=True)]
     rows.append(["spread of two identical runs of cached decoding", *spreads, *["-"] * len(PAPER)])
     publish("ablation", markdown(header, rows))
+
+
+def main() -> None:
+    """Measure and publish both tables, or print the rows of the families that the command line names."""
+    if not sys.argv[1:]:
+        by_link()
+    families = sys.argv[1:] or [family for family in FIVE_FAMILIES if family != SHAPE]
+    print_or_publish("ablation-families", by_family(families))
 
 
 if __name__ == "__main__":

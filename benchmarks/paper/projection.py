@@ -19,7 +19,7 @@ from megatron_ssm.sizing.memory import Memory
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.fabric.advice import best_degree
 from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.readers import extended, read_curves
+from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
 
 FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
 DEGREES, BATCHES, PROMPT, GB = (1, 2, 4, 8), (1, 64), 1024, 1e9
@@ -29,7 +29,7 @@ CAPACITY, MEASURED = 80 * GB, (1, 4)  # MEASURED: the numbers of GPUs whose time
 def h100s() -> Fabric:
     """The fabric of four H100s: small messages from timed all-reduces of a token, larger ones from nccl-tests."""
     sweeps = [read_curves(FILES / f"{name}.csv", name, 4)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
-    return Fabric(tuple(extended(read_curves(FILES / "tp_latency_quiet.json", "all_reduce", 4), sweeps)), {})
+    return Fabric(tuple(extend_by_sweeps(read_curves(FILES / "tp_latency_quiet.json", "all_reduce", 4), sweeps)), {})
 
 
 def row(name: str, config: Stack, fabric: Fabric, degree: int) -> list[str]:

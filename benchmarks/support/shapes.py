@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    Zamba2Config,
     ZambaConfig,
 )
 from transformers.utils import logging
@@ -38,13 +39,20 @@ SHAPES = {
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
-FAMILIES = SHAPES | {  # the four families of the paper that docs/results/paper-evaluation.md repeats
+FAMILIES = SHAPES | {  # the four families of the paper that docs/results/papers/tensor-parallel-ssm.md repeats
     "Falcon-Mamba": FalconMambaConfig(
         hidden_size=768, intermediate_size=1536, num_hidden_layers=24, vocab_size=50280, tie_word_embeddings=True
     ),
     "Zamba": ZambaConfig(
         hidden_size=768, num_hidden_layers=20, vocab_size=50280, num_attention_heads=16, num_key_value_heads=16,
         attention_head_dim=96, intermediate_size=3072, n_mamba_heads=2,
+    ),
+}  # fmt: skip
+FIVE_FAMILIES = FAMILIES | {
+    "Zamba2": Zamba2Config(
+        hidden_size=768, num_hidden_layers=18, vocab_size=50280, num_attention_heads=16, num_key_value_heads=16,
+        intermediate_size=3072, n_mamba_heads=24, mamba_d_state=64, adapter_rank=64, use_mem_rope=True,
+        layers_block_type=["hybrid" if i % 6 == 5 else "linear_attention" for i in range(18)],
     ),
 }  # fmt: skip
 
@@ -107,9 +115,9 @@ PUBLISHED = {
 
 
 def random_model(shape: str, directory: str | Path) -> PreTrainedModel:
-    """transformers' model of a shape of FAMILIES or HYBRIDS, with random weights; it is also saved in `directory`."""
+    """transformers' model of a shape of FIVE_FAMILIES or HYBRIDS, with random weights; it is also saved in `directory`."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_config((FAMILIES | HYBRIDS)[shape]).eval()
+    model = AutoModelForCausalLM.from_config((FIVE_FAMILIES | HYBRIDS)[shape]).eval()
     Path(directory).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     return model

@@ -1,6 +1,6 @@
 """The collective steps of a plan: all-to-all, all-gather, reduce-scatter and all-reduce, as messages between pairs of ranks.
 
-Every function takes the state of a rank and a step, and is a generator as `state` describes.
+Every function takes the state of a rank and a step, and is a generator of messages (see the docstring of `state`).
 """
 
 import math
@@ -57,7 +57,7 @@ def slice_own(state: RankState, step: Slice) -> Run:
 
 
 def swap(state: RankState, step: Swap) -> Run:
-    """Exchange operands with the rank that has these coordinates on the two mesh axes in the other order."""
+    """Exchange operands between the ranks at (x, y) and (y, x) of the two mesh axes."""
     first, second = step.axes
     here = state.coordinates
     peer = state.plan.mesh.rank_at({**here, first: here[second], second: here[first]})
@@ -74,7 +74,7 @@ def swap(state: RankState, step: Swap) -> Run:
 
 
 def reduce_scatter(state: RankState, step: ReduceScatter) -> Run:
-    """Combine all ranks' partial results, of which each rank keeps one piece."""
+    """Each rank receives all ranks' partial results of its own piece, combines them, and keeps the result."""
     size, own, outputs = state.size(step.axis), state.coordinates[step.axis], state.outputs(step.result)
     names = [output.name for output in outputs]
     pieces = [
@@ -114,7 +114,7 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
 def _collect(
     state: RankState, axis: str, sources: "Sequence[_Whole | _Pieces]", destinations: "list[_Destination]"
 ) -> Run:
-    """Write the blocks that all ranks along an axis send to this one into `destinations`; `sources` are sent to them.
+    """Send the blocks of `sources` to all ranks along an axis, and write the blocks that they send into `destinations`.
 
     If nothing is copied on either side, all messages begin at once.
     """
@@ -142,11 +142,12 @@ def _exchange_with_all(
     state: RankState, axis: str, sources: "Sequence[_Whole | _Pieces]", buffers: Mapping[int, Sequence[Tensor | None]],
     on_arrival: Callable[[int, list[Tensor]], None], most_under_way: int,
 ) -> Run:  # fmt: skip
-    """Exchange tensors with all other ranks along an axis, with at most `most_under_way` of them at a time.
+    """Exchange tensors with all other ranks along an axis, with at most `most_under_way` exchanges in flight.
 
     Args:
         sources: the tensors to send.
-        buffers: {rank: the tensors that receive its blocks} as in `begin_exchange`; a rank that is missing gets new ones.
+        buffers: {rank: the tensors that receive its blocks}. For ranks that are not in it, and for entries None, new tensors
+            are allocated.
         on_arrival: called with (rank, blocks) for each rank in turn.
     """
     size, own = state.size(axis), state.coordinates[axis]
@@ -181,7 +182,7 @@ class _Whole:
 
 
 class _Pieces:
-    """The `count` blocks of the digit at a place of a contiguous tensor; each rank is sent one, in a dtype.
+    """A contiguous tensor, cut at `place` into `count` blocks, one for each rank; sent as `dtype`.
 
     Attributes:
         slots: views of the blocks.
@@ -209,7 +210,9 @@ class _Pieces:
 
 
 class _Destination:
-    """A tensor into which `count` blocks are written at a place; `is_in_place`: they are received there."""
+    """A tensor into which `count` blocks are written at `place`. is_in_place: messages are received directly into the
+    tensor, without a copy.
+    """
 
     def __init__(self, x: Tensor, place: Place, count: int, is_in_place: bool) -> None:
         self.slots, self.is_in_place = _slots(x, place, count), is_in_place
@@ -217,7 +220,7 @@ class _Destination:
         self._shape[place.dim] //= count
 
     def buffer(self, index: int) -> Tensor | None:
-        """The tensor that receives block number `index`; None: one of its own."""
+        """The tensor that receives block number `index`. None: the message needs a new tensor."""
         return self.slots[index].view(self._shape) if self.is_in_place else None
 
     def write(self, index: int, block: Tensor) -> None:
@@ -230,7 +233,7 @@ class _Destination:
 def _destinations(
     state: RankState, moves: Sequence[tuple[str, Place]], tensors: Sequence[Tensor], count: int
 ) -> list[_Destination]:
-    """The destinations of operands of which `count` blocks are joined. moves: (operand, place where its blocks are
+    """One destination for each operand that is joined from `count` blocks. moves: (operand, place where its blocks are
     joined).
     """
     return [
@@ -267,7 +270,9 @@ def _rows(state: RankState, result: Result, partial: list[Tensor], size: int) ->
 
 
 def _slots(x: Tensor, place: Place, count: int) -> list[Tensor]:
-    """Views of the `count` blocks of the digit at `place`; the digits outside of it have a dimension of their own."""
+    """Views of the `count` blocks of the digit at `place`. Dimension `place.dim` of each view numbers the outer digits, and
+    the next one the elements of a block.
+    """
     size = x.shape[place.dim] // (place.outer * count)
     return list(x.unflatten(place.dim, (place.outer, count, size)).unbind(place.dim + 1))
 

@@ -1,7 +1,8 @@
-"""The places of an operand's digits: at home, where the loops need it, and where the loops leave it.
+"""How each operand is split over the mesh: as the caller holds it (its home), as the loops read it, and as they leave it.
 
-A layout is {mesh axis: digit}: the ranks along the mesh axis hold one block of that digit each. Digits that no mesh axis
-holds are local. The schedule and the homes cut an axis at different places; `Digits` are the pieces between all cuts.
+A digit is one factor of an axis's index (see `loop_nest`). A layout is {mesh axis: digit}: the ranks along the mesh axis
+hold one block of that digit each. Digits that no mesh axis holds are local. The schedule and the homes may cut an axis into
+different numbers of blocks; `Digits` is the common refinement of all these cuts.
 """
 
 import math
@@ -22,7 +23,8 @@ Layout = dict[str, Piece]
 class Digits:
     """The digits of every loop of a nest after all cuts; `sizes` is {axis: size of each digit, outermost first}.
 
-    Raises IllegalSchedule if a home does not divide an axis, or a cut falls into a digit that one mesh axis holds.
+    Raises IllegalSchedule if a home does not divide an axis, or if another cut would divide a digit that a mesh axis must
+    hold whole.
     """
 
     def __init__(self, nest: LoopNest) -> None:
@@ -50,7 +52,7 @@ class Digits:
         return {m: self.piece(name) for name, m in self.nest.parallel if self.nest.mesh.size(m) > 1}
 
     def home(self, operand: Operand) -> Layout:
-        """The layout of an operand at home."""
+        """The layout in which the caller holds an operand (its home)."""
         return {
             name: self._cuts_at_home(operand, axis)[name]
             for name, axis in self.nest.home(operand.name).items()
@@ -68,7 +70,9 @@ class Digits:
         return found
 
     def needed(self, operand: Operand) -> Layout:
-        """The layout of an input when the loops begin, or that in which they leave an output or its partial results."""
+        """For an input, its layout when the loops begin; for an output (or its partial results), its layout when they
+        end.
+        """
         found: Layout = {}
         shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
         scan = self.nest.program.scan
@@ -85,7 +89,9 @@ class Digits:
         return found
 
     def place(self, operand: Operand, piece: Piece, layout: Layout) -> Place:
-        """The place of a digit in the tensor of an operand with this layout, in which the digit itself may be held."""
+        """The place of a digit in a rank's tensor of an operand with this layout. The digit may be one that the layout
+        distributes; then it is where the digit would be inserted.
+        """
         axis, number = piece
         held = {index for name, index in layout.values() if name == axis}
         outer = math.prod(size for index, size in enumerate(self.sizes[axis][:number]) if index not in held)
@@ -100,7 +106,7 @@ class Digits:
         return tuple(sizes.values())
 
     def _piece_at(self, axis: str, outer: int, size: int, owner: str) -> Piece:
-        """The digit of this size that begins where `outer` blocks surround it."""
+        """The digit of this size whose outer digits have `outer` blocks together."""
         before, sizes = 1, self.sizes[axis]
         for number, each in enumerate(sizes):
             if before == outer and each == size:
@@ -108,7 +114,7 @@ class Digits:
             before *= each
         cuts = " x ".join(map(str, sizes))
         raise IllegalSchedule(
-            f"{owner} divides {axis} into {size} blocks inside {outer}, but all cuts of {axis} together are {cuts}: "
+            f"{owner} needs {axis} cut into {outer} x {size}, but all operands and loops together cut it into {cuts}: "
             "tile the axis in the order of the mesh, or split the mesh axis"
         )
 
@@ -123,7 +129,8 @@ class Digits:
         for operand in self.nest.program.operands:
             if piece in self._cuts_at_home(operand, piece[0]).values():
                 raise IllegalSchedule(
-                    f"chunk({self.nest.chunked}): the ranks that keep {operand.name} divide this digit"
+                    f"chunk({self.nest.chunked}): {operand.name} is split over ranks along this digit at home, so it cannot "
+                    "number chunks"
                 )
 
     def _check_groups(self, operand: Operand) -> None:
@@ -131,13 +138,17 @@ class Digits:
             inner = self.sizes[axis][-1]
             if divisor > 1 and inner % divisor:
                 size = self.nest.program.axis(axis).size
+                count, blocks = size // divisor, size // inner
                 raise IllegalSchedule(
-                    f"{operand.name} has {size // divisor} {axis}, which do not divide over {size // inner} blocks of {axis}"
+                    f"{operand.name}: {count} {axis} do not divide over {blocks} blocks: "
+                    f"{count} % {blocks} = {count % blocks}"
                 )
 
 
 def digits_of(nest: LoopNest) -> Digits:
-    """The digits of a nest. They are found once, because nests never change. Raises IllegalSchedule as `Digits` does."""
+    """The digits of a nest. Computed once and stored in the nest, which is immutable. Raises IllegalSchedule as `Digits`
+    does.
+    """
     known = vars(nest)
     if "_digits" not in known:
         known["_digits"] = Digits(nest)
@@ -146,7 +157,7 @@ def digits_of(nest: LoopNest) -> Digits:
 
 
 def digits_of_chunk(nest: LoopNest) -> Digits:
-    """The digits of one chunk of a nest by itself, found once; those of the nest if it has no chunks."""
+    """The digits of the nest of a single chunk (computed once); without chunks, the digits of the nest."""
     known = vars(nest)
     if "_digits_of_chunk" not in known:
         known["_digits_of_chunk"] = digits_of(_of_one_chunk(nest))
@@ -169,8 +180,8 @@ def _of_one_chunk(nest: LoopNest) -> LoopNest:
 def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Iterator[tuple[Step, Layout]]:
     """The steps that bring an operand from one layout to another, each with the layout after it.
 
-    All-to-alls come first; then slices and swaps, which keep blocks small; and then gathers. Those begin with the outermost
-    mesh axis, whose links are the slowest, while blocks are smallest.
+    All-to-alls come first; then slices and swaps, which keep blocks small; and then gathers. Gathers start with the
+    outermost mesh axis: its links are the slowest, and blocks are smallest before the first gather.
     """
     while have != want:
         found = (kind(digits, operand, have, want) for kind in (_all_to_all, _slice, _swap, _gather))
@@ -182,7 +193,9 @@ Conversion = tuple[Step, Layout]  # a step, and the layout after it
 
 
 def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Replace a digit on a mesh axis by one that is local. Neither may be needed or held elsewhere."""
+    """An all-to-all along one mesh axis: the digit that it holds becomes local, and the local digit that is wanted there
+    takes its place. No other mesh axis may want the first or hold the second.
+    """
     held, wanted = set(have.values()), set(want.values())
     for m in digits.nest.mesh.names:
         if m in have and m in want and have[m] != want[m] and have[m] not in wanted and want[m] not in held:
@@ -193,7 +206,9 @@ def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
 
 
 def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Keep one block of a local digit, along a mesh axis whose ranks all have the same."""
+    """Along a mesh axis that holds no digit (its ranks have equal blocks), each rank keeps its own block of a local
+    digit.
+    """
     for m in digits.nest.mesh.names:
         if m in want and m not in have and want[m] not in have.values():
             return Slice(m, ((operand.name, digits.place(operand, want[m], have)),)), {**have, m: want[m]}
@@ -201,7 +216,9 @@ def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conv
 
 
 def _swap(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Exchange a digit with what is on another mesh axis of the same size, where it is needed."""
+    """Move a digit to another mesh axis of equal size, where it is wanted, and move that axis's digit (if it has one)
+    here.
+    """
     mesh = digits.nest.mesh
     for m in mesh.names:
         target = next(
@@ -231,9 +248,10 @@ def scanning_mesh_axes(nest: LoopNest) -> list[str]:
 
 
 def block_sizes(nest: LoopNest) -> tuple[int, ...]:
-    """The digits of the axis that numbers the blocks of the scanned axis: one for each mesh axis, and a rank's own blocks.
+    """The sizes of the digits of `scan.blocks`, the axis that numbers the blocks of the scanned axis: one size per mesh
+    axis, and the number of blocks on a rank (2 in zigzag order).
 
-    Mesh axes inside of the last one that shares the scanned axis do not count: the blocks of their ranks are neighbours.
+    Mesh axes after the last one that splits the scanned axis are left out: their ranks hold adjacent blocks.
     """
     scan, shared = nest.program.scan, scanning_mesh_axes(nest)
     if scan is None or not shared:
@@ -286,8 +304,8 @@ def _check_scan(nest: LoopNest) -> None:
     kept = [tuple(nest.home_mesh_axes(operand.name, scan.axis))[: len(cutting)] for operand in nest.program.operands]
     if expected and nest.program.axis(scan.axis).order == "zigzag" and cutting not in kept:
         raise IllegalSchedule(
-            f"{scan.axis} is in zigzag order, so an operand must be kept along it at home, on {', '.join(cutting)}; without "
-            "one, the order is contiguous"
+            f"{scan.axis} is in zigzag order, so at least one operand must be sharded along it at home on "
+            f'{", ".join(cutting)}; otherwise set order="contiguous"'
         )
 
 

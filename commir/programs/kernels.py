@@ -19,6 +19,7 @@ Then `schedule.patch("blas")` computes the tile of any program with this pattern
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,34 +44,18 @@ class Kernel:
 
     def matches(self, program: Program) -> bool:
         """Return True if the tile of a program has the pattern."""
-        return self._operands_of(program) is not None
+        return _operands_of(self.pattern, program) is not None
 
     def tile(self, program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute a tile. The results are converted to at least fp32, and copied if they share memory with the inputs."""
         if isinstance(self.pattern, str):
             found = self.function(**inputs, indices=indices, **dict(program.options))
         else:
-            found = (self.function(*(inputs[name] for name in self._operands_of(program) or ())),)
+            found = (self.function(*(inputs[name] for name in _operands_of(self.pattern, program) or ())),)
         return {
             output.name: unshared(x.to(at_least_fp32(x.dtype)), inputs)
             for output, x in zip(program.outputs, found, strict=True)
         }
-
-    def _operands_of(self, program: Program) -> list[str] | None:
-        """The operands of a program in the order of the pattern's inputs, or None if the pattern does not fit."""
-        if isinstance(self.pattern, str):
-            return [operand.name for operand in program.inputs] if program.tile == self.pattern else None
-        if program.tile in KERNELS or program.scan is not None:
-            return None
-        pattern, names = self.pattern(), {name: name for name in FUNCTIONS}
-        if pattern.results[0].monoid != program.results[0].monoid or not _unify(
-            ast.parse(pattern.tile), ast.parse(program.tile), names
-        ):
-            return None
-        (made,), (wanted,) = pattern.outputs, program.outputs
-        if tuple(names[axis] for axis in made.axes) != wanted.axes:
-            return None
-        return [names[operand.name] for operand in pattern.inputs]
 
 
 _REGISTERED: dict[str, Kernel] = {}
@@ -114,6 +99,24 @@ def kernels_of(program: Program) -> list[str]:
 def registered_tile(name: str) -> Callable[..., dict[str, Tensor]] | None:
     """The function that computes tiles by the registered kernel of this name, or None."""
     return _REGISTERED[name].tile if name in _REGISTERED else None
+
+
+@lru_cache(maxsize=256)  # a rank looks them up for each tile
+def _operands_of(pattern: Operator | str, program: Program) -> list[str] | None:
+    """The operands of a program in the order of the pattern's inputs, or None if the pattern does not fit."""
+    if isinstance(pattern, str):
+        return [operand.name for operand in program.inputs] if program.tile == pattern else None
+    if program.tile in KERNELS or program.scan is not None:
+        return None
+    own, names = pattern(), {name: name for name in FUNCTIONS}
+    if own.results[0].monoid != program.results[0].monoid or not _unify(
+        ast.parse(own.tile), ast.parse(program.tile), names
+    ):
+        return None
+    (made,), (wanted,) = own.outputs, program.outputs
+    if tuple(names[axis] for axis in made.axes) != wanted.axes:
+        return None
+    return [names[operand.name] for operand in own.inputs]
 
 
 def _unify(one: ast.AST, other: ast.AST, names: dict[str, str]) -> bool:

@@ -23,7 +23,7 @@ from .cost import Cost, CostModel
 from .fast_costs import FastCosts
 
 TOP = 8  # plans that are returned
-NEGLIGIBLE = 2e-8  # relative difference of times that may be equal when they are rounded
+NEGLIGIBLE = 2e-8  # relative tolerance: times that differ by less may be equal after rounding
 # The reasons for which a plan comes before another that is as fast, in the order in which they are compared.
 TIES = (
     "sends fewer bytes",
@@ -41,9 +41,10 @@ def search(
 ) -> list[Plan]:  # fmt: skip
     """Find the `top` fastest plans by predicted time, the best first.
 
-    Every candidate is considered (`candidates`), and every plan begins and ends with the operands at home, so that a layout
-    of its own is never free. Equally fast plans are sorted by bytes sent, number of mesh axes, known schedules before
-    others, messages, memory, and text. The same arguments give the same plans on every rank and in every process.
+    Every candidate is considered (`candidates`), and every plan begins and ends with the operands in their home layout, so
+    the cost of any other layout is counted. Equally fast plans are sorted by bytes sent, number of mesh axes, known
+    schedules before others, messages, memory, and text. The same arguments give the same plans on every rank and in every
+    process.
 
     All ranks are predicted to compute equally long. Under a causal mask in contiguous order they do not: the last of P ranks
     that share the queries computes 2 - 1/P times the mean. In zigzag order, the default, they do.
@@ -51,21 +52,22 @@ def search(
     Args:
         program: the program.
         mesh: the ranks, with the speeds of its levels.
-        fabric: a `sparsefusion.Fabric` for mesh axes whose speed the mesh does not say; without both, all are equally fast.
+        fabric: a `sparsefusion.Fabric` with the speed of mesh axes for which `mesh` has none. If neither gives one, all mesh
+            axes are assumed equally fast.
         memory: the most bytes that a rank may hold (`Plan.memory`). Candidates that hold more are also tried in chunks
             (`LoopNest.chunk`). The limit covers these plans only: `differentiable` also runs the plan of the backward pass,
             which may hold more than twice as much.
         top: the number of plans.
-        point_seconds, call_seconds: the time of a tile is call_seconds + point_seconds for each point of all its axes, also
-            of those that are no loops, such as head_dim; half as many under a causal mask (`Program.points`). `measure_tile`
-            measures both; 0: only messages are counted.
-        overlap: how much of the shorter of a tile and the messages that travel meanwhile the longer one hides: 1 all of it,
-            0 nothing, below 0 if both disturb each other. `measure_overlap` measures it.
+        point_seconds, call_seconds: the predicted time of a tile is call_seconds + point_seconds * points of the tile (the
+            product of all its axes, head_dim included; half of it under a causal mask; see `Program.points`). `measure_tile`
+            measures both. With 0, only messages are counted.
+        overlap: the fraction of min(tile time, time of concurrent messages) that is hidden: 1 all, 0 none, negative if the
+            two slow each other down. `measure_overlap` measures it.
         verified: how many of the best plans `verify` checks before they are returned, which takes longer than the search.
 
     Raises:
         ValueError: the ranks do not divide the axis along which an operand is kept, no placement divides the program's
-            sizes, none holds so little memory, top is below 1, a time is negative, or overlap is above 1.
+            sizes, no plan fits into memory, top is below 1, a time is negative, or overlap is above 1.
         VerificationError: a verified plan is wrong.
     """
     if top < 1:
@@ -93,7 +95,7 @@ def all_plans(
     program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0,
     with_chunks: bool = False,
 ) -> list[Plan]:  # fmt: skip
-    """The plans of all candidates in their fixed order, with `with_chunks` also in chunks. Other arguments as in
+    """The plans of all candidates in their fixed order. with_chunks=True adds the plans in chunks. Other arguments as in
     `search`.
     """
     check_homes_divide(program, mesh)
@@ -107,7 +109,7 @@ def all_plans(
 def pareto(
     program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
 ) -> list[Plan]:
-    """The plans to which no other is at least as good in both predicted time and memory, the fastest first.
+    """The Pareto front of predicted time and memory, the fastest first.
 
     Plans in chunks are among them. Each holds less memory than all faster ones. Arguments and errors as in `search`.
     """
@@ -127,7 +129,9 @@ def pareto(
 
 
 def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
-    """(seconds, memory, candidate) of all candidates, also in chunks; each takes and holds at least as much."""
+    """(seconds, memory, candidate) of all candidates, also in chunks. Both numbers are lower bounds for the plan of the
+    candidate.
+    """
     for candidate in candidates(model.program, model.mesh):
         cost = model.cost(candidate)
         yield cost.seconds, model.memory(cost), candidate
@@ -138,7 +142,7 @@ def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
 def ranked(model: CostModel) -> Iterator[tuple[Cost, Candidate]]:
     """All candidates with their costs, by seconds, bytes and messages, and then in their fixed order.
 
-    The whole cost of a candidate is computed only when the candidate may be the next, as `FastCosts` tell.
+    The full cost of a candidate is computed only once its lower bound from `FastCosts` is the smallest left.
     """
     chosen, fast = list(candidates(model.program, model.mesh)), FastCosts(model)
     least = (
@@ -171,9 +175,10 @@ def _exact(
 
 
 def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None, slowest: float) -> list[Plan]:
-    """The plan of a candidate if it fits into the memory, or else, for each axis, that with the fewest chunks that fits.
+    """The plan of a candidate if it fits into the memory, otherwise, for each axis that can be chunked, the plan with the
+    fewest chunks that fits.
 
-    Chunks of an axis that take longer than `slowest` are left out: more of them take longer still.
+    Numbers of chunks that take longer than `slowest` are left out, and so are all larger numbers, which take longer still.
     """
     if memory is None:
         return _lowered(model, [candidate])
@@ -194,7 +199,7 @@ def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | N
 
 
 def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
-    """The plans of candidates, without those that do not divide after all."""
+    """The plans of candidates. Candidates that turn out to be illegal are left out."""
     plans = []
     for candidate in chosen:
         with suppress(IllegalSchedule):
@@ -217,7 +222,7 @@ def rounded(seconds: float) -> float:
 def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: int | None) -> str:
     """The words that say why there is no plan, from the costs of all candidates.
 
-    Bounds of memory find the plan that holds least, so that few are lowered.
+    Candidates are lowered in the order of their lower bound of memory, until no bound is below the least memory found.
     """
     program, mesh = model.program, model.mesh
     bounds: list[tuple[float, int, list[Candidate]]] = []
@@ -242,7 +247,9 @@ def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: 
 
 
 def check_homes_divide(program: Program, mesh: Mesh) -> None:
-    """Raise ValueError if the ranks of the mesh do not divide an operand at home, so that no plan can begin or end."""
+    """Raise ValueError if the home layout of an operand does not divide evenly over the mesh; then there is no plan at
+    all.
+    """
     try:
         check_homes(LoopNest(program, mesh))
     except IllegalSchedule as error:
@@ -270,7 +277,7 @@ def _reason(found: list[Plan], number: int) -> str:
 
 
 def longer(seconds: float, best: float) -> str:
-    """Say how much longer a time is than the best one, which may be 0; from twice on, how many times as long."""
+    """Say how much longer a time is than the best one, which may be 0. As a percentage below 2 times, else as a factor."""
     if rounded(seconds) == rounded(best):
         return "as long as"
     if not best:

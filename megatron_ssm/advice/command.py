@@ -20,7 +20,7 @@ from sparsefusion.foundation.command_line import Failure, Printer, check_number
 from sparsefusion.foundation.launcher import launched_ranks, this_rank
 
 from .devices import DEVICES, LARGEST, SMALLEST, Device, read_device
-from .divisions import Computes, Generation, Training, generation_divisions, training_divisions
+from .divisions import Generation, Processor, Training, generation_divisions, training_divisions
 from .host_memory import own_memory
 from .measured import MeasuredDevice
 from .report import as_json, generation_text, training_text
@@ -146,7 +146,7 @@ def _join() -> ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _device(inputs: _Inputs, group: ProcessGroup | None) -> Computes:
+def _device(inputs: _Inputs, group: ProcessGroup | None) -> Processor:
     """The device, with the memory of --memory-gb. A measured device has by default the memory of the rank with the least."""
     memory = inputs.memory
     if inputs.device is not None:

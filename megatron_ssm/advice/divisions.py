@@ -1,7 +1,8 @@
 """Predicts the time and memory of every division of a model and its batch over ranks, and sorts them by time.
 
-A division has `tensor` x `context` x `data` ranks. If the model has experts, `expert` of the context x data ranks divide
-them; in generation `expert` of the data ranks do, and these compute the same tokens. A training step takes
+A division has `tensor` x `context` x `data` ranks. If the model has experts, they are split over `expert` ranks: in
+training, of the context x data ranks; in generation, of the data ranks, which then compute the same tokens. A training step
+takes
 
     micro-batches * (forward + backward [+ forward, with recomputation] + tensor-parallel sums + messages of context ranks
                      + exchange of tokens between expert-parallel ranks)
@@ -44,12 +45,12 @@ from .traffic import (
     seconds_of_attention,
 )
 
-WORTHWHILE = 0.9  # a less exact format is chosen if it reduces the time of a step to this share
-SPARSE = 0.2  # sparse gradients are recommended if sums of gradients take more than this share of a step
+FORMAT_TIME_RATIO = 0.9  # a less exact format is chosen if it reduces the time of a step to this share
+SPARSE_SHARE = 0.2  # sparse gradients are recommended if sums of gradients take more than this share of a step
 FP32 = 4  # bytes
 
 
-class Computes(Protocol):
+class Processor(Protocol):
     """The processor of a rank: a `devices.Device` or a `measured.MeasuredDevice`.
 
     The arguments of its methods are those of `devices.Device`.
@@ -161,7 +162,7 @@ class Division:
         return self.data // self.expert
 
 
-def training_divisions(config: Stack, ranks: int, job: Training, fabric: Fabric, device: Computes) -> list[Division]:
+def training_divisions(config: Stack, ranks: int, job: Training, fabric: Fabric, device: Processor) -> list[Division]:
     """All divisions for training: the possible ones, the fastest first, then the excluded ones."""
     divisions = [
         training_division(config, *sizes, expert, job, fabric, device)
@@ -172,7 +173,7 @@ def training_divisions(config: Stack, ranks: int, job: Training, fabric: Fabric,
 
 
 def generation_divisions(
-    config: Stack, ranks: int, job: Generation, fabric: Fabric, device: Computes
+    config: Stack, ranks: int, job: Generation, fabric: Fabric, device: Processor
 ) -> list[Division]:
     """All divisions for generation, sorted as by `training_divisions`. Each replica generates a batch of its own."""
     config = config.with_draft_head() if job.draft_head else config
@@ -204,7 +205,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def training_division(
-    config: Stack, tensor: int, context: int, data: int, expert: int, job: Training, fabric: Fabric, device: Computes
+    config: Stack, tensor: int, context: int, data: int, expert: int, job: Training, fabric: Fabric, device: Processor
 ) -> Division:
     """The prediction of a division for training."""
     sizes, per_step = (tensor, context, data, expert), job.micro_batch * data
@@ -212,7 +213,8 @@ def training_division(
         config.check_ranks(tensor)
         if job.global_batch % per_step:
             raise ValueError(
-                f"a batch of {job.global_batch} does not divide over {data} x micro-batches of {job.micro_batch}"
+                f"global batch {job.global_batch} is not a multiple of {data} data ranks x micro-batch {job.micro_batch} = "
+                f"{per_step}"
             )
         tokens = local_tokens(config, job.seq, context)
         attention, schedule, attention_seconds = _attention(
@@ -220,28 +222,28 @@ def training_division(
         )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
-    shape = TrainingMemory(config, tensor, expert_ranks=expert)
-    recompute = shape.step(job.micro_batch, tokens) > device.memory
-    shape = replace(shape, recompute=recompute)
-    needed = shape.step(job.micro_batch, tokens)
+    memory = TrainingMemory(config, tensor, expert_ranks=expert)
+    recompute = memory.step(job.micro_batch, tokens) > device.memory
+    memory = replace(memory, recompute=recompute)
+    needed = memory.step(job.micro_batch, tokens)
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device, " with --recompute-activations"))
     forward, backward = device.micro_batch(config, tensor, job.micro_batch, tokens, job.seq)
     passing = sum(device.passing(config, tensor, job.micro_batch, tokens)) if context > 1 else 0.0
     micro_batches, rows = job.global_batch // per_step, job.micro_batch * tokens
     compute = micro_batches * (forward * (1 + recompute) + backward + passing)
-    between = device.sums(fabric, tensor)
-    rest = between.seconds([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)])
-    by_format = between.by_format([*block_outputs(config, tensor)], tensor, rows)
-    format = _format({name: compute + micro_batches * (rest + time) for name, time in by_format.items()})
+    tensor_sums = device.sums(fabric, tensor)
+    exact_sum_seconds = tensor_sums.seconds([*exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)])
+    by_format = tensor_sums.by_format([*block_outputs(config, tensor)], tensor, rows)
+    format = _format({name: compute + micro_batches * (exact_sum_seconds + time) for name, time in by_format.items()})
     weights = Memory(config, tensor, FP32, expert_ranks=expert).weights
     of_experts = [*expert_gradients(config, tensor, expert, context * data // expert)] if expert > 1 else []
     weights -= int(sum(message.nbytes for message in of_experts))
     embedding = FP32 * config.vocab_size * config.hidden_size / tensor
     parts = {
         "compute": compute,
-        "tensor-parallel sums": micro_batches * (rest + by_format[format])
-        + between.seconds(replicated_gradients(config, tensor)),
+        "tensor-parallel sums": micro_batches * (exact_sum_seconds + by_format[format])
+        + tensor_sums.seconds(replicated_gradients(config, tensor)),
         "context ranks": micro_batches * (
             attention_seconds
             + seconds_of(passed_states(config, tensor, context, job.micro_batch, True), fabric, device.wait)
@@ -254,14 +256,14 @@ def training_division(
         dispatched = seconds_of(dispatched_tokens(config, tensor, expert, rows), fabric, device.wait)
         parts["tokens to experts"] = micro_batches * dispatched
         return Division(*sizes, parts, needed, format, attention, schedule, "dense", recompute)
-    residuals = shape.step(job.micro_batch, tokens, has_residuals=True)
-    if parts["sums of gradients"] > SPARSE * sum(parts.values()) and residuals <= device.memory:
+    residuals = memory.step(job.micro_batch, tokens, has_residuals=True)
+    if parts["sums of gradients"] > SPARSE_SHARE * sum(parts.values()) and residuals <= device.memory:
         return Division(*sizes, parts, residuals, format, attention, schedule, "auto", recompute)
     return Division(*sizes, parts, needed, format, attention, schedule, "dense", recompute)
 
 
 def _generation(
-    config: Stack, tensor: int, context: int, data: int, expert: int, job: Generation, fabric: Fabric, device: Computes
+    config: Stack, tensor: int, context: int, data: int, expert: int, job: Generation, fabric: Fabric, device: Processor
 ) -> Division:
     """The prediction of a division for generation."""
     sizes = (tensor, context, data, expert)
@@ -275,8 +277,8 @@ def _generation(
         )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
-    shape = Memory(config, tensor, device.itemsize, expert_ranks=expert)
-    needed = _memory_of_reply(shape, job, tokens, context)
+    memory = Memory(config, tensor, device.itemsize, expert_ranks=expert)
+    needed = _memory_of_reply(memory, job, tokens, context)
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device))
     compute = device.forward(config, tensor, job.batch, tokens, job.prompt, expert)
@@ -284,25 +286,25 @@ def _generation(
         compute += device.passing(config, tensor, job.batch, tokens)[0]
     token = device.token(config, tensor, job.batch, tokens, expert)
 
-    across = device.sums(fabric, tensor * expert)
-    between = device.sums(fabric, tensor) if tensor > 1 else across
+    tensor_and_expert_sums = device.sums(fabric, tensor * expert)
+    tensor_sums = device.sums(fabric, tensor) if tensor > 1 else tensor_and_expert_sums
 
     def sums(rows: int) -> dict[str, float]:
         """{wire format: seconds of the tensor-parallel sums of a forward pass over `rows` tokens}."""
-        exact = between.seconds(exact_sums(config, tensor, rows))
-        outputs = between.by_format([*block_outputs(config, tensor)], tensor, rows)
+        exact = tensor_sums.seconds(exact_sums(config, tensor, rows))
+        outputs = tensor_sums.by_format([*block_outputs(config, tensor)], tensor, rows)
         return {name: exact + time for name, time in outputs.items()}
 
     def sums_of_experts(rows: int) -> dict[str, float]:
         """{wire format: seconds of the sums of experts' outputs over expert-parallel ranks, for `rows` tokens}."""
-        return across.by_format([*expert_outputs(config, tensor, expert)], expert, rows)
+        return tensor_and_expert_sums.by_format([*expert_outputs(config, tensor, expert)], expert, rows)
 
     states = (
         seconds_of(passed_states(config, tensor, context, job.batch, False), fabric, device.wait) + attention_seconds
     )
     of_prompt, of_token = sums(job.batch * tokens), sums(job.batch)
     experts_of_prompt, experts_of_token = sums_of_experts(job.batch * tokens), sums_of_experts(job.batch)
-    choice = between.seconds(chosen_tokens(job.batch, tensor))
+    choice = tensor_sums.seconds(chosen_tokens(job.batch, tensor))
     choice += seconds_of(agreed_tokens(job.batch, context * expert), fabric, device.wait)
     attended = seconds_of(attended_tokens(config, job.batch, tensor, context), fabric, device.wait)
     times = {
@@ -310,7 +312,7 @@ def _generation(
             compute + states + of_prompt[name] + experts_of_prompt[name] + choice,
             token + of_token[name] + experts_of_token[name] + attended + choice,
         )
-        for name in between.formats
+        for name in tensor_sums.formats
     }
     format = _format({name: ttft + (job.new - 1) * tpot for name, (ttft, tpot) in times.items()})
     ttft, tpot = times[format]
@@ -329,14 +331,14 @@ def _generation(
     return Division(*sizes, parts, needed, format, attention, schedule, ttft=ttft, tpot=tpot)
 
 
-def _memory_of_reply(shape: Memory, job: Generation, tokens: int, context: int) -> int:
+def _memory_of_reply(memory: Memory, job: Generation, tokens: int, context: int) -> int:
     """Bytes of a rank with `tokens` tokens of each prompt: weights, activations, and the cache of prompt and reply.
 
     The keys and values of the reply are divided over the context ranks.
     """
     new = -(-job.new // context)
-    activations = shape.prefill(job.batch, tokens) - shape.cache(job.batch, tokens)
-    return shape.weights + activations + shape.cache(job.batch, tokens + new)
+    activations = memory.prefill(job.batch, tokens) - memory.cache(job.batch, tokens)
+    return memory.weights + activations + memory.cache(job.batch, tokens + new)
 
 
 def local_tokens(config: Stack, seq: int, context: int) -> int:
@@ -370,13 +372,15 @@ def _attention(
 
 
 def _format(times: dict[str, float]) -> str:
-    """The most exact of the formats {format: seconds}, unless a less exact one reduces the time to the share WORTHWHILE."""
+    """The most exact of the formats {format: seconds}, unless a less exact one takes less than FORMAT_TIME_RATIO times its
+    time.
+    """
     chosen = "fp32"
     for name, time in times.items():
-        if time < WORTHWHILE * times[chosen]:
+        if time < FORMAT_TIME_RATIO * times[chosen]:
             chosen = name
     return chosen
 
 
-def _too_large(needed: float, device: Computes, condition: str = "") -> str:
+def _too_large(needed: float, device: Processor, condition: str = "") -> str:
     return f"needs {needed / 1e9:.3g} GB{condition}; a rank has {device.memory / 1e9:.3g} GB"

@@ -66,7 +66,7 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
     tokens = inputs.requirements["training_tokens"]
     yield f"  model: {config.family}, {size:,} parameters, vocabulary of {config.vocab_size:,}"
     yield f"  data: {tokens:,} training tokens; tokenizer of {inputs.corpus.vocab_size:,} ids"
-    yield f"  steps: {inputs.start} to {options.train_iters}, of {options.global_batch_size} x {options.seq_length} tokens"
+    yield f"  steps: {inputs.first_step} to {options.train_iters}, of {options.global_batch_size} x {options.seq_length} tokens"
     yield f"  memory: {_memory(inputs)}"
     for name, nbytes in _messages(inputs, data).items():
         yield f"  messages of a rank in a step: {nbytes / 1e6:,.3g} MB for {name}"
@@ -131,7 +131,7 @@ def _time(inputs: RunInputs, data: int) -> str:
     found = training_division(inputs.config, *sizes, job, Fabric.load(options.dry_run_fabric), device)
     if found.excluded:
         return f"none on {device.name}: {found.excluded}"
-    hours = found.seconds * (options.train_iters - inputs.start) / 3600
+    hours = found.seconds * (options.train_iters - inputs.first_step) / 3600
     return f"{found.seconds * 1e3:.4g} ms a step, {hours:.3g} hours in all, predicted for {device.name}"
 
 

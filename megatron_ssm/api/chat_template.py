@@ -1,10 +1,10 @@
-"""Chat templates: from a conversation to the text of a prompt, as transformers' `apply_chat_template` does it."""
+"""Chat templates: make the text of a prompt from a conversation, as transformers' `apply_chat_template` does."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2  # noqa: F401 - of the template's process; it is missed here, where the error names the extra
+import jinja2  # noqa: F401 - for the template's process; if it is missing, this import names the extra
 
 from megatron_ssm.inference.special_tokens import read_tokenizer_config, special_tokens
 from megatron_ssm.inference.text import read_text
@@ -19,10 +19,10 @@ LONGEST = 10**6  # characters of a template
 class ChatTemplate:
     """The template of a checkpoint: chat_template.jinja, or the field chat_template of tokenizer_config.json.
 
-    It is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits (see the
-    module `template_process`). path: the file with the template, or None if there is none. text: the template itself.
-    reasons: True if the model reasons before its answers, because the template has the mark between the two.
-    ValueError if the template, or tokenizer_config.json, cannot be read, or if the template takes more than the limits.
+    A template is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits
+    (see the module `template_process`). path: the file with the template, or None if there is none. text: the template
+    itself. reasons: True if the template contains `</think>`, so that the model reasons before its answers. ValueError if
+    the template, or tokenizer_config.json, cannot be read, or if the template exceeds the limits.
     """
 
     def __init__(self, directory: str | Path):
@@ -43,21 +43,23 @@ class ChatTemplate:
         except ValueError as error:
             raise ValueError(f"{self.path}: the chat template is not valid: {error}") from None
 
-    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None, param: str = "messages"
+    ) -> str:
         """The text of a prompt for the assistant's next message.
 
-        messages: with "role" and "content". variables: further ones of the template, or others than the defaults. ApiError
-        400 if there is no template, or if it refuses the messages.
+        messages: with "role" and "content". variables: further ones of the template, or others than the defaults. param: the
+        parameter that errors name. ApiError 400 if there is no template, or if it refuses the messages.
         """
         if self._template is None:
-            raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", "messages")
+            raise bad_request("the model has no chat template, so there is no chat: use /v1/completions", param)
         defaults = dict(tools=None, documents=None, add_generation_prompt=True)
         try:
             return self._template.render(
                 {**defaults, **(variables or {}), "messages": messages, **self._special_tokens}
             )
         except ValueError as error:
-            raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
+            raise bad_request(f"the chat template refuses the messages: {error}", param) from None
 
 
 def _default(template: Any, path: Path) -> str | None:

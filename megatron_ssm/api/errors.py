@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: an HTTP status, and a JSON object that says what is wrong."""
+"""Errors as OpenAI's clients expect them: an HTTP status, and a JSON object that describes the error."""
 
 from collections.abc import Mapping
 
@@ -7,14 +7,14 @@ from .reply_models import ErrorDetail, ErrorReply
 TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
-}  # of other errors: those of the request, or of the server
+}  # other statuses have the type of an error of the request, or of the server
 LONGEST = 1000  # characters of a message
 
 
 class ApiError(Exception):
-    """A reply that is an error. status: HTTP's. param: the parameter that is wrong. code: a name for programs.
+    """A reply that is an error. status: the HTTP status. param: the wrong parameter. code: a name of the error for programs.
 
-    Of the message and of param, which may quote the request, the reply has the beginning.
+    The reply has only the first LONGEST characters of the message and of param, because they may quote the request.
     """
 
     def __init__(

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Sequence[int]) -> list[int]:
     """Return where each token of a prompt begins in its text, in characters.
 
-    The text has the special tokens that the client has written, and lacks those that the tokenizer has added. It
-    may also lack the space that the tokenizer puts before a text, and ids that the tokenizer does not have. What follows a
-    character for which the tokenizer has only an unknown token, or text that its decoder changes (WordPiece's, around
-    punctuation), may be a few characters off, but is never beyond the text.
+    The text has the special tokens that the client has written, and lacks those that the tokenizer has added. It may also
+    lack the space that the tokenizer puts before a text, and ids that the tokenizer does not have. After a character for
+    which the tokenizer has only an unknown token, or after text that its decoder changes (WordPiece's, around punctuation),
+    places may be a few characters off, but never beyond the text.
     """
     added = tokenizer.get_added_tokens_decoder()
     special = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -39,8 +39,9 @@ def prompt_offsets(tokenizer: "Tokenizer", text: str, ids: Sequence[int]) -> lis
 
 
 def _run_offsets(tokenizer: "Tokenizer", text: str, place: int, ids: list[int]) -> tuple[list[int], int]:
-    """Return where tokens begin in a text that has them from `place` on, and where the next token begins."""
-    # After any token, the first one keeps the space that it may have; the decoder may strip it from the beginning of a text.
+    """Return the places of tokens in a text that contains them from `place` on, and the place of the next token."""
+    # The first token is pushed after another token, so that it keeps its leading space: at the beginning of a text the
+    # decoder may strip that space.
     offsets = TextOffsets(tokenizer, place=place, prompt=ids[:1])
     places, shown = [], ""
     for token in ids:
@@ -58,9 +59,9 @@ def _spaces(text: str, place: int) -> int:
 
 
 class TextOffsets:
-    """Finds where tokens begin in the text that `TextStream` makes of them, in characters.
+    """Finds the places of tokens, in characters, in the text that `TextStream` makes of them.
 
-    A token that is a part of a character begins where the character does. place: where the next token begins. added: the
+    A token that is a part of a character begins where the character does. place: the place of the next token. added: the
     text that the last token has added. prompt: the ids before the text.
     """
 
@@ -71,7 +72,7 @@ class TextOffsets:
         self._stream, self._bytes_of = TextStream(tokenizer, (), special_ids, prompt), token_bytes(tokenizer)
 
     def push(self, token: int) -> int:
-        """Return where this token begins, which follows those pushed before."""
+        """Return the place of this token, which follows the tokens pushed before."""
         start, self.added = self.place, self._stream.push(token)
         self.place += len(self.added)
         own = self._bytes_of(token).decode(errors="ignore")
@@ -79,5 +80,5 @@ class TextOffsets:
         return self.place - len(own) if own and self.added.endswith(own) else start
 
     def finish(self) -> None:
-        """After the last token: what follows begins after an incomplete character, too."""
+        """After the last token: move `place` past an incomplete character."""
         self.place += len(self._stream.finish())

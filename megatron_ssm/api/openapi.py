@@ -10,13 +10,16 @@ from .reply_models import (
     ChatCompletionChunk,
     Completion,
     DetokenizeReply,
+    EmbeddingReply,
     ErrorReply,
     ModelCard,
     ModelList,
     Status,
     TokenizeReply,
 )
-from .request_models import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .request_models import Body, ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from .response_models import ModelResponse, ResponseEvent
+from .response_request import ResponseRequest
 
 ERRORS = {
     "400": "A parameter is unknown, not implemented, or out of range; `param` names it.",
@@ -30,12 +33,14 @@ ERRORS = {
     "504": "The reply has taken too long.",
 }
 # {path: (body of the request, reply, event of a stream)}
-GENERATING: dict[str, tuple[type[Body], type[BaseModel], type[BaseModel]]] = {
+GENERATING: dict[str, tuple[type[Body | ResponseRequest], type[BaseModel], type[BaseModel]]] = {
     "/v1/completions": (CompletionRequest, Completion, Completion),
     "/v1/chat/completions": (ChatRequest, ChatCompletion, ChatCompletionChunk),
+    "/v1/responses": (ResponseRequest, ModelResponse, ResponseEvent),
 }
 # {path: (body of the request, reply)}
 COMPUTING: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
+    "/v1/embeddings": (EmbeddingRequest, EmbeddingReply),
     "/tokenize": (TokenizeRequest, TokenizeReply),
     "/detokenize": (DetokenizeRequest, DetokenizeReply),
 }
@@ -70,8 +75,9 @@ def _generating(path: str, body: type[BaseModel], reply: type[BaseModel], event:
 
 def _computing(path: str, body: type[BaseModel], reply: type[BaseModel]) -> dict[str, Any]:
     """The operation of an endpoint whose reply is a JSON object."""
+    name = path.rpartition("/")[2]
     return {
-        "summary": f"vLLM's {path.removeprefix('/')}.",
+        "summary": f"OpenAI's {name}." if path.startswith("/v1/") else f"vLLM's {name}.",
         "requestBody": {"required": True, "content": _content("application/json", body)},
         "responses": _responses(_content("application/json", reply), tuple(ERRORS)),
     }
@@ -80,7 +86,7 @@ def _computing(path: str, body: type[BaseModel], reply: type[BaseModel]) -> dict
 def _reading(
     path: str, summary: str, media: str, reply: type[BaseModel] | None, errors: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The operation of a path that is only read."""
+    """The operation of a path with the method GET."""
     names = re.findall(r"\{(\w+)\}", path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     return {"summary": summary, "parameters": parameters, "responses": _responses(_content(media, reply), errors)}

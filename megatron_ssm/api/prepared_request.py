@@ -1,4 +1,4 @@
-"""From the JSON of a request to the sequences that the engine is to continue."""
+"""Parses and checks the JSON of a request, tokenizes its prompts, and makes the sequences for the engine."""
 
 import re
 import secrets
@@ -27,6 +27,7 @@ from .request_models import (
     ToolChoice,
     parse_body,
 )
+from .response_request import ResponseChat, ResponseRequest
 from .sequences import Arguments, Sequence
 from .tool_calls import CallParser, Schemas, calls_schema
 
@@ -37,11 +38,12 @@ TOO_LONG = "context_length_exceeded"
 ANY_OBJECT = {"type": "object"}
 MAX_LOGPROBS = 400_000  # log-probabilities of a request: a reply with this many is made in about a second
 
-Prompt = tuple[str, list[int]]  # its text, "" for ids that are not repeated, and its token ids
+# (text, token ids). The text is "" if the client sent ids and `echo` is off.
+Prompt = tuple[str, list[int]]
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model that a server serves.
 
     Args:
@@ -50,7 +52,7 @@ class Served:
         max_length: The maximum number of tokens of a request.
         shares_prefixes: True if the users of different API keys share the prefix cache.
         fingerprint: A name of the model, the software and its settings.
-        tool_parser: Of the tool calls that the model writes; None if its format is not known.
+        tool_parser: The parser for the model's format of tool calls; None if the format is not known.
     """
 
     name: str
@@ -64,12 +66,12 @@ class Served:
     tool_parser: type[CallParser] | None = None
 
     @cached_property
-    def most_characters(self) -> int | None:
+    def max_prompt_characters(self) -> int | None:
         """The number of characters beyond which a prompt certainly has too many tokens; None: there is none."""
         return most_characters(self.tokenizer, self.max_length)
 
     def check_name(self, name: str) -> None:
-        """ApiError 404 for the name of another model; "" is any."""
+        """Raise ApiError 404 if `name` is not this model's; "" matches any model."""
         if name and name != self.name:
             raise ApiError(
                 404, f"there is no model {name[:100]!r} here, only {self.name!r}", "model", "model_not_found"
@@ -86,7 +88,7 @@ class PreparedRequest:
     """A request that was checked, and whose prompts are token ids.
 
     Args:
-        sequences: The replies, those to one prompt together.
+        sequences: The sequences to generate, `body.n` consecutive ones for each prompt.
         offsets: Where the tokens of each prompt begin in its text, if prompts are repeated with log-probabilities.
         is_thinking: True if the prompt has begun the reasoning, False if replies may begin it, None if the model has none.
     """
@@ -99,11 +101,11 @@ class PreparedRequest:
 
     @property
     def drops_tokens(self) -> bool:
-        """Return True if the new token, which the engine always makes, was not asked for."""
+        """True if max_tokens is 0: the engine generates one token anyway, which the reply leaves out."""
         return self.body.max_tokens == 0
 
     @property
-    def count_parameter(self) -> str:
+    def parameter_of_count(self) -> str:
         """The parameter that determines how many sequences there are."""
         return "n" if self.body.n > 1 else self.body.prompt_field
 
@@ -113,24 +115,27 @@ class PreparedRequest:
         return self.body.num_logprobs is not None or self.body.return_token_ids
 
 
-def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Served) -> PreparedRequest:
+def prepare_request(
+    model: type[Body | ResponseRequest], text: bytes | str, owner: str, served: ServedModel
+) -> PreparedRequest:
     """Check a request and tokenize its prompts.
 
     Args:
-        model: What the body must match.
+        model: The pydantic class of the body.
         text: The body, as JSON.
         owner: Who made the request, see `Keys.owner`.
 
     Raises:
         ApiError: 400, or 404 for another model.
     """
-    body = parse_body(model, text)
+    parsed = parse_body(model, text)
+    body = ResponseChat.of(parsed) if isinstance(parsed, ResponseRequest) else parsed
     served.check_name(body.model)
     _check_combinations(body, served.vocab_size)
     if isinstance(body, ChatRequest):
         _check_tools(body, served)
     prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
-    is_thinking = _is_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
+    is_thinking = _has_begun_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
     grammar_parameter, grammar = _grammar(body)
@@ -149,7 +154,7 @@ def prepare_request(model: type[Body], text: bytes | str, owner: str, served: Se
         logprobs=body.num_logprobs,
         prompt_logprobs=body.num_logprobs is not None and body.echo,
         grammar=None if grammar is None else (grammar.kind, grammar.text),
-        thinking=_thinking(body, is_thinking, grammar, served),
+        thinking=_thinking_arguments(body, is_thinking, grammar, served),
         prefix_key="" if served.shares_prefixes else owner,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -180,7 +185,7 @@ def _check_combinations(body: Body, vocab_size: int) -> None:
         raise bad_request(f"{name}={body.num_logprobs} exceeds the vocabulary of {vocab_size}", name)
 
 
-def _check_tools(body: ChatRequest, served: Served) -> None:
+def _check_tools(body: ChatRequest, served: ServedModel) -> None:
     """ApiError 400 for tools that cannot be called."""
     choice, names = body.tool_choice, {tool.function.name for tool in body.tools}
     if len(names) < len(body.tools):
@@ -194,34 +199,40 @@ def _check_tools(body: ChatRequest, served: Served) -> None:
         raise bad_request(rule, "tools")
 
 
-def _prompts(body: CompletionRequest, served: Served) -> list[Prompt]:
+def _prompts(body: CompletionRequest, served: ServedModel) -> list[Prompt]:
     """The prompts of a completion."""
     prompts: list[Prompt] = []
     for prompt in body.prompts:
-        if isinstance(prompt, str):
-            prompts.append((prompt, _token_ids(prompt, served, "prompt")))
-            continue
-        if len(prompt) > served.max_length:
-            raise _too_many(len(prompt), "prompt", served.max_length)
-        served.check_ids(prompt, "prompt")
-        # `decode` would hold the interpreter's lock, as `encode` does below.
-        text = served.tokenizer.decode_batch([prompt], skip_special_tokens=False)[0] if body.echo else ""
-        prompts.append((text, prompt))
+        text, ids = prompt, read_prompt(prompt, served, "prompt")
+        if not isinstance(text, str):
+            # `decode` would hold the interpreter's lock, as `encode` does below.
+            text = served.tokenizer.decode_batch([ids], skip_special_tokens=False)[0] if body.echo else ""
+        prompts.append((text, ids))
     if not all(ids for _, ids in prompts):
         raise bad_request("a prompt has no tokens", "prompt")
     return prompts
 
 
-def _chat_prompt(body: ChatRequest, served: Served) -> list[Prompt]:
+def read_prompt(prompt: str | list[int], served: ServedModel, param: str) -> list[int]:
+    """Return the ids of a text, or given ids. ApiError 400, which names `param`, if there are too many, or wrong ones."""
+    if isinstance(prompt, str):
+        return _token_ids(prompt, served, param)
+    if len(prompt) > served.max_length:
+        raise too_many(len(prompt), param, served.max_length)
+    served.check_ids(prompt, param)
+    return prompt
+
+
+def _chat_prompt(body: ChatRequest, served: ServedModel) -> list[Prompt]:
     """The prompt of a chat. The template writes the special tokens, so the tokenizer adds none."""
     text = chat_text(body, served)
-    ids = _token_ids(text, served, "messages", add_special_tokens=False)
+    ids = _token_ids(text, served, body.prompt_field, add_special_tokens=False)
     if not ids:
-        raise bad_request("the chat template makes an empty prompt of the messages", "messages")
+        raise bad_request("the chat template makes an empty prompt of the messages", body.prompt_field)
     return [(text, ids)]
 
 
-def chat_text(body: Conversation, served: Served) -> str:
+def chat_text(body: Conversation, served: ServedModel) -> str:
     """Return the text that the chat template makes of a conversation. ApiError 400 for a wrong one."""
     messages = [message.for_template() for message in body.messages]
     for message in messages:
@@ -236,14 +247,14 @@ def chat_text(body: Conversation, served: Served) -> str:
     )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
     variables = {**body.chat_template_kwargs, "tools": tools or None, "add_generation_prompt": starts_message}
-    text = served.template.render(messages, variables)
+    text = served.template.render(messages, variables, body.prompt_field)
     if body.continue_final_message:
         text = _without_end(text, messages[-1]["content"])
     return text
 
 
 def _without_end(prompt: str, content: str) -> str:
-    """A prompt up to the end of the content of its last message, of which the template may strip white space."""
+    """Cut a prompt after the content of its last message. The template may have stripped white space from that content."""
     place = prompt.rfind(content.strip()) if content.strip() else -1
     if place < 0:
         message = "continue_final_message needs a last message with content that the chat template shows"
@@ -252,7 +263,7 @@ def _without_end(prompt: str, content: str) -> str:
     return prompt[:place] + (whole if prompt.startswith(whole, place) else content.strip())
 
 
-def _is_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool | None:
+def _has_begun_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool | None:
     """See `PreparedRequest.is_thinking`."""
     if not template.reasons:
         return None
@@ -260,10 +271,12 @@ def _is_thinking(body: ChatRequest, prompt: str, template: ChatTemplate) -> bool
     return prompt.rstrip().endswith(BEGIN) or last.rfind(BEGIN) > last.rfind(END)
 
 
-def _thinking(
-    body: Body, is_thinking: bool | None, grammar: Grammar | None, served: Served
+def _thinking_arguments(
+    body: Body, is_thinking: bool | None, grammar: Grammar | None, served: ServedModel
 ) -> tuple[tuple[int, ...], bool, int | None] | None:
-    """The values of the engine's `Thinking`, if it has to follow the reasoning: it has a budget, or is before a grammar."""
+    """The arguments of the engine's `Thinking`. None unless the reasoning has a budget, or a grammar applies to the text
+    after it.
+    """
     if not isinstance(body, ChatRequest) or is_thinking is None:
         return None
     if not is_thinking if grammar is not None else body.budget is None:
@@ -271,10 +284,12 @@ def _thinking(
     return tuple(served.tokenizer.encode_batch([END], add_special_tokens=False)[0].ids), is_thinking, body.budget
 
 
-def _token_ids(text: str, served: Served, param: str, add_special_tokens: bool = True) -> list[int]:
-    """The ids of a text. One that certainly has too many is not tokenized, which would take long."""
-    most = served.most_characters
-    if most is not None and len(text) > most:
+def _token_ids(text: str, served: ServedModel, param: str, add_special_tokens: bool = True) -> list[int]:
+    """The ids of a text. A longer text than `served.max_prompt_characters` is refused without tokenizing it, which would
+    take seconds.
+    """
+    max_characters = served.max_prompt_characters
+    if max_characters is not None and len(text) > max_characters:
         message = f"the prompt has {len(text)} characters, which are too many: {_rule(served.max_length)}"
         raise bad_request(message, param, TOO_LONG)
     # `encode` would hold the interpreter's lock, and so stop the engine: for seconds with a megabyte of text.
@@ -285,14 +300,15 @@ def _new_tokens(body: Body, prompt: int, max_length: int) -> int:
     """The maximum number of tokens after a prompt of this length."""
     name, wanted = body.new_tokens
     if prompt + (wanted != 0) > max_length:
-        raise _too_many(prompt, body.prompt_field, max_length)
+        raise too_many(prompt, body.prompt_field, max_length)
     if wanted is not None and prompt + wanted > max_length:
         message = f"the prompt has {prompt} tokens, and {wanted} new ones do not fit: {_rule(max_length)}"
         raise bad_request(message, name, TOO_LONG)
     return max_length - prompt if wanted is None else max(1, wanted)
 
 
-def _too_many(tokens: int, param: str, max_length: int) -> ApiError:
+def too_many(tokens: int, param: str, max_length: int) -> ApiError:
+    """Return the error for a prompt that is too long."""
     return bad_request(f"the prompt has {tokens} tokens, which are too many: {_rule(max_length)}", param, TOO_LONG)
 
 
@@ -301,22 +317,25 @@ def _rule(max_length: int) -> str:
 
 
 def _check_size(body: Body, prompts: list[Prompt], new_tokens: list[int]) -> None:
-    """ApiError 400 if the replies may have more than MAX_LOGPROBS log-probabilities. new_tokens: after each prompt."""
+    """ApiError 400 if the replies may have more than MAX_LOGPROBS log-probabilities. new_tokens: The maximum number of new
+    tokens for each prompt.
+    """
     if body.num_logprobs is None:
         return
-    repeated = sum(len(ids) for _, ids in prompts) if body.echo else 0
-    tokens = body.n * (repeated + (0 if body.max_tokens == 0 else sum(new_tokens)))
+    echoed_tokens = sum(len(ids) for _, ids in prompts) if body.echo else 0
+    tokens = body.n * (echoed_tokens + (0 if body.max_tokens == 0 else sum(new_tokens)))
     each = 1 + body.num_logprobs
     if tokens * each > MAX_LOGPROBS:
         raise bad_request(
-            f"up to {tokens} tokens with the log-probabilities of {each} ids each are more than the {MAX_LOGPROBS} "
-            "log-probabilities that a request may ask for; a smaller max_tokens makes them fewer",
+            f"{tokens} tokens x {each} log-probabilities exceed the limit of {MAX_LOGPROBS}; lower max_tokens",
             body.logprobs_field,
         )
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float] | None:
-    """{token id: bias} from JSON, whose names are strings. A name has no leading zeros, so no id has two of them."""
+    """{token id: bias} from JSON, whose names are strings. Names with leading zeros are refused, so that no id occurs
+    twice.
+    """
     for token in biases:
         if not re.fullmatch("0|[1-9][0-9]{0,9}", token) or int(token) >= vocab_size:
             message = f"logit_bias: {token[:20]!r} is not a token id (vocab_size={vocab_size})"
@@ -352,7 +371,7 @@ def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
     outputs = body.structured_outputs or StructuredOutputs()
     given: list[tuple[str, Callable[..., Grammar], Any]] = [
         ("tools", grammars.json_schema, _forced_calls(body)),
-        ("response_format", grammars.json_schema, _schema(body.response_format)),
+        (body.format_field, grammars.json_schema, _schema(body.response_format)),
         ("structured_outputs.json", grammars.json_schema, outputs.json_),
         ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
         ("structured_outputs.choice", grammars.choice, outputs.choice),

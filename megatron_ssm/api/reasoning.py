@@ -1,4 +1,4 @@
-"""The reasoning at the beginning of a reply, up to `</think>`, apart from its answer."""
+"""Separates the reasoning at the beginning of a reply, up to `</think>`, from the answer after it."""
 
 from megatron_ssm.inference.thinking import BEGIN, END
 
@@ -6,17 +6,23 @@ from .tool_calls import begun_length
 
 
 class ReasoningSplitter:
-    """Splits a reply, as it comes, into its reasoning and its answer; white space around the two is left out.
+    """Splits a reply, as it comes, into its reasoning and its answer, without the white space around them.
 
-    is_open: True if the prompt has begun the reasoning. Otherwise, a reply that does not begin with `<think>` has none.
+    is_open: True if the prompt has begun the reasoning. Otherwise, a reply that does not begin with `<think>` has no
+    reasoning.
     """
 
     def __init__(self, is_open: bool):
         self._is_open, self._held, self._state = is_open, "", "start"
-        self._has_reasoning = self._has_begun = False  # the second: some of the reasoning was returned
+        self._has_reasoning = self._has_begun = False  # _has_begun: some of the reasoning was returned
+
+    @property
+    def is_inside(self) -> bool:
+        """Return True if the text so far ends within the reasoning."""
+        return self._state == "reasoning" or (self._state == "start" and self._is_open)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text of the reply; returns the reasoning and the answer that have become certain."""
+        """Add text of the reply; returns the new parts of the reasoning and of the answer that no later text can change."""
         if self._state == "answer":
             return "", text
         self._held += text
@@ -32,7 +38,7 @@ class ReasoningSplitter:
         """Return the rest, after the last text of the reply."""
         held = "" if self._state == "answer" else self._held
         self._held = ""
-        if self._state == "reasoning" or (self._state == "start" and self._is_open):
+        if self.is_inside:
             return held.rstrip(), ""
         return "", "" if self._state == "gap" and self._has_reasoning else held
 
@@ -46,7 +52,7 @@ class ReasoningSplitter:
             self._held, self._state = (text, "reasoning") if self._is_open else (self._held, "gap")
 
     def _reasoning(self) -> str:
-        """The reasoning that has become certain, up to white space, which is left out if it is the last."""
+        """The reasoning that no later text can change; its last white space is held back, and left out at the end."""
         if not self._has_begun:
             self._held = self._held.lstrip()
         place = self._held.find(END)

@@ -1,4 +1,4 @@
-"""From tokens to the replies of OpenAI's interface: completions and chat completions, whole or in chunks."""
+"""Makes the replies of OpenAI's interface from tokens: completions and chat completions, whole or in chunks."""
 
 import secrets
 import time
@@ -10,8 +10,9 @@ from typing import Any
 from megatron_ssm.inference.text import TextStream, token_bytes
 from megatron_ssm.inference.thinking import BEGIN, END
 
+from .errors import ApiError
 from .offsets import TextOffsets
-from .prepared_request import PreparedRequest, Served, schemas_of
+from .prepared_request import PreparedRequest, ServedModel, schemas_of
 from .reasoning import ReasoningSplitter
 from .reply_models import ChatCompletion, ChatCompletionChunk, Completion, ReplyModel
 from .request_models import ChatRequest
@@ -21,10 +22,11 @@ from .tool_calls import CallParser, ForcedCallParser, Part, ToolCall
 
 @dataclass
 class Piece:
-    """A part of the reply `index`, or the whole. calls: tool calls; logprobs: of `tokens`; see `Request.logprobs`.
+    """A part of reply number `index`, or the whole reply. calls: tool calls. logprobs: `Request.logprobs` of `tokens`.
 
     prompt, prompt_logprobs: what the reply repeats of the prompt at its beginning (echo). offsets: for a completion with
-    log-probabilities, where each token of `prompt` and of `tokens` begins in the text of the whole reply.
+    log-probabilities, where each token of `prompt` and of `tokens` begins in the text of the whole reply. reasoning_tokens:
+    how many of `tokens` are part of the reasoning.
     """
 
     index: int
@@ -38,10 +40,11 @@ class Piece:
     prompt_logprobs: list = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
+    reasoning_tokens: int = 0
 
     @property
     def is_shown(self) -> bool:
-        """Return True if it adds anything to the reply beside its tokens."""
+        """Return True if the piece adds anything to the reply besides tokens."""
         return bool(self.text or self.reasoning or self.calls or self.is_first or self.finished)
 
     def add(self, part: Part) -> None:
@@ -57,6 +60,7 @@ class Piece:
         """Append the next part of the reply."""
         self.text += other.text
         self.reasoning += other.reasoning
+        self.reasoning_tokens += other.reasoning_tokens
         for call in other.calls:
             self.add(call)
         self.tokens += other.tokens
@@ -68,7 +72,7 @@ class Piece:
 class Reply:
     """The text of one sequence, as it is generated."""
 
-    def __init__(self, request: PreparedRequest, served: Served, index: int):
+    def __init__(self, request: PreparedRequest, served: ServedModel, index: int):
         self.index, self._request = index, request
         arguments = request.sequences[index].arguments
         hidden = arguments.stop_tokens  # as in the engine, which finds the stop strings
@@ -84,7 +88,7 @@ class Reply:
         self._offsets = TextOffsets(served.tokenizer, hidden, len(text) if self._echo else 0, ids)
 
     def add_update(self, update: Update) -> Piece:
-        """Return the next part: what an update adds."""
+        """Return the part of the reply that an update adds."""
         tokens = [] if self._request.drops_tokens else update.tokens
         finished = "length" if update.finished and self._request.drops_tokens else update.finished
         piece = Piece(self.index, "", tokens, update.logprobs[: len(tokens)], finished, is_first=self._is_first)
@@ -93,10 +97,11 @@ class Reply:
             piece.prompt_logprobs = update.prompt_logprobs
             piece.offsets = list(self._prompt_offsets)
         piece.offsets += map(self._offsets.push, tokens) if self._has_offsets else []
-        text = "".join(map(self._text.push, tokens))
+        for token in tokens:
+            self._split(self._text.push(token), False, piece)
+            piece.reasoning_tokens += self._reasoning is not None and self._reasoning.is_inside
         if update.finished is not None:
-            text += self._text.finish()
-        self._split(text, update.finished is not None, piece)
+            self._split(self._text.finish(), True, piece)
         self._has_calls = self._has_calls or bool(piece.calls)
         if piece.finished == "stop" and self._has_calls:
             piece.finished = "tool_calls"
@@ -106,7 +111,8 @@ class Reply:
     def _split(self, text: str, is_last: bool, piece: Piece) -> None:
         """Add the reasoning, the content and the tool calls of text to a piece."""
         if self._reasoning is not None:
-            piece.reasoning, text = self._reasoning.push(text)
+            reasoning, text = self._reasoning.push(text)
+            piece.reasoning += reasoning
             if is_last:
                 reasoning, answer = self._reasoning.finish()
                 piece.reasoning, text = piece.reasoning + reasoning, text + answer
@@ -117,8 +123,8 @@ class Reply:
             piece.add(part)
 
 
-def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCallParser | None:
-    """The parser of a reply's tool calls; None if it has none."""
+def _parser(request: PreparedRequest, served: ServedModel) -> CallParser | ForcedCallParser | None:
+    """The parser of a reply's tool calls; None if the reply cannot have any."""
     body = request.body
     if not isinstance(body, ChatRequest) or not body.usable_tools:
         return None
@@ -128,7 +134,7 @@ def _parser(request: PreparedRequest, served: Served) -> CallParser | ForcedCall
     return served.tool_parser(schemas_of(body.tools), body.max_calls)
 
 
-def _marks(request: PreparedRequest, served: Served) -> tuple[str, ...]:
+def _marks(request: PreparedRequest, served: ServedModel) -> tuple[str, ...]:
     """The special tokens that are part of a reply's text, because its parsers look for them."""
     marks = () if request.is_thinking is None else (BEGIN, END)
     if served.tool_parser is not None and isinstance(request.body, ChatRequest) and request.body.usable_tools:
@@ -140,9 +146,13 @@ class Replies:
     """The replies to one request. usage: the tokens so far.
 
     Tokens of a prompt count as cached if none of the replies to it needed to read them.
+
+    end_mark: the data of the event after the last one of a stream; "" if there is none.
     """
 
-    def __init__(self, request: PreparedRequest, served: Served):
+    end_mark = "[DONE]"
+
+    def __init__(self, request: PreparedRequest, served: ServedModel):
         self._request, self._is_chat = request, isinstance(request.body, ChatRequest)
         self._replies = [Reply(request, served, sequence.index) for sequence in request.sequences]
         bytes_of = token_bytes(served.tokenizer)
@@ -166,7 +176,7 @@ class Replies:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The number of tokens that were read and made."""
+        """The numbers of tokens that were read and generated."""
         prompt = sum(len(ids) for _, ids in self._request.prompts)
         return {
             "prompt_tokens": prompt,
@@ -176,23 +186,30 @@ class Replies:
         }
 
     def whole(self, pieces: Iterable[Piece]) -> ReplyModel:
-        """The reply to a request that is not a stream; pieces: the whole text of each reply."""
+        """The whole reply to a request without streaming. pieces: one for each of its texts."""
         if self._is_chat:
             return self._made(ChatCompletion, "chat.completion", map(self._message, pieces), usage=self.usage)
         return self._made(Completion, "text_completion", map(self._completion, pieces), usage=self.usage)
 
-    def chunk(self, piece: Piece) -> ReplyModel:
-        """The event of a stream with a part of a reply."""
-        usage = (
-            {"usage": None} if self._request.body.includes_usage else {}
-        )  # as in OpenAI's events before the last one
-        return self._event([piece], **usage)
+    def first_events(self) -> list[ReplyModel]:
+        """The events of a stream before the first token."""
+        return []
 
-    def last_chunk(self) -> ReplyModel:
-        """The event of a stream with the usage."""
-        return self._event([], usage=self.usage)
+    def events(self, piece: Piece) -> list[ReplyModel]:
+        """The events of a stream with a part of a reply."""
+        # as in OpenAI's events before the last one
+        usage = {"usage": None} if self._request.body.includes_usage else {}
+        return [self._chunk([piece], **usage)]
 
-    def _event(self, pieces: list[Piece], **usage: Any) -> ReplyModel:
+    def last_events(self) -> list[ReplyModel]:
+        """The events of a stream after all replies: the usage, if it is asked for."""
+        return [self._chunk([], usage=self.usage)] if self._request.body.includes_usage else []
+
+    def error_event(self, error: ApiError) -> ReplyModel:
+        """The last event of a stream that fails."""
+        return error.reply
+
+    def _chunk(self, pieces: list[Piece], **usage: Any) -> ReplyModel:
         if self._is_chat:
             return self._made(ChatCompletionChunk, "chat.completion.chunk", map(self._delta, pieces), **usage)
         return self._made(Completion, "text_completion", map(self._completion, pieces), **usage)
@@ -243,7 +260,9 @@ class Replies:
         }
 
     def _most_likely(self, token: int, value: float, tops: list[tuple[int, float]]) -> dict[str, float]:
-        """{name: log-probability} of the most likely tokens and the token itself; of tokens with one name, the likelier."""
+        """{name: log-probability} of the most likely tokens and the token itself. If tokens have the same name, the most
+        likely one counts.
+        """
         named: dict[str, float] = {}
         for each, number in [*tops, (token, value)]:
             named.setdefault(self._name(each), number)
@@ -264,7 +283,7 @@ class Replies:
         return {"content": content, "refusal": None}
 
     def _name_of(self, token: int) -> str:
-        """A token as text; one that is not valid UTF-8 alone, as OpenAI writes it: bytes:\\xe2."""
+        """A token as text. A token that alone is not valid UTF-8 is written as OpenAI does: bytes:\\xe2."""
         data = bytes(self._bytes_of(token))
         try:
             return data.decode()

@@ -15,6 +15,11 @@ class ReplyModel(BaseModel):
         """Return the object as ASCII; numbers that are not finite become null."""
         return self.model_dump_json(exclude_unset=True, ensure_ascii=True)
 
+    @property
+    def event_name(self) -> str:
+        """The name of the server-sent event with this object; "" if it has none."""
+        return ""
+
 
 class ErrorDetail(ReplyModel):
     """An error. param: the parameter that is wrong; code: a name for programs."""
@@ -189,6 +194,30 @@ class ModelList(ReplyModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class EmbeddingObject(ReplyModel):
+    """The embedding of a text: numbers, or base64 of them as float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: SkipValidation[list[float] | str]
+
+
+class EmbeddingUsage(ReplyModel):
+    """The number of tokens that were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(ReplyModel):
+    """The reply of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
 
 
 class TokenizeReply(ReplyModel):

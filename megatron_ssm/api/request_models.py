@@ -21,14 +21,14 @@ from sparsefusion.foundation.command_line import did_you_mean
 from .errors import ApiError, bad_request
 from .tool_calls import NO_ARGUMENTS
 
-MAX_PROMPTS, MAX_CHOICES, MAX_BIASES, MAX_TOOLS = 128, 128, 1024, 128
+MAX_PROMPTS, MAX_CHOICES, MAX_BIASES, MAX_TOOLS, MAX_EMBEDDINGS = 128, 128, 1024, 128, 2048
 MAX_FIELDS = 100  # of an object: pydantic collects an error for each field before one of them is reported
 _NULL = {"type": "null"}
 SHOWN = 60  # characters of a wrong value in the error
 
 
 class RequestModel(BaseModel):
-    """A JSON object that clients send. A field that is null counts as left out, and "1" or 1.0 is no integer."""
+    """A JSON object that clients send. A field that is null counts as left out. "1" and 1.0 are not integers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -84,14 +84,20 @@ def _as_list(value: Any) -> Any:
 def _kind_of_prompt(prompt: Any) -> str | None:
     """Return the tag of a prompt by its first element, so that errors name the element that differs from the first."""
     if isinstance(prompt, str):
-        return "text"
+        return "a text"
     if not isinstance(prompt, list) or not prompt:
         return None
     return {str: "texts", int: "token ids", list: "lists of token ids"}.get(type(prompt[0]))
 
 
-def _kind_of_content(content: Any) -> str | None:
-    return "text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
+def _as_prompts(prompt: Any) -> Any:
+    """Return a list of prompts, each a text or token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def kind_of_content(content: Any) -> str | None:
+    """Return the tag of a text or of a list."""
+    return "a text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
 
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
@@ -107,25 +113,41 @@ FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
 Regex = Annotated[str, Field(min_length=1, max_length=10_000)]
 LarkGrammar = Annotated[str, Field(min_length=1, max_length=100_000)]
 StopStrings = Annotated[list[ShortText], Field(max_length=16)]
+_PROMPT = Discriminator(
+    _kind_of_prompt,
+    custom_error_type="prompt",
+    custom_error_message="Input should be a text, a list of texts, a list of token ids, or a list of such lists",
+)
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
+    Annotated[str, Tag("a text")]
     | Annotated[list[str], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
     | Annotated[TokenIds, Tag("token ids")]
     | Annotated[list[TokenIds], Tag("lists of token ids"), Field(fail_fast=True, max_length=MAX_PROMPTS)],
-    Discriminator(
-        _kind_of_prompt,
-        custom_error_type="prompt",
-        custom_error_message="Input should be a text, a list of texts, a list of token ids, or a list of such lists",
-    ),
+    _PROMPT,
 ]
+Texts = Annotated[
+    Annotated[str, Tag("a text")]
+    | Annotated[list[str], Tag("texts"), Field(fail_fast=True, max_length=MAX_EMBEDDINGS)]
+    | Annotated[TokenIds, Tag("token ids")]
+    | Annotated[list[TokenIds], Tag("lists of token ids"), Field(fail_fast=True, max_length=MAX_EMBEDDINGS)],
+    _PROMPT,
+]
+# {type of an item of /v1/responses: tag}
+ITEMS = {
+    "message": "a message",
+    "function_call": "a call",
+    "function_call_output": "an output",
+    "reasoning": "some reasoning",
+}
 TAGS = {
-    "text",
+    "a text",
     "texts",
     "token ids",
     "lists of token ids",
     "parts",
     "a mode",
     "a function",
+    *ITEMS.values(),
 }  # which pydantic adds to the places of errors
 
 
@@ -139,9 +161,9 @@ class TextPart(RequestModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("parts"), Field(fail_fast=True, min_length=1)],
+    Annotated[str, Tag("a text")] | Annotated[list[TextPart], Tag("parts"), Field(fail_fast=True, min_length=1)],
     Discriminator(
-        _kind_of_content, custom_error_type="content", custom_error_message="Input should be a text, or a list of texts"
+        kind_of_content, custom_error_type="content", custom_error_message="Input should be a text, or a list of texts"
     ),
 ]
 
@@ -153,7 +175,9 @@ class CalledFunction(RequestModel):
     arguments: str = ""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the fields for the template, which expects the object; text that is no JSON stays as it is."""
+        """Return the fields for the template. Templates expect the arguments as an object; text that is not JSON stays a
+        text.
+        """
         try:
             return {"name": self.name, "arguments": from_json(self.arguments or "{}")}
         except ValueError:
@@ -234,13 +258,14 @@ class ToolChoice(RequestModel):
     function: FunctionChoice
 
 
-def _kind_of_choice(choice: Any) -> str:
-    return "a function" if isinstance(choice, dict | ToolChoice) else "a mode"
+def kind_of_choice(choice: Any) -> str:
+    """Return the tag of a tool_choice."""
+    return "a mode" if isinstance(choice, str) else "a function"
 
 
 ToolChoices = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a mode")] | Annotated[ToolChoice, Tag("a function")],
-    Discriminator(_kind_of_choice),
+    Discriminator(kind_of_choice),
 ]
 
 
@@ -280,19 +305,13 @@ class StructuredOutputs(RequestModel):
     grammar: LarkGrammar | None = None
 
 
-class GenerationRequest(RequestModel):
+class GenerationParameters(RequestModel):
     """The parameters of every endpoint that generates."""
-
-    prompt_field: ClassVar[str]
-    logprobs_field: ClassVar[str]
 
     model: str = ""
     """The name of the served model, as /v1/models lists it; may be left out."""
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    """The number of replies to a prompt."""
     stream: bool = False
     """Send tokens as they come, as server-sent events."""
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """0: the most likely token (greedy search)."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -317,6 +336,28 @@ class GenerationRequest(RequestModel):
     """The number of tokens before one that ends a text, or one of stop_token_ids, may come."""
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_check_biases)] = {}
     """{token id: what is added to its logit}."""
+    ignore_eos: bool = False
+    """Do not stop at the tokens that end a text."""
+    user: str = ""
+    """Has no effect, like the following fields."""
+    metadata: dict[str, Any] = {}
+    store: bool = False
+    service_tier: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+
+
+class GenerationRequest(GenerationParameters):
+    """The parameters of completions and chats. The class variables name parameters in errors."""
+
+    prompt_field: ClassVar[str]
+    logprobs_field: ClassVar[str]
+    format_field: ClassVar[str] = "response_format"
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    """The number of replies to a prompt."""
+    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     """json_object: the reply is a JSON object; json_schema: JSON that a schema describes."""
     structured_outputs: StructuredOutputs | None = None
@@ -329,18 +370,8 @@ class GenerationRequest(RequestModel):
     """The reply matches this expression."""
     guided_grammar: LarkGrammar | None = None
     """The reply matches this grammar, in llguidance's variant of Lark's notation."""
-    ignore_eos: bool = False
-    """Do not stop at the tokens that end a text."""
     return_token_ids: bool = False
     """Add token_ids to each reply."""
-    user: str = ""
-    """Has no effect, like the following fields."""
-    metadata: dict[str, Any] = {}
-    store: bool = False
-    service_tier: str = ""
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
-    prompt_cache_retention: str = ""
 
     @property
     def includes_usage(self) -> bool:
@@ -368,8 +399,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, each a text or token ids."""
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
+        return _as_prompts(self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -383,7 +413,9 @@ class CompletionRequest(GenerationRequest):
 
 
 class Conversation(RequestModel):
-    """The parameters that the chat template needs."""
+    """The parameters that the chat template needs. prompt_field: the one that errors name."""
+
+    prompt_field: ClassVar[str] = "messages"
 
     messages: Annotated[Messages, Field(min_length=1)]
     """The conversation."""
@@ -415,6 +447,26 @@ class TokenizeRequest(Conversation):
     """Add the tokenizer's own special tokens; by default to a text only."""
     return_token_strs: bool = False
     """Return the names of the tokens, too."""
+
+
+class EmbeddingRequest(RequestModel):
+    """The body of a request to /v1/embeddings."""
+
+    input: Texts
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    model: str = ""
+    """The name of the served model."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """base64: of the numbers as float32, in little-endian order."""
+    pooling: Literal["last", "mean"] = "last"
+    """last: the hidden state of the last token; mean: that of all tokens."""
+    user: str = ""
+    """Has no effect."""
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The texts, each a text or token ids."""
+        return _as_prompts(self.input)
 
 
 class DetokenizeRequest(RequestModel):
@@ -461,7 +513,7 @@ class ChatRequest(Conversation, GenerationRequest):
 
     @property
     def forced_tools(self) -> list[Tool]:
-        """The tools of which the reply must call one; [] if it need not."""
+        """The tools of which the reply must call one; [] if it need not call any."""
         if isinstance(self.tool_choice, ToolChoice):
             name = self.tool_choice.function.name
             return [tool for tool in self.tools if tool.function.name == name]
@@ -495,7 +547,9 @@ M = TypeVar("M", bound=RequestModel)
 
 
 def parse_body(model: type[M], body: bytes | str) -> M:
-    """Return the model of a JSON text. ApiError 400 for a wrong one, which names the field, its value and the rule."""
+    """Parse a JSON text as this model. ApiError 400, which names the field, its value and the rule, if the text does not
+    match.
+    """
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -503,7 +557,7 @@ def parse_body(model: type[M], body: bytes | str) -> M:
 
 
 def _api_error(error: ValidationError, model: type[RequestModel]) -> ApiError:
-    """The API's error for the first one that pydantic has found."""
+    """The API's error for the first error that pydantic has found."""
     first = error.errors(include_url=False, include_context=False)[0]
     parts = [part for part in first["loc"] if part not in TAGS]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)[1:]

@@ -1,4 +1,4 @@
-"""The sequences that a client asks for: the arguments of each for the engine, and the updates that come back.
+"""The sequences that a client asks for: their arguments for the engine, and the updates that the engine returns.
 
 The arguments are values that JSON can carry, so that every rank makes the same request from them.
 """
@@ -17,9 +17,10 @@ from .errors import ApiError
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `Engine.add`; seed is given, because ranks that draw one would draw different ones.
+    """The arguments of `Engine.add`. seed is never None, because each rank would draw a different one.
 
     grammar: the kind and the text of a `Grammar`, or None. thinking: the values of a `Thinking`, or None.
+    pooling: as in `Request`.
     """
 
     prompt: list[int]
@@ -41,9 +42,10 @@ class Arguments:
     grammar: tuple[str, str] | None = None
     prefix_key: str = ""
     thinking: tuple[tuple[int, ...], bool, int | None] | None = None
+    pooling: str | None = None
 
     def request(self, engine: Engine, matcher: GrammarMatcher | None = None) -> Request:
-        """The request, which is not queued yet. matcher: of its grammar, if that was compiled before.
+        """Make the request without queueing it. matcher: a matcher of its grammar, if it is compiled already.
 
         ValueError or FileNotFoundError if the engine cannot serve it.
         """
@@ -66,6 +68,7 @@ class Arguments:
             prefix_key=self.prefix_key,
             matcher=matcher,
             thinking=None if self.thinking is None else Thinking(*self.thinking),
+            pooling=self.pooling,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class Arguments:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Arguments":
-        """The arguments that became these values by `to_json`, `json.dumps` and `json.loads`."""
+        """The arguments from the values of `to_json`, after `json.dumps` and `json.loads`."""
         bias, grammar, thinking = (values.pop(name) for name in ("logit_bias", "grammar", "thinking"))
         return cls(
             **values,
@@ -86,10 +89,10 @@ class Arguments:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence that a client has asked for. index: which of the client's replies it is.
+    """A sequence that a client has asked for. index: its number among the client's replies.
 
-    grammar_parameter: the parameter that its grammar comes from; "" if it has none. Only the driver's thread uses
-    `request`, the request in the engine, and `reported`, how many of its tokens it has handed over.
+    grammar_parameter: the parameter that gives its grammar; "" without a grammar. Only the driver's thread uses `request`,
+    the request in the engine, and `reported`, the number of its tokens that were handed over.
     """
 
     arguments: Arguments
@@ -105,11 +108,12 @@ class Update:
 
     Args:
         tokens: The new tokens.
-        finished: Why the sequence has finished, or None.
-        error: The error that has ended it, or None.
-        reused: How many tokens of the prompt came from the prefix cache.
+        finished: The reason for which the sequence has finished, or None.
+        error: The error that has ended the sequence, or None.
+        reused: The number of tokens of the prompt that came from the prefix cache.
         logprobs: As in `Request`.
         prompt_logprobs: As in `Request`; they come with the first token.
+        embedding: As in `Request`.
     """
 
     sequence: Sequence
@@ -119,3 +123,4 @@ class Update:
     reused: int = 0
     logprobs: list = field(default_factory=list)
     prompt_logprobs: list = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)

@@ -1,7 +1,8 @@
-"""Renders a template in a process of its own, whose limits end it: a template is code, and may need any time or memory.
+"""Renders a template in a separate process with limits of time and memory, because a template is code that may need any
+amount.
 
-The process runs this file by its path, with the standard library only until it has its parent's `sys.path`. It reads and
-writes lines of JSON: first the template, then the variables of each text.
+The process runs this file by its path, so until it has received its parent's `sys.path` it imports only the standard
+library. It reads and writes lines of JSON: first the template, then the variables of each text.
 """
 
 import json
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-SECONDS = 1  # of processor time, for the template and for each text
+SECONDS = 1  # of processor time, for compiling the template and for rendering each text
 MEGABYTES = 256  # of data
 LONGEST_ERROR = 500  # characters
 
@@ -22,7 +23,7 @@ LONGEST_ERROR = 500  # characters
 class TemplateProcess:
     """The process that renders one template. ValueError if the template is not valid, or takes more than the limits.
 
-    Any thread may use it. A process that its limits have ended is replaced when there is the next text to render.
+    Any thread may use it. A process that exceeded the limits is replaced when the next text is rendered.
     """
 
     def __init__(self, template: str):
@@ -52,7 +53,7 @@ class TemplateProcess:
 
 
 def _answer(process: "subprocess.Popen[str]", question: Any) -> str:
-    """The process's answer to a line; ValueError for an error, also if a limit has ended the process."""
+    """The process's answer to a line. ValueError if the answer is an error, or a limit has ended the process."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(question) + "\n")

@@ -1,12 +1,12 @@
 """Texts and conversations as token ids, and back: the endpoints /tokenize and /detokenize, in the shapes of vLLM."""
 
 from .errors import bad_request
-from .prepared_request import Served, chat_text
+from .prepared_request import ServedModel, chat_text
 from .reply_models import DetokenizeReply, TokenizeReply
 from .request_models import DetokenizeRequest, TokenizeRequest, parse_body
 
 
-def tokenize(text: bytes | str, served: Served) -> TokenizeReply:
+def tokenize(text: bytes | str, served: ServedModel) -> TokenizeReply:
     """Return the ids of the text or the conversation in a body. ApiError 400, or 404 for another model."""
     body = parse_body(TokenizeRequest, text)
     served.check_name(body.model)
@@ -20,7 +20,7 @@ def tokenize(text: bytes | str, served: Served) -> TokenizeReply:
     return TokenizeReply(count=len(ids), max_model_len=served.max_length, tokens=ids, token_strs=names)
 
 
-def detokenize(text: bytes | str, served: Served) -> DetokenizeReply:
+def detokenize(text: bytes | str, served: ServedModel) -> DetokenizeReply:
     """Return the text of the ids in a body, with special tokens. ApiError 400, or 404 for another model."""
     body = parse_body(DetokenizeRequest, text)
     served.check_name(body.model)

@@ -1,4 +1,4 @@
-"""Tool calls in the text of replies: the formats in which models write them, and the JSON schema of calls that are forced.
+"""Tool calls in the text of replies: the formats in which models write calls, and the JSON schema of forced calls.
 
 A parser reads a reply while it comes. However the text is split, it returns the same content and the same calls.
 """
@@ -31,8 +31,8 @@ class CallParser:
 
     Text that begins like a call and is malformed is content. White space around calls is left out.
 
-    begin, end: the marks of the format; with end "", calls last until the end of the reply. tools: those of the request.
-    max_calls: further calls are left out; None: no limit.
+    begin, end: the marks of the format; with end "", calls last until the end of the reply. tools: the schemas of the
+    request's tools. max_calls: the maximum number of calls; further ones are left out. None: no limit.
     """
 
     begin: str
@@ -40,15 +40,17 @@ class CallParser:
 
     def __init__(self, tools: Schemas, max_calls: int | None = None):
         self._tools, self._max_calls = tools, max_calls
-        self._held = self._space = ""  # text that may be part of a mark, or of a call; white space before it
+        self._held = self._space = (
+            ""  # _held: text that may be part of a mark or of a call. _space: the white space before it
+        )
         self._is_inside, self._count = False, 0
 
     def read(self, body: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the name and the arguments of each call between the marks. ValueError for malformed ones."""
+        """Return the name and the arguments of each call between the marks. ValueError for a malformed call."""
         raise NotImplementedError
 
     def push(self, text: str) -> list[Part]:
-        """Add text of the reply; returns the content and the calls that have become certain."""
+        """Add text of the reply; returns the content and the calls that no later text can change."""
         parts: list[Part] = []
         searched = max(0, len(self._held) - len(self.end if self._is_inside else self.begin))
         self._held += text
@@ -74,14 +76,16 @@ class CallParser:
         return [*parts, space] if space else parts
 
     def _content(self, text: str) -> list[Part]:
-        """The content with this text at its end, up to white space, which is left out if a call follows."""
+        """Content that ends with this text. Its last white space is held back, because it is left out if a call follows."""
         text = self._space + text
         content = text.rstrip()
         self._space = text[len(content) :]
         return [content] if content else []
 
     def _calls(self, body: str, end: str) -> list[Part]:
-        """The calls in a body; it is content with its marks if it is malformed. end: the mark that follows it, if any."""
+        """The calls in the text between the marks; if it is malformed, the text and its marks are content. end: the mark
+        after the text, if any.
+        """
         try:
             calls = self.read(body)
         except (ValueError, RecursionError):
@@ -106,7 +110,7 @@ class HermesParser(CallParser):
 
 
 class XmlParser(CallParser):
-    """Calls of Qwen3-Coder and Nemotron 3, whose arguments are text between marks of their own:
+    """Calls of Qwen3-Coder and Nemotron 3. Each argument is text between marks:
 
     `<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>`.
     """
@@ -145,7 +149,7 @@ class GraniteParser(NemotronParser):
     begin, end = "<|tool_call|>", ""
 
 
-# {name: (parser, text in a chat template that tells the format)}; a template that has several of these is of the first one.
+# {name: (parser, text in a chat template that tells the format)}; the first one that a template contains decides.
 PARSERS: dict[str, tuple[type[CallParser], str]] = {
     "qwen3_coder": (XmlParser, "<function="),
     "granite": (GraniteParser, "<|tool_call|>"),
@@ -155,7 +159,7 @@ PARSERS: dict[str, tuple[type[CallParser], str]] = {
 
 
 def detect_parser(template: str) -> type[CallParser] | None:
-    """Return the parser of the calls that a chat template writes; None if it writes none of a known format."""
+    """Return the parser of the calls that a chat template writes; None if no known format occurs in it."""
     return next((parser for parser, text in PARSERS.values() if text in template), None)
 
 
@@ -189,7 +193,7 @@ class ForcedCallParser:
         return [self._held] if self._held and not self._count else []
 
     def _length_of_arguments(self) -> int:
-        """How much of the text belongs to the arguments, which end with the bracket that closes them."""
+        """The number of characters of the text that belong to the arguments, up to the bracket that closes them."""
         for place, character in enumerate(self._held):
             if self._is_string:
                 self._is_string = self._is_escaped or character != '"'
@@ -206,7 +210,9 @@ class ForcedCallParser:
 
 
 def calls_schema(tools: Schemas, max_calls: int | None) -> dict[str, Any]:
-    """Return the JSON schema of a list of one or more calls of these tools. Each tool's references are to its own schema."""
+    """Return the JSON schema of a list of one or more calls of these tools. References in the schema of a tool are changed
+    to stay within that schema.
+    """
     places = {name: f"#/$defs/tool{i}" for i, name in enumerate(tools)}
     definitions = {place[8:]: _with_root(tools[name], place) for name, place in places.items()}
     calls = [
@@ -227,7 +233,9 @@ def begun_length(text: str, mark: str) -> int:
 
 
 def _with_root(schema: Any, place: str) -> Any:
-    """A copy of a schema in which references from its root are from a place in another schema."""
+    """A copy of a schema for embedding at a place in another schema: references to its root become references to that
+    place.
+    """
     if isinstance(schema, list):
         return [_with_root(each, place) for each in schema]
     if not isinstance(schema, dict):

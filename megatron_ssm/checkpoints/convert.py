@@ -41,7 +41,7 @@ from .quantized_files import FILE_BYTES as QUANTIZED_BYTES
 from .quantized_files import write_quantized
 from .shards import new_file
 
-EMBEDDING, EMBEDDINGS, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
+STATE_SPACES_EMBEDDING, HF_EMBEDDING, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
 EPSILON = 1e-5  # of every norm in state-spaces' models
 
 # {family: {field of state-spaces' `ssm_cfg`: (Hugging Face's name, state-spaces' default)}}
@@ -58,10 +58,11 @@ _SSM = {
         dt_limit=("time_step_limit", (0.0, math.inf)), chunk_size=("chunk_size", 256),
     ),
 }  # fmt: skip
-# Fields that Hugging Face's classes do not have: the only value that is equivalent to theirs. Fields that do not matter.
-_SSM_ONLY = dict(D_has_hdim=False, rmsnorm=True, norm_before_gate=False, d_ssm=None)
+# *_FIXED: fields without a counterpart in Hugging Face's classes, with the only supported value. _SSM_IRRELEVANT,
+# _MODEL_KNOWN: fields that are ignored, or converted elsewhere.
+_SSM_FIXED = dict(D_has_hdim=False, rmsnorm=True, norm_before_gate=False, d_ssm=None)
 _SSM_IRRELEVANT = {"layer", "conv_init", "A_init_range", "use_mem_eff_path", "use_fast_path", "dt_init", "dt_scale"}
-_MODEL_ONLY = dict(d_intermediate=0, rms_norm=True, attn_layer_idx=[], attn_cfg={})
+_MODEL_FIXED = dict(d_intermediate=0, rms_norm=True, attn_layer_idx=[], attn_cfg={})
 _MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32", "fused_add_norm",
                 "pad_vocab_size_multiple", "tie_embeddings"}  # fmt: skip
 
@@ -136,8 +137,8 @@ def hugging_face_config(raw: dict[str, Any]) -> dict[str, Any]:
     if family is None:
         raise ValueError(f"config.json: ssm_cfg.layer={layer!r} is not supported (supported: Mamba1, Mamba2)")
     ssm = _without_nulls(ssm)
-    _check_fields(raw, _MODEL_ONLY, _MODEL_KNOWN, "")
-    _check_fields(ssm, _SSM_ONLY, {*_SSM[family], *_SSM_IRRELEVANT}, "ssm_cfg.")
+    _check_fields(raw, _MODEL_FIXED, _MODEL_KNOWN, "")
+    _check_fields(ssm, _SSM_FIXED, {*_SSM[family], *_SSM_IRRELEVANT}, "ssm_cfg.")
     multiple = raw.get("pad_vocab_size_multiple", 8)
     sizes = {name: raw.get(name) for name in ("d_model", "n_layer", "vocab_size")}
     sizes |= {"pad_vocab_size_multiple": multiple}
@@ -226,7 +227,7 @@ def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | Non
         rows = [_row(name, hf, tensors[hf]) for hf, name in names.items()]
         rows += [_row(name, "", slices[name][:]) for name in sorted(slices.keys() - set(names.values()))]  # tied
         if target is not None:
-            dtype = str(tensors[EMBEDDINGS].dtype).removeprefix("torch.")
+            dtype = str(tensors[HF_EMBEDDING].dtype).removeprefix("torch.")
             with _writer(target) as writer:
                 writer.close({**config_json, "dtype": dtype}, source, _write_files(writer, tensors, file_bytes))
     return rows
@@ -249,7 +250,7 @@ def _to_quantized(source: Path, target: str | Path | None, weights: str, file_by
     """`convert` from a Hugging Face directory to one of quantized matrices."""
     if weights not in QUANTIZATION:
         raise ValueError(f"unknown weights={weights!r}: expected {' or '.join(QUANTIZATION)}")
-    with os_errors_as(Failure, f"cannot save to {target}"):
+    with os_errors_as(f"cannot save to {target}", Failure):
         rows = write_quantized(
             source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)
         )
@@ -263,11 +264,13 @@ def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> 
         slices = open_tensors(source, stack)
         names = match_tensors(config, slices, source)
         tensors = {hf: slices[name][:] for hf, name in names.items()}
-        rows = [_row(name, EMBEDDING if hf == EMBEDDINGS else hf, tensors[hf]) for hf, name in names.items()]
+        rows = [
+            _row(name, STATE_SPACES_EMBEDDING if hf == HF_EMBEDDING else hf, tensors[hf]) for hf, name in names.items()
+        ]
         state = {row.target: tensor for row, tensor in zip(rows, tensors.values(), strict=True)}
         if config.tie_embeddings:  # state-spaces' code reads both names
-            rows.append(_row("", HEAD, state[EMBEDDING]))
-            state[HEAD] = state[EMBEDDING]
+            rows.append(_row("", HEAD, state[STATE_SPACES_EMBEDDING]))
+            state[HEAD] = state[STATE_SPACES_EMBEDDING]
         if target is not None:
             with _writer(target) as writer:
                 with new_file(writer.hidden / BIN) as file:
@@ -296,7 +299,7 @@ def _writer(target: str | Path) -> Iterator[Writer]:
     Failure if the target cannot be written, for instance because the disk is full.
     """
     writer = Writer(Path(target))
-    with os_errors_as(Failure, f"cannot save to {target}"):
+    with os_errors_as(f"cannot save to {target}", Failure):
         try:
             writer.open()
             yield writer

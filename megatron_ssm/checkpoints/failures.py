@@ -1,4 +1,4 @@
-"""Errors of files as one line, for `together` and `on_first`: what the user did, and the cause."""
+"""Replaces file errors by one-line errors that name the failed operation and the cause."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,32 +9,32 @@ from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
 
 
 @contextmanager
-def in_one_line(failure: str, kind: type[Exception] = Failure) -> Iterator[None]:
-    """Raise `kind`, with `failure` and the cause, in place of an OSError or a `kind`; also a decorator of functions.
+def in_one_line(operation: str, error_type: type[Exception] = Failure) -> Iterator[None]:
+    """Context or decorator: replace an OSError, or an `error_type`, by an `error_type` with the text "operation: cause".
 
-    A Failure is not changed: it has a line of its own.
+    operation: The text that names the failed operation. A Failure passes through, because its message is already complete.
     """
-    kinds = (OSError,) if kind is Failure else (OSError, kind)
+    replaced = (OSError,) if error_type is Failure else (OSError, error_type)
     try:
         yield
-    except kinds as error:
-        raise kind(f"{failure}: {first_line(error)}") from error
+    except replaced as error:
+        raise error_type(f"{operation}: {first_line(error)}") from error
 
 
 @contextmanager
-def os_errors_as(kind: type[Exception], failure: str) -> Iterator[None]:
-    """Raise `kind`, with `failure` and the cause, in place of an error of the disk or of safetensors.
+def os_errors_as(operation: str, error_type: type[Exception]) -> Iterator[None]:
+    """Context: replace an error of the disk or of safetensors by an `error_type` with the text "operation: cause".
 
-    INPUT_ERRORS, such as that of a missing file, are not changed.
+    INPUT_ERRORS, such as FileNotFoundError, pass through.
     """
     try:
         yield
     except INPUT_ERRORS:
         raise
     except (OSError, SafetensorError) as error:
-        raise kind(f"{failure}: {first_line(error)}") from None
+        raise error_type(f"{operation}: {first_line(error)}") from None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text: of an OSError, its reason without the file; without a text, the error's name."""
+    """One line for an error: `strerror` of an OSError, else the first line of its message, else the name of its type."""
     return getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__

@@ -31,7 +31,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Result:
-    """Return `read()`, which reads a part of the checkpoint at `path`, as `read_with_retries` does.
+    """Return `read_with_retries(read, path)`, where `read` reads a part of the checkpoint at `path`.
 
     Failure if the disk cannot be read or memory is short. Any other error becomes a DamagedCheckpoint, whose text begins
     with `prefix`, because reading a damaged file may raise anything.
@@ -44,15 +44,15 @@ def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Res
         raise DamagedCheckpoint(prefix + (str(error).partition("\n")[0] or type(error).__name__), path) from None
 
 
-def find_checkpoints(directory: str | Path, complete: bool = True) -> list[Path]:
+def find_checkpoints(directory: str | Path, is_complete: bool = True) -> list[Path]:
     """The complete checkpoints in a directory, oldest first. Failure if the disk cannot be read.
 
-    With complete=False, the folders with the name of a checkpoint but without `training.json`, from which no run resumes.
+    With is_complete=False, the folders with the name of a checkpoint but without `training.json`, from which no run resumes.
     """
 
     def read() -> list[Path]:
         named = [p for p in Path(directory).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-        return sorted((p for p in named if (p / "training.json").is_file() == complete), key=step_of)
+        return sorted((p for p in named if (p / "training.json").is_file() == is_complete), key=step_of)
 
     return read_with_retries(read, directory)
 
@@ -62,8 +62,8 @@ def half_written(directory: str | Path) -> list[Path]:
     return [p for p in Path(directory).glob(".step-*") if re.fullmatch(r"\.step-\d{6,}", p.name)]
 
 
-# Earlier versions had other names for a model's sizes, such as OLD_NAME. With their checkpoints, only the names that both
-# runs have are compared, and the OPTIONAL names, which a run has only if it uses them.
+# Earlier versions had other names for a model's sizes, such as OLD_NAME. For checkpoints with OLD_NAME, only names that both
+# runs have are compared, plus OPTIONAL names, which may be missing in one of them.
 OLD_NAME, OPTIONAL = "conv_kernel", ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -73,7 +73,7 @@ def step_of(path: Path) -> int:
 
 
 def newest_checkpoint(
-    directory: str | Path, requirements: dict[str, Any], before: int | None = None
+    directory: str | Path, requirements: dict[str, Any], before_step: int | None = None
 ) -> tuple[Path, int]:
     """The newest checkpoint and its step.
 
@@ -82,30 +82,30 @@ def newest_checkpoint(
     Args:
         directory: The directory of the run's checkpoints.
         requirements: JSON values that the checkpoint's run must have in common with this one.
-        before: Only checkpoints of steps before this one count (None: all).
+        before_step: Only checkpoints of steps before this one count (None: all).
 
     Raises:
         ValueError: There is no checkpoint, or its run had other requirements.
         DamagedCheckpoint: The description of the newest one is damaged.
         Failure: The disk cannot be read.
     """
-    paths = [path for path in find_checkpoints(directory) if before is None or step_of(path) < before]
+    paths = [path for path in find_checkpoints(directory) if before_step is None or step_of(path) < before_step]
     if not paths:
-        earlier = "" if before is None else f" from before step {before}"
-        names = ", ".join(path.name for path in find_checkpoints(directory, complete=False))
+        earlier = "" if before_step is None else f" from before step {before_step}"
+        names = ", ".join(path.name for path in find_checkpoints(directory, is_complete=False))
         incomplete = f" ({names}: no training.json)" if names else ""
         raise ValueError(f"nothing to resume: {directory} holds no checkpoint{earlier}{incomplete}")
     path = paths[-1]
-    described = read_training(path, step_of(path))
-    compared = [*{**requirements, **described.requirements}]
-    if OLD_NAME in described.requirements:
-        both = requirements.keys() & described.requirements.keys()
+    description = read_training(path, step_of(path))
+    compared = [*{**requirements, **description.requirements}]
+    if OLD_NAME in description.requirements:
+        both = requirements.keys() & description.requirements.keys()
         compared = [name for name in compared if name in both or name in OPTIONAL]
     for name in compared:
-        theirs, ours = described.requirements.get(name), requirements.get(name)
+        theirs, ours = description.requirements.get(name), requirements.get(name)
         if theirs != ours:
             raise ValueError(f"cannot resume from {path}: it has {name}={theirs!r}, this run {ours!r}")
-    return path, described.step
+    return path, description.step
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,13 @@ def read_training(path: Path, step: int | None = None) -> Description:
             samples=saved.pop("samples", None), requirements=saved,
         )  # fmt: skip
         if description.step != (description.step if step is None else step):
-            raise ValueError(f"it is of step {description.step}")
+            raise ValueError(f"it records step {description.step}, not step {step}")
         return description
 
-    return read_intact(read, path, f"{file} is not a checkpoint's: ")
+    return read_intact(read, path, f"{file} is damaged: ")
 
 
-def set_aside(directory: str | Path) -> None:
+def rename_to_old(directory: str | Path) -> None:
     """Rename DIRECTORY, if it holds checkpoints, to DIRECTORY.old, so that no later run resumes from them.
 
     An earlier DIRECTORY.old is replaced.
@@ -172,16 +172,16 @@ def set_aside(directory: str | Path) -> None:
     All ranks call it together; rank 0 does it. Failure on every rank if it cannot be done.
     """
     directory = Path(directory)
-    _replace(directory, set_aside_name(directory), lambda: bool(find_checkpoints(directory)))
+    _replace(directory, name_of_old(directory), lambda: bool(find_checkpoints(directory)))
 
 
-def set_aside_name(directory: Path) -> Path:
-    """The name that `set_aside` gives to a directory."""
+def name_of_old(directory: Path) -> Path:
+    """The name that `rename_to_old` gives to a directory."""
     return directory.with_name(f"{directory.name}.old")
 
 
-def set_damaged_aside(path: Path) -> Path:
-    """Rename a checkpoint so that no run resumes from it; returns its new name. All ranks call it, as `set_aside`."""
+def rename_to_damaged(path: Path) -> Path:
+    """Rename a checkpoint so that no run resumes from it; returns its new name. All ranks call it, as `rename_to_old`."""
     damaged = path.with_name(f"{path.name}.damaged")
     _replace(path, damaged, path.exists, remove)
     return damaged

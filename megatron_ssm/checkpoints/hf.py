@@ -129,7 +129,7 @@ def load(
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
         _check_arguments(dtype, reduce, weights)
-        with os_errors_as(ValueError, f"cannot read {directory}"):
+        with os_errors_as(f"cannot read {directory}", ValueError):
             config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)
         if weights or format_of(config.raw):
@@ -150,7 +150,7 @@ def load(
         options = found, device, reduce, shared_memory, context, sequence_parallel, recompute, exchange_channels
         kept = weights or format_of(config.raw)
         model = build(config, group, data_group, *options, expert_group, nullcontext() if kept else None)
-        with os_errors_as(ValueError, f"cannot read {directory}"):
+        with os_errors_as(f"cannot read {directory}", ValueError):
             _read_parameters(model, tensors, kept, directory)
         if model.draft_head is not None:
             model.draft_head.copy_vocabulary(model.logits_layer)

@@ -75,7 +75,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def open_safetensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     """{name: slice} of one file, which is closed with `stack`. ValueError if it is damaged."""
-    with os_errors_as(ValueError, f"{path} is not a complete safetensors file"):
+    with os_errors_as(f"{path} is not a complete safetensors file", ValueError):
         file = stack.enter_context(safe_open(path, framework="pt"))
     return {key: file.get_slice(key) for key in file.keys()}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.checkpoints.convert import EMBEDDING, convert
+from megatron_ssm.checkpoints.convert import STATE_SPACES_EMBEDDING, convert
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
 from megatron_ssm.families import read_for_ranks
@@ -205,7 +205,7 @@ def convert_checkpoint(arguments: Namespace) -> None:
         out.print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
     done = "nothing written (--dry-run)" if arguments.dry_run else f"written to {arguments.out}"
     out.print(f"{len(rows)} tensors, {done}\n")
-    is_from_state_spaces = any(row.source == EMBEDDING for row in rows)
+    is_from_state_spaces = any(row.source == STATE_SPACES_EMBEDDING for row in rows)
     if is_from_state_spaces and not arguments.dry_run and not (Path(arguments.out) / "tokenizer.json").exists():
         out.print(
             f"there is no tokenizer; state-spaces' own models use that of {TOKENIZER}, which this command fetches:\n"

@@ -79,6 +79,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     serve.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
+    serve.add_argument("--replicas", type=int, default=1, metavar="R",
+                       help="copies of the model behind one port, each of --tp times --ep ranks (default: 1)")  # fmt: skip
     serve.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine can reach")
     serve.add_argument("--port", type=int, default=8000, metavar="P", help="0: any that is free (default: 8000)")
     serve.add_argument("--slots", type=int, default=16, metavar="N", help="requests in the batch (default: 16)")
@@ -114,7 +116,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--lost-rank-timeout", type=float, default=15, metavar="S",
                        help="without a sign of life of a rank, until the server ends; 0: off (default: 15)")  # fmt: skip
     _add_model_options(serve)
-    _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
+    # from run_local_ranks, and the path of the socket of a replica
+    _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous", "--socket")
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
@@ -231,9 +234,9 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Serve with this rank or, without a launcher, start the local ranks of --tp and --ep."""
+    """Serve with this rank or, without a launcher, start the replicas, or the local ranks of --tp and --ep."""
     minima = dict(
-        tp=1, ep=1, port=0, slots=1, max_length=2, token_budget=2, speculate=0, max_waiting=0, prefix_gb=0,
+        tp=1, ep=1, replicas=1, port=0, slots=1, max_length=2, token_budget=2, speculate=0, max_waiting=0, prefix_gb=0,
         drain_timeout=1, request_timeout=1, lost_rank_timeout=0, max_body_mb=0.001,
         max_connections=1, arrival_timeout=1,
     )  # fmt: skip
@@ -248,10 +251,14 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
             f"--draft {arguments.draft} and --ep {arguments.ep}: the draft model is not divided over experts"
         )
     tensor, experts = arguments.tp or 1, arguments.ep
-    if "WORLD_SIZE" not in os.environ and tensor * experts > 1:
+    is_router, is_launched = arguments.replicas > 1 and arguments.socket is None, "WORLD_SIZE" in os.environ
+    if is_router and is_launched:
+        parser().error(f"--replicas {arguments.replicas}: the server starts the replicas itself, without a launcher")
+    if not is_launched and tensor * experts > 1:
         models = [directory for directory in (arguments.model, arguments.draft) if directory is not None]
         code = _check_models("megatron_ssm serve", models, tensor, experts)
-        return code or run_local_ranks(argv, tensor * experts, passes_signals=True)
+        if code or not is_router:
+            return code or run_local_ranks(argv, tensor * experts, passes_signals=True)
     leave_on_interrupt()
     if os.getpid() == 1:  # the first process of a container ignores signals without a handler
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server runs
@@ -261,6 +268,10 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
 
     def command() -> None:
         try:
+            if is_router:
+                from megatron_ssm.serving.replicated import serve_replicas
+
+                return serve_replicas(arguments, argv)
             from megatron_ssm.serving.command import serve
         except ModuleNotFoundError as error:
             if error.name not in ("starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"):

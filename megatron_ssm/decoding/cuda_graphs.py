@@ -3,18 +3,18 @@
 A graph repeats its kernels on fixed addresses. It is captured for some rows of a cache, and is used until the model or the
 cache changes; `parallel.tracked` and the addresses of tensors show changes. Buffers hold the values that differ between
 tokens: the token ids and, with attention, the positions. The number of keys that attention reads is rounded up to a power of
-two (at least KEYS, at most the capacity of the cache), and each number of keys has its own graph. The mask is computed from
-the positions on the GPU. Before a capture, WARM_UPS tokens are computed without a graph by the same function.
+two (at least MIN_KEYS, at most the capacity of the cache), and each number of keys has its own graph. The mask is computed
+from the positions on the GPU. Before a capture, WARM_UPS tokens are computed without a graph by the same function.
 
 A token is decoded without a graph if
 
 - its rows are not consecutive, or a row is empty;
 - gradients, autocast, global hooks or torch.compile are on;
 - a module has hooks, replaced methods or a class outside of this library, a shared block has another attention function, or
-  `reduce` is the user's function: they might compute on the host;
-- a group of ranks does not use NCCL. All wire formats can be captured, because none depends on the data, and `load` has
-  measured the choice of `auto`. All ranks make the same calls, so they capture the same tokens. If a capture fails on one
-  rank, no rank uses graphs any more;
+  `load(reduce=...)` is a function of the user: these might compute on the host;
+- a group of ranks does not use NCCL. All wire formats can be captured: none depends on the values, and `auto` has already
+  been decided when the model was loaded. All ranks make the same calls, so they capture the same tokens. If a capture fails
+  on one rank, no rank uses graphs any more;
 - the cache has just been reallocated, in a hybrid model without max_length. `Engine` reserves the space of a request, so its
   cache is reallocated only between requests, and graphs are then captured again.
 
@@ -46,7 +46,7 @@ from sparsefusion.collectives import counted as collectives
 
 DEVICE = "cuda"
 ROW_SETS = 4  # the number of sets of rows whose graphs are kept, per model and thread
-KEYS = 256  # the smallest number of keys that a graph reads
+MIN_KEYS = 256  # the smallest number of keys that a graph reads
 WARM_UPS = 2  # the number of tokens before a capture
 LIBRARY_MODULES = ("megatron_ssm.", "torch.nn.modules.container")  # their classes can be captured
 
@@ -72,7 +72,7 @@ def capture(
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     with _CAPTURING, torch.cuda.device(device):
-        before = torch.cuda.current_stream()
+        previous_stream = torch.cuda.current_stream()
         if device not in streams:
             streams[device] = torch.cuda.Stream()
         try:
@@ -82,7 +82,7 @@ def capture(
             _abandon(graph, pool)
             raise
         finally:
-            torch.cuda.set_stream(before)  # a capture that CUDA could not end does not restore it
+            torch.cuda.set_stream(previous_stream)  # a capture that CUDA could not end does not restore it
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
@@ -116,7 +116,7 @@ class DecodingGraphs:
         return DecodingGraphs, ()
 
     @staticmethod
-    def handles(ids: Any) -> bool:
+    def is_on_gpu(ids: Any) -> bool:
         """Return True if these ids are on a GPU, so that a graph may decode them."""
         return torch.is_tensor(ids) and ids.device.type == DEVICE
 
@@ -157,7 +157,7 @@ class DecodingGraphs:
     def _capture(self, step: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """`capture` with the memory pool of a living graph of this thread; torch accepts no other existing pool."""
         recent = self._in_thread.recent
-        living = (graph for rows in recent if rows.device == device for graph, *_ in rows.steps.values())
+        living = (graph for rows in recent if rows.device == device for graph, *_ in rows.graphs_by_keys.values())
         first = next(living, None)
         return capture(step, device, self._in_thread.streams, first.pool() if first else None)
 
@@ -171,7 +171,9 @@ class _ThreadGraphs(threading.local):
 
 
 def _is_decoding_step(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> bool:
-    """Return True if a graph may compute this step: the conditions above on calls."""
+    """Return True if a graph may compute this step: the conditions of the module's docstring that concern the call, not the
+    model.
+    """
     return (
         ids.device.type == DEVICE and model.graphs and mask is None and isinstance(cache.rows, slice)
         and ids.device == model.device == cache.device
@@ -182,7 +184,7 @@ def _is_decoding_step(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache
 
 def _keys_read(longest: int, capacity: int | None) -> int:
     """The number of keys that a graph reads if the longest row has `longest` keys; 0 without attention."""
-    return 0 if capacity is None else min(capacity, max(KEYS, 1 << (longest - 1).bit_length()))
+    return 0 if capacity is None else min(capacity, max(MIN_KEYS, 1 << (longest - 1).bit_length()))
 
 
 class _RowGraphs:
@@ -191,7 +193,7 @@ class _RowGraphs:
     Attributes:
         device: The device of the model.
         can_capture: True if the steps of the model can be captured.
-        steps: {number of keys: (graph, logits, counter of the bytes that the graph sends)}.
+        graphs_by_keys: {number of keys: (graph, logits, counter of the bytes that the graph sends)}.
     """
 
     def __init__(self, model: Any, cache: Cache):
@@ -202,7 +204,7 @@ class _RowGraphs:
         self.device, self._settings, self.can_capture = model.device, _settings(model), _is_capturable(model)
         with torch.inference_mode(False):  # inference tensors could not be filled outside of inference mode
             self._ids, self._positions = torch.zeros(2, cache.batch, 1, dtype=torch.int64, device=self.device)
-        self.steps: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, collectives.Counter]] = {}
+        self.graphs_by_keys: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, collectives.Counter]] = {}
         self._warm_ups: Tally[int] = Tally()
 
     def is_current(self, model: Any, cache: Cache) -> bool:
@@ -225,11 +227,11 @@ class _RowGraphs:
             if self._positions.is_cuda:  # the host does not wait for a copy from pinned memory
                 positions = positions.pin_memory()
             self._positions.copy_(positions, non_blocking=True)
-        if keys not in self.steps:
+        if keys not in self.graphs_by_keys:
             self._warm_ups[keys] += 1
             if self._warm_ups[keys] <= WARM_UPS or not self._capture_step(model, cache, keys, capture):
-                return step(model, self._ids, self._positions, keys, cache)
-        graph, logits, sent = self.steps[keys]
+                return decoding_step(model, self._ids, self._positions, keys, cache)
+        graph, logits, sent = self.graphs_by_keys[keys]
         graph.replay()
         if model.counter is not None:
             model.counter.include(sent)
@@ -237,13 +239,13 @@ class _RowGraphs:
 
     def _capture_step(self, model: Any, cache: Cache, keys: int, capture: Callable) -> bool:
         """Capture the step for `keys` keys. If this fails on any rank, all ranks return False, and stop using graphs."""
-        before, graph, reason = copy.deepcopy(model.counter), None, ""
+        counter_before, graph, reason = copy.deepcopy(model.counter), None, ""
         try:
-            graph, logits = capture(lambda: step(model, self._ids, self._positions, keys, cache), self.device)
+            graph, logits = capture(lambda: decoding_step(model, self._ids, self._positions, keys, cache), self.device)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         finally:
-            sent = _reset_counter(model.counter, before)
+            sent = _reset_counter(model.counter, counter_before)
         failures = _count_failures(model, graph is None)
         if failures or graph is None:
             if graph is not None:
@@ -251,14 +253,14 @@ class _RowGraphs:
             model.graphs = False
             log.warning("decoding without CUDA graphs: %s", reason or "another rank could not capture a step")
             return False
-        self.steps[keys] = graph, logits, sent
+        self.graphs_by_keys[keys] = graph, logits, sent
         return True
 
     def clear(self) -> None:
         """Release the graphs, even if something still references them, such as the traceback of an exception."""
-        for graph, *_ in self.steps.values():
+        for graph, *_ in self.graphs_by_keys.values():
             graph.reset()
-        self.steps.clear()
+        self.graphs_by_keys.clear()
 
 
 def _count_failures(model: Any, failed: bool) -> int:
@@ -268,7 +270,7 @@ def _count_failures(model: Any, failed: bool) -> int:
     return int(collectives.all_reduce(torch.tensor([int(failed)], device=model.device), model.ranks.group))
 
 
-def step(model: Any, ids: Tensor, positions: Tensor, keys: int, cache: Cache) -> Tensor:
+def decoding_step(model: Any, ids: Tensor, positions: Tensor, keys: int, cache: Cache) -> Tensor:
     """The captured function: ids, positions (batch, 1) -> this rank's logits (batch, 1, width).
 
     Attention reads the first `keys` keys. Updates the cache, except for its lengths. No operation may read an element of a

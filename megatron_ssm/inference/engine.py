@@ -28,7 +28,7 @@ from .slot import Slot
 from .speculation import SpeculativeDecoder, check_draft
 from .thinking import Thinking, ThinkingFollower
 
-DRAFTED = 7  # the largest number of proposals of a draft if `speculate` is 0
+DRAFT_PROPOSALS = 7  # the largest number of proposals of a draft if `speculate` is 0
 
 
 class Engine:
@@ -78,7 +78,7 @@ class Engine:
         if draft is not None:
             self._options["draft"] = f"{draft.config.num_layers} layers of {draft.config.hidden_size}"
         if not speculate and (draft is not None or model.draft_head is not None):
-            speculate = DRAFTED
+            speculate = DRAFT_PROPOSALS
         self.model, self.max_length, self._token_budget, self._speculate = model, max_length, token_budget, speculate
         self.cache = model.new_cache(slots, None if max_length is None else max_length + speculate)
         self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft, chunk)
@@ -132,9 +132,9 @@ class Engine:
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         min_p: float | None = None,
-        **additions: Any,
+        **options: Any,
     ) -> Request:
-        """Queue a request. prompt: token ids. See `generate` for the other arguments, and `make_request` for additions.
+        """Queue a request. prompt: token ids. See `generate` for the other arguments, and `make_request` for the options.
 
         All ranks call it with the same arguments, on engines that have had the same calls. Without a seed, the first rank
         draws one for all ranks. ValueError on every rank if arguments or options of engines differ across ranks, or if the
@@ -146,7 +146,7 @@ class Engine:
                 temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p
             )
             return self.make_request(
-                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **additions
+                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **options
             )
 
         def same(request: Request) -> dict[str, Any]:
@@ -172,6 +172,7 @@ class Engine:
         prefix_key: str = "",
         matcher: GrammarMatcher | None = None,
         thinking: Thinking | None = None,
+        pooling: str | None = None,
     ) -> Request:
         """Make a request without queueing it, and reserve space for it in the cache. Sends nothing.
 
@@ -185,18 +186,20 @@ class Engine:
                 end, and the request ends where nothing else may follow.
             prefix_key: Only requests with equal keys share the prefix cache.
             matcher: A new matcher of the grammar, which is then not compiled here.
+            thinking: The reasoning before the answer, and its budget.
+            pooling: "last" or "mean": compute the embedding of the prompt in place of new tokens (see `Request`).
 
         Raises:
             ValueError, FileNotFoundError: This engine cannot serve the request.
-            thinking: The reasoning before the answer, and its budget.
         """
         stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
-        strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-        ids, stops = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        ids, stop_tokens = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
         biases = tuple(sorted((operator.index(i), bias) for i, bias in (logit_bias or {}).items()))
         request = Request(
-            ids, max_new_tokens, sampling, stops, strings, seed, min_new_tokens,
+            ids, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens,
             biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher, thinking,
+            pooling,
         )  # fmt: skip
         self._check(request)
         if self.max_length is None:
@@ -206,9 +209,9 @@ class Engine:
     def _check(self, request: Request) -> None:
         """ValueError or FileNotFoundError if this engine cannot serve the request."""
         vocabulary, prompt, strings = self.model.config.vocab_size, request.prompt, request.stop_strings
-        marks = () if request.thinking is None else request.thinking.end_ids
+        thinking_end_ids = () if request.thinking is None else request.thinking.end_ids
         for name, ids in (
-            ("token id", (*prompt, *marks)),
+            ("token id", (*prompt, *thinking_end_ids)),
             ("logit_bias: token id", (i for i, _ in request.logit_bias)),
         ):
             wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
@@ -223,6 +226,8 @@ class Engine:
             raise ValueError(f"logprobs={request.num_logprobs} exceeds the vocabulary of {vocabulary}")
         if request.with_prompt_logprobs and self.model.context_ranks is not None:
             raise ValueError("prompt_logprobs=True is not supported on context ranks, which share the prompt")
+        if request.pooling is not None and self.model.context_ranks is not None:
+            raise ValueError(f"pooling={request.pooling!r} is not supported on context ranks, which share the prompt")
         if not all(isinstance(text, str) for text in strings):
             raise ValueError(f"stop_strings={strings!r} must be strings")
         if strings:
@@ -233,7 +238,9 @@ class Engine:
             request.matcher = self.tokenizer.matcher(request.grammar)
 
     def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """The values that must be equal on every rank before requests are queued: their arguments, and a used tokenizer."""
+        """The values that must be equal on every rank before requests are queued: the arguments of the requests, and the
+        checksum of the tokenizer if any request needs it.
+        """
         is_used = any(request.stop_strings or request.grammar or request.thinking for request in requests)
         arguments = {f"request {row}": request.arguments for row, request in enumerate(requests)}
         return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
@@ -286,10 +293,10 @@ class Engine:
     def step(self) -> list[Request]:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
-        Returns the requests that got a token (`tokens[-1]`; see `finished`), or several with speculative decoding, the
-        oldest first; [] if no request is left. It calls the model once for all decoding requests, and once for each length
-        among the chunks of prompts. Then it chooses tokens, once for each set of equal sampling options, and again while
-        requests accept proposals. Sends the messages of these calls.
+        Returns the requests that got a token (`tokens[-1]`; see `finished`), several with speculative decoding, or their
+        embedding, the oldest first; [] if no request is left. It calls the model once for all decoding requests, and once
+        for each length among the chunks of prompts. Then it chooses tokens, once for each set of equal sampling options, and
+        again while requests accept proposals. Sends the messages of these calls.
         """
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
@@ -298,7 +305,11 @@ class Engine:
         tokens = self._decoder.decode(decoding, None if budget is None else budget - len(reading))
         self._prompts.read(reading, None if budget is None else budget - tokens)
         ready = sorted((s for s in self._slots.values() if s.logits is not None), key=lambda slot: slot.request.id)
-        advanced = [slot.request for slot in ready]
+        pooled = [slot for slot in reading if slot.request.pooling is not None and not slot.is_reading]
+        for slot in pooled:
+            slot.finish_pooling()
+            del self._slots[slot.row]
+        advanced = sorted((slot.request for slot in (*pooled, *ready)), key=lambda request: request.id)
         while ready:
             self._choose_tokens(ready)
             ready = [slot for slot in ready if slot.logits is not None]

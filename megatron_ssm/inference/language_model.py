@@ -84,6 +84,9 @@ class LanguageModel(Protocol):
     ) -> torch.Tensor:
         """This rank's slice of the logits after each of the last logits_to_keep tokens (0: all): (batch, kept, width)."""
 
+    def hidden_states(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The normalized hidden states (batch, seq, hidden) after tokens of prompts (batch, seq), the same on all ranks."""
+
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Logits like `local_logits` after tokens that may be rejected; `cache.accept` must follow."""
 

@@ -33,14 +33,15 @@ class PromptReader:
     def begin(self, slot: Slot) -> None:
         """Clear the slot's row, or restore the longest prefix of its prompt that the prefix cache has.
 
-        A request for the log-probabilities of its prompt starts at the beginning, because logits are not cached.
+        A request for the log-probabilities or the embedding of its prompt starts at the beginning, because logits and hidden
+        states are not cached.
         """
         self.cache.reset(slot.row)
         request = slot.request
         entry = None
         if request.with_prompt_logprobs:
             request.prompt_logprobs.append(None)
-        else:
+        elif request.pooling is None:
             entry = self.prefix_cache.longest(request.prompt, request.prefix_key)
         if entry is not None:
             snapshot, logits = entry
@@ -49,21 +50,23 @@ class PromptReader:
             slot.snapshot, slot.logits = (snapshot, None) if slot.is_reading else (None, logits)
 
     def read(self, slots: Iterable[Slot], budget: int | None) -> None:
-        """Read the next tokens of each prompt; slots whose prompt is then complete have logits.
+        """Read the next tokens of each prompt; slots whose prompt is then complete have logits or an embedding.
 
-        It calls the model once for all chunks of the same length, separately with and without log-probabilities. budget:
+        It calls the model once for all chunks of the same length, separately for log-probabilities and embeddings. budget:
         the most tokens of all prompts together, at least one per slot (None: any number); see `fair_shares`.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
         unread = {slot: len(slot.request.prompt) - slot.tokens_read for slot in slots}
         budgets = fair_shares({slot: min(self.chunk or n, n) for slot, n in unread.items()}, budget)
         while budgets:
-            groups: dict[tuple[int, bool], list[Slot]] = {}
+            groups: dict[tuple[int, bool, bool], list[Slot]] = {}
             for slot, left in budgets.items():
-                kind = self._chunk_length(slot, left), slot.request.with_prompt_logprobs
+                request = slot.request
+                kind = self._chunk_length(slot, left), request.with_prompt_logprobs, request.pooling is not None
                 groups.setdefault(kind, []).append(slot)
-            for (length, with_logprobs), group in groups.items():
-                (self._read_with_logprobs if with_logprobs else self._read)(group, length)
+            for (length, with_logprobs, is_pooled), group in groups.items():
+                read = self._read_hidden if is_pooled else self._read_with_logprobs if with_logprobs else self._read
+                read(group, length)
                 for slot in group:
                     budgets[slot] -= length
                     self._finish_chunk(slot, length)
@@ -93,10 +96,19 @@ class PromptReader:
                     local[: len(targets)], targets, request.num_logprobs or 0, self.model.ranks
                 )
 
+    def _read_hidden(self, slots: Sequence[Slot], length: int) -> None:
+        """`_read` for embeddings, which need the hidden states in place of the logits."""
+        rows = self.cache.select(slot.row for slot in slots)
+        ids = torch.tensor([slot.next_of_prompt(length) for slot in slots], device=self.model.device)
+        for slot, hidden in zip(slots, self.model.hidden_states(ids, rows), strict=True):
+            slot.pool(hidden)
+
     def _finish_chunk(self, slot: Slot, length: int) -> None:
         """Count a chunk that was read, and take a snapshot at the end of a block or of the prompt."""
         slot.tokens_read += length
         self.tokens_read += length
+        if slot.request.pooling is not None:
+            return
         if self.prefix_cache.max_bytes and (slot.tokens_read % self.block == 0 or not slot.is_reading):
             slot.snapshot = self._snapshot(slot)
         if slot.is_reading:

@@ -8,6 +8,7 @@ from .grammar import Grammar, GrammarMatcher
 from .sampling import LogProbability, Sampling
 from .thinking import Thinking
 
+POOLINGS = ("last", "mean")
 LARGEST_LOGPROBS = 1000  # the largest number of alternatives of a token
 
 
@@ -24,12 +25,15 @@ class Request:
         tokens: The new ids so far.
         finished: None while the request is waiting or running. Then "stop" (the last token is a stop token, or completes a
             stop string or the grammar), "length" (there are max_new_tokens, or the grammar has become too complex),
-            "cancelled", or "error" (logits are NaN).
+            "cancelled", or "error" (logits or an embedding are NaN).
         reused: The number of prompt tokens that were restored from the prefix cache.
         logprobs: Unless num_logprobs is None, for each new token (its log-probability, [(id, log-probability), ...]) with
             the num_logprobs most likely ids, the most likely first.
         prompt_logprobs: The same for each token of the prompt, with None for the first, if with_prompt_logprobs is True.
         thinking: The reasoning before the answer, or None.
+        pooling: "last" or "mean" if the request ends with its prompt, and `embedding` becomes the last hidden state, or the
+            mean of all, as a unit vector. None: it gets tokens.
+        embedding: The embedding of the prompt; [] before it is read, and without pooling.
     """
 
     prompt: tuple[int, ...]
@@ -46,12 +50,14 @@ class Request:
     prefix_key: str = ""
     matcher: GrammarMatcher | None = field(default=None, repr=False)
     thinking: Thinking | None = None
+    pooling: str | None = None
     id: int = -1
     tokens: list[int] = field(default_factory=list)
     finished: str | None = None
     reused: int = 0
     logprobs: list[LogProbability] = field(default_factory=list)
     prompt_logprobs: list[LogProbability | None] = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)
 
     def __post_init__(self):
         if not self.prompt:
@@ -68,7 +74,11 @@ class Request:
         self._check_additions()
 
     def _check_additions(self) -> None:
-        """ValueError for a wrong logit_bias, num_logprobs, with_prompt_logprobs, grammar or prefix_key."""
+        """ValueError for a wrong logit_bias, num_logprobs, with_prompt_logprobs, grammar, prefix_key or pooling."""
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise ValueError(f"unknown pooling {self.pooling!r}: expected last or mean")
+        if self.pooling is not None and self.with_prompt_logprobs:
+            raise ValueError("pooling and prompt_logprobs exclude each other")
         for token, bias in self.logit_bias:
             if not isinstance(bias, int | float) or not math.isfinite(bias):
                 raise ValueError(f"logit_bias: the bias {bias!r} of token {token} must be a finite number")
@@ -94,6 +104,7 @@ class Request:
             prompt_logprobs=self.with_prompt_logprobs or None,
             grammar=self.grammar,
             thinking=self.thinking,
+            pooling=self.pooling,
             prefix_key=hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16] if self.prefix_key else None,
         )
         used = {name: value for name, value in additions.items() if value is not None}

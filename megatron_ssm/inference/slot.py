@@ -34,6 +34,7 @@ class Slot:
         logits: This rank's logits (width,) for the next token, or None.
         proposed: Pairs (proposed token, logits after it) of speculative tokens that were read.
         snapshot: The last snapshot of the prompt while it is read, or None.
+        pooled: The last hidden state of the prompt (hidden,), or the sum of those read, if the request has a pooling.
     """
 
     row: int
@@ -49,6 +50,7 @@ class Slot:
     logits: torch.Tensor | None = None
     proposed: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     snapshot: Snapshot | None = None
+    pooled: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -117,6 +119,21 @@ class Slot:
         else:
             return logits
         return logits.masked_fill(banned, float("-inf"))
+
+    def pool(self, hidden: torch.Tensor) -> None:
+        """Add the hidden states (seq, hidden) of the next tokens of the prompt to the embedding."""
+        states = hidden.float()
+        if self.request.pooling == "last":
+            self.pooled = states[-1]
+        else:
+            self.pooled = states.sum(0) if self.pooled is None else self.pooled + states.sum(0)
+
+    def finish_pooling(self) -> None:
+        """End the request with the embedding, or with an error if that is NaN."""
+        assert self.pooled is not None, "the prompt has been read"
+        embedding = torch.nn.functional.normalize(self.pooled, dim=0)
+        self.request.embedding = embedding.tolist()
+        self.request.finished = "stop" if bool(embedding.isfinite().all()) else "error"
 
     def append(self, token: int) -> None:
         """Add the chosen token to the request; sets `request.finished` if it is the last one.

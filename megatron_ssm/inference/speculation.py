@@ -27,20 +27,20 @@ from .request import Request
 from .sampling import Sampling, choose_tokens
 from .slot import Slot, run_model
 
-COUNTS = 1, 3, 7, 15  # possible numbers of proposals for a request
-CALLS = 1, *(1 + count for count in COUNTS)  # numbers of tokens that a call reads for a request
+PROPOSAL_COUNTS = 1, 3, 7, 15  # possible numbers of proposals for a request
+CALL_LENGTHS = 1, *(1 + count for count in PROPOSAL_COUNTS)  # numbers of tokens that a call reads for a request
 SHORTEST_MATCH, LONG_MATCH, LONGEST_MATCH = 2, 6, 16  # tokens of a match in prompt lookup
-SEARCHED = 2**15  # prompt lookup searches this many last tokens of a request
+LOOKUP_WINDOW = 2**15  # prompt lookup searches this many last tokens of a request
 # Time of a call that reads 2, 4, 8 or 16 tokens, relative to a call that reads one, by weight format: measured for the
 # slower of the two 130m models on one thread of a CPU with AVX-512, and rounded up. No call reads more tokens, because
 # computing would take longer than reading the weights, and because larger calls use kernels that round differently.
-TIMES: dict[torch.dtype | str, tuple[float, ...]] = {
+RELATIVE_CALL_TIMES: dict[torch.dtype | str, tuple[float, ...]] = {
     torch.float32: (1.2, 1.5, 2.0, 2.8),
     torch.bfloat16: (1.3, 1.6),
     "int8": (1.4, 2.1, 3.1, 5.5),
     "int4": (2.0, 2.8, 4.5, 8.2),
 }
-TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # the same on processors with AMX
+RELATIVE_CALL_TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # the same on processors with AMX
     torch.float32: (1.2, 1.3, 1.6, 2.6),
     torch.bfloat16: (1.3, 1.6, 1.8, 2.1),
     "int8": (1.4, 1.6, 1.8, 2.8),
@@ -48,29 +48,30 @@ TIMES_WITH_AMX: dict[torch.dtype | str, tuple[float, ...]] = {  # the same on pr
 }
 BITS = {"int8": 8.5, "int4": 4.5}  # bits of one element of a quantized matrix, including its share of the scale
 FIRST_RATES = 0.45, 0.8  # initial acceptance rates after short and after long matches
-LEARNED = 0.3  # step of an acceptance rate with each proposal
-FORGOTTEN = 0.005  # step back to its initial value without proposals
+LEARNING_RATE = 0.3  # learning rate of an acceptance rate, applied for each proposal
+FORGETTING_RATE = 0.005  # the same towards its initial value, applied for each step without proposals
 
 
 class History:
     """The tokens of a request, and the estimated acceptance rate of proposals for it.
 
     Proposals after long matches are accepted more often, so there are two rates. Proposals of a draft model use the rate of
-    short matches, and those of a draft head (is_long=True) that of long ones.
+    short matches, and those of a draft head (uses_high_rate=True) that of long ones.
     """
 
-    def __init__(self, request: Request, is_long: bool = False):
-        self._request, self._is_long, self._rates = request, is_long, list(FIRST_RATES)
+    def __init__(self, request: Request, uses_high_rate: bool = False):
+        self._request, self._uses_high_rate, self._rates = request, uses_high_rate, list(FIRST_RATES)
         self._tokens = np.array(request.prompt, dtype=np.int64)
         self._length = len(self._tokens)  # tokens in use; the array may be longer
 
-    def lookup(self, most: int) -> list[int]:
-        """The tokens, at most `most`, that followed the last of the longest earlier matches of the request's end.
+    def lookup(self, max_tokens: int) -> list[int]:
+        """Find the longest earlier match of the last tokens (the latest one, if there are several), and return the
+        `max_tokens` tokens that followed it.
 
-        A match that overlaps the end is continued periodically. [] if no match has SHORTEST_MATCH tokens.
+        If fewer tokens follow the match, they are repeated. [] if no match has SHORTEST_MATCH tokens.
         """
         self._update()
-        tokens = self._tokens[max(0, self._length - SEARCHED) : self._length]
+        tokens = self._tokens[max(0, self._length - LOOKUP_WINDOW) : self._length]
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # where earlier matches end
         for matched in range(1, LONGEST_MATCH):
             longer = ends[ends >= matched]
@@ -80,11 +81,11 @@ class History:
             ends = longer
         else:
             matched = LONGEST_MATCH
-        self._is_long = matched >= LONG_MATCH
+        self._uses_high_rate = matched >= LONG_MATCH
         if matched < SHORTEST_MATCH:
             return []
-        following = tokens[ends[-1] + 1 :][:most].tolist()
-        return [following[i % len(following)] for i in range(most)]
+        following = tokens[ends[-1] + 1 :][:max_tokens].tolist()
+        return [following[i % len(following)] for i in range(max_tokens)]
 
     def _update(self) -> None:
         """Add the request's new tokens."""
@@ -97,19 +98,19 @@ class History:
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Adapt the acceptance rate to the last proposals, of which the first `accepted` were accepted."""
-        rate = self._rates[self._is_long]
+        rate = self._rates[self._uses_high_rate]
         for _ in range(accepted):
-            rate += LEARNED * (1 - rate)
-        self._rates[self._is_long] = rate - LEARNED * rate * (accepted < proposed)
+            rate += LEARNING_RATE * (1 - rate)
+        self._rates[self._uses_high_rate] = rate - LEARNING_RATE * rate * (accepted < proposed)
 
     def forget(self) -> None:
         """Raise low rates a little after a step without proposals, so that proposals are tried again."""
         for index, first in enumerate(FIRST_RATES):
-            self._rates[index] += FORGOTTEN * max(0.0, first - self._rates[index])
+            self._rates[index] += FORGETTING_RATE * max(0.0, first - self._rates[index])
 
     def expected(self, count: int) -> float:
         """The expected number of accepted tokens of `count` proposals after the last match."""
-        return sum(self._rates[self._is_long] ** i for i in range(1, count + 1))
+        return sum(self._rates[self._uses_high_rate] ** i for i in range(1, count + 1))
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,14 @@ class _Call:
 
 
 def _call_times(model: LanguageModel) -> tuple[float, ...]:
-    """The row of TIMES for this model, or of TIMES_WITH_AMX if every rank has AMX. One all-reduce of a number."""
+    """The row of RELATIVE_CALL_TIMES for this model, or of RELATIVE_CALL_TIMES_WITH_AMX if every rank has AMX. One
+    all-reduce of a number.
+    """
     format = model.weights or model.dtype
     lacks_amx = torch.tensor(not (instructions() == "AMX" and model.device.type == "cpu"), dtype=torch.float32)
-    if not model.ranks.all_reduce_max(lacks_amx.to(model.device)) and format in TIMES_WITH_AMX:
-        return TIMES_WITH_AMX[format]
-    return TIMES.get(format, TIMES.get(model.dtype, TIMES[torch.float32]))
+    if not model.ranks.all_reduce_max(lacks_amx.to(model.device)) and format in RELATIVE_CALL_TIMES_WITH_AMX:
+        return RELATIVE_CALL_TIMES_WITH_AMX[format]
+    return RELATIVE_CALL_TIMES.get(format, RELATIVE_CALL_TIMES.get(model.dtype, RELATIVE_CALL_TIMES[torch.float32]))
 
 
 class SpeculativeDecoder:
@@ -169,24 +172,26 @@ class SpeculativeDecoder:
 
     @cached_property
     def _times(self) -> tuple[float, ...]:
-        """The relative times of calls that read CALLS tokens. All ranks use it for the first time in the same step."""
+        """The relative times of calls that read CALL_LENGTHS tokens. All ranks use it for the first time in the same
+        step.
+        """
         return 1.0, *_call_times(self._model)
 
     @cached_property
-    def _of_experts(self) -> tuple[float, float]:
+    def _expert_fractions(self) -> tuple[float, float]:
         """(fraction of a token's matrix elements that belong to experts, fraction of the experts that it chooses)."""
         config = self._model.config
         used = next((field.used for field in config.fields() if field.by_expert), 1.0)
         return expert_elements(config) / matrix_elements(config), used
 
-    def decode(self, slots: Iterable[Slot], room: int | None) -> int:
+    def decode(self, slots: Iterable[Slot], max_tokens: int | None) -> int:
         """Call the model once for all slots, which then have logits; returns the number of tokens that it read.
 
-        `accept` must follow once the requests have chosen their tokens. room: the most tokens to read (None: any number); it
-        reads at least one per slot. Sends the messages of the call and of the draft model.
+        `accept` must follow once the requests have chosen their tokens. max_tokens: the most tokens to read (None: any
+        number); it reads at least one per slot. Sends the messages of the call and of the draft model.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
-        proposals = self._propose(slots, room) if self._longest and slots else []
+        proposals = self._propose(slots, max_tokens) if self._longest and slots else []
         if not any(proposals):
             run_model(self._model, self._cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
             return len(slots)
@@ -216,14 +221,14 @@ class SpeculativeDecoder:
             is_finished = slot.request.finished is not None  # it stopped by itself, so no proposal was rejected
             self._history(slot).learn(count - 1 if is_finished else proposed, count - 1)
 
-    def _propose(self, slots: Sequence[Slot], room: int | None) -> list[list[int]]:
+    def _propose(self, slots: Sequence[Slot], max_tokens: int | None) -> list[list[int]]:
         """The proposals for each slot; all are [] if proposing is not expected to be faster."""
-        most_tokens = CALLS[len(self._times) - 1]
-        most = min(most_tokens, most_tokens if room is None else room) // len(slots) - 1
+        most_tokens = CALL_LENGTHS[len(self._times) - 1]
+        most = min(most_tokens, most_tokens if max_tokens is None else max_tokens) // len(slots) - 1
         histories = [self._history(slot) for slot in slots]
         limits = [max(0, min(self._longest, most, slot.request.left - 1)) for slot in slots]
         if self._draft is not None:
-            count, found = self._propose_by_draft(self._draft, slots, limits, room)
+            count, found = self._propose_by_draft(self._draft, slots, limits, max_tokens)
         else:
             found = [history.lookup(limit) if limit else [] for history, limit in zip(histories, limits, strict=True)]
             count = self._best_count(histories, list(map(len, found)))
@@ -234,17 +239,17 @@ class SpeculativeDecoder:
         return proposals
 
     def _propose_by_draft(
-        self, draft: "Draft | DraftByHead", slots: Sequence[Slot], limits: Sequence[int], room: int | None
+        self, draft: "Draft | DraftByHead", slots: Sequence[Slot], limits: Sequence[int], max_tokens: int | None
     ) -> tuple[int, list[list[int]]]:
         """(number of proposals, the draft's proposals for each slot; [] for requests that the draft has not read yet).
 
-        limits: the most for each slot. The draft reads prompts only while proposing is expected to be faster, and at most
-        `room` of their tokens in each step.
+        limits: The maximum number of proposals for each slot. The draft reads prompts only while proposing is expected to be
+        faster, and at most `max_tokens` of their tokens in each step.
         """
         histories = [self._history(slot) for slot in slots]
         if not self._best_count(histories, limits):
             return 0, [[] for _ in slots]
-        ready = draft.read(slots, room)
+        ready = draft.read(slots, max_tokens)
         count = self._best_count(histories, [n if s in ready else 0 for s, n in zip(slots, limits, strict=True)])
         found = dict(zip(ready, draft.propose(ready, count), strict=True)) if count else {}
         return count, [found.get(slot, []) for slot in slots]
@@ -266,7 +271,7 @@ class SpeculativeDecoder:
             longer = self._time(batch * (1 + count)) / self._time(batch)
             return (1 + accepted / batch) / (longer + count * self._draft_cost)
 
-        count = max((n for n in COUNTS if n <= max(available)), key=speed, default=0)
+        count = max((n for n in PROPOSAL_COUNTS if n <= max(available)), key=speed, default=0)
         return count if count and speed(count) > 1 else 0
 
     def _time(self, tokens: int) -> float:
@@ -274,9 +279,9 @@ class SpeculativeDecoder:
 
         Each token chooses experts of its own. If one token reads a fraction u of the experts, n tokens read 1 - (1 - u)^n.
         """
-        share, used = self._of_experts
+        share, used = self._expert_fractions
         more = share * ((1 - (1 - used) ** tokens) / used - 1)
-        return float(np.interp(tokens, CALLS[: len(self._times)], self._times)) * (1 + more)
+        return float(np.interp(tokens, CALL_LENGTHS[: len(self._times)], self._times)) * (1 + more)
 
 
 class Draft:
@@ -294,8 +299,8 @@ class Draft:
     def read(self, slots: Sequence[Slot], budget: int | None) -> list[Slot]:
         """Read on in requests with many unread tokens, such as prompts; returns the slots that are ready to propose.
 
-        budget: the most tokens of all slots together, at least one per slot (None: any number). One call of the draft for
-        each slot that is behind.
+        budget: The maximum number of tokens over all slots, at least one per slot; None: no limit. Calls the draft once for
+        each slot with too many unread tokens.
         """
         for slot in slots:
             if slot not in self._tokens_read:
@@ -310,10 +315,12 @@ class Draft:
         return [slot for slot in slots if self._behind(slot) <= 0]
 
     def _behind(self, slot: Slot) -> int:
-        """The number of tokens to read before `propose`, which itself reads from one to CALLS[-1] tokens."""
+        """The number of tokens that must be read before `propose` can run; `propose` reads the last CALL_LENGTHS[-1] or
+        fewer itself. 0 or less: ready.
+        """
         request, read = slot.request, self._tokens_read[slot]
         behind = slot.tokens - read
-        return max(len(request.prompt) - read, behind - CALLS[-1])
+        return max(len(request.prompt) - read, behind - CALL_LENGTHS[-1])
 
     def propose(self, slots: Sequence[Slot], count: int) -> list[list[int]]:
         """`count` tokens for each slot that `read` has returned, the same on all ranks. Sends the messages of the calls."""
@@ -332,7 +339,7 @@ class Draft:
         """Read each request's unread tokens; returns this rank's logits (batch, width) after the last of them."""
         unread = [slot.tokens_from(self._tokens_read[slot]) for slot in slots]
         counts = list(map(len, unread))
-        most = next(tokens for tokens in CALLS if tokens >= max(counts))
+        most = next(tokens for tokens in CALL_LENGTHS if tokens >= max(counts))
         ids = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in unread], device=self.model.device)
         rows = self._cache.select(slot.row for slot in slots)
         local = self.model.speculative_logits(ids, rows)

@@ -190,7 +190,9 @@ class Model(TrackedModule):
 
     @property
     def token_groups(self) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-        """The data-parallel and context-parallel groups, whose ranks hold other tokens of a batch. None: one rank."""
+        """The data-parallel and context-parallel groups. The ranks of each hold different tokens of a batch. None: one
+        rank.
+        """
         return self.data_group, None if self.context_ranks is None else self.context_ranks.group
 
     @property
@@ -232,7 +234,7 @@ class Model(TrackedModule):
         """The device of the parameters."""
         return self.norm_f.weight.device
 
-    @torch.inference_mode(False)  # calls outside of inference mode could not update a cache from inside
+    @torch.inference_mode(False)  # so that a cache made inside inference mode can be updated outside of it
     def new_cache(self, batch: int, max_length: int | None = None) -> Cache:
         """An empty cache for `batch` sequences, with this rank's channels and heads.
 
@@ -329,6 +331,14 @@ class Model(TrackedModule):
         kind = CallKind(1, seq, prompt, is_sharded=True)
         return self._call(local, attention_mask, cache, kind)[:, -1]
 
+    def hidden_states(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """The normalized hidden states (batch, seq, hidden) after tokens of prompts, the same on all ranks.
+
+        input_ids: (batch, seq). Sends the messages of `forward` without the all-gather. Not supported under context
+        parallelism.
+        """
+        return self._call(input_ids, None, cache, CallKind(prompt=True, without_head=True))
+
     def speculative_logits(self, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
         """`local_logits` of tokens (batch, seq) that may be rejected.
 
@@ -338,8 +348,8 @@ class Model(TrackedModule):
         return self._call(input_ids, None, cache, CallKind(speculative=True))
 
     def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
-        """`_call` for decoded tokens by one call of C. None, with nothing done, if C cannot compute them."""
-        if self._graphs.handles(input_ids):
+        """Decode tokens by one call of C (a tape). Returns None, without side effects, if C does not support the call."""
+        if self._graphs.is_on_gpu(input_ids):
             return None
 
         def describe() -> Call:
@@ -377,7 +387,7 @@ class Model(TrackedModule):
             new_per_rank = None if call.placement is None else call.placement.new_per_rank
             if kind.without_head:
                 call = call if self.routing is None else replace(call, routing=self.routing)
-                local = self.compute(input_ids, call, without_head=True)
+                local = self.compute(input_ids, call, cache, without_head=True)
             elif self.ranks.sequence_parallel:
                 local = self.compute(input_ids, call)[:, :tokens][:, -keep:]
             else:
@@ -454,7 +464,7 @@ class Model(TrackedModule):
     ) -> torch.Tensor:  # fmt: skip
         """`local_logits` without its checks, for a cache with enough space. Updates the cache, except for its lengths."""
         x = self.embedded(input_ids)  # (batch, seq, hidden)
-        embeddings = x if len(self.shared) else None  # only shared blocks read them, so others would waste memory
+        embeddings = x if len(self.shared) else None  # only shared blocks read the embeddings; other models free them
         hidden = self._tapes.read_prompt(self, call, cache, x)
         if hidden is not None:
             x = hidden
@@ -466,7 +476,8 @@ class Model(TrackedModule):
             assert positions is not None, "a model with a draft head has attention"
             final = cache.states["final"]
             final.append(positions.new, positions.longest, call.rows, call.mask is not None, hidden=x)
-            return self.scaled_logits(x[:, -logits_to_keep:] if x.shape[1] > 1 else x)
+            x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x
+            return x if without_head else self.scaled_logits(x)
         if call.sharding is not None and logits_to_keep:
             x = call.sharding.gather_last(x, logits_to_keep)
         x = x[:, -logits_to_keep:] if x.shape[1] > 1 else x  # (batch, kept, hidden)
@@ -515,14 +526,15 @@ class Model(TrackedModule):
         """Generate tokens, with the arguments of transformers' `generate`.
 
         Arguments default to the values in generation_config, then in the checkpoint, then to those of transformers: greedy
-        search, 20 new tokens. Greedy search and beam search give the tokens of transformers. Samples are those of
-        `megatron_ssm.generate`. Sequences end at eos_token_id; shorter ones are filled with pad_token_id.
+        search, 20 new tokens. Greedy search and beam search give the tokens of transformers. Sampling uses the random
+        numbers of `megatron_ssm.generate`, so samples differ from those of transformers. Sequences end at eos_token_id;
+        shorter ones are filled with pad_token_id.
 
         Args:
             input_ids: (batch, seq); the name `inputs` is accepted, too.
             generation_config: A GenerationConfig of transformers, or a dictionary.
-            attention_mask: As in `forward`. If it is missing, pad_token_id is padding on the left of a row, as in
-                transformers, and elsewhere an error.
+            attention_mask: As in `forward`. Without it, pad_token_id at the left of a row counts as padding, as in
+                transformers; pad_token_id elsewhere raises ValueError.
             seed: The seed of samples, see `megatron_ssm.generate`.
             arguments: max_new_tokens, max_length, min_new_tokens, min_length, do_sample, temperature, top_k, top_p,
                 num_beams, num_return_sequences, length_penalty, early_stopping, repetition_penalty, eos_token_id,
@@ -562,7 +574,7 @@ class Model(TrackedModule):
         """
         labels = self._check_labels(input_ids, labels, ignore_index, seq)
         if self.routing is not None:
-            self.routing.begin(self._is_token(labels.shape[1], seq))
+            self.routing.begin(self._is_real_token(labels.shape[1], seq))
         hidden = self._call(
             input_ids, None, None, CallKind(is_sharded=self.context_ranks is not None, without_head=True)
         )
@@ -579,7 +591,7 @@ class Model(TrackedModule):
             return loss
         return self.routing.added_to(loss, self.ranks, 1 if self.data_group is None else self.data_group.size())
 
-    def _is_token(self, tokens: int, seq: int | None) -> torch.Tensor:
+    def _is_real_token(self, tokens: int, seq: int | None) -> torch.Tensor:
         """(tokens,) bool: False for this rank's padding of a sequence of `seq` tokens."""
         if seq is None or self.schedule is None:
             return torch.ones(tokens, dtype=torch.bool, device=self.device)
@@ -599,7 +611,7 @@ class Model(TrackedModule):
             padding = context.blocks_per_rank * self.ranks.size
         check_length(self.schedule, labels.shape[1], seq, padding)
         if seq is not None and self.schedule is not None:
-            labels = labels.masked_fill(~self._is_token(labels.shape[1], seq).to(labels.device), ignore_index)
+            labels = labels.masked_fill(~self._is_real_token(labels.shape[1], seq).to(labels.device), ignore_index)
         check_ids(labels.masked_fill(labels == ignore_index, 0), self.config.vocab_size, "label")
         return labels
 

@@ -21,7 +21,7 @@ from .arguments import address, c_array, check_shapes, contiguous, next_state, t
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 3, torch.uint8: 4}
 _ACTIVATIONS = (torch.float32, torch.bfloat16)  # the dtypes of typed tensors
 LONGEST_KERNEL, LARGEST_STATE = 8, 256  # limits of a convolution's taps and of a recurrence's N
-CHUNK, PART = 16, 16  # for ssd_backward: tokens between two saved states, and channels at a time (ssd_loops.c)
+CHUNK, CHANNEL_BLOCK = 16, 16  # for ssd_backward: tokens between two saved states, and channels at a time (ssd_loops.c)
 
 SIGNATURES: dict[str, list[Any]] = {
     "causal_conv": [POINTER] * 6 + [SIZE] * 7 + [INT] * 2,
@@ -250,7 +250,7 @@ def ssd_backward(
     dx, ddt = torch.empty_like(dy), torch.zeros_like(dt)
     dA_log, dD = x.new_zeros(batch, heads), x.new_zeros(batch, heads)
     dB, dC = (x.new_zeros(threads, batch, seq, groups, size) for _ in "BC")
-    scratch = x.new_empty(threads, CHUNK + 2, PART, size)
+    scratch = x.new_empty(threads, CHUNK + 2, CHANNEL_BLOCK, size)
     strides = c_array(*(s for t in (x, B, C) for s in token_strides(t)), 0, 0)
     functions().ssd_backward(
         x.data_ptr(), dt.data_ptr(), A_log.data_ptr(), B.data_ptr(), C.data_ptr(), D.data_ptr(), saved.data_ptr(),

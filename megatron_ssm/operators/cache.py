@@ -21,7 +21,7 @@ class Snapshot:
 
     Attributes:
         length: The number of tokens.
-        fixed: The fixed tensors of each state, in order.
+        fixed: The tensors whose size does not depend on the number of tokens, of all states, in order.
         segments: The per-token tensors of all states (tokens, ...), for consecutive parts of the sequence. Snapshots of
             longer prefixes of a sequence share segments, so segments must not be overwritten.
         kv_lengths: (ranks,), as in `Cache`.
@@ -38,10 +38,11 @@ class Snapshot:
 
 
 @dataclass(eq=False)
-class Layout:
+class SharedState:
     """State shared by all selections of a cache.
 
-    version: changes when tensors are reallocated. pending: the speculative tokens of a tape, or None.
+    version: changes when tensors are reallocated. pending: The speculative tokens that a tape has read and `accept` has not
+    yet confirmed, or None.
     """
 
     version: int = 0
@@ -60,7 +61,7 @@ class Cache:
         kv_lengths: (context ranks, rows) int64 on the CPU, the number of keys and values of each row that each context rank
             holds; equal on all ranks. None: this rank holds all of them.
         context_rank: This rank's number among the context ranks.
-        layout: See `Layout`.
+        layout: See `SharedState`.
     """
 
     states: dict[str, State]
@@ -69,7 +70,7 @@ class Cache:
     rows: Rows = field(default_factory=lambda: EVERY_ROW)
     kv_lengths: torch.Tensor | None = None
     context_rank: int = 0
-    layout: Layout = field(default_factory=Layout)
+    layout: SharedState = field(default_factory=SharedState)
 
     def _fixed(self) -> Iterator[torch.Tensor]:
         for state in self.states.values():
@@ -124,8 +125,8 @@ class Cache:
         if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
             raise ValueError(f"rows {rows}: expected distinct rows of a cache of {len(self.lengths)}, at least one")
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
-        where = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
-        return replace(self, rows=where)
+        selected = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)
+        return replace(self, rows=selected)
 
     def advance(self, tokens: int, mask: torch.Tensor | None = None, new_per_rank: torch.Tensor | None = None) -> None:
         """Add the tokens of a call to the lengths. mask: (batch, tokens, 1) in any dtype, 0 at padding.
@@ -196,11 +197,11 @@ class Cache:
         """Copy row rows[i] to row i, for all rows at once, in place. Rows may repeat."""
         rows = torch.as_tensor(rows)
         longest = max(map(self.stored, range(len(self.lengths))))
-        where = rows.to(self.device)
+        device_rows = rows.to(self.device)
         for tensor in self._fixed():
-            tensor.copy_(tensor[where])
+            tensor.copy_(tensor[device_rows])
         for tensor in self._per_token():
-            tensor[:, :longest] = tensor[where, :longest]
+            tensor[:, :longest] = tensor[device_rows, :longest]
         self.lengths.copy_(self.lengths[rows])
         if self.kv_lengths is not None:
             self.kv_lengths.copy_(self.kv_lengths[:, rows])

@@ -46,7 +46,7 @@ class PartsProduct:
         return torch.cat(products, dim=-1)
 
     @property
-    def by_column(self) -> list[tuple[int, "LowRank"]]:
+    def products_by_first_column(self) -> list[tuple[int, "LowRank"]]:
         """(first row, product) of each layer with a product."""
         starts = list(itertools.accumulate(self.parts.values(), initial=0))
         named = zip(starts, self.parts, strict=False)

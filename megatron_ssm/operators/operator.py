@@ -33,7 +33,8 @@ class Place:
         ranks: The tensor-parallel ranks, which split the parameters.
         experts: The expert-parallel ranks. They split the routed experts; all other parameters are the same on each of them.
         context: The context-parallel ranks that split the sequence; None without context parallelism.
-        core: The attention between the projections, with the arguments of `attention.attend_with_cache`.
+        core: The function that attends, with the arguments and the result of `attention.attend_with_cache`. None: that
+            function.
     """
 
     ranks: Ranks
@@ -55,7 +56,9 @@ class Place:
         return self.ranks.rank, self.ranks.size, self.experts.rank, self.experts.size
 
     def ranks_with_same_piece(self, pieces: int) -> Ranks:
-        """`Ranks.with_same_piece`, cached for all operators of a model. All ranks call it together."""
+        """The ranks that hold the same one of `pieces` pieces as this rank (see `Ranks.with_same_piece`); cached for the
+        whole model. A collective call: every rank makes it.
+        """
         if pieces not in self._sharing:
             self._sharing[pieces] = self.ranks.with_same_piece(pieces)
         return self._sharing[pieces]
@@ -72,7 +75,8 @@ class Partial:
 
     Attributes:
         out: (batch, seq, hidden), this rank's summand.
-        columns: (batch, seq, n) in at least fp32, further summands, which the same message sums exactly; or None.
+        columns: (batch, seq, n) in at least fp32, or None. Further values of this rank that the same message sums without
+            rounding them to the wire format.
         finish: A function that computes the output from the sums of `out` and `columns`, token by token; None if the output
             is the sum of `out`.
         bias: (hidden), the same on every rank; it is added to the output. Or None.
@@ -90,14 +94,14 @@ class Lowered:
 
     Attributes:
         out, columns, bias: As in `Partial`. The columns are sums of squares for a grouped RMSNorm of the output.
-        group: The number of channels that a column covers.
+        channels_per_column: The number of channels that a column covers.
         eps: The number that the norm adds to the mean of squares.
     """
 
     out: Buffer
     columns: Buffer | None = None
     bias: torch.Tensor | None = None
-    group: int = 1
+    channels_per_column: int = 1
     eps: float = 0.0
 
 
@@ -129,7 +133,8 @@ class Operator(TrackedModule):
     def project(self, x: torch.Tensor) -> Any:
         """Map the whole input x (batch, seq, hidden) to the arguments of `mix`. Sends nothing.
 
-        The default is the product with `in_proj`, (batch, seq, n). The gradient of x is this rank's summand.
+        The default is the product with `in_proj`, (batch, seq, n). Backward gives only this rank's part of the gradient of
+        x; `as_input` sums the parts.
         """
         return apply_layer(self.in_proj, x, adapter_of(self.lora, "in_proj"))
 
@@ -154,19 +159,23 @@ class Operator(TrackedModule):
 
 
 def check_plain(*modules: torch.nn.Module) -> None:
-    """Raise NotLowered if a module has hooks, replaced methods or a class of its own, which C would ignore."""
+    """Raise NotLowered if a module has hooks, overridden methods, or a class from outside this library: C would ignore
+    them.
+    """
     for module in itertools.chain.from_iterable(root.modules() for root in modules):
         is_known = type(module).__module__.startswith(("megatron_ssm.", "torch.nn.modules.container"))
         if not is_known or is_altered(module):
-            raise NotLowered(f"{type(module).__name__} has hooks or methods of its own")
+            raise NotLowered(
+                f"{type(module).__name__} has hooks, overridden methods, or a class from outside megatron_ssm"
+            )
     if any(type(parameter) is not torch.nn.Parameter for root in modules for parameter in root.parameters()):
-        raise NotLowered("parameters of another class")
+        raise NotLowered("a parameter is not a torch.nn.Parameter but a subclass")
 
 
 def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) -> Buffer:
     """A column- or row-parallel layer and its adapter on a tape. The unit adds the bias of a row-parallel layer."""
     if any(isinstance(module, Packed) and not module.is_packed for module in layer.modules()):
-        raise NotLowered("packed parameters that were replaced")
+        raise NotLowered("a parameter that shared one packed matrix with others was replaced or moved")
     is_column = isinstance(layer, ColumnParallelLinear)
     bias = layer.bias() if is_column and layer.bias is not None else None
     y = tape.matmul(x, layer.weight() if is_column else layer.weight, bias)
@@ -178,8 +187,10 @@ def lowered_linear(tape: Builder, layer: Any, x: Buffer, adapter: Any = None) ->
 
 
 def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -> None:
-    """Add the low-rank products of merged layers to their columns of y on a tape."""
-    for first, product in parts.by_column if parts else ():
+    """Write to a tape: for each layer merged into one matrix, add its low-rank product to the columns of y that are its
+    output.
+    """
+    for first, product in parts.products_by_first_column if parts else ():
         add_low_rank(tape, y.columns(first, product.rows), x, product.down, product.up(), product.scale)
 
 
@@ -202,7 +213,7 @@ def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tens
     return nullcontext(copy_to_ranks(x, ranks.group, ranks.all_reduce_exact))
 
 
-def mix(operator: Operator, projected: Any, call: Call, state: State | None) -> Partial:
+def mix_with_rollback(operator: Operator, projected: Any, call: Call, state: State | None) -> Partial:
     """Call `operator.mix`. In speculative calls, keep the information that rollback needs (`read_speculatively`)."""
     if call.speculative and state is not None and state.fixed:
         return read_speculatively(operator.mix, projected, call, state, operator.ranks.recomputation)
@@ -214,7 +225,7 @@ def run(operator: Operator, x: torch.Tensor, call: Call, state: State | None = N
     with as_input(x, operator.ranks) as whole:
         projected = operator.project(whole)
         del whole
-    return sum_of([mix(operator, projected, call, state)], operator.ranks)
+    return sum_of([mix_with_rollback(operator, projected, call, state)], operator.ranks)
 
 
 def sum_of(
@@ -222,9 +233,10 @@ def sum_of(
 ) -> torch.Tensor:
     """The sum over ranks and operators of each operator's output times its scale: (batch, seq, hidden).
 
-    It sends one message. The summands of operators without `finish` are added up before it; the summands of the others, and
-    all exact columns, are further columns of the message. Without sequence parallelism the message is an all-reduce in the
-    model's wire format; with it, an exact reduce-scatter, and the result has this rank's tokens.
+    It sends one message. Before it, the outputs of operators without `finish` are added into one tensor. The message
+    concatenates that tensor, the output of each other operator, and all columns along the last dimension. Without sequence
+    parallelism the message is an all-reduce in the model's wire format; with it, an exact reduce-scatter, and the result has
+    this rank's tokens.
 
     Args:
         partials: The output of `mix` of each operator.
@@ -233,13 +245,13 @@ def sum_of(
         keep_for_recomputation: True to store the sum, because recomputation of later operations needs it.
     """
     scales = scales or [1.0] * len(partials)
-    plain = [
+    without_finish = [
         _scaled(partial.out, scale) for partial, scale in zip(partials, scales, strict=True) if partial.finish is None
     ]
     if all(partial.finish is None for partial in partials):
-        whole = _reduce(_added(plain), ranks, keep_for_recomputation)
+        whole = _reduce(_added(without_finish), ranks, keep_for_recomputation)
     else:
-        whole = _sum_with_columns(partials, plain, scales, ranks)
+        whole = _sum_with_columns(partials, without_finish, scales, ranks)
     for partial, scale in zip(partials, scales, strict=True):
         if partial.bias is not None:
             whole = whole + _scaled(replicated(partial.bias, ranks), scale)
@@ -264,13 +276,13 @@ def _reduce(part: torch.Tensor, ranks: Ranks, keep: bool) -> torch.Tensor:
 
 
 def _sum_with_columns(
-    partials: Sequence[Partial], plain: Sequence[torch.Tensor], scales: Sequence[float], ranks: Ranks
+    partials: Sequence[Partial], without_finish: Sequence[torch.Tensor], scales: Sequence[float], ranks: Ranks
 ) -> torch.Tensor:
     """`sum_of` without the biases, for operators of which at least one has a `finish` function."""
     finished = [(partial, scale) for partial, scale in zip(partials, scales, strict=True) if partial.finish is not None]
     dtype, hidden = partials[0].out.dtype, partials[0].out.shape[-1]
     columns = torch.cat([partial.columns for partial, _ in finished if partial.columns is not None], dim=-1)
-    outs = [partial.out for partial, _ in finished] + ([_added(plain)] if plain else [])
+    outs = [partial.out for partial, _ in finished] + ([_added(without_finish)] if without_finish else [])
 
     def finish(sums: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
         parts, first, outputs = sums.split(hidden, dim=-1), 0, []  # parts: (batch, seq, hidden)

@@ -209,7 +209,7 @@ def lower_adapter(tape: Builder, adapter: Adapter | None, y: Buffer, x: Buffer) 
     if adapter is None:
         return
     if not (adapter.down.is_packed and adapter.up.is_packed):
-        raise NotLowered("packed parameters that were replaced")
+        raise NotLowered("a parameter that shared one packed matrix with others was replaced or moved")
     low, first = tape.matmul(x, adapter.down()), 0
     for index, up in enumerate(adapter.up().split(adapter.rows)):
         product = tape.matmul(low.columns(index * adapter.rank, adapter.rank), up)
@@ -320,7 +320,7 @@ class SharedBlock(Attention, Mlp):
         """The output of a row-parallel layer, summed over the ranks; releases its input."""
         part = lowered_linear(tape, layer, x, lora)
         tape.release(x)
-        y = tape.whole(tape.sum(self.ranks, part), [] if layer.bias is None else [layer.bias])
+        y = tape.sum_with_biases(tape.sum(self.ranks, part), [] if layer.bias is None else [layer.bias])
         tape.release(part)
         return y
 

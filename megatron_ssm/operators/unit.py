@@ -12,7 +12,7 @@ from megatron_ssm.tape.builder import Buffer, Builder, NotLowered
 from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
-from .operator import Lowered, Operator, Partial, Place, as_input, check_plain, mix, sum_of
+from .operator import Lowered, Operator, Partial, Place, as_input, check_plain, mix_with_rollback, sum_of
 from .shared_block import SharedBlock
 from .state import State
 
@@ -105,11 +105,11 @@ class Layer(TrackedModule):
             partial, scale, biases = self._lower_operators(unit, tape, path, normed)
             summed = tape.sum(self.ranks, partial.out, partial.columns)
             if unit.post_norm is None:
-                tape.residual(x, summed, biases, (unit.residual_scale, scale), partial.group, partial.eps)
+                tape.residual(x, summed, biases, (unit.residual_scale, scale), partial.channels_per_column, partial.eps)
             elif partial.columns is not None:
                 raise NotLowered("a norm after a norm with exact columns")
             else:
-                whole = tape.whole(summed, biases)
+                whole = tape.sum_with_biases(summed, biases)
                 output = tape.norm(whole, self._norm(unit.post_norm))
                 tape.add(x, output, unit.residual_scale, into=True)
                 tape.release(whole, output)
@@ -177,7 +177,7 @@ class Layer(TrackedModule):
         if not self.ranks.recomputation.is_on:
             return projected
         return [
-            mix(operator, value, call, states.get(part.name)) if operator.recomputes_mix else value
+            mix_with_rollback(operator, value, call, states.get(part.name)) if operator.recomputes_mix else value
             for part, operator, value in zip(unit.operators, operators, projected, strict=True)
         ]
 
@@ -186,7 +186,9 @@ class Layer(TrackedModule):
         mixed = []
         for index, (part, operator) in enumerate(zip(unit.operators, self._operators(unit), strict=True)):
             value, projected[index] = projected[index], None  # so that it is freed
-            mixed.append(value if isinstance(value, Partial) else mix(operator, value, call, states.get(part.name)))
+            mixed.append(
+                value if isinstance(value, Partial) else mix_with_rollback(operator, value, call, states.get(part.name))
+            )
         return mixed
 
     def _sum(self, unit: Unit, mixed: list[Partial]) -> torch.Tensor:

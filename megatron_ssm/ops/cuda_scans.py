@@ -25,7 +25,8 @@ def supports_selective_scan(
     """Return True if a kernel supports these arguments of `scan.selective_scan`.
 
     `selective_state_update` has no gradients. `selective_scan_fn` starts from zeros, so `selective_scan` adds the effect of
-    an initial state, without gradients. The kernel has no gradient of the final state either; see `scan._AfterKernel`.
+    an initial state, without gradients. The kernel has no gradient of the final state either; see
+    `scan._FinalStateGradient`.
     """
     inputs = (A_log.shape[1], x, dt, A_log, B, C, D, z, dt_bias, state)
     if x.shape[1] == 1:

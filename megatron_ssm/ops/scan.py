@@ -1,4 +1,4 @@
-"""The two state-space recurrences: Mamba-1's selective scan and Mamba-2's SSD, each with its plain twin.
+"""The two state-space recurrences: Mamba-1's selective scan and Mamba-2's SSD, each with a reference implementation (*_ref).
 
 Both compute on tensors (batch, seq, ...) of this rank's channels or heads, and send nothing. Both take the state before the
 first token and return the state after the last one, and both states have gradients. So a sequence may be split anywhere
@@ -80,14 +80,16 @@ def selective_scan(
     with torch.autocast(x.device.type, enabled=False):
         if on_cuda:
             y, state = cuda_scans.selective_scan(*inputs, overwrite)
-            return y, _AfterKernel.apply(state, x, dt, A_log, B, C, dt_bias) if torch.is_grad_enabled() else state
+            return y, _FinalStateGradient.apply(
+                state, x, dt, A_log, B, C, dt_bias
+            ) if torch.is_grad_enabled() else state
         converted: list[Any] = [t if t is None else t.to(wide) for t in inputs]
         scan = _NativeSelectiveScan.apply if SELECTIVE_SCAN.takes(size, *converted) else _selective_chunks
         y, state = scan(*converted)
         return y.to(x.dtype), state
 
 
-class _AfterKernel(torch.autograd.Function):
+class _FinalStateGradient(torch.autograd.Function):
     """The gradient of the final state of `cuda_scans.selective_scan`, whose kernel has none.
 
     The sequence starts from zeros. If the final state, (batch, N, channels), has a gradient, backward repeats the scan in
@@ -337,7 +339,7 @@ def _ssd_chunks(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: T
     for n in range(chunks):
         before_chunks.append(state)
         state = torch.addcmul(added[:, n], decay[:, n, ..., -1, None, None], state)
-    read = torch.matmul(C.unsqueeze(3), torch.stack(before_chunks, 1))  # (b, n, g, r, q, p)
-    y = torch.addcmul(y, decay.unsqueeze(-1), read)
+    from_earlier_chunks = torch.matmul(C.unsqueeze(3), torch.stack(before_chunks, 1))  # (b, n, g, r, q, p)
+    y = torch.addcmul(y, decay.unsqueeze(-1), from_earlier_chunks)
     y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, seq + pad, heads, head_dim)[:, :seq]
     return y, state.reshape(batch, heads, size, head_dim)

@@ -52,10 +52,15 @@ def run_local_ranks(argv: list[str], ranks: int, passes_signals: bool = False) -
 
 
 def start_rank(module: str, arguments: list[str], rank: int, ranks: int, **streams: Any) -> subprocess.Popen:
-    """Start `python -m MODULE ARGUMENTS` as one of `ranks` local ranks, which on Linux is killed when this process ends.
+    """Start `python -m MODULE ARGUMENTS` as one of `ranks` local ranks; see `start_module`."""
+    return start_module(module, arguments, environment_of_rank(rank, ranks), **streams)
+
+
+def start_module(module: str, arguments: list[str], environment: dict[str, str], **options: Any) -> subprocess.Popen:
+    """Start `python -m MODULE ARGUMENTS`, which on Linux is killed when this process ends.
 
     It imports only from this process's sys.path, whereas `python -m` would begin with the current folder, which may be a
-    downloaded checkpoint. streams: see `subprocess.Popen`.
+    downloaded checkpoint. options: see `subprocess.Popen`.
     """
     # Linux takes the end of the thread that started the rank for the end of the process, so only the main thread counts.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
@@ -63,9 +68,9 @@ def start_rank(module: str, arguments: list[str], rank: int, ranks: int, **strea
         f"import sys; sys.path[:] = {[*map(str, sys.path)]!a}; from {__name__} import run_module; "
         f"run_module({module!r}, {parent})"
     )
-    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -E, -s and the like
-    command = [sys.executable, *options, "-c", program, *arguments]
-    return subprocess.Popen(command, env=environment_of_rank(rank, ranks), **streams)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -E, -s and the like
+    command = [sys.executable, *flags, "-c", program, *arguments]
+    return subprocess.Popen(command, env=environment, **options)
 
 
 def run_module(module: str, parent: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server: the interface of `api` over an `Engine`, its limits, and what it does on faults.
+"""The HTTP server: serves the interface of `api` with an `Engine`, enforces limits, and handles faults.
 
 In: HTTP requests on rank 0. Out: replies, whole or streamed, and metrics. `app.py` has the routes and `service.py` the
 limits; both run in asyncio's thread. `driver.py` steps the engine in a thread of its own, and the other ranks follow.

@@ -13,11 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.openapi import GENERATING, description
-from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
 from megatron_ssm.api.tokenization import detokenize, tokenize
 
-from .endpoint import Endpoint, WorkEndpoint
+from .endpoint import EmbeddingEndpoint, GenerationEndpoint, WorkEndpoint
 from .hosts import Hosts
 from .keys import Keys
 from .metrics import Metrics
@@ -26,14 +26,14 @@ from .service import Service
 
 EXPOSED = {"Access-Control-Expose-Headers": "Retry-After"}
 PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
-PROBES = ("/health", "/ready")  # which systems ask by the server's address, and whose replies are no secret
+PROBES = ("/health", "/ready")  # orchestrators request these by the server's address; their replies are no secret
 
 
-def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
+def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
     """The ASGI application.
 
-    Paths under /v1, /tokenize and /detokenize need an API key, if there are keys; the others do not. hosts: those that
-    requests may name, except for PROBES.
+    If there are API keys, the paths under /v1, /tokenize and /detokenize need one; other paths do not. hosts: the hosts that
+    requests may name; requests to PROBES may name any.
     """
     html, page_headers = read_page()
 
@@ -67,7 +67,8 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
            "/v1/models": models, "/v1/models/{model:path}": models}  # fmt: skip
     routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
     for path, (body, _, _) in GENERATING.items():
-        routes.append(Route(path, Endpoint(body, service, served, keys, metrics), methods=["POST"]))
+        routes.append(Route(path, GenerationEndpoint(body, service, served, keys, metrics), methods=["POST"]))
+    routes.append(Route("/v1/embeddings", EmbeddingEndpoint(service, served, keys), methods=["POST"]))
     for path, work in {"/tokenize": tokenize, "/detokenize": detokenize}.items():
         routes.append(Route(path, WorkEndpoint(work, service, served, keys), methods=["POST"]))
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
@@ -76,10 +77,9 @@ def make_app(service: Service, served: Served, keys: Keys, metrics: Metrics, hos
 
 
 class _Guarded:
-    """Refuses requests, except for PROBES, that name a host that is not allowed, or come from a page there.
+    """Refuses requests that name a host that is not allowed, or come from a page of such a host; PROBES are always answered.
 
-    Pages of the origins with which replies are shared may read them, and browsers' questions before a request (OPTIONS) are
-    answered, without a key.
+    Pages of the allowed origins may read replies (CORS). A browser's preflight request (OPTIONS) is answered without a key.
     """
 
     def __init__(self, app: ASGIApp, hosts: Hosts):
@@ -103,7 +103,7 @@ class _Guarded:
 
 
 def _with_headers(send: Send, headers: dict[str, str]) -> Send:
-    """Send with further headers."""
+    """A copy of `send` that adds headers to the response."""
     added = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
     async def sent(message: Message) -> None:
@@ -115,7 +115,7 @@ def _with_headers(send: Send, headers: dict[str, str]) -> Send:
 
 
 class _Counted:
-    """Counts the requests by path and status; 499 for those whose replies are not complete."""
+    """Counts requests by path and status. A request whose reply is not complete counts as status 499."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
         self._app, self._metrics, self._paths = app, metrics, paths
@@ -137,7 +137,9 @@ class _Counted:
             self._metrics.count_request(self._label(scope["path"]), status if is_complete else 499)
 
     def _label(self, path: str) -> str:
-        """The path as the documentation writes it: a label for each path that clients invent would be too many."""
+        """The path as the documentation writes it, or "other": clients may invent any number of paths, and each label takes
+        memory.
+        """
         if path.startswith("/v1/models/"):
             return "/v1/models/NAME"
         return path if path in self._paths else "other"
@@ -153,14 +155,14 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """For a path or a method that does not exist."""
+    """The reply to a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:100]}: {error.detail}"  # request.url may not be a valid one
     return _json(ApiError(error.status_code, message).reply, error.status_code, dict(error.headers or {}))
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """For an error of the program; the traceback goes to the log."""
+    """The reply after an error of the program. The traceback goes to the log."""
     return _json(ApiError(500, "the server has failed to handle the request").reply, 500)
 
 

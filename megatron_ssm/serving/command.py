@@ -1,6 +1,5 @@
 """The command `megatron-ssm serve`, on every rank."""
 
-import errno
 import hashlib
 import logging
 import re
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from megatron_ssm.api.chat_template import ChatTemplate
-from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.tool_calls import PARSERS, detect_parser
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.diagnostics.doctor import kernels_line
@@ -33,29 +32,31 @@ from megatron_ssm.parallel.local_launch import handle_like_sigterm
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import together
-from sparsefusion.foundation.command_line import Printer, is_lack_of_memory
+from sparsefusion.foundation.command_line import is_lack_of_memory
 from sparsefusion.foundation.launcher import launched_ranks
 
+from .announcement import address, announce
 from .app import software_version
 from .channel import Channel
-from .connections import allow_files
-from .driver import follow
-from .hosts import Hosts, is_loopback
+from .connections import allow_files, bind, bind_to_path
+from .driver import run_follower
+from .hosts import Hosts
 from .keys import Keys
 from .lifecycle import run_server
 from .service import Limits, Service
 
 log = logging.getLogger(__name__)
 
-EXTRA_TOKENS = 1  # in a slot: with max_tokens=0, the engine makes a token that the reply does not have
+EXTRA_TOKENS = 1  # per slot: with max_tokens=0, the engine generates a token that the reply leaves out
 
 
 def serve(arguments: Namespace) -> None:
-    """Load the model, and serve it until a signal ends the server; the ranks beside rank 0 step their engines with it.
+    """Load the model, and serve it until a signal ends the server. Rank 0 answers requests; the other ranks step their
+    engines in lockstep with it.
 
-    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. ValueError, too, if
-    there is no memory for the caches of the slots on any rank, and on rank 0 if another server has taken the address while
-    the model was loaded. RuntimeError: a rank was lost.
+    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. Also ValueError if a
+    rank has no memory for the caches of the slots, and on rank 0 if another server has taken the address while the model was
+    loaded. RuntimeError: a rank was lost.
     """
     ranks = launched_ranks()
     tensor = arguments.tp or max(1, ranks // arguments.ep)
@@ -66,7 +67,7 @@ def serve(arguments: Namespace) -> None:
     opened = ExitStack()  # the listener
     try:
         join(tensor, device, init_method=arguments.rendezvous, check=lambda: check_device(device), expert=arguments.ep)
-        handle_like_sigterm()  # not before: a handler of Python's would wait for the other ranks, too
+        handle_like_sigterm()  # only now: while ranks join, a Python handler would not run until all have joined
         group = dist.group.WORLD
         rank, place = 0 if group is None else dist.get_rank(), device_of_rank(device)
         inputs = together(
@@ -86,7 +87,7 @@ def serve(arguments: Namespace) -> None:
             channel = Channel(model.ranks if groups.expert is None else Ranks.of(group, share=None))
             if rank:
                 _leave_signals_to_rank_0()
-                follow(engine, channel)
+                run_follower(engine, channel)
             else:
                 log.info(kernels_line(model.device, model.dtype, model.ranks.transport))
                 _serve_on_rank_0(engine, channel, inputs, arguments, watch)
@@ -114,12 +115,12 @@ class _Inputs:
     """The inputs of the server besides the weights.
 
     Args:
-        listener: A socket that is bound; None on ranks other than rank 0, which have no keys either.
+        listener: The bound socket of rank 0. Other ranks have None, and no keys.
         engine: The options of the engine.
         fingerprint: The inputs that must be equal on all ranks.
     """
 
-    served: Served
+    served: ServedModel
     keys: Keys
     hosts: Hosts
     listener: socket.socket | None
@@ -128,7 +129,9 @@ class _Inputs:
 
     @classmethod
     def read(cls, arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> "_Inputs":
-        """Read them on this rank; ValueError or OSError if one of them is wrong. opened: closes the listener."""
+        """Read the inputs on this rank; ValueError or OSError if one of them is wrong. opened: The stack that closes the
+        listener.
+        """
         if arguments.draft is not None and arguments.draft_head:
             raise ValueError(
                 f"--draft {arguments.draft} and --draft-head: one of them proposes tokens, so give only one"
@@ -141,10 +144,9 @@ class _Inputs:
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
         if is_first:
             allow_files(arguments.max_connections)
-        listener = opened.enter_context(bind(arguments.host, arguments.port)) if is_first else None
-        hosts = Hosts(
-            listener.getsockname()[0] if listener else arguments.host, arguments.allowed_host, arguments.allowed_origin
-        )
+        listener = opened.enter_context(_listener(arguments)) if is_first else None
+        host = arguments.host if listener is None or arguments.socket else listener.getsockname()[0]
+        hosts = Hosts(host, arguments.allowed_host, arguments.allowed_origin)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
             slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,
@@ -153,7 +155,7 @@ class _Inputs:
         return cls(served, keys, hosts, listener, engine, (config, draft, checksum, engine))
 
 
-def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) -> Served:
+def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) -> ServedModel:
     """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
@@ -170,7 +172,7 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
         software_version(),
     )
     fingerprint = f"fp_{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
-    return Served(
+    return ServedModel(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
         stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
         parser,
@@ -190,58 +192,33 @@ def _draft(directory: str, ranks: int, model: Stack, tokenizer: Tokenizer) -> St
 
 
 def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, arguments: Namespace, watch: Watch) -> None:
-    """Answer HTTP requests, and say where."""
+    """Answer HTTP requests, and print the address."""
     listener = inputs.listener
     assert listener is not None, "rank 0 has bound it"
     limits = Limits(
         arguments.slots, arguments.max_waiting, int(arguments.max_body_mb * 2**20), arguments.request_timeout,
         arguments.max_connections, arguments.arrival_timeout,
     )  # fmt: skip
-    if not (is_loopback(arguments.host) or arguments.api_key_file):
-        log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
-    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    where = f"http://{host}:{listener.getsockname()[1]}"
+    if arguments.socket is None:
+        where = address(arguments, listener)
+    else:
+        where = arguments.socket  # of a replica
     size = f"{limits.slots} slots of {arguments.max_length} tokens, {engine.model.num_ranks} rank(s)"
-
-    def announce() -> None:
-        line = f"megatron-ssm: serving {inputs.served.name} at {where} ({size})"
-        try:
-            Printer(True).print(f"{line}\n")
-        except OSError as error:  # a full disk does not end the server
-            log.warning(f"{line}; stdout cannot be written: {error.strerror}")
 
     run_server(
         engine, channel, inputs.served, inputs.keys, inputs.hosts, Service(limits), listener, arguments.drain_timeout,
-        announce, watch,
+        lambda: announce(inputs.served.name, where, size), watch,
     )  # fmt: skip
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address (port 0: any that is free), and accepts no connections yet.
-
-    No other server can be bound to the address while this one loads its model, unless connections of an earlier server
-    linger: then only SO_REUSEADDR lets one be bound, and it lets several. ValueError if the address is wrong or taken.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with ExitStack() as closed_on_error:
-            listener = closed_on_error.enter_context(socket.socket(family, kind))
-            try:
-                listener.bind(address)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-            closed_on_error.pop_all()
-    except UnicodeError:
-        raise ValueError(f"--host {host} is neither a host name nor an address") from None
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
-    return listener
+def _listener(arguments: Namespace) -> socket.socket:
+    """The socket at --host and --port, or of a replica."""
+    return bind(arguments.host, arguments.port) if arguments.socket is None else bind_to_path(arguments.socket)
 
 
 def _leave_signals_to_rank_0() -> None:
-    """Ignore signals that whoever started the ranks sends to all of them: rank 0 ends its work first, then the others."""
+    """Ignore SIGTERM and SIGINT on this rank. A launcher sends them to all ranks, but rank 0 must end its work first, and
+    then ends the others.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

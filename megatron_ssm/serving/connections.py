@@ -1,27 +1,30 @@
-"""Limits on the connections of clients: their number, and the time that a request may take to arrive."""
+"""Sockets, and limits on the connections of clients: their number, and the time that a request may take to arrive."""
 
 import asyncio
+import errno
 import resource
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-ACCEPTED_AT_ONCE = 32  # connections in a round of the event loop; those beyond the limit are open for up to 4 rounds
-OTHER_FILES = 256  # besides connections within the limit: those beyond it, the model, the listener, other ranks, GPUs
-MOST_AHEAD = 2**16  # bytes of further requests that are read while one is replied to
+ACCEPTED_AT_ONCE = 32  # per round of the event loop; connections beyond the limit are open for up to 4 rounds
+OTHER_FILES = 256  # for connections beyond the limit, the model, the listener, other ranks and GPUs
+MOST_AHEAD = 2**16  # bytes of later requests that are read before the current reply is complete
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connections:
-    """Counts the connections, of which there are at most `most` at a time; others get the status 503 and are closed.
+    """Counts connections, and allows at most `most` at a time: further ones get the status 503 and are closed.
 
-    A connection on which no request arrives within `seconds` is closed: from its beginning, or the end of the last reply, to
-    the end of a request's headers. `Service.arrived` gives the body as long. A connection is also closed if its client takes
-    longer than `seconds` to read what was sent, once so much waits that no more is sent, or after the reply.
+    A connection is closed if the headers of a request do not arrive within `seconds` of its beginning or of the end of the
+    last reply. `Service.arrived` limits the time of the body. A connection is also closed if its client is slow to read: if
+    the buffer stays full for `seconds`, or if the rest of a reply is not read within `seconds` of its end.
 
-    open: the number of connections. refused, late, unread: the number that were closed because there were too many, because
-    no request has arrived, and because the client has not read.
+    open: the number of connections. refused, late, unread: the number of connections that were closed because there were too
+    many, because no request had arrived, and because the client had not read its reply.
     """
 
     def __init__(self, most: int, seconds: float):
@@ -33,12 +36,12 @@ class Connections:
         return _Connection(self, **options)
 
 
-def allow_files(connections: int) -> None:
+def allow_files(connections: int, each: int = 1) -> None:
     """Raise the limit of open files of this process, if necessary, to what this many connections need.
 
-    ValueError if the system does not permit it.
+    each: files for a connection. ValueError if the system does not permit it.
     """
-    needed = connections + OTHER_FILES
+    needed = each * connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -48,6 +51,40 @@ def allow_files(connections: int) -> None:
         raise ValueError(
             f"--max-connections {connections} needs {needed} open files, and the hard limit of ulimit -n is {hard}"
         ) from None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address (port 0: any that is free), and accepts no connections yet.
+
+    No other server can be bound to the address while this one loads its model, unless connections of an earlier server
+    linger: then only SO_REUSEADDR lets one be bound, and it lets several. ValueError if the address is wrong or taken.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as closed_on_error:
+            listener = closed_on_error.enter_context(socket.socket(family, kind))
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+            closed_on_error.pop_all()
+    except UnicodeError:
+        raise ValueError(f"--host {host} is neither a host name nor an address") from None
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def bind_to_path(path: str) -> socket.socket:
+    """Return a Unix socket that is bound to a path, which does not exist yet."""
+    with ExitStack() as closed_on_error:
+        listener = closed_on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(path)
+        closed_on_error.pop_all()
+    return listener
 
 
 class _Connection(H11Protocol):
@@ -96,9 +133,9 @@ class _Connection(H11Protocol):
         self._stop_unread()
 
     def _watch(self) -> None:
-        """Stop the timer while there is a request to reply to; else start it, unless it runs.
+        """Stop the timer while a request waits for its reply; otherwise start it, unless it runs.
 
-        It also runs while the transport is closing, which waits until the client has read everything.
+        The timer also runs while the transport is closing: closing waits until the client has read everything.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
@@ -116,7 +153,7 @@ class _Connection(H11Protocol):
             self._unread_timer = None
 
     def _close(self) -> None:
-        """Close the connection; what the client has not read of the last reply by now is lost."""
+        """Close the connection. The part of the last reply that the client has not read is lost."""
         if self.transport.get_write_buffer_size():
             self._abort()
         else:

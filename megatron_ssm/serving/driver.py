@@ -1,4 +1,4 @@
-"""Steps the engine: in a thread of its own on rank 0, and in step with it on the other ranks.
+"""Runs the engine: rank 0 in a thread of its own, the other ranks in lockstep with it.
 
 The thread takes additions and cancellations from a queue, and hands the new tokens of each step to asyncio's thread. So HTTP
 never waits for the model, and a request that is cancelled leaves its slot before the next step.
@@ -15,25 +15,27 @@ from megatron_ssm.inference.engine import Engine
 from megatron_ssm.inference.request import Request
 from megatron_ssm.inference.sampling import nan_error
 
-from .channel import Channel, Orders
+from .channel import Channel, Commands
 from .grammars import Compilations, Compiling, GrammarCompiler
 from .metrics import Load
 
 log = logging.getLogger(__name__)
 
-# After this many seconds without work, rank 0 tells the other ranks that it is still there, and notices if one is not.
+# Seconds without work after which rank 0 sends an empty turn, as a sign of life; sending fails if another rank is gone.
 IDLE_S = 1.0
 
 
-class Replica:
-    """The turns that all ranks make: each queues and cancels requests, and steps the engine."""
+class TurnRunner:
+    """Applies turns to one rank's engine. A turn is a set of additions and cancellations, and one step of the engine; all
+    ranks apply the same turns.
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self._requests: dict[int, Request] = {}  # those that are waiting or running
 
-    def turn(self, additions: list[Request], cancellations: tuple[int, ...]) -> list[Request]:
-        """One turn; returns the requests that got tokens. All ranks make it with equal arguments."""
+    def apply(self, additions: list[Request], cancellations: tuple[int, ...]) -> list[Request]:
+        """Apply one turn, and return the requests that got tokens. All ranks call it with equal arguments."""
         for request in additions:
             assert request.seed is not None, "the seed is part of the arguments"
             self.engine.enqueue(request, request.seed)
@@ -47,23 +49,23 @@ class Replica:
         return advanced
 
 
-def follow(engine: Engine, channel: Channel) -> None:
-    """Make every turn that rank 0 makes, until it says that there are no more. For the other ranks."""
-    replica, compiler = Replica(engine), GrammarCompiler(engine)
+def run_follower(engine: Engine, channel: Channel) -> None:
+    """The loop of all ranks but 0: receive and apply each turn of rank 0, up to the last one."""
+    runner, compiler = TurnRunner(engine), GrammarCompiler(engine)
     compilations = Compilations(compiler)
 
-    def made(arguments: Arguments) -> Request:
-        """The request; rank 0 has compiled its grammar, so this rank soon has, too."""
+    def make_request(arguments: Arguments) -> Request:
+        """Make the request. Waits for this rank's compilation of the grammar, which rank 0 has already finished."""
         matcher = None if arguments.grammar is None else compilations.pop_matcher(arguments.grammar)
         return arguments.request(engine, matcher)
 
     try:
-        while not (orders := Orders.decode(channel.receive(engine.is_busy))).is_last:
-            for grammar in orders.grammars:
+        while not (commands := Commands.decode(channel.receive(engine.is_busy))).is_last:
+            for grammar in commands.grammars:
                 compilations.start(grammar)
-            for grammar in orders.dropped:
+            for grammar in commands.dropped:
                 compilations.drop(grammar)
-            replica.turn(list(map(made, orders.additions)), orders.cancellations)
+            runner.apply(list(map(make_request, commands.additions)), commands.cancellations)
     finally:
         compiler.stop()
 
@@ -71,8 +73,8 @@ def follow(engine: Engine, channel: Channel) -> None:
 class Driver(threading.Thread):
     """The thread of rank 0 that steps the engine.
 
-    deliver: is called with the updates of each turn. fail: is called with the error that has ended the thread. load: how
-    busy the engine is, after each turn. error: what has ended the thread, or None.
+    deliver: is called with the updates of each turn. fail: is called with the error that has ended the thread. load: the
+    load of the engine after the last turn. error: the exception that ended the thread, or None.
     """
 
     def __init__(
@@ -85,10 +87,10 @@ class Driver(threading.Thread):
         super().__init__(name="engine", daemon=True)
         self.load = Load(slots=len(engine.cache.lengths))
         self.error: BaseException | None = None
-        self._engine, self._channel, self._replica = engine, channel, Replica(engine)
+        self._engine, self._channel, self._runner = engine, channel, TurnRunner(engine)
         self._deliver, self._fail, self._compiler = deliver, fail, GrammarCompiler(engine)
         self._inbox: queue.SimpleQueue[tuple[str, Sequence | None]] = queue.SimpleQueue()
-        self._compiling: dict[Sequence, Compiling] = {}  # those whose grammars are being compiled, in their order
+        self._compiling: dict[Sequence, Compiling] = {}  # sequences whose grammars are being compiled, in their order
         self._running: dict[Request, Sequence] = {}
 
     # From any thread
@@ -98,7 +100,7 @@ class Driver(threading.Thread):
         self._inbox.put(("add", sequence))
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence, of which no update follows that is not already on its way. It may have ended."""
+        """Cancel a sequence; does nothing if it has ended. Only updates that are already queued may still arrive."""
         self._inbox.put(("cancel", sequence))
 
     def stop(self) -> None:
@@ -122,18 +124,18 @@ class Driver(threading.Thread):
         """One turn; False if it was the last."""
         added: list[Sequence] = []
         cancelled: list[Sequence] = []
-        dropped: list[Sequence] = []  # those whose compiled grammars are not used
+        unused_compilations: list[Sequence] = []  # those whose compiled grammars are not used
         is_last = False
-        for order, sequence in self._orders():
+        for command, sequence in self._commands():
             if sequence is None:
-                is_last = is_last or order == "stop"
-            elif order == "add":
+                is_last = is_last or command == "stop"
+            elif command == "add":
                 added.append(sequence)
             elif sequence in added:
                 added.remove(sequence)
             elif compiling := self._compiling.pop(sequence, None):
                 compiling.cancel()
-                dropped.append(sequence)
+                unused_compilations.append(sequence)
             else:
                 cancelled.append(sequence)
         for_grammar = [sequence for sequence in added if sequence.arguments.grammar is not None]
@@ -141,35 +143,36 @@ class Driver(threading.Thread):
         compiled = [sequence for sequence, compiling in self._compiling.items() if compiling.done()]
         added = [sequence for sequence in added if sequence.arguments.grammar is None] + compiled
         updates = [update for sequence in added if (update := self._prepare(sequence))]
-        requests = {each.request: each for each in added if each.request is not None}
-        dropped += [sequence for sequence in compiled if sequence.request is None]
-        running = [each.request for each in cancelled if each.request is not None]
-        ended = [request for request in running if self._running.pop(request, None)]  # the others have finished
-        orders = Orders(
-            tuple(each.arguments for each in requests.values()),
+        requests = {sequence.request: sequence for sequence in added if sequence.request is not None}
+        unused_compilations += [sequence for sequence in compiled if sequence.request is None]
+        running = [sequence.request for sequence in cancelled if sequence.request is not None]
+        # Requests that have finished are no longer in _running.
+        ended = [request for request in running if self._running.pop(request, None)]
+        commands = Commands(
+            tuple(sequence.arguments for sequence in requests.values()),
             tuple(request.id for request in ended),
             _grammars(for_grammar),
-            _grammars(dropped),
+            _grammars(unused_compilations),
             is_last,
         )
-        self._channel.send(orders.encode(), self._engine.is_busy)
+        self._channel.send(commands.encode(), self._engine.is_busy)
         if is_last:
             return False
         self._running |= requests
-        advanced = self._replica.turn(list(requests), orders.cancellations)
+        advanced = self._runner.apply(list(requests), commands.cancellations)
         updates += [self._update(request) for request in advanced]
         self._report(updates)
         return True
 
-    def _orders(self) -> list[tuple[str, Sequence | None]]:
-        """The orders since the last turn; waits for one while there is nothing to do."""
-        orders = []
+    def _commands(self) -> list[tuple[str, Sequence | None]]:
+        """The commands since the last turn; waits for one while there is nothing to do."""
+        commands = []
         try:
-            orders.append(self._inbox.get(block=not self._engine.is_busy, timeout=IDLE_S))
+            commands.append(self._inbox.get(block=not self._engine.is_busy, timeout=IDLE_S))
             while True:
-                orders.append(self._inbox.get_nowait())
+                commands.append(self._inbox.get_nowait())
         except queue.Empty:
-            return orders
+            return commands
 
     def _compile(self, sequences: list[Sequence]) -> None:
         """Begin to compile the grammars of new sequences."""
@@ -178,7 +181,9 @@ class Driver(threading.Thread):
             self._compiling[sequence].add_done_callback(lambda _: self._inbox.put(("compiled", None)))
 
     def _prepare(self, sequence: Sequence) -> Update | None:
-        """Make the request of a sequence, which all other ranks then can make; or an update with the error."""
+        """Make the request of a sequence and return None, or return an update with the error. If rank 0 succeeds, the other
+        ranks will.
+        """
         try:
             compiling = self._compiling.pop(sequence, None)
             matcher = None if compiling is None else compiling.result()
@@ -205,6 +210,7 @@ class Driver(threading.Thread):
             reused=request.reused,
             logprobs=request.logprobs[start:],
             prompt_logprobs=[] if start else request.prompt_logprobs,
+            embedding=request.embedding,
         )
 
     def _report(self, updates: list[Update]) -> None:

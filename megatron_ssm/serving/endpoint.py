@@ -1,26 +1,29 @@
-"""The endpoints that generate: an HTTP request in, a JSON object or a stream of events out."""
+"""The endpoints that compute: an HTTP request in, a JSON object or a stream of events out."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from megatron_ssm.api.embeddings import prepare_embeddings
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import PreparedRequest, Served, prepare_request
+from megatron_ssm.api.prepared_request import PreparedRequest, ServedModel, prepare_request
 from megatron_ssm.api.replies import Piece, Replies
 from megatron_ssm.api.reply_models import ReplyModel
 from megatron_ssm.api.request_models import Body
+from megatron_ssm.api.response_replies import replies_to
+from megatron_ssm.api.response_request import ResponseRequest
 from megatron_ssm.api.sequences import Update
 
+from .bodies import ClientDisconnected, read_body, while_connected
 from .keys import Keys
 from .metrics import Metrics
 from .service import Service
 
-GRACE_S = 30.0  # for a client to read the rest of a reply, after the time for the reply is over
+GRACE_S = 30.0  # seconds for a client to read the rest of a reply after the time limit of the request
 PING_S, PING = 10.0, ": ping\n\n"  # a comment, for clients and proxies that give up on connections without data
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -29,19 +32,14 @@ EVENTS = [
 ]
 
 
-class ClientDisconnected(Exception):
-    """The client has closed the connection, so there is nobody to reply to."""
-
-
 class Endpoint:
-    """An ASGI application that answers the requests to one path under /v1. model: that of their bodies.
+    """An ASGI application that answers the requests to one path.
 
-    ApiError, before the reply has begun, for a request that is refused or fails. A stream begins when the request waits for
-    a slot; an error from then on is its last event.
+    ApiError, before the reply has begun, for a request that is refused or fails.
     """
 
-    def __init__(self, model: type[Body], service: Service, served: Served, keys: Keys, metrics: Metrics):
-        self._model, self._service, self._served, self._keys, self._metrics = model, service, served, keys, metrics
+    def __init__(self, service: Service, served: ServedModel, keys: Keys):
+        self._service, self._served, self._keys = service, served, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = time.monotonic()
@@ -49,7 +47,7 @@ class Endpoint:
         owner = self._keys.owner(headers.get("authorization"))
         self._service.check_room()  # before work that would be unused
         try:
-            body = await read_body(receive, headers, self._service)
+            body = await self._service.arrived(read_body(receive, headers, self._service.limits.body))
             seconds = self._service.limits.seconds + GRACE_S
             await while_connected(receive, self._answer(body, owner, arrival, send), seconds)
         except ClientDisconnected:
@@ -57,10 +55,26 @@ class Endpoint:
 
     async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
         """Send the reply to a request with this body. arrival: when the request began to arrive."""
+        raise NotImplementedError
+
+
+class GenerationEndpoint(Endpoint):
+    """Generates. model: that of the bodies.
+
+    A stream begins when the request waits for a slot; an error from then on is its last event.
+    """
+
+    def __init__(
+        self, model: type[Body | ResponseRequest], service: Service, served: ServedModel, keys: Keys, metrics: Metrics
+    ):
+        super().__init__(service, served, keys)
+        self._model, self._metrics = model, metrics
+
+    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
         work = partial(prepare_request, self._model, body, owner, self._served)
         request = await self._service.prepare(work, arrival)
-        with self._service.added(request.sequences, arrival, request.count_parameter) as updates:
-            replies = Replies(request, self._served)
+        with self._service.added(request.sequences, arrival, request.parameter_of_count) as updates:
+            replies = replies_to(request, self._served)
             pieces = self._pieces(len(request.sequences), replies, updates, arrival)
             if request.body.stream:
                 await _stream(request, replies, pieces, send)
@@ -70,7 +84,9 @@ class Endpoint:
     async def _pieces(
         self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
     ) -> AsyncIterator[Piece | None]:
-        """The parts of all replies as they come, and None after PING_S without one; left: how many replies there are."""
+        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of
+        replies.
+        """
         firsts: dict[int, float] = {}
         tokens = [0] * left
         while left:
@@ -79,7 +95,7 @@ class Endpoint:
                 while not (await asyncio.wait({getting}, timeout=PING_S))[0]:
                     yield None
             finally:
-                getting.cancel()  # nothing happens to one that is done
+                getting.cancel()  # no effect on a task that is done
             update = getting.result()
             if update.error is not None:
                 raise update.error
@@ -94,30 +110,44 @@ class Endpoint:
             yield replies.add_update(update)
 
 
-class WorkEndpoint:
-    """An ASGI application that replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
+class EmbeddingEndpoint(Endpoint):
+    """Computes embeddings, of as many texts at a time as there are slots."""
 
-    def __init__(self, work: Callable[[bytes, Served], ReplyModel], service: Service, served: Served, keys: Keys):
-        self._work, self._service, self._served, self._keys = work, service, served, keys
+    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
+        request = await self._service.prepare(partial(prepare_embeddings, body, self._served), arrival)
+        slots, left = self._service.limits.slots, request.sequences
+        vectors: dict[int, list[float]] = {}
+        while left:
+            now, left = left[:slots], left[slots:]
+            with self._service.added(now, arrival) as updates:
+                for _ in now:
+                    update = await updates.get()
+                    if update.error is not None:
+                        raise update.error
+                    if update.finished == "error":
+                        raise ApiError(500, "the hidden states of the model are NaN")
+                    vectors[update.sequence.index] = update.embedding
+        ordered = [vectors[index] for index in sorted(vectors)]
+        work = partial(request.reply, ordered, self._served)
+        await _send_json(await asyncio.to_thread(lambda: work().to_json().encode()), send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = time.monotonic()
-        headers = Headers(scope=scope)
-        self._keys.owner(headers.get("authorization"))
-        self._service.check_room()
-        try:
-            body = await read_body(receive, headers, self._service)
-            await while_connected(receive, self._answer(body, arrival, send), self._service.limits.seconds + GRACE_S)
-        except ClientDisconnected:
-            return
 
-    async def _answer(self, body: bytes, arrival: float, send: Send) -> None:
+class WorkEndpoint(Endpoint):
+    """Replies with what `work` makes of a request's body, in a thread. ApiError as from `work`."""
+
+    def __init__(
+        self, work: Callable[[bytes, ServedModel], ReplyModel], service: Service, served: ServedModel, keys: Keys
+    ):
+        super().__init__(service, served, keys)
+        self._work = work
+
+    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
         work = partial(self._work, body, self._served)
         await _send_json(await self._service.prepare(lambda: work().to_json().encode(), arrival), send)
 
 
 async def _whole(replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:
-    """Send one JSON object when all replies are complete. It is made in a thread, because it may be large."""
+    """Send one JSON object when all replies are complete. A thread makes its text, because it may be large."""
     wholes: dict[int, Piece] = {}
     async for piece in pieces:
         if piece is None:
@@ -146,67 +176,31 @@ async def _stream(request: PreparedRequest, replies: Replies, pieces: AsyncItera
         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         sent_at = time.monotonic()
 
-    async def event(data: str) -> None:
-        await send_text(f"data: {data}\n\n")
+    async def event(model: ReplyModel) -> None:
+        await send_text(_event(model))
 
     def encoded(piece: Piece) -> str:
-        return replies.chunk(piece).to_json()
+        return "".join(map(_event, replies.events(piece)))
 
     await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
     try:
+        for model in replies.first_events():
+            await event(model)
         async for piece in pieces:
             if piece is not None and (piece.is_shown or request.shows_tokens):
-                await event(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
+                await send_text(await asyncio.to_thread(encoded, piece) if piece.prompt_logprobs else encoded(piece))
             elif time.monotonic() - sent_at >= PING_S:
                 await send_text(PING)
-        if request.body.includes_usage:
-            await event(replies.last_chunk().to_json())
-        await event("[DONE]")
+        for model in replies.last_events():
+            await event(model)
+        if replies.end_mark:
+            await send_text(f"data: {replies.end_mark}\n\n")
     except ApiError as error:
-        await event(error.reply.to_json())
+        await event(replies.error_event(error))
     await send({"type": "http.response.body", "body": b""})
 
 
-async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None], seconds: float) -> None:
-    """Run `answer`. ClientDisconnected if the client disconnects first, or the time is over; `answer` is cancelled then."""
-    tasks = [asyncio.create_task(answer), asyncio.create_task(_wait_for_disconnect(receive))]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()  # nothing happens to one that is done
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if tasks[0].cancelled():
-        raise ClientDisconnected
-    tasks[0].result()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def read_body(receive: Receive, headers: Headers, service: Service) -> bytes:
-    """Return the body of a request. ApiError 413 if it is too large, or as from `arrived`."""
-    limit, length = service.limits.body, headers.get("content-length", "")
-    if length.isdecimal() and len(length) < 20 and int(length) > limit:
-        raise _too_large(limit)
-    return await service.arrived(_read(receive, limit))
-
-
-async def _read(receive: Receive, limit: int) -> bytes:
-    """The body of a request."""
-    data, is_complete = bytearray(), False
-    while not is_complete:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        data += message.get("body", b"")
-        if len(data) > limit:
-            raise _too_large(limit)
-        is_complete = not message.get("more_body", False)
-    return bytes(data)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body of the request has more than {limit} bytes", headers={"Connection": "close"})
+def _event(model: ReplyModel) -> str:
+    """A server-sent event."""
+    name = f"event: {model.event_name}\n" if model.event_name else ""
+    return f"{name}data: {model.to_json()}\n\n"

@@ -1,4 +1,4 @@
-"""Compiles grammars in a thread of its own, so that the engine goes on meanwhile; on every rank."""
+"""Compiles grammars on every rank, in a separate thread, so that the engine does not wait."""
 
 from collections import defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +12,7 @@ Compiling = Future[GrammarMatcher]
 class GrammarCompiler:
     """Makes the matchers of requests for an engine, one for each request, in the order of the calls of `start`.
 
-    The grammars were checked before: making a matcher takes half a second at most, and hardly a millisecond as a rule.
+    The grammars were checked before. Making a matcher usually takes less than a millisecond, and at most half a second.
     """
 
     def __init__(self, engine: Engine):
@@ -20,11 +20,13 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(1, "grammars")
 
     def start(self, grammar: tuple[str, str]) -> Compiling:
-        """Begin to make a matcher of a grammar, its kind and its text. Its ValueError: the engine cannot use the grammar."""
+        """Begin to make a matcher. grammar: its kind and its text. The future raises ValueError if the engine cannot
+        use it.
+        """
         return self._pool.submit(self._matcher, grammar)
 
     def stop(self) -> None:
-        """End the thread when the current compilation is done, and forget the others."""
+        """End the thread when the current compilation is done, and cancel those that have not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _matcher(self, grammar: tuple[str, str]) -> GrammarMatcher:
@@ -43,13 +45,15 @@ class Compilations:
         self._started[grammar].append(self._compiler.start(grammar))
 
     def pop_matcher(self, grammar: tuple[str, str]) -> GrammarMatcher:
-        """Return a matcher of a grammar, for a request that is added; waits for it. Those of one grammar are equal."""
+        """Wait for a matcher of a grammar, for a request that is being added. All matchers of one grammar are equal."""
         matcher = self._started[grammar].popleft().result()
         self._forget_if_none(grammar)
         return matcher
 
     def drop(self, grammar: tuple[str, str]) -> None:
-        """Cancel a compilation, for a request that will not be added: the last one, which other requests need least."""
+        """Cancel the compilation for a request that will not be added: the last one of this grammar, because it would be
+        used last.
+        """
         self._started[grammar].pop().cancel()
         self._forget_if_none(grammar)
 

@@ -1,8 +1,8 @@
-"""Checks the hosts that requests name, so that no web page can reach the server by a name that its owner points here.
+"""Checks the hosts that requests name, against web pages whose owners point the page's host name to this server.
 
-A browser lets a page read what the page's own host sends. Whoever owns a name can point it to 127.0.0.1 after the browser
-has loaded the page (DNS rebinding). Such requests name the page's host in the header Host. A page may also send requests to
-another host, and not see the replies. They name the page's host in the header Origin.
+A browser lets a page read replies of the page's own host. The owner of that host's name can point the name to 127.0.0.1
+after the browser has loaded the page (DNS rebinding). The page's requests then name its host in the header Host. A page may
+also send requests to another host without seeing the replies. Such requests name the page's host in the header Origin.
 """
 
 import ipaddress
@@ -18,12 +18,18 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^:/\[\]\s*]+)(:[0-9]
 
 
 class Hosts:
-    """The hosts that requests may name, with any port. bound: the host of the server's address. others: further ones.
+    """The hosts that requests may name, with any port.
 
-    origins: those of pages from elsewhere that may use the server and read its replies (CORS), with scheme and port.
+    A server that is bound to loopback answers requests to localhost, to loopback addresses and to `others`. A server that is
+    bound to another address does the same if there are `others`; without any, it answers requests to every host.
 
-    A server that is bound to loopback answers to localhost and to the addresses of loopback; others count for every server
-    if there are any. ValueError for one that is no host name or address.
+    Args:
+        bound: The host of the server's address.
+        others: Further hosts that requests may name.
+        origins: The origins (scheme, host, port) of pages of other hosts that may use the server and read replies (CORS).
+
+    Raises:
+        ValueError: One of `others` is not a host name or an address, or one of `origins` is not an origin.
     """
 
     def __init__(self, bound: str, others: Iterable[str] = (), origins: Iterable[str] = ()):
@@ -32,10 +38,10 @@ class Hosts:
         self._are_any_allowed = not self._others and not is_loopback(bound)
 
     def check(self, host: str | None, origin: str | None = None) -> None:
-        """ApiError 403 if the header Host, or the header Origin, names another host.
+        """ApiError 403 if the header Host, or the header Origin, names a host that is not allowed.
 
-        A request without Host is not from a browser, and one without Origin is not from the script of another page. The
-        origin "null" is that of a page without a host, such as a file or a frame in a sandbox.
+        A request without Host is not from a browser, and one without Origin is not from the script of another page. A page
+        without a host, such as a file or a frame in a sandbox, has the origin "null".
         """
         if self._are_any_allowed:
             return
@@ -46,7 +52,7 @@ class Hosts:
             raise ApiError(403, f"the header Origin names {origin[:100]!r}, {rule}")
 
     def shares_with(self, origin: str | None) -> bool:
-        """Return True if pages of this origin may read replies although they are from elsewhere."""
+        """Return True if pages of this origin may read replies, although the origin is another host."""
         return origin is not None and origin.lower() in self._origins
 
     def _allows(self, host: str) -> bool:
@@ -80,5 +86,5 @@ def _checked_origin(origin: str) -> str:
 
 
 def _plain(host: str) -> str:
-    """A host in one way of writing it: without brackets, in lower case, without a dot at its end."""
+    """The normalized name of a host: without brackets, in lower case, without a dot at its end."""
     return host.strip("[]").lower().removesuffix(".")

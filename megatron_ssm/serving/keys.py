@@ -10,10 +10,10 @@ from megatron_ssm.inference.text import read_text
 
 
 class Keys:
-    """The keys that clients may send; without any, everybody may use the server.
+    """The API keys that clients may send. Without keys, everybody may use the server.
 
-    Only digests are kept. A given key is compared with all of them in constant time, so that the time of a reply tells
-    nothing about them. ValueError, which does not show the key, for one that an HTTP header cannot carry.
+    Only digests are kept. A client's key is compared with all digests in constant time, so that the time of a reply tells
+    nothing about the keys. A key that an HTTP header cannot carry raises a ValueError that does not show the key.
     """
 
     def __init__(self, keys: Iterable[str] = ()):
@@ -25,9 +25,9 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | Path) -> "Keys":
-        """The keys in a file, one on each line; empty lines and lines that begin with # do not count.
+        """Read the keys in a file, one on each line; empty lines and lines that begin with # are skipped.
 
-        ValueError if there is none, if one is not valid, or if the file is not UTF-8.
+        ValueError if the file has no key or a key that is not valid, or is not UTF-8.
         """
         lines = (line.strip() for line in read_text(path).splitlines())
         keys = [line for line in lines if line and not line.startswith("#")]
@@ -36,9 +36,9 @@ class Keys:
         return cls(keys)
 
     def owner(self, authorization: str | None) -> str:
-        """A name for the user who sent this Authorization header; "" if there are no keys. ApiError 401 without a valid one.
+        """A name for the user who sent this Authorization header; "" if there are no keys. ApiError 401 without a valid key.
 
-        The name says which of the keys it is, and nothing about the key.
+        The name is the number of the key, and tells nothing about its text.
         """
         if not self._digests:
             return ""

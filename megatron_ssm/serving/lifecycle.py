@@ -1,112 +1,40 @@
-"""Starting and ending the server on rank 0: signals, the driver's thread, and what happens when the engine fails."""
+"""Starting and ending the server on rank 0: the driver's thread, and what happens when the engine fails."""
 
 import asyncio
 import logging
-import math
 import os
-import signal
 import socket
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
-import uvicorn
-from starlette.types import ASGIApp
-
-from megatron_ssm.api.prepared_request import Served
+from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.engine import Engine
 from megatron_ssm.parallel.heartbeat import Watch
 
 from .app import make_app
 from .channel import Channel
-from .connections import ACCEPTED_AT_ONCE, Connections
+from .connections import Connections
 from .driver import Driver
 from .hosts import Hosts
 from .keys import Keys
 from .metrics import Metrics
+from .server import ERRORS_S, INTERRUPTED, Server
 from .service import Service
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130  # the exit code after SIGINT
-ERRORS_S = 1.0  # for clients to receive the errors that end their requests, before their connections are closed
-DRAIN_ERRORS_S = 2  # the same after the drain time-out; uvicorn then breaks off what a client does not read
-QUEUE = 2048  # connections that the system keeps until they are accepted
 LAST_STEP_S = 60.0  # for the engine to end its last step, after all requests have ended
 
 
-class Server(uvicorn.Server):
-    """uvicorn with other signals. SIGTERM: no connections are accepted, and requests are finished.
-
-    Those that are still open after `drain_s` seconds end with an error. SIGINT: requests end with an error; a second one
-    ends the process at once. is_interrupted: whether there was one. why_aborted: the reason if `abort` was called, or "".
-    """
-
-    def __init__(
-        self, app: ASGIApp, service: Service, connections: Connections, drain_s: int, announce: Callable[[], None]
-    ):
-        protocol: Any = connections.protocol
-        super().__init__(
-            uvicorn.Config(
-                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
-                backlog=ACCEPTED_AT_ONCE,
-                timeout_keep_alive=math.ceil(connections.seconds) + 1,  # later than `connections` closes one
-            )
-        )  # fmt: skip
-        self.is_interrupted, self.why_aborted = False, ""
-        self._service, self._drain_s, self._announce = service, drain_s, announce
-        self._loop = asyncio.get_running_loop()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, and say so. ValueError if another server listens at the address by now."""
-        for listener in sockets or ():
-            # The connections inherit this, so that a later server can be bound while they linger.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.listen(QUEUE)
-            except OSError as error:
-                host, port, *_ = listener.getsockname()
-                raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(QUEUE)  # uvicorn has given the system's queue the length of ACCEPTED_AT_ONCE
-        self._announce()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's handler of SIGTERM and SIGINT."""
-        if sig != signal.SIGINT:
-            self._loop.call_soon_threadsafe(self._drain)
-        elif self.is_interrupted:
-            os._exit(INTERRUPTED)
-        else:
-            self.is_interrupted = True
-            self._loop.call_soon_threadsafe(self.abort, "the server was interrupted")
-
-    def _drain(self) -> None:
-        self._service.drain()
-        self.should_exit = True
-        self._loop.call_later(self._drain_s, self._service.close, "the server is shutting down")
-
-    def abort(self, reason: str) -> None:
-        """End all requests with an error, and the server soon after, whatever its clients do."""
-        self.why_aborted = reason
-        self._service.close(reason)
-        self.should_exit = True
-        self._loop.call_later(ERRORS_S, setattr, self, "force_exit", True)
-        self._loop.call_later(2 * ERRORS_S, os._exit, INTERRUPTED if self.is_interrupted else 1)
-
-
 def run_server(
-    engine: Engine, channel: Channel, served: Served, keys: Keys, hosts: Hosts, service: Service, listener: socket.socket,
-    drain_s: int, announce: Callable[[], None], watch: Watch,
+    engine: Engine, channel: Channel, served: ServedModel, keys: Keys, hosts: Hosts, service: Service,
+    listener: socket.socket, drain_s: int, announce: Callable[[], None], watch: Watch,
 ) -> None:  # fmt: skip
-    """Serve until a signal comes, or the engine fails. announce: is called when connections are accepted.
+    """Serve until a signal comes, or the engine fails. announce: Called when connections are accepted.
 
-    watch: over the ranks; if one is lost, all requests end with an error before the process does. Returns after SIGTERM.
-    KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was lost; ValueError if
-    another server listens at the address. The other ranks are told to end their loops.
+    watch: The watch of the ranks; if a rank is lost, all requests end with an error before the process ends. Returns after
+    SIGTERM. Raises KeyboardInterrupt after SIGINT; the error of the engine if it has failed; RuntimeError if a rank was
+    lost; ValueError if another server listens at the address. In each case the other ranks are told to end their loops.
     """
 
     async def run() -> tuple[Driver, Server]:

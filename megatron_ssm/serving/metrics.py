@@ -1,4 +1,4 @@
-"""The metrics that Prometheus reads at /metrics. Each server has a registry of its own."""
+"""The metrics that Prometheus reads at /metrics. Each server has its own registry."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """The metrics of a server. load: returns how busy the engine is."""
+    """The metrics of a server. load: A function that returns the load of the engine."""
 
     def __init__(self, load: Callable[[], Load], connections: Connections):
         self._load, self._connections, self._registry = load, connections, CollectorRegistry()
@@ -84,17 +84,36 @@ class Metrics:
             yield GaugeMetricFamily(PREFIX + name, text, getattr(load, name))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, getattr(load, name))
-        connections = self._connections
-        yield GaugeMetricFamily(f"{PREFIX}connections", "Connections of clients.", connections.open)
-        text = (
-            "Connections closed: there were too many, no request had arrived in time, or replies were not read in time."
-        )
-        closed = CounterMetricFamily(f"{PREFIX}connections_closed", text, labels=["reason"])
-        closed.add_metric(["limit"], connections.refused)
-        closed.add_metric(["late"], connections.late)
-        closed.add_metric(["unread"], connections.unread)
-        yield closed
+        yield from _connection_metrics(self._connections)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _ConnectionMetrics:
+    """The metrics of connections, for a registry."""
+
+    def __init__(self, connections: Connections):
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        """The numbers of the connections."""
+        return _connection_metrics(self._connections)
+
+
+def connection_lines(connections: Connections) -> str:
+    """Return the metrics of connections in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_ConnectionMetrics(connections))
+    return generate_latest(registry).decode()
+
+
+def _connection_metrics(connections: Connections) -> Iterator[Metric]:
+    yield GaugeMetricFamily(f"{PREFIX}connections", "Connections of clients.", connections.open)
+    text = "Connections closed: there were too many, no request had arrived in time, or replies were not read in time."
+    closed = CounterMetricFamily(f"{PREFIX}connections_closed", text, labels=["reason"])
+    closed.add_metric(["limit"], connections.refused)
+    closed.add_metric(["late"], connections.late)
+    closed.add_metric(["unread"], connections.unread)
+    yield closed

@@ -1,4 +1,4 @@
-"""The chat page at /, a client of the interface like any other."""
+"""The chat page at /. It uses the HTTP interface as any other client does."""
 
 import base64
 import hashlib
@@ -11,8 +11,8 @@ FILE = Path(__file__).with_name("page.html")
 def read_page() -> tuple[str, dict[str, str]]:
     """The page and its headers.
 
-    Its policy allows the script and the style sheet in the file, and requests to this server, and nothing else: markup that
-    found its way into the page could neither run nor load anything. No other site may show the page in a frame.
+    The content security policy allows only the script and the style sheet in the file, and requests to this server: injected
+    markup can neither run nor load anything. No other site may show the page in a frame.
     """
     html = FILE.read_text(encoding="utf-8")
     policy = {
@@ -35,6 +35,6 @@ def read_page() -> tuple[str, dict[str, str]]:
 
 
 def _hash_of_element(name: str, html: str) -> str:
-    """The source that allows the text of an inline element, which occurs once."""
+    """The source expression of a policy that allows an inline element, by the hash of its text. The element occurs once."""
     (text,) = re.findall(rf"<{name}>(.*?)</{name}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,6 @@
-"""The sequences that are being prepared, waiting or running, as asyncio's thread sees them, and the limits on them."""
+"""Keeps the sequences that are being prepared, waiting or running, for asyncio's thread, and limits their number and
+time.
+"""
 
 import asyncio
 import math
@@ -24,12 +26,12 @@ class Limits:
     """The limits on requests.
 
     Args:
-        slots: Sequences in the batch.
-        waiting: Further sequences that may wait for a slot; a request that is being prepared counts as one.
-        body: Bytes of a request.
-        seconds: From a request to the end of its reply.
-        connections: Connections at a time.
-        arrival: Seconds for the headers of a request to arrive, and again for its body.
+        slots: The number of sequences in the batch.
+        waiting: The number of further sequences that may wait for a slot; a request that is being prepared counts as one.
+        body: The largest body of a request, in bytes.
+        seconds: The time from the arrival of a request to the end of its reply.
+        connections: The number of connections at a time.
+        arrival: The seconds within which the headers of a request must arrive, and again its body.
     """
 
     slots: int
@@ -42,39 +44,40 @@ class Limits:
 
 @dataclass
 class _Open:
-    """A sequence that has not ended: the queue of its client's updates, and when it was added."""
+    """A sequence that has not ended: the queue of its client's updates, and the time at which it was added."""
 
     updates: "asyncio.Queue[Update]"
     since: float
 
 
 class Service:
-    """Adds sequences to the engine within the limits, and passes on what the driver reports. For asyncio's thread only."""
+    """Adds sequences to the engine within the limits, and passes on the driver's updates. For asyncio's thread only."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
         self._driver: Driver | None = None
         self._open: dict[Sequence, _Open] = {}
-        # A thread for each request that may be prepared: some wait until their grammars are checked, others need not.
+        # One thread for each request that may be prepared, so that no request waits while the grammar of another one is
+        # checked.
         self._pool = ThreadPoolExecutor(limits.slots + limits.waiting, "requests")
-        self._prepared: set[Future[Any]] = set()  # the work of requests that are being prepared, and some that is done
-        self._shutdown_of_new = Shutdown()  # of new requests, and those that are arriving
-        self._shutdown_of_all = Shutdown()  # of all that have no slot yet, also those that are being prepared
-        self._mean_s = 1.0  # how long sequences are open, waiting included: a running mean
+        self._prepared: set[Future[Any]] = set()  # of requests that are being prepared; may include finished ones
+        self._shutdown_of_new = Shutdown()  # refuses new requests, and those that are arriving
+        self._shutdown_of_all = Shutdown()  # also refuses requests that are being prepared
+        self._mean_s = 1.0  # running mean of the time that a sequence is open, waiting included
 
     @property
     def is_ready(self) -> bool:
-        """Return True if requests are taken."""
+        """Return True if requests are accepted."""
         return not self._shutdown_of_new.reason
 
     def start(self, driver: Driver) -> None:
-        """Take requests; `driver` steps the engine."""
+        """Accept requests; `driver` steps the engine."""
         self._driver = driver
 
     def drain(self) -> None:
-        """Refuse requests from now on, with the status 503, also those whose bodies have not arrived yet.
+        """From now on, refuse requests with the status 503, including those whose bodies have not arrived yet.
 
-        Those that are open or being prepared go on.
+        Requests that are open or being prepared go on.
         """
         self._shutdown_of_new.refuse_requests("the server is shutting down")
 
@@ -83,13 +86,15 @@ class Service:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self, reason: str) -> None:
-        """Refuse requests, and end those that are arriving, being prepared or open: with the status 503."""
+        """Refuse new requests, and end those that are arriving, being prepared or open, all with the status 503."""
         self._shutdown_of_new.refuse_requests(reason)
         self._shutdown_of_all.refuse_requests(reason)
         self._end(list(self._open), 503, reason, "unavailable")
 
     async def arrived(self, body: Awaitable[T]) -> T:
-        """The body of a request, once it has arrived. ApiError 408 if that takes too long, 503 after `drain` or `close`."""
+        """The body of a request, once it has arrived. ApiError 408 if the body takes too long, 503 after `drain` or
+        `close`.
+        """
         seconds = min(self.limits.arrival, self.limits.seconds)
         late = ApiError(408, f"the body has not arrived within {seconds:g} s", headers={"Connection": "close"})
         return await self._shutdown_of_new.result_of(body, seconds, late)
@@ -98,7 +103,7 @@ class Service:
         """The result of `work` for a request that has arrived at the time `since`, in a thread.
 
         The request has a place in the queue until the work is done, even if its client disconnects before, because a thread
-        cannot be stopped. ApiError as from `check_room`, 504 if that takes too long, 503 after `close`.
+        cannot be stopped. ApiError as from `check_room`, 504 if the work takes too long, 503 after `close`.
         """
         self.check_room()
         future = self._pool.submit(work)
@@ -110,11 +115,12 @@ class Service:
     def added(
         self, sequences: list[Sequence], since: float, param: str | None = None
     ) -> "Iterator[asyncio.Queue[Update]]":
-        """Add a client's sequences, and give the queue of their updates; those that are open at the end leave their slots.
+        """Context: add a client's sequences, and yield the queue of their updates. At the end, sequences that are still open
+        are cancelled.
 
-        The request has been prepared. since: when it arrived. param: the parameter that determines how many there are.
-        ApiError 400 if there is never room for this many, 503 after `close`, 429 if too many are waiting. A sequence's last
-        update says that it has finished, or has an error; one of 504 comes if the time is over.
+        The request has been prepared. since: the time at which it arrived. param: the parameter that determines the number
+        of sequences. ApiError 400 if there is never room for this many, 503 after `close`, 429 if too many are waiting. The
+        last update of a sequence says that it has finished, or has an error: 504 if the time is over.
         """
         self._shutdown_of_all.check()
         self._check_count(len(sequences), param)
@@ -133,7 +139,7 @@ class Service:
             self._end(sequences, 499, "the client has disconnected", "disconnected")
 
     def deliver(self, updates: list[Update]) -> None:
-        """Pass on updates from the driver; those of sequences that were ended here are dropped."""
+        """Pass on updates from the driver. Updates of sequences that this service has ended are dropped."""
         for update in updates:
             entry = self._open.get(update.sequence)
             if entry is None:
@@ -143,7 +149,7 @@ class Service:
             entry.updates.put_nowait(update)
 
     def _end(self, sequences: list[Sequence], status: int, message: str, code: str) -> None:
-        """End those of the sequences that are open with an error."""
+        """End with an error each of these sequences that is open."""
         for sequence in sequences:
             entry = self._pop(sequence)
             if entry is not None and self._driver is not None:
@@ -151,7 +157,7 @@ class Service:
                 entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
 
     def _pop(self, sequence: Sequence) -> _Open | None:
-        """Remove a sequence from those that are open, if it is one, and update the mean time that they are open."""
+        """Remove a sequence from the open ones, and update the mean time. None if it is not open."""
         entry = self._open.pop(sequence, None)
         if entry is not None:
             self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)
@@ -166,7 +172,7 @@ class Service:
         return max(0.0, since + self.limits.seconds - time.monotonic())
 
     def check_room(self) -> None:
-        """ApiError 503 if no requests are taken, 429 if too many are waiting."""
+        """ApiError 503 if no requests are accepted, 429 if too many are waiting."""
         self._shutdown_of_new.check()
         self._check_count(1, None)
 

@@ -1,4 +1,4 @@
-"""Refuses requests because the server is about to end, also those that wait for something."""
+"""Refuses requests because the server is about to end, including requests that wait in an `await`."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -12,10 +12,10 @@ T = TypeVar("T")
 class Shutdown:
     """Refuses requests with the status 503 once it has begun. For asyncio's thread only.
 
-    Their connections are closed, because the server ends soon after.
+    The connections of refused requests are closed, because the server ends soon after.
 
     Args:
-        reason: Why the server ends; "" before.
+        reason: The reason of the shutdown; "" before it has begun.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Shutdown:
         self._has_begun = asyncio.Event()
 
     def refuse_requests(self, reason: str) -> None:
-        """Refuse requests from now on, for this reason, and those that wait in `result_of`."""
+        """From now on, refuse requests for this reason, including requests that wait in `result_of`."""
         self.reason = reason
         self._has_begun.set()
 
@@ -33,7 +33,9 @@ class Shutdown:
             raise ApiError(503, self.reason, code="unavailable", headers={"Connection": "close"})
 
     async def result_of(self, work: Awaitable[T], seconds: float, late: ApiError) -> T:
-        """Return the result of `work`. It is cancelled, with the error `late`, after `seconds`; with 503, by a shutdown."""
+        """Return the result of `work`. After `seconds`, cancel it and raise `late`; on a shutdown, cancel it and raise
+        ApiError 503.
+        """
         task, refused = asyncio.ensure_future(work), asyncio.ensure_future(self._has_begun.wait())
         try:
             await asyncio.wait((task, refused), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -42,5 +44,5 @@ class Shutdown:
             self.check()
             raise late
         finally:
-            task.cancel()  # nothing happens to one that is done
+            task.cancel()  # no effect on a task that is done
             refused.cancel()

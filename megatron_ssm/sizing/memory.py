@@ -10,15 +10,16 @@ A prefill of a whole batch at once, with prompts of equal length and without gra
 - stages: the bytes per token of activations at each stage of a layer (`Memory.stages`, from `stack.sizes.Sizes`).
 - logits: those of one position of each sequence.
 
-Where the C tape reads a prompt through several layers in one call, it needs less memory: activations are those of a piece
-of the tokens, and only the input and output of the layers have all tokens.
+If the C tape reads a prompt through several layers in one call, less memory is needed: only the input and the output of
+these layers hold all tokens; other activations hold a block of them.
 
 A prompt that is read in chunks needs the cache and the activations of one chunk. In models without attention the number of
 sequences is then limited by their states, whatever their length.
 
-The formula holds for the C kernels, and with `on_cuda` for the kernels of mamba-ssm and causal-conv1d. The latter is derived
-from their source and not measured: their selective scan needs copies with channels first, and their SSD keeps a state for
-every 256 tokens. torch's scans need more memory. Attention is assumed not to need a matrix of seq x seq.
+The formula holds for the C kernels, and with `on_cuda` for the kernels of mamba-ssm and causal-conv1d. The numbers for CUDA
+are derived from the source of these kernels, not measured: their selective scan needs copies with channels first, and their
+SSD keeps a state for every 256 tokens. torch's scans need more memory. Attention is assumed not to need a matrix of
+seq x seq.
 """
 
 import math
@@ -34,9 +35,9 @@ from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec, Stack, Unit
 
 BLOCK = 64  # numbers of a quantized matrix that share a scale of 4 bytes
-SMALL = {"x_proj", "dt_proj"}  # matrices that a quantized model keeps in 16 bits
+KEPT_IN_16_BITS = {"x_proj", "dt_proj"}  # matrices that a quantized model keeps in 16 bits
 CHOICES = 1000  # number of tokens whose random choices of experts are averaged
-KEPT = SMALL | {"gates", "conv", "use"}  # matrices that are not quantized
+UNQUANTIZED = KEPT_IN_16_BITS | {"gates", "conv", "use"}  # matrices that are not quantized
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,12 @@ class Memory:
         shape = field.local_shape(0, self.ranks, 0, self.expert_ranks)
         if self.quantized_bits and _is_quantized(field) and shape[-1] % BLOCK == 0:
             return math.prod(shape[:-1]) * _bytes_of_row(shape[-1], self.quantized_bits)
-        if self.quantized_bits and len(shape) > 1 and set(field.name.split(".")) & SMALL and shape[-1] % 2 == 0:
+        if (
+            self.quantized_bits
+            and len(shape) > 1
+            and set(field.name.split(".")) & KEPT_IN_16_BITS
+            and shape[-1] % 2 == 0
+        ):
             return 2 * math.prod(shape)
         return math.prod(shape) * (self.wide_itemsize if field.fp32 else self.itemsize)
 
@@ -124,7 +130,7 @@ class Memory:
         return read - looked_up
 
     def _share_read(self, field: Field, tokens: int) -> float:
-        """The share of this rank's part of a field with which `tokens` tokens are multiplied."""
+        """The fraction of this rank's part of a field that a call with this number of tokens reads."""
         if field.used == 1:
             return 1
         experts = field.shape[0]
@@ -138,12 +144,16 @@ class Memory:
 
     @property
     def keys_and_values_per_token(self) -> int:
-        """Bytes per token of keys and values in all layers and in a draft head, and of the hidden state that this reads."""
-        of_head, head = 0, self.config.draft_head
+        """Bytes per token of keys and values in all layers and in a draft head, and of the hidden state that the draft head
+        reads.
+        """
+        draft_head_bytes, head = 0, self.config.draft_head
         if self.config.has_draft_head and head is not None:
             parts = [part for unit in head.units for part in unit.operators]
-            of_head = self.itemsize * self.config.hidden_size + sum(part.spec.sizes(self.work).keys for part in parts)
-        return of_head + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
+            draft_head_bytes = self.itemsize * self.config.hidden_size + sum(
+                part.spec.sizes(self.work).keys for part in parts
+            )
+        return draft_head_bytes + sum(count * sizes.keys for sizes, count in sizes_of(self.config, self.work))
 
     def moved_per_token(self, length: int) -> int:
         """Bytes of the cache that decoding a token of one sequence of `length` tokens reads or writes."""
@@ -179,24 +189,24 @@ class Memory:
         return stages
 
     def _stages_of(self, unit: Unit, residual: int) -> Iterator[tuple[str, int]]:
-        """Pairs (stage, bytes per token) of a unit, whose input also exists in the dtype of the residual stream."""
+        """Pairs (stage, bytes per token) of a unit. Its input is counted twice if the residual stream has another dtype."""
         s, H, work = self.itemsize, self.config.hidden_size, self.work
-        kept, x = residual, s * H if residual != s * H else 0
+        held_by_layer, x = residual, s * H if residual != s * H else 0
         if self.config.shared:
-            kept, x = residual + s * H, s * H  # the embeddings; the sum of x and the shared block's output
+            held_by_layer, x = residual + s * H, s * H  # the embeddings; the sum of x and the shared block's output
         if unit.side is not None:
             for name, size in unit.side.part.spec.sizes(work).stages.items():
                 if name != "output":
-                    yield name, kept + size
+                    yield name, held_by_layer + size
         all_sizes = [part.spec.sizes(work) for part in unit.operators]
         for count, sizes in enumerate(all_sizes):  # with the outputs of earlier operators and the inputs of later ones
             waiting = sum(later.projected for later in all_sizes[count + 1 :])
             for name, size in sizes.stages.items():
-                yield name, kept + x + count * s * H + waiting + size
+                yield name, held_by_layer + x + count * s * H + waiting + size
         converted = (
             residual if residual != s * H and not self.on_cuda else 0
         )  # torch on the CPU converts before it adds
-        yield "sum", kept + x + len(unit.operators) * s * H + converted + residual
+        yield "sum", held_by_layer + x + len(unit.operators) * s * H + converted + residual
 
     @property
     def _logits(self) -> int:
@@ -229,7 +239,7 @@ def _bytes_of_row(columns: int, bits: int) -> int:
 
 def _is_quantized(field: Field) -> bool:
     """Return True if `load(weights="int8")` quantizes this matrix when its rows have whole blocks."""
-    return len(field.shape) > 1 and field.adaptable and not field.fp32 and not set(field.name.split(".")) & KEPT
+    return len(field.shape) > 1 and field.adaptable and not field.fp32 and not set(field.name.split(".")) & UNQUANTIZED
 
 
 def sizes_of(config: Stack, work: Workload) -> Iterator[tuple[Sizes, int]]:

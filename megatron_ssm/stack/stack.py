@@ -32,20 +32,22 @@ class Spec:
     experts: Any = 0
 
     def fields(self) -> Iterator[Field]:
-        """Its parameters, with their names in the operator and their usual names in files."""
+        """Its parameters, named as in the operator, and as in the files of families that do not rename them."""
         yield from ()
 
     def check_ranks(self, size: int) -> None:
         """ValueError, with the numbers, if it cannot be split over `size` tensor-parallel ranks.
 
-        By default the units of each field must be a multiple of the ranks, or the ranks a multiple of the units.
+        By default `Field.units` (heads, groups) must be a multiple of the ranks, or the ranks a multiple of it.
         """
         for each in self.fields():
             if each.units is not None:
                 divide_either_way(each.units, size, f"units of {each.name}")
 
     def in_granules(self, granule: int, ranks: int) -> "Spec":
-        """This specification with parts that are multiples of `granule` where equal parts are not; by default unchanged."""
+        """A copy that is split into multiples of `granule` wherever equal parts would not be multiples of it. The default
+        returns self.
+        """
         return self
 
     def sizes(self, work: Workload) -> Sizes:
@@ -86,7 +88,8 @@ class Part:
         name: The name of the module.
         spec: The specification of the operator.
         hf: The prefix of its tensors in checkpoint files.
-        renamed: Pairs (usual prefix, this family's prefix). The second replaces `hf` and the first.
+        renamed: Pairs (usual prefix, this family's prefix). In a name that begins with the first, the second replaces `hf` +
+            first.
         input_scale, output_scale: The constants i and o of the unit.
     """
 
@@ -132,14 +135,14 @@ class Unit:
         parts = [*self.operators, *([self.side.part] if self.side else [])]
         return [part.spec.sizes(Workload()) for part in parts]
 
-    def with_block(self, used: Sequence[int]) -> "Unit":
-        """This unit with the shared block used[i] as block i."""
+    def with_blocks_renumbered(self, used: Sequence[int]) -> "Unit":
+        """A copy in which the shared blocks are renumbered: block used[i] becomes block i."""
         if self.side is None:
             return self
         return replace(self, side=replace(self.side, shared=used.index(self.side.shared)))
 
     def fields(self, path: str, hidden: int) -> Iterator[Field]:
-        """The parameters of the unit in the layer at `path`, such as layers.3."""
+        """The parameters of the unit. path: the prefix of the layer, such as "layers.3."."""
         if self.side is not None:
             yield from self.side.part.fields(path)
         for norm in (self.norm, self.post_norm):
@@ -187,16 +190,19 @@ class Stack:
         residual_in_fp32: True if the residual stream is at least fp32.
         embedding_scale, logits_scale: Constants that multiply the embeddings and the logits.
         draft_head: The draft head that checkpoints of the family may have; has_draft_head: True if this model has it.
-        draws, draws_std: The initialization of a new model: {kind of a field: the kind that replaces it}, and the standard
-            deviation of normal ones (see `models.initialization`). {}: that of state-spaces' Mamba.
+        draws, draws_std: The initialization of a new model (see `models.initialization`): {value of `Field.init`: the value
+            that this family uses instead}, and the standard deviation of normal initializations. An empty draws initializes
+            as state-spaces' Mamba does.
         raw: The config.json from which the stack was read. unknown, unknown_note: its unknown fields, and a line about them.
 
     In checkpoint files:
         embeddings, final_norm, head: The names of these tensors.
-        root: The prefix of most names. modules: the prefix in its place in transformers' names of modules.
+        root: The prefix of most names. modules: The prefix that transformers' module names have instead of root; "" if it is
+            root.
         aliases: Pairs (prefix, other prefixes that files may have instead).
         skipped: Pairs (prefix, description) of tensors that are not loaded.
-        apart: True if tensors that may be merged, such as those of experts, are stored one by one; None: as the family does.
+        apart: True if tensors that a file may store merged (such as those of all experts) are written one by one, False if
+            merged; None: the family's default.
         recut: Groups of names. Only the concatenation of a group along dim 0 is fixed; files may split it differently.
     """
 
@@ -252,7 +258,9 @@ class Stack:
 
     @property
     def kinds(self) -> list[tuple[int, int]]:
-        """(index of the first, number) of layers of equal sizes, the most frequent first."""
+        """One pair for each set of layers with equal sizes: (index of its first layer, number of layers), the largest set
+        first.
+        """
         groups: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             groups.setdefault(repr([unit.sizes for unit in layer]), []).append(index)
@@ -263,13 +271,13 @@ class Stack:
         layers = [self.layers[index] for index in indices]
         used = sorted({unit.side.shared for layer in layers for unit in layer if unit.side is not None})
         return replace(
-            self, layers=tuple(tuple(unit.with_block(used) for unit in layer) for layer in layers),
+            self, layers=tuple(tuple(unit.with_blocks_renumbered(used) for unit in layer) for layer in layers),
             shared=tuple(replace(self.shared[index], name=str(number)) for number, index in enumerate(used)),
         )  # fmt: skip
 
     @property
     def history(self) -> int:
-        """The most tokens before a block of tokens that a convolution of the model reads."""
+        """The largest number of earlier tokens that any convolution of the model reads."""
         return max((spec.history for _, spec in self.operators), default=0)
 
     @property
@@ -315,7 +323,7 @@ class Stack:
         return replace(self, layers=layers)
 
     def in_granules(self, granule: int, ranks: int) -> "Stack":
-        """This stack for matrices that are quantized in blocks of `granule` numbers, which are not split over ranks."""
+        """A copy for quantized matrices: ranks split them only between blocks of `granule` numbers."""
         return self.with_specs(lambda spec: spec.in_granules(granule, ranks))
 
     def with_draft_head(self) -> "Stack":
@@ -323,13 +331,15 @@ class Stack:
         head = self.draft_head
         if head is None:
             raise ValueError(
-                f"draft_head=True: config.json of this {self.family} model names no draft head of one layer that shares the "
-                "model's embeddings"
+                f"draft_head=True: config.json of this {self.family} model declares no supported draft head (one layer that "
+                "shares the model's embeddings)"
             )
         return replace(self, has_draft_head=True, skipped=tuple(each for each in self.skipped if each[0] != head.hf))
 
     def names_in_files(self, hf: str) -> Iterator[str]:
-        """The names that a tensor may have in checkpoints: its own first, then older ones and those of tied tensors."""
+        """The names that a tensor may have in checkpoints: its own name first, then the names in `aliases`; each with and
+        without `root`.
+        """
         spellings = [hf]
         for start, others in self.aliases:
             if hf.startswith(start):
@@ -365,7 +375,8 @@ class Stack:
     def to_dict(self, dtype: str, raw: dict | None = None) -> dict:
         """The config.json of a checkpoint of this model whose tensors are stored as `dtype` ('float32', ...).
 
-        raw: The config.json of the checkpoint from which it was loaded (None: the part about the language model).
+        raw: The whole config.json of the source checkpoint. None: `self.raw`, which has only the fields of the language
+        model.
         """
         kept = {
             k: v

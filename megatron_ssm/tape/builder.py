@@ -15,7 +15,7 @@ from megatron_ssm.ops.quantized_matrices import QuantizedMatrix
 
 from .operations import ACTIVATIONS, KINDS, Matrix, Op, View
 
-LINE = 64  # bytes to which buffers are aligned
+ALIGNMENT = 64  # bytes to which buffers are aligned
 MOST_EXPERTS = 1024  # the limit of experts in a layer (tape.h)
 
 
@@ -28,7 +28,7 @@ class Buffer:
     """Columns of a temporary tensor (rows, stride) in the arena of a call.
 
     Attributes:
-        offset: The offset of the tensor in the arena, in bytes per row.
+        offset: The tensor starts at byte `offset` * rows of the arena.
         width: The number of columns.
         dtype: The dtype.
         first: The index of the first column.
@@ -65,7 +65,7 @@ class AllReduce:
     Attributes:
         ranks: The `parallel.ranks.Ranks` whose summands are added.
         part: This rank's summand.
-        columns: A second summand, which the same message sums exactly; or None.
+        columns: A second buffer, which the same message sums without rounding to the wire format; or None.
         is_exact: True to sum in at least fp32, and not in the model's wire format.
     """
 
@@ -98,8 +98,9 @@ class Builder:
         stops: {index of a "stop": the function that Python calls}.
         tables: (size, operation, function of the length) for the tables of rotations.
         tensors: The tensors whose addresses are in the tape.
-        products: (stored dtype, dtype of x, columns, gaps), the products for which C needs a kernel.
-        width: The bytes of the arena per row.
+        products: (dtype of the matrix, dtype of x, columns, has_gaps) of each product for which C needs a kernel (see
+            `products.has_kernel`).
+        arena_bytes_per_row: The bytes of the arena per row.
         has_experts: True if a layer has routed experts.
         path: The path of the operator that is being written.
     """
@@ -116,7 +117,7 @@ class Builder:
     tables: list[tuple[int, Op, Callable]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     products: set[tuple] = field(default_factory=set)
-    width: int = 0
+    arena_bytes_per_row: int = 0
     has_experts: bool = False
     path: str = ""
     _free: list[tuple[int, int]] = field(default_factory=list)
@@ -126,18 +127,18 @@ class Builder:
     def buffer(self, width: int, dtype: torch.dtype | None = None) -> Buffer:
         """A new buffer (rows, width), by default in the dtype of activations."""
         dtype = dtype or self.dtype
-        size = -(-width * dtype.itemsize // LINE) * LINE
+        size = -(-width * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
                 self._free[index] = (offset + size, free - size)
                 return Buffer(offset, width, dtype)
-        offset, self.width = self.width, self.width + size
+        offset, self.arena_bytes_per_row = self.arena_bytes_per_row, self.arena_bytes_per_row + size
         return Buffer(offset, width, dtype)
 
     def release(self, *buffers: Buffer) -> None:
         """Let later operations reuse the memory of these buffers."""
         for buffer in buffers:
-            size = -(-(buffer.stride or buffer.width) * buffer.dtype.itemsize // LINE) * LINE
+            size = -(-(buffer.stride or buffer.width) * buffer.dtype.itemsize // ALIGNMENT) * ALIGNMENT
             self._free.append((buffer.offset, size))
         merged: list[tuple[int, int]] = []
         for offset, size in sorted((offset, size) for offset, size in self._free if size):
@@ -172,7 +173,8 @@ class Builder:
         Args:
             kind: A name of KINDS.
             detail: A text for `FinishedTape.describe`.
-            fields: The fields of `Op`: buffers, tensors, sequences of numbers for n and f, and other values as they are.
+            fields: {field of `Op`: value}. Buffers become views, tensors become addresses; n and f take sequences of
+                numbers; other values are stored unchanged.
         """
         op = Op(kind=KINDS.index(kind))
         op.type = op.from_type = TYPES[self.dtype]
@@ -230,7 +232,7 @@ class Builder:
         return y
 
     def sum(self, ranks: Any, part: Buffer, columns: Buffer | None = None, is_exact: bool = False) -> SumResult:
-        """The sum of a whole buffer over ranks. columns: a second buffer, which the same message sums exactly."""
+        """The sum of a whole buffer over ranks. columns: as in `AllReduce`."""
         self.sums.append(AllReduce(ranks, part, columns, is_exact))
         self._add("sum", f"of {part.width} numbers", sum=len(self.sums) - 1)
         return SumResult(len(self.sums) - 1, part)
@@ -273,7 +275,7 @@ class Builder:
     ) -> None:
         """RMSNorm over `count` numbers on all ranks, in place for this rank's x.
 
-        Column `column` of `summed` is their sum of squares.
+        Column `column` of `summed` is the sum of squares of these numbers over all ranks.
         """
         self._check_typed(weight)
         n = x.width, column, summed.part.width, count
@@ -295,8 +297,7 @@ class Builder:
             x, y: The input and the output.
             weight: The matrix of all heads.
             out, inputs: The size of the matrix of a head.
-            steps: The number of heads; the elements of W, and the columns of x and of y, between two heads; the elements
-                between two rows of W.
+            steps: (heads, stride of heads in W, in x, in y, stride of rows in W), strides in elements.
         """
         self._add("head_matmuls", x=x, y=y, matrix=self._matrix(weight, has_gaps=steps[0] > 1), n=(out, inputs, *steps))
 
@@ -307,7 +308,7 @@ class Builder:
         self._add("logits", f"({out}, {inputs})", x=x, y=y, matrix=self._matrix(weight), n=(out, inputs, width))
         self.release(y)
 
-    def slot(self, *names: str) -> int:
+    def state_slot(self, *names: str) -> int:
         """Add tensors of this operator's state to the slots; return the index of the first one."""
         self.slots.extend((self.path, name) for name in names)
         return len(self.slots) - len(names)
@@ -319,7 +320,7 @@ class Builder:
             raise NotLowered("a long convolution")
         y = self.buffer(x.width)
         n = x.width, weight.shape[-1]
-        self._add("conv", x=x, y=y, weight=weight, bias=bias, slot=self.slot("conv"), n=n)
+        self._add("conv", x=x, y=y, weight=weight, bias=bias, slot=self.state_slot("conv"), n=n)
         return y
 
     def step_sizes(self, x: Buffer, dt_bias: Tensor, limits: tuple[float, float]) -> Buffer:
@@ -333,12 +334,12 @@ class Builder:
         self, x: Buffer, dt: Buffer, A_log: Tensor, D: Tensor, heads: int, head_dim: int, groups: int, state: int,
         may_round: bool,
     ) -> Buffer:  # fmt: skip
-        """`ops.scan.ssd` of x, [x | B | C], with the state `state`."""
+        """`ops.scan.ssd`. x: a buffer with the columns [x | B | C]; the recurrent state is the tensor "state"."""
         self._check_float32(A_log, D)
         if state > LARGEST_STATE:
             raise NotLowered("a large state")
         y, n = self.buffer(heads * head_dim), (heads, head_dim, groups, state)
-        self._add("ssd", x=x, y=y, z=dt, A_log=A_log, D=D, slot=self.slot("state"), n=n, flag=may_round)
+        self._add("ssd", x=x, y=y, z=dt, A_log=A_log, D=D, slot=self.state_slot("state"), n=n, flag=may_round)
         return y
 
     def selective_scan(
@@ -359,7 +360,9 @@ class Builder:
         y, z = self.buffer(x.width), gate.view
         n = x.width, heads, rank, state, z.offset, z.first, z.stride
         tensors: dict[str, Any] = dict(A_log=A_log, D=D, dt_bias=dt_bias)
-        self._add("selective_scan", x=x, y=y, z=dt, **tensors, slot=self.slot("state"), sum=parameters.number, n=n)
+        self._add(
+            "selective_scan", x=x, y=y, z=dt, **tensors, slot=self.state_slot("state"), sum=parameters.number, n=n
+        )
         return y
 
     def inner_norms(
@@ -384,7 +387,7 @@ class Builder:
         if size > LARGEST_STATE:
             raise NotLowered("a large state")
         y = self.buffer(heads * width)
-        self._add("gated_delta", x=x, y=y, z=rates, slot=self.slot("state"), n=(key_heads, heads, size, width))
+        self._add("gated_delta", x=x, y=y, z=rates, slot=self.state_slot("state"), n=(key_heads, heads, size, width))
         return y
 
     def norm_gated(self, x: Buffer, gate: Buffer, weight: Tensor, eps: float) -> Buffer:
@@ -432,7 +435,7 @@ class Builder:
         self._add("residual", x=x, y=x, from_type=TYPES[x.dtype], **fields)
         return x
 
-    def whole(self, summed: SumResult, biases: Sequence[Tensor]) -> Buffer:
+    def sum_with_biases(self, summed: SumResult, biases: Sequence[Tensor]) -> Buffer:
         """The sum plus its biases (at most two) in the dtype of activations."""
         y = self.buffer(summed.part.width)
         fields: dict[str, Any] = dict(sum=summed.number, n=(y.width, 1), f=(1.0, 1.0), **self._biases(biases))
@@ -506,7 +509,7 @@ class Builder:
 
     def append(self, x: Buffer, name: str) -> int:
         """Append x to a per-token tensor of the state; return the slot of the tensor."""
-        slot = self.slot(name)
+        slot = self.state_slot(name)
         self._add("append", name, x=x, slot=slot, n=(x.width,))
         return slot
 

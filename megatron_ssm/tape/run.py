@@ -104,8 +104,8 @@ class BoundCall:
     def __init__(self, tape: FinishedTape, batch: int, tokens: int):
         self.tape, self.batch, self.tokens = tape, batch, tokens
         builder, self.rows = tape.builder, batch * tokens
-        self.arena = torch.empty(self.rows * builder.width + 64, dtype=torch.uint8)
-        self.arena = self.arena[-self.arena.data_ptr() % 64 :][: self.rows * builder.width]
+        self.arena = torch.empty(self.rows * builder.arena_bytes_per_row + 64, dtype=torch.uint8)
+        self.arena = self.arena[-self.arena.data_ptr() % 64 :][: self.rows * builder.arena_bytes_per_row]
         self.sums = [self._sum(all_reduce) for all_reduce in builder.sums]
         self._sum_structs = (Sum * max(1, len(self.sums)))(*(tape_sum.struct for tape_sum in self.sums))
         self.sent = SentInC(self.sums)

@@ -27,7 +27,8 @@ class BatchSizes:
     def of(cls, options: Options, step: int = 0, samples: int | None = None) -> "BatchSizes":
         """Those of a run that begins after a step; samples: None for all of these steps at the full size."""
         samples = step * options.global_batch_size if samples is None else samples
-        return cls(options.global_batch_size, *map(int, options.rampup_batch_size or (0, 0, 0)), step, samples)
+        start, increment, ramp = map(int, options.rampup_batch_size or (0, 0, 0))
+        return cls(options.global_batch_size, start, increment, ramp, step, samples)
 
     def size(self, samples: int) -> int:
         """The global batch of a step before which the run has read `samples` samples."""

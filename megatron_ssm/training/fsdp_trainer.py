@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
@@ -23,12 +23,13 @@ class FsdpTrainer(Trainer):
     """A `Trainer` of at least two replicas or context ranks, whose model is divided over them by `fully_shard`."""
 
     def _set_up(self, loss: SequenceLoss) -> tuple[nn.Module, torch.optim.Optimizer]:
+        assert self.groups.data_context is not None  # at least two ranks
         mesh = DeviceMesh.from_group(self.groups.data_context, self.model.device.type)
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh)
         self._sharded = fully_shard(self.model, mesh=mesh)
         for module in self.model.modules():
-            if hasattr(module, "set_force_sum_reduction_for_comms"):
+            if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         register_fsdp_forward_method(self.model, "loss")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 4096  # the most that are tokenized at once
-JOURNAL_TOKENS = 1 << 24  # after so many, what was written is recorded
+JOURNAL_TOKENS = 1 << 24  # tokens between two records in the journal
 MAGIC, INDEX_VERSION = b"MMIDIDX\0\0", 1  # the beginning of a file .idx, as Megatron writes it
 TYPE_CODES = {np.uint16: 8, np.int32: 4}  # Megatron's numbers of dtypes
 UINT16_VOCABULARY = 65_500  # larger vocabularies are int32, as in Megatron
@@ -47,8 +47,8 @@ def end_of_text_id_of(tokenizer: "Tokenizer", folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A tokenizer, and what a dataset that it made records of it. tokenizer: None for UTF-8 bytes."""
+class TokenizerInfo:
+    """A tokenizer, and the values that PREFIX.json records about it. tokenizer: None for UTF-8 bytes."""
 
     tokenizer: Any
     vocab_size: int
@@ -56,8 +56,10 @@ class Source:
     digest: str
 
     @classmethod
-    def of(cls, source: str) -> "Source":
-        """The tokenizer of "byte", a directory with a tokenizer.json, or such a file. ValueError or OSError: it is none."""
+    def of(cls, source: str) -> "TokenizerInfo":
+        """Load a tokenizer. source: "byte", a directory with a tokenizer.json, or that file. ValueError or OSError for
+        anything else.
+        """
         if source == "byte":
             return cls(None, BYTE_END_OF_TEXT_ID + 1, BYTE_END_OF_TEXT_ID, "byte")
         folder = Path(source).parent if Path(source).name == "tokenizer.json" else Path(source)
@@ -75,8 +77,8 @@ class Source:
 
 
 @dataclass
-class Prepared:
-    """What a dataset holds. text_bytes: of its documents in UTF-8."""
+class DatasetSize:
+    """The size of a dataset. text_bytes: the number of UTF-8 bytes of its documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -92,7 +94,7 @@ def prepare(
     dataset: str | None = None,
     split: str = "train",
     shows_progress: bool = False,
-) -> Prepared:
+) -> DatasetSize:
     """Tokenize documents into OUT.bin and OUT.idx, and return what they hold.
 
     Args:
@@ -100,7 +102,7 @@ def prepare(
             Parquet (.parquet) and UTF-8 text, of which each file is a document.
         out: The path of the result without its suffix.
         tokenizer: "byte", a directory with a tokenizer.json, or such a file.
-        column: The string of each JSON line or row that is the document.
+        column: The field of each JSON line, or the column of each row, that contains the text.
         separator: In files of text, each line that is equal to it ends a document.
         dataset: A directory written by `datasets.save_to_disk`, or the name of a dataset on the Hugging Face hub.
         split: The split of `dataset`.
@@ -111,7 +113,7 @@ def prepare(
             written before stays for the next call.
         OSError: A file cannot be read or written.
     """
-    source, out = Source.of(tokenizer), Path(out)
+    source, out = TokenizerInfo.of(tokenizer), Path(out)
     files = _described(inputs)
     recipe = {"inputs": files, "dataset": dataset and [dataset, split], "column": column} | {
         "separator": separator, "tokenizer": source.digest, "end_of_text_id": source.end_of_text_id,
@@ -123,21 +125,21 @@ def prepare(
     return writer.prepared
 
 
-def _tokenize(texts: Iterable[tuple[str, int]], source: Source, writer: "_Writer", bar: Any) -> None:
+def _tokenize(texts: Iterable[tuple[str, int]], source: TokenizerInfo, writer: "_Writer", bar: Any) -> None:
     """Append all documents but those that are written already. Reads and writes while other threads tokenize."""
     texts = iter(texts)
     for _, size in islice(texts, writer.prepared.documents):
         bar.update(size)
     with ThreadPoolExecutor(1) as pool:
-        before = None
+        tokenized_batch = None
         for batch in _batches(texts):
             running = pool.submit(source.encode, [text for text, _ in batch])
-            if before is not None:
-                writer.append(*before)
-            before = [text for text, _ in batch], running.result()
+            if tokenized_batch is not None:
+                writer.append(*tokenized_batch)
+            tokenized_batch = [text for text, _ in batch], running.result()
             bar.update(sum(size for _, size in batch))
-        if before is not None:
-            writer.append(*before)
+        if tokenized_batch is not None:
+            writer.append(*tokenized_batch)
 
 
 def _batches(texts: Iterator[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
@@ -156,11 +158,11 @@ def _batches(texts: Iterator[tuple[str, int]]) -> Iterator[list[tuple[str, int]]
 class _Writer:
     """Appends documents to OUT.bin.partial; when the block ends without an error, they become OUT.bin and OUT.idx."""
 
-    def __init__(self, out: Path, recipe: dict, source: Source):
+    def __init__(self, out: Path, recipe: dict, source: TokenizerInfo):
         self._out, self._recipe, self._end = out, recipe, source.end_of_text_id
         self._source = source
         self._dtype = np.dtype(np.uint16 if source.vocab_size < UINT16_VOCABULARY else np.int32)
-        self.prepared = Prepared()
+        self.prepared = DatasetSize()
         self._recorded = 0  # tokens
 
     def _path(self, suffix: str) -> Path:
@@ -170,9 +172,9 @@ class _Writer:
         self._out.parent.mkdir(parents=True, exist_ok=True)
         journal = self._path(".journal.json")
         if journal.exists():
-            kept = json.loads(journal.read_text())
-            if kept["recipe"] == self._recipe:
-                self.prepared = Prepared(**kept["prepared"])
+            journal_entries = json.loads(journal.read_text())
+            if journal_entries["recipe"] == self._recipe:
+                self.prepared = DatasetSize(**journal_entries["prepared"])
         self._recorded = self.prepared.tokens
         self._bin = self._open(".bin.partial", self.prepared.tokens * self._dtype.itemsize)
         self._lengths = self._open(".lengths.partial", self.prepared.documents * 4)
@@ -252,7 +254,9 @@ def _described(inputs: Sequence[str | Path]) -> list[list]:
 
 
 def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> Iterator[tuple[str, int]]:
-    """(document, about its bytes in the file) of all inputs; those of white space alone are left out."""
+    """Pairs (document, its approximate size in the file in bytes) of all inputs. Documents of white space only are
+    left out.
+    """
     for path in inputs:
         for file in files_of(Path(path)):
             suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
@@ -291,7 +295,7 @@ def _parquet_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
         raise ValueError(f"{path} has no column {column!r}: it has {', '.join(file.schema_arrow.names)}")
     for batch in file.iter_batches(columns=[column]):
         for text in batch.column(0).to_pylist():
-            yield _checked(text, str(path), column)
+            yield _text_and_size(text, str(path), column)
 
 
 def _rows_of(dataset: str, split: str, column: str) -> Iterator[tuple[str, int]]:
@@ -306,10 +310,10 @@ def _rows_of(dataset: str, split: str, column: str) -> Iterator[tuple[str, int]]
     else:
         rows = datasets.load_dataset(dataset, split=split, streaming=True)
     for row in rows:
-        yield _checked(row.get(column), dataset, column)
+        yield _text_and_size(row.get(column), dataset, column)
 
 
-def _checked(text: object, where: str, column: str) -> tuple[str, int]:
+def _text_and_size(text: object, where: str, column: str) -> tuple[str, int]:
     if not isinstance(text, str):
         raise ValueError(f"{where}: {column!r} is {type(text).__name__} in some row, and must be a string")
     return text, len(text)

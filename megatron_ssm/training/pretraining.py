@@ -109,13 +109,13 @@ def _run(
         if is_restarted:
             progress.print_line("torchrun has restarted the ranks: they continue from their own checkpoints")
         inputs = _resume(trainer, inputs, progress)
-        if options.profile and (last := options.profile_step_end) <= inputs.start:
-            passed = f"--profile-step-end {last} is not after step {inputs.start}, from which the run continues"
+        if options.profile and (last := options.profile_step_end) <= inputs.first_step:
+            passed = f"--profile-step-end {last} is not after step {inputs.first_step}, from which the run continues"
             progress.print_line(f"--profile writes no trace: {passed}")
-        progress.open_trackers(inputs.start)  # they may fail; then the checkpoints of an earlier run stay
+        progress.open_trackers(inputs.first_step)  # they may fail; then the checkpoints of an earlier run stay
         claim(inputs.out / "checkpoints", continues=inputs.checkpoint is not None and not resumes_deepspeed(options))
         trainer.batch_sizes = inputs.batch_sizes
-        progress.begin(inputs.start, inputs.batch_sizes.samples, utilization(options, model, groups.ranks))
+        progress.begin(inputs.first_step, inputs.batch_sizes.samples, utilization(options, model, groups.ranks))
         step = _train(trainer, inputs, progress, interruption)
         try:
             trainer.write_own_format(inputs.out, step)
@@ -183,12 +183,12 @@ def _resume(trainer: Trainer, inputs: RunInputs, progress: Progress) -> RunInput
 
 
 def _train(trainer: Trainer, inputs: RunInputs, progress: Progress, interruption: Interruption) -> int:
-    """Train from the step `inputs.start` on; returns the number of steps done, earlier runs included."""
-    options, step = trainer.options, inputs.start
-    saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements, inputs.start)
-    profiler = Profiler(options, trainer.groups.rank, inputs.start)
+    """Train from the step `inputs.first_step` on; returns the number of steps done, earlier runs included."""
+    options, step = trainer.options, inputs.first_step
+    saver = Saver(trainer, inputs.out / "checkpoints", inputs.requirements, inputs.first_step)
+    profiler = Profiler(options, trainer.groups.rank, inputs.first_step)
     try:
-        for step in range(inputs.start + 1, options.train_iters + 1):
+        for step in range(inputs.first_step + 1, options.train_iters + 1):
             with profiler.step(step):
                 result = trainer.step(inputs.batches, step - 1)
             is_last = step == options.train_iters

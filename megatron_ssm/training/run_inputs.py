@@ -1,7 +1,7 @@
 """The inputs of a training run: text, configurations, the checkpoint to resume from; and their checks.
 
-Every rank reads it. Before training, the ranks compare what they have read: if an input is wrong or unreadable on one rank,
-or differs between ranks, every rank raises the same error.
+Every rank reads all of them. Before training, the ranks compare what they have read: if an input is wrong or unreadable on
+one rank, or differs between ranks, every rank raises the same error.
 """
 
 import contextlib
@@ -35,21 +35,22 @@ from .progress import check_places, make_folder
 from .saving import OWN, checkpoint_to_resume, resumes_deepspeed
 from .tracking import check_trackers
 
-# Options that may differ between ranks: paths, which may be local to a machine. What they lead to is compared instead.
+# Options that may differ between ranks: paths, which may be local to a machine. The contents read from them are compared
+# instead.
 LOCAL_OPTIONS = {
     "data", "valid_data_path", "tokenizer_model", "init_from", "model_config", "deepspeed_config", "out", "log", "device",
     "profile", "tensorboard", "data_path", "train_data_path", "data_cache_path",
 }  # fmt: skip
 # Options of the shape of a new model, and of sparse gradients.
-SHAPE = (
+SHAPE_OPTIONS = (
     "model_type", "num_layers", "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
     "shared_blocks", "adapter_rank", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
     "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
 )  # fmt: skip
-OF_EXPERTS = tuple(name for name in SHAPE if name.startswith("moe_") or name == "num_experts")
-SPARSE = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
+EXPERT_OPTIONS = tuple(name for name in SHAPE_OPTIONS if name.startswith("moe_") or name == "num_experts")
+SPARSE_OPTIONS = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class RunInputs:
     """The inputs of a run, which it reads before training begins.
 
     Attributes:
-        options: Those of the run (see `only_run`).
+        options: The options of the run; `resume` is "auto" if torchrun has restarted it (see `saving.only_run`).
         out: The directory of --out.
         corpus: The text and its tokenizer.
         config: The model's configuration.
@@ -112,7 +113,7 @@ class RunInputs:
         return cls(options, out, corpus, config, batches, batch_sizes, requirements, checkpoint, deepspeed)
 
     @property
-    def start(self) -> int:
+    def first_step(self) -> int:
         """The number of steps that the checkpoint has done, 0 for a new run."""
         return self.checkpoint[1] if self.checkpoint else 0
 
@@ -123,7 +124,7 @@ class RunInputs:
         return {
             "training tokens, checksum": training_text,
             "held-out tokens, checksum": isinstance(held_out, Tokens) and (len(held_out.ids), _checksum(held_out.ids)),
-            "resumed step": self.start,
+            "resumed step": self.first_step,
             "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
             "outputs": [bool(getattr(options, name)) for name in ("log", "tensorboard", "profile")],
             "requirements": self.requirements,
@@ -132,14 +133,16 @@ class RunInputs:
 
 
 def read_on_all_ranks(options: Options, device: torch.device) -> RunInputs:
-    """`RunInputs.read` on every rank; its error on every rank if it fails on one, ValueError if the ranks read different
-    inputs. With the engine of DeepSpeed, also what `import_deepspeed` raises.
+    """Call `RunInputs.read` on all ranks together.
+
+    If it fails on one rank, every rank raises that error; if the inputs differ, every rank raises ValueError. With
+    --engine deepspeed, every rank also raises an error of `import_deepspeed` on one rank.
     """
 
     def read() -> RunInputs:
         inputs = RunInputs.read(options)
         if options.engine == "deepspeed":
-            from .deepspeed_trainer import import_deepspeed  # imports what DeepSpeed needs, which is optional
+            from .deepspeed_trainer import import_deepspeed  # here, because DeepSpeed is an optional dependency
 
             import_deepspeed(device)
         return inputs
@@ -154,9 +157,12 @@ def read_on_all_ranks(options: Options, device: torch.device) -> RunInputs:
 
 
 def _optimizer(options: Options, device: torch.device) -> str:
-    """The package, and its version, whose AdamW updates the parameters: each rounds in its own way."""
-    is_torchs = device.type != "cuda" or options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
-    return "torch" if is_torchs else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
+    """The package whose AdamW updates the parameters, with its version; ranks must use the same, because each rounds in its
+    own way.
+    """
+    is_engine = options.engine in ("deepspeed", "fsdp")
+    uses_torch_adamw = device.type != "cuda" or is_engine or options.use_distributed_optimizer
+    return "torch" if uses_torch_adamw else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
 
 def ignored_options(options: Options, replicas: int) -> list[str]:
@@ -168,20 +174,20 @@ def ignored_options(options: Options, replicas: int) -> list[str]:
     grows = options.weight_decay_incr_style != "constant"
     is_dense = options.gradient_mode in ("dense", "fp16")
     reasons = {
-        f"{model} says the shape of the model": SHAPE if model else (),
-        "no block has experts": OF_EXPERTS if not model and "E" not in options.hybrid_override_pattern else (),
+        f"{model} says the shape of the model": SHAPE_OPTIONS if model else (),
+        "no block has experts": EXPERT_OPTIONS if not model and "E" not in options.hybrid_override_pattern else (),
         "--lr-decay-style is constant": ("min_lr", "lr_decay_iters") if options.lr_decay_style == "constant" else (),
         "--init-from says the weights": ("init_method_std",) if options.init_from else (),
         "--weight-decay-incr-style is not constant": ("weight_decay",) if grows else (),
         "--engine torch divides nothing on CPUs": ("use_distributed_optimizer",) * (options.engine == "torch"),
         "there is no --wandb": ("wandb_exp_name",) if not options.wandb else (),
         "there is no --lora-rank": ("lora_alpha", "lora_targets") if not options.lora_rank else (),
-        "no other rank has gradients to average": ("gradient_mode", *SPARSE) if replicas == 1 else (),
-        f"--gradient-mode is {options.gradient_mode}": SPARSE if is_dense and replicas > 1 else (),
+        "no other rank has gradients to average": ("gradient_mode", *SPARSE_OPTIONS) if replicas == 1 else (),
+        f"--gradient-mode is {options.gradient_mode}": SPARSE_OPTIONS if is_dense and replicas > 1 else (),
     }
     defaults = {option.name: option.default for option in fields(Options)}
-    given = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
-    return [f"ignored: {', '.join(map(flag, names))} ({reason})" for reason, names in given.items() if names]
+    ignored = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
+    return [f"ignored: {', '.join(map(flag, names))} ({reason})" for reason, names in ignored.items() if names]
 
 
 def _make_output_directory(path: str) -> Path:
@@ -203,11 +209,13 @@ def _resume_requirements(options: Options, config: Stack, batches: Batches | Ind
         text = {"training_tokens": batches.tokens, "training_text": batches.checksum, "train_samples": batches.planned}
     else:
         text = {"training_tokens": len(batches.ids), "training_text": _checksum(batches.ids)}
-    return json.loads(json.dumps({**_described(config), **run, **text}))
+    return json.loads(json.dumps({**_model_values(config), **run, **text}))
 
 
-def _described(config: Stack) -> dict[str, Any]:
-    """The values that change a model's results: of the stack, and of the first of equal operators, under its path."""
+def _model_values(config: Stack) -> dict[str, Any]:
+    """The sizes and constants that determine a model's results. Equal operators are listed once, under the path of the
+    first.
+    """
     named = "family vocab_size hidden_size num_layers norm_eps tie_embeddings residual_in_fp32".split()
     found = {name: getattr(config, name) for name in named + ["embedding_scale", "logits_scale"]}
     first: dict[Any, str] = {}
@@ -220,7 +228,9 @@ def _described(config: Stack) -> dict[str, Any]:
 
 
 def _samples_of_run(options: Options, directory: Path) -> int:
-    """The samples for which Megatron's order is made: those of the first start of a run, which its checkpoints record."""
+    """The number of samples for which Megatron's GPTDataset builds its shuffled order. A resumed run uses the number that
+    its first start recorded in its checkpoints.
+    """
     for path in find_checkpoints(directory)[::-1] if options.resume in OWN[1:] else ():
         with contextlib.suppress(DamagedCheckpoint):
             if samples := read_training(path).requirements.get("train_samples"):

@@ -19,10 +19,10 @@ from megatron_ssm.checkpoints.failures import first_line, in_one_line
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,
+    name_of_old,
     newest_checkpoint,
-    set_aside,
-    set_aside_name,
-    set_damaged_aside,
+    rename_to_damaged,
+    rename_to_old,
     step_of,
 )
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
@@ -209,7 +209,7 @@ def checkpoint_to_resume(
         folder = replaced
     if not is_deepspeed(folder):
         raise ValueError(f"--resume {how} is neither newest nor auto, nor a folder with a checkpoint of DeepSpeed's")
-    for place in (directory, set_aside_name(directory)):
+    for place in (directory, name_of_old(directory)):
         if folder.resolve().is_relative_to(place.resolve()):
             raise ValueError(f"--resume {how} is in {place}, which this run renames or removes; move it elsewhere")
     return _with_step_checked(train_iters, folder, step_of_deepspeed(folder))
@@ -253,7 +253,7 @@ def resume(
     """
 
     def report_incomplete() -> None:
-        for path in find_checkpoints(directory, complete=False):
+        for path in find_checkpoints(directory, is_complete=False):
             report(f"{path} has no training.json, so it is not a complete checkpoint; it is ignored")
 
     if trainer.options.resume:
@@ -275,7 +275,7 @@ def resume(
             newest_to_load, directory, requirements, trainer.options.train_iters, falls_back=True, before=step
         )
         checkpoint = together(in_one_line(damage, ValueError)(find_earlier), [dist.group.WORLD])
-        report(f"{damage}; it is kept as {set_damaged_aside(path)}; resuming {checkpoint[0]} instead")
+        report(f"{damage}; it is kept as {rename_to_damaged(path)}; resuming {checkpoint[0]} instead")
 
 
 def claim(directory: Path, continues: bool) -> None:
@@ -284,5 +284,5 @@ def claim(directory: Path, continues: bool) -> None:
     continues: whether the checkpoints in it are of this run; if not, the directory is renamed.
     """
     if not continues:
-        set_aside(directory)
+        rename_to_old(directory)
     mark_begun(directory)

@@ -162,7 +162,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 def _fit(arguments: argparse.Namespace) -> None:
     """Read the files, save the fabric, and print its table."""
     from sparsefusion.fabric.cost_model import Fabric
-    from sparsefusion.fabric.readers import extended, read_curves
+    from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
 
     files = {operation: getattr(arguments, operation) for operation in OPERATIONS}
     sweeps = [
@@ -175,7 +175,7 @@ def _fit(arguments: argparse.Namespace) -> None:
     description: dict[str, object] = {"source": ", ".join(Path(path).name for path in sources)}
     if arguments.link_gb_per_s:
         description["link_bytes_per_s"] = arguments.link_gb_per_s * 1e9
-    fabric = Fabric(tuple(extended(latencies, sweeps)), description)
+    fabric = Fabric(tuple(extend_by_sweeps(latencies, sweeps)), description)
     fabric.save(arguments.out)
     print(fabric.table())
 

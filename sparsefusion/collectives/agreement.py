@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from sparsefusion.foundation.launcher import this_rank
 
-SHOWN = 200  # characters of each rank's value that an error shows
-EQUAL = 80  # how many of them precede the first difference
+MAX_SHOWN = 200  # characters of each rank's value that an error shows
+SHOWN_BEFORE_DIFFERENCE = 80  # how many of them precede the first difference
 
 Gather = Callable[[Any], list]  # this rank's value (JSON-serializable) -> the values of all ranks, in rank order
 T = TypeVar("T")
@@ -24,7 +24,7 @@ def check_member(group: object) -> None:
     """ValueError unless `group` is None or a process group of this rank (for other ranks, `new_group` returns a number)."""
     if not (group is None or isinstance(group, dist.ProcessGroup)):
         text = " ".join(repr(group).split())  # the repr of a tensor may have several lines
-        raise ValueError(f"group {text:.60} is no process group that this rank is a member of")
+        raise ValueError(f"group {text:.60} is not a process group of this rank")
 
 
 def together(
@@ -40,9 +40,9 @@ def together(
 
     Args:
         action: The action of this rank.
-        groups: The groups of ranks that wait for each other. They are checked in order, and an error in one group is
-            passed on to the next. None and groups of one rank are skipped. A function that gathers may replace a group
-            (see `meeting.gather_in_store`).
+        groups: The groups of ranks that wait for each other. They are compared one after the other; an error found in one
+            group is also reported to the ranks of the later ones. None and groups of one rank are skipped. A function that
+            gathers may replace a group (see `meeting.gather_in_store`).
         same: Maps the result to a value whose `repr` must be equal on all ranks. The error names the first difference,
             and the key if the value is a mapping.
         device: The GPU that NCCL uses, by default the current one.
@@ -100,21 +100,23 @@ def on_first(action: Callable[[], T], group: dist.ProcessGroup | None, device: t
     """
     if group is None or group.size() == 1:
         return action()
-    box: list[Any] = [None, None]  # the result, and the error
+    outcome: list[Any] = [None, None]  # the result, and the error
     error: Exception | None = None
     if group.rank() == 0:
         try:
-            box[0] = action()
-            pickle.dumps(box[0])  # the broadcast would raise the error on this rank only
+            outcome[0] = action()
+            pickle.dumps(outcome[0])  # the broadcast would raise the error on this rank only
         except Exception as raised:  # of any kind: the other ranks wait
-            error, box = raised, [None, _Failure.of(raised)]
-    dist.broadcast_object_list(box, group=group, group_src=0, device=None if device is None else torch.device(device))
+            error, outcome = raised, [None, _Failure.of(raised)]
+    dist.broadcast_object_list(
+        outcome, group=group, group_src=0, device=None if device is None else torch.device(device)
+    )
     try:
-        if box[1] is not None:
-            raise (box[1].as_error() if error is None else error) from None
+        if outcome[1] is not None:
+            raise (outcome[1].as_error() if error is None else error) from None
     finally:
         error = None  # as in `together`
-    return box[0]
+    return outcome[0]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None, device: torch.device | str | None = None) -> list[T]:
@@ -139,33 +141,35 @@ class _Failure(NamedTuple):
     """An error that can be sent to other ranks.
 
     Attributes:
-        kind: The module and the name of its class.
+        class_path: The module and the name of its class, "module:name".
         text: Its message.
-        where: A suffix of the message that names the rank.
+        suffix: A suffix of the message that names the rank.
     """
 
-    kind: str
+    class_path: str
     text: str
-    where: str = ""
+    suffix: str = ""
 
     @classmethod
-    def of(cls, error: Exception, where: str = "") -> "_Failure":
-        """Describe an error. Its kind is the nearest base class that other ranks can construct from a message alone."""
+    def of(cls, error: Exception, suffix: str = "") -> "_Failure":
+        """Describe an error. Its class_path is that of the nearest base class that other ranks can construct from a message
+        alone.
+        """
         text = str(error)
         for kind in type(error).__mro__:
             name = f"{kind.__module__}:{kind.__qualname__}"
             with suppress(Exception):
                 if pkgutil.resolve_name(name) is kind and str(kind(text)) == text:
                     break
-        return cls(name, text if kind is type(error) else f"{type(error).__name__}: {text}", where)
+        return cls(name, text if kind is type(error) else f"{type(error).__name__}: {text}", suffix)
 
     def as_error(self) -> Exception:
         """Construct the error."""
-        return pkgutil.resolve_name(self.kind)(f"{self.text}{self.where}")
+        return pkgutil.resolve_name(self.class_path)(f"{self.text}{self.suffix}")
 
 
 def _values(value: object) -> dict[str, str]:
-    """The values to compare: {"name=": repr} of the entries of a mapping, or {"": repr} of another value."""
+    """The texts to compare: {f"{key}=": repr(entry)} for a mapping, {"": repr(value)} for any other value."""
     return {f"{name}=": repr(each) for name, each in value.items()} if isinstance(value, Mapping) else {"": repr(value)}
 
 
@@ -175,8 +179,9 @@ def _difference(gathered: Sequence[tuple[int, dict[str, str]]]) -> str:
     rank, other = next((rank, values) for rank, values in gathered if values != first)
     name = next(name for name in [*first, *other] if other.get(name) != first.get(name))
     texts = [values.get(name, "nothing") for values in (other, first)]
-    begin = max(0, len(os.path.commonprefix(texts)) - EQUAL)
+    begin = max(0, len(os.path.commonprefix(texts)) - SHOWN_BEFORE_DIFFERENCE)
     shown = (
-        f"{name}{'...' if begin else ''}{text[begin:][:SHOWN]}{'...' * (len(text) > begin + SHOWN)}" for text in texts
+        f"{name}{'...' if begin else ''}{text[begin:][:MAX_SHOWN]}{'...' * (len(text) > begin + MAX_SHOWN)}"
+        for text in texts
     )
     return f"arguments differ across ranks: rank {rank} got {next(shown)}, rank {first_rank} got {next(shown)}"

@@ -234,7 +234,9 @@ class SharedMemory:
         form = wire_format(format, torch.float64)
         message = form.encode(rows_of(tensor.detach().flatten(), 1, form.block), self.size)[0]
         total = in_rank_order(form.decode(self.all_gather(message), torch.float64))[None]
-        return form.restore(form.rounded(total, self.size), self.size)[0, : tensor.numel()].view(tensor.shape)
+        return form.undo_scaling(form.round_to_wire(total, self.size), self.size)[0, : tensor.numel()].view(
+            tensor.shape
+        )
 
     def _count(self, counter: Counter, format: str, nbytes: int) -> None:
         if nbytes:

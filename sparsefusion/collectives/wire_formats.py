@@ -54,11 +54,11 @@ class Cast:
             total = total.where(total.abs() > slack, total.clamp(-limit, limit))
         return total.to(self.dtype).view(torch.uint8)
 
-    def restore(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
+    def undo_scaling(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """The sum of the original values, from the sum of decoded values, which may be overwritten."""
         return total.mul_(ranks) if self.scaled else total
 
-    def rounded(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
+    def round_to_wire(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """A sum of decoded values, rounded as if it had been sent: then all algorithms give the same sum."""
         return self.decode(self.encode_sum(total, ranks), total.dtype)
 
@@ -95,11 +95,11 @@ class Int8:
 
     encode_sum = encode
 
-    def restore(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
+    def undo_scaling(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """The sum of the decoded values, unchanged."""
         return total
 
-    def rounded(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
+    def round_to_wire(self, total: torch.Tensor, ranks: int) -> torch.Tensor:
         """The sum, unchanged: another rounding would double the error."""
         return total
 

@@ -1,7 +1,7 @@
 """Reads measurements of other programs: the output of nccl-tests, CSV made from it, and JSON of all-reduce latencies.
 
-`read_curves` counts sizes as `Fabric` does; nccl-tests counts an all-gather by its whole output. A file that is cut off or
-has another format raises a ValueError that names the file and the line.
+Sizes are in the convention of `Fabric`: an all-gather is counted by one rank's input, whereas nccl-tests counts the whole
+output. A file that is cut off or has another format raises a ValueError that names the file and the line.
 """
 
 import csv
@@ -28,8 +28,8 @@ class Section:
         operation, ranks: The operation and the number of ranks, or None if the file does not state them.
         mode: "eager" or "graph".
         variant: The algorithm or protocol that the title names.
-        bus: The ratio of bus bandwidth to algorithm bandwidth, which depends on the operation and the ranks, and so
-            reveals wrong ones. None if no rate is precise enough.
+        bus: The ratio of bus bandwidth to algorithm bandwidth. It depends only on the operation and the number of ranks, so
+            it is used to check both. None if no rate is precise enough.
         points: Pairs (nbytes, seconds).
         dropped: Points that the file itself marks as unreliable.
     """
@@ -60,41 +60,45 @@ def read_curves(path: str | Path, operation: str, ranks: int | None = None, text
     """
     curves: dict[tuple[str, int, str], tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
     for section in read_sections(path, text):
-        count = _ranks_of(section, path, operation, ranks)
-        share = count if operation == "all_gather" else 1
-        expected = wire(operation, count) / share
+        num_ranks = _ranks_of(section, path, operation, ranks)
+        size_divisor = num_ranks if operation == "all_gather" else 1
+        expected = wire(operation, num_ranks) / size_divisor
         if section.bus is not None and abs(section.bus / expected - 1) > 2 * RATE_ROUNDING:
             raise ValueError(
-                f"{path}: its bus bandwidth is {section.bus:.3f} times the algorithm's; "
-                f"that of {operation} on {count} ranks would be {expected:.3f} times"
+                f"{path}: busbw / algbw is {section.bus:.3f}, but for {operation} on {num_ranks} ranks it must be "
+                f"{expected:.3f}: wrong operation or number of ranks?"
             )
-        key = (f"{operation} {section.variant}".strip(), count, section.mode)
+        key = (f"{operation} {section.variant}".strip(), num_ranks, section.mode)
         points, dropped = curves.setdefault(key, ([], []))
-        points += [(size // share, seconds) for size, seconds in section.points if size >= share]
+        points += [(size // size_divisor, seconds) for size, seconds in section.points if size >= size_divisor]
         dropped += section.dropped
-    return [Curve.fit(name, count, points, mode, dropped) for (name, count, mode), (points, dropped) in curves.items()]
+    return [
+        Curve.fit(name, num_ranks, points, mode, dropped)
+        for (name, num_ranks, mode), (points, dropped) in curves.items()
+    ]
 
 
 def _ranks_of(section: Section, path: str | Path, operation: str, ranks: int | None) -> int:
     """The number of ranks of a section. ValueError if the file contradicts the arguments of `read_curves`."""
     if section.operation not in (None, operation):
         raise ValueError(f"{path} holds {section.operation}, not {operation}")
-    count = section.ranks or ranks
-    if count is None:
+    num_ranks = section.ranks or ranks
+    if num_ranks is None:
         raise ValueError(f"{path} does not say on how many ranks it was measured: add --ranks N")
-    if count < 2 or count != (ranks or count):
-        raise ValueError(f"{path} was measured on {count} ranks: expected {ranks or '2 or more'}")
-    return count
+    if num_ranks < 2 or num_ranks != (ranks or num_ranks):
+        raise ValueError(f"{path} was measured on {num_ranks} ranks: expected {ranks or '2 or more'}")
+    return num_ranks
 
 
-def extended(curves: Iterable[Curve], sweeps: Sequence[Curve]) -> list[Curve]:
-    """Extend each curve by the larger sizes of the sweep of its operation and ranks; returns them and the other sweeps.
+def extend_by_sweeps(curves: Iterable[Curve], sweeps: Sequence[Curve]) -> list[Curve]:
+    """Extend each curve by the larger sizes of the sweep with the same operation and ranks. Returns the extended curves, and
+    the sweeps whose (operation, ranks, mode) no curve has.
 
     Latency files measure small messages, with and without CUDA graphs, up to a size at which both take the same time.
     Sweeps measure eager calls of larger messages, whose times the cost of a launch does not affect.
     """
     curves = list(curves)
-    longer = []
+    extended_curves = []
     for curve in curves:
         larger = [
             point
@@ -103,9 +107,11 @@ def extended(curves: Iterable[Curve], sweeps: Sequence[Curve]) -> list[Curve]:
             for point in _points(sweep)
             if point[0] > curve.nbytes[-1]
         ]
-        longer.append(Curve.fit(curve.operation, curve.ranks, _points(curve) + larger, curve.mode, curve.dropped))
+        extended_curves.append(
+            Curve.fit(curve.operation, curve.ranks, _points(curve) + larger, curve.mode, curve.dropped)
+        )
     keys = {(curve.operation, curve.ranks, curve.mode) for curve in curves}
-    return longer + [sweep for sweep in sweeps if (sweep.operation, sweep.ranks, sweep.mode) not in keys]
+    return extended_curves + [sweep for sweep in sweeps if (sweep.operation, sweep.ranks, sweep.mode) not in keys]
 
 
 def _points(curve: Curve) -> list[tuple[int, float]]:

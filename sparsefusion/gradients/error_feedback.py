@@ -17,7 +17,7 @@ from sparsefusion.selection.sparsifiers import random_indices
 
 from .sparse_message import Selection
 
-PROBED = 64  # evenly spaced elements that `is_zero` tests first; in a used gradient they are hardly ever all 0
+PROBES = 64  # evenly spaced elements that `is_zero` tests first; in a used gradient they are hardly ever all 0
 
 
 @dataclass
@@ -35,16 +35,18 @@ class ErrorFeedback:
     can_roll_back: bool = False
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
-    _before: dict[str, torch.Tensor] = field(default_factory=dict)  # residuals that this step has changed
+    _residuals_before_step: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # residuals that this step has changed
 
     def begin_step(self, step: int) -> None:
         """Start a step; the residuals of the last one can no longer be restored."""
-        self.step, self._before = step, {}
+        self.step, self._residuals_before_step = step, {}
 
     def roll_back(self) -> None:
         """Restore the residuals before the last step, which was skipped."""
-        self.residuals.update(self._before)
-        self._before = {}
+        self.residuals.update(self._residuals_before_step)
+        self._residuals_before_step = {}
 
     def flush(self, gradients: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
         """Add the residuals of these parameters, times `scale`, to their gradients, which are then sent dense.
@@ -57,7 +59,7 @@ class ErrorFeedback:
                 continue
             wide = torch.promote_types(gradient.dtype, residual.dtype)
             gradient.copy_(gradient.to(wide).add_(residual, alpha=scale))
-            self._before.setdefault(name, self.residuals.pop(name))
+            self._residuals_before_step.setdefault(name, self.residuals.pop(name))
 
     def select(self, unit: Unit, all_gradients: Mapping[str, torch.Tensor], scale: float) -> Selection:
         """Select k elements of gradients / scale + residuals of a unit; the others stay in its residuals."""
@@ -68,8 +70,8 @@ class ErrorFeedback:
                 residual = residual_like(gradient)
             residual = residual.to(at_least_fp32(gradient.dtype))  # one from a checkpoint may have another dtype
             self.residuals[name] = residual
-            if self.can_roll_back and name not in self._before:
-                self._before[name] = residual.clone()
+            if self.can_roll_back and name not in self._residuals_before_step:
+                self._residuals_before_step[name] = residual.clone()
         residuals = [self.residuals[name] for name in unit.names]
         if self.sparsifier == "randomk":
             return self._select_random(unit, gradients, residuals, scale)
@@ -78,7 +80,9 @@ class ErrorFeedback:
     def _select_used(
         self, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select values (k,) and indices (k,), from used parameters only: some frameworks do not apply other means."""
+        """Select values (k,) and indices (k,), only from parameters whose gradient is not all zero: some frameworks discard
+        the means of the others.
+        """
         used = [not is_zero(gradient) for gradient in gradients]
         if all(used):
             return take(self.sparsifier, gradients, residuals, k, scale)
@@ -92,8 +96,8 @@ class ErrorFeedback:
             values[:count], found = take(self.sparsifier, used_gradients, used_residuals, count, scale)
             ends = torch.tensor([*accumulate(compress(lengths, used))], device=found.device)
             skipped = torch.tensor([*accumulate(0 if is_used else n for is_used, n in zip(used, lengths, strict=True))])
-            skipped_before = skipped[torch.tensor(used)].to(found.device)
-            indices[:count] = found + skipped_before[torch.bucketize(found, ends, right=True)]
+            unused_elements_before = skipped[torch.tensor(used)].to(found.device)
+            indices[:count] = found + unused_elements_before[torch.bucketize(found, ends, right=True)]
         return values, indices
 
     def _select_random(
@@ -121,7 +125,7 @@ class ErrorFeedback:
 
 def is_zero(gradient: torch.Tensor) -> bool:
     """Return True if all elements are zero, as in the gradient of an unused parameter."""
-    return not (gradient[:: -(-len(gradient) // PROBED) or 1].any() or gradient.any())
+    return not (gradient[:: -(-len(gradient) // PROBES) or 1].any() or gradient.any())
 
 
 def _is_in_unused(gradients: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:

@@ -99,7 +99,7 @@ class Session:
     def reduce(
         self,
         gradients: Mapping[str, torch.Tensor],
-        flats: Sequence[torch.Tensor],
+        flat_buffers: Sequence[torch.Tensor],
         reduce_dense: Callable[[], Waitable | None],
         factor: float = 1.0,
     ) -> Waitable:
@@ -107,36 +107,37 @@ class Session:
 
         Args:
             gradients: {name: gradient}, flat and contiguous.
-            flats: The flat tensors that consist of these gradients.
+            flat_buffers: The flat tensors that consist of these gradients.
             reduce_dense: Starts the framework's own reduction, and returns its handle, or None if it is done.
-            factor: The factor of the mean that the framework expects.
+            factor: The framework expects the mean times this factor.
 
         Raises:
             ValueError: A parameter had no gradient when the session was made.
         """
         if unknown := [name for name in gradients if name not in self.sizes]:
             raise ValueError(
-                f"a gradient of {unknown[0]!r}, which had none when SparseFusion was attached: detach() and attach another"
+                f"{unknown[0]!r} has a gradient now but had none when SparseFusion was attached: call detach() and attach() "
+                "again"
             )
         self._begin()
         for observer in self.observers:
             observer.atom_arrived(tuple(gradients))
         if factor != 1 and (self._uses_buffers or self._uses_fp16):
-            for flat in flats:
+            for flat in flat_buffers:
                 flat.mul_(factor)
         if self._uses_buffers:
             if (repeated := self._queue.first_repeated(gradients)) is not None:
                 self._restart_step(repeated)
             self._queue.add(gradients, wait_for_buffer=self.can_wait_for_buffer)
             return QueuedAtom(self._queue, tuple(gradients))
-        reduction = self._reduce_dense(gradients, flats, reduce_dense, factor)
+        reduction = self._reduce_dense(gradients, flat_buffers, reduce_dense, factor)
         self._reductions.append(reduction)
         return reduction
 
     def _reduce_dense(
         self,
         gradients: Mapping[str, torch.Tensor],
-        flats: Sequence[torch.Tensor],
+        flat_buffers: Sequence[torch.Tensor],
         reduce_dense: Callable[[], Waitable | None],
         factor: float,
     ) -> Waitable:
@@ -144,7 +145,7 @@ class Session:
         scale = self._scale
         self.reducer.feedback.flush(gradients, scale if self._uses_fp16 else scale / factor)
         if self._uses_fp16:
-            return self.reducer.start_fp16(gradients, flats)
+            return self.reducer.start_fp16(gradients, flat_buffers)
         reduction = FrameworkReduction(reduce_dense(), gradients, is_checked=self._flushes_residuals)
         for observer in self.observers:
             observer.dense_reduction_started()
@@ -202,7 +203,7 @@ class Session:
         self._queue.begin(self.plan, self._scale, self.density_ratio)
 
     def finish_skipped_step(self) -> None:
-        """If the last step was skipped, restore the residuals before it. RuntimeError if a step has begun."""
+        """If the last step was skipped, restore the residuals that it started with. RuntimeError if a step has begun."""
         if self._has_begun:
             raise RuntimeError(f"step {self.step} has begun: residuals are known only between steps")
         if self._skipped.roll_back():
@@ -244,18 +245,18 @@ class Session:
             raise RuntimeError(f"the plan does not contain {self._queue.unsent!r}: replan() makes a new plan")
         for reduction in self._all_reductions:
             reduction.wait()
-        nonfinite = self._nonfinite_gradient()
+        nonfinite_name = self._nonfinite_gradient()
         self._clear()
         self._has_begun = False
-        self._skipped.step_ended(was_skipped=nonfinite is not None)
+        self._skipped.step_ended(was_skipped=nonfinite_name is not None)
         self.step += 1
         for observer in [*self.observers]:
             observer.step_ended(self)
-        if nonfinite and not self.skips_nonfinite_steps:
+        if nonfinite_name and not self.skips_nonfinite_steps:
             raise FloatingPointError(
-                f"step {self.step - 1}: the gradient of {nonfinite} is not finite on some rank. With a loss scale, give "
-                "SparseFusion(loss_scale=...) the function that returns it; on_nonfinite='skip-known' if such steps are "
-                "skipped without one"
+                f"step {self.step - 1}: the gradient of {nonfinite_name} is not finite on some rank. If the training "
+                "uses a loss scale, pass SparseFusion(loss_scale=function); if it skips such steps without one, pass "
+                "on_nonfinite='skip-known'"
             )
 
     @property
@@ -268,7 +269,7 @@ class Session:
         All ranks get the same result. Means that the framework computed are checked only if residuals may have been added
         to them on any rank; some frameworks leave only a part of these means on each rank.
         """
-        nonfinite, has_residuals = first_nonfinite(self._all_reductions), bool(self.reducer.feedback.residuals)
+        nonfinite_name, has_residuals = first_nonfinite(self._all_reductions), bool(self.reducer.feedback.residuals)
         had_residuals, follows_plan = self._had_residuals, self._uses_buffers or self._uses_fp16
         if not (follows_plan or self._flushes_residuals):
             return None
@@ -276,19 +277,19 @@ class Session:
         for group in (self.reducer.group if self._flushes_residuals else None, self.model_group):
             if group is None:
                 continue
-            flags = [nonfinite is not None, has_residuals, had_residuals, magnitude]
+            flags = [nonfinite_name is not None, has_residuals, had_residuals, magnitude]
             local = torch.tensor(flags, dtype=torch.float32, device=self.device)
             is_bad, has_residuals, had_residuals, magnitude = all_reduce(local, group, op=dist.ReduceOp.MAX).tolist()
-            nonfinite = nonfinite or ("a parameter of another rank" if is_bad else None)
+            nonfinite_name = nonfinite_name or ("a parameter of another rank" if is_bad else None)
         if self._uses_fp16:
             self.reducer.fp16_scale.follow(magnitude, self._scale)
         if not (follows_plan or had_residuals):
-            nonfinite = None
+            nonfinite_name = None
         if self._uses_buffers:
             self._may_have_residuals = True
-        elif self._flushes_residuals and not nonfinite:  # a skipped step leaves the residuals unchanged
+        elif self._flushes_residuals and not nonfinite_name:  # a skipped step leaves the residuals unchanged
             self._may_have_residuals = bool(has_residuals)
-        return nonfinite
+        return nonfinite_name
 
 
 class FrameworkReduction:

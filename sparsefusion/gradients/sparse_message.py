@@ -92,7 +92,7 @@ class SparseMessage:
     def _decode_values(self, encoded: torch.Tensor) -> torch.Tensor:
         """Decode rows of values; returns (rows, elements)."""
         format = wire_format(self.wire, self._dtype)
-        return format.restore(format.decode(encoded, self._dtype), self.ranks)
+        return format.undo_scaling(format.decode(encoded, self._dtype), self.ranks)
 
 
 def clamp_to_format(values: torch.Tensor, format: Cast | Int8, ranks: int) -> torch.Tensor:

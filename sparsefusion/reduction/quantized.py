@@ -218,7 +218,9 @@ def operation(format: str, algorithm: str) -> str:
 def _candidate(
     group: dist.ProcessGroup, device: torch.device | str, format: str, algorithm: str
 ) -> Callable[[int], Callable[[], torch.Tensor]]:
-    """A function that maps nbytes to a function that performs one such all-reduce of this many bytes of float32."""
+    """A factory for `measure`: `prepare(nbytes)` allocates nbytes of float32 and returns a function that all-reduces them
+    once.
+    """
 
     def prepare(nbytes: int) -> Callable[[], torch.Tensor]:
         tensor = torch.ones(nbytes // 4, device=device)
@@ -250,10 +252,10 @@ def _sums(
     """The sums of `tensor` in a format and of `exact` (or None), with their shapes and dtypes."""
     accumulated = at_least_fp32(tensor.dtype)
     x = tensor.detach().to(accumulated).reshape(-1).contiguous()  # (n,)
-    second = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()  # (m,)
-    second = second.to(at_least_fp32(second.dtype))
+    exact_values = x.new_empty(0) if exact is None else exact.detach().reshape(-1).contiguous()  # (m,)
+    exact_values = exact_values.to(at_least_fp32(exact_values.dtype))
     function = {"native": _native, "one_shot": _one_shot, "two_shot": _two_shot}[algorithm]
-    total, exact_total = function(x, second, wire_format(format, accumulated), group, counter)
+    total, exact_total = function(x, exact_values, wire_format(format, accumulated), group, counter)
     total = total[: x.numel()].view(tensor.shape).to(tensor.dtype)
     return total, None if exact is None else exact_total[: exact.numel()].view(exact.shape).to(exact.dtype)
 
@@ -278,7 +280,7 @@ def _native(
     total = collectives.all_reduce(total, group, counter).to(x.dtype).mul_(shrink)
     if exact.numel():
         exact = collectives.all_reduce(exact, group, counter)
-    return form.restore(form.rounded(total, ranks), ranks)[0], exact
+    return form.undo_scaling(form.round_to_wire(total, ranks), ranks)[0], exact
 
 
 def _one_shot(
@@ -289,7 +291,7 @@ def _one_shot(
     message = _pack(exact[None], form.encode(rows_of(x, 1, form.block), ranks))[0]
     received = collectives.all_gather(message, group, counter)
     total, exact_total = _sum(received, exact.numel(), x.dtype, exact.dtype, form)
-    return form.restore(form.rounded(total, ranks), ranks)[0], exact_total
+    return form.undo_scaling(form.round_to_wire(total, ranks), ranks)[0], exact_total
 
 
 def _two_shot(
@@ -304,7 +306,7 @@ def _two_shot(
     total, exact_total = _sum(received, count, x.dtype, exact.dtype, form)
     sums = collectives.all_gather(_pack(exact_total[None], form.encode_sum(total, ranks))[0], group, counter)
     exact_sums, encoded = _unpack(sums, count, exact.dtype)
-    return form.restore(form.decode(encoded, x.dtype), ranks).flatten(), exact_sums.flatten()
+    return form.undo_scaling(form.decode(encoded, x.dtype), ranks).flatten(), exact_sums.flatten()
 
 
 def _pack(exact: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,10 @@ CALLS = {  # part of the error's message: the call of a schedule
     "no size may be 0": lambda s: s(*tensors(batch=0)),
     "softcap=30.0 is not supported by attention2d": lambda s: s(*tensors(), softcap=30.0),
     "scale=0: expected a positive, finite number": lambda s: s(*tensors(), scale=0),
+    "mask is (4, 4) torch.bool: expected a bool tensor": lambda s: s(*tensors(), mask=torch.ones(4, 4) > 0),
+    "mask is list: expected a bool tensor": lambda s: s(*tensors(), mask=[True]),
+    "mask has 3 sequences: expected 1 or 1": lambda s: s(*tensors(), mask=torch.ones(3, 1, 8) > 0),
+    "mask has 5 key blocks: 8 tokens do not divide": lambda s: s(*tensors(), mask=torch.ones(1, 1, 5) > 0),
     "'float' object cannot be interpreted as an integer": lambda s: s(*tensors(), seq=4.0 * s.ranks - 1),
 }
 REFUSED = dict(
@@ -145,7 +149,7 @@ def test_a_rank_that_is_no_member_of_the_group(ranks, world):
 
     member, *others = ranks(run, world)
     assert member == [None] * 3
-    assert all("is no process group that this rank is a member of" in message for message in sum(others, []))
+    assert all("is not a process group of this rank" in message for message in sum(others, []))
 
 
 def test_attention_does_not_return_the_log_sum_exp():

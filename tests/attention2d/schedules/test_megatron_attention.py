@@ -14,9 +14,13 @@ import torch.nn.functional as F
 from attention2d import CoreAttention
 from megatron_ssm.integrations.specs import core_attention, with_core_attention
 
-SEQ, VOCAB = 32, 50
+SEQ, VOCAB = 72, 50  # twice 2, 4 and 9 divide the length
 CASES = {  # by number of ranks: (cp_comm_type, arguments of `core_attention`, part of the schedule's repr)
-    2: [("p2p", {}, "rows=2, cols=1, ulysses=1"), ("2d", dict(rows=1, cols=2), "rows=1, cols=2, ulysses=1")],
+    2: [
+        ("p2p", {}, "rows=2, cols=1, ulysses=1"),
+        ("a2a", {}, "rows=1, cols=1, ulysses=2"),
+        ("2d", dict(rows=1, cols=2), "rows=1, cols=2, ulysses=1"),
+    ],
     4: [
         ("2d", dict(rows=2, cols=2), "rows=2, cols=2, ulysses=1, order='zigzag')"),
         (
@@ -29,6 +33,7 @@ CASES = {  # by number of ranks: (cp_comm_type, arguments of `core_attention`, p
         ("all_gather", {}, "rows=4, cols=1, ulysses=1, order='zigzag')"),
         ("a2a+p2p", {}, "rows=2, cols=1, ulysses=2, order='zigzag', overlap=True"),
     ],
+    9: [("2d", dict(rows=3, cols=3), "rows=3, cols=3, ulysses=1"), ("p2p", {}, "rows=9, cols=1, ulysses=1")],
 }
 
 
@@ -119,7 +124,7 @@ def run_cases(rank, cases):
     return found
 
 
-@pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize("world_size", (2, 4, 9))
 def test_gpt_model(world_size, ranks, expected):
     """Megatron itself shards the tokens."""
     logits, loss, gradients = expected

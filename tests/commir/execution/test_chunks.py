@@ -149,11 +149,11 @@ def test_what_cannot_have_chunks():
     ):
         in_chunks(ring, "heads", 2).reorder("kv.x", "heads.chunk")
     moved = place(Schedule(programs.matmul_reduce_scatter(24, 12, 24), Mesh(x=2, y=2)), x="cols", y="inner")
-    with pytest.raises(IllegalSchedule, match=r"chunk\(rows\.chunk\): the ranks that keep c divide this digit"):
+    with pytest.raises(IllegalSchedule, match=r"chunk\(rows\.chunk\): c is split over ranks along this digit at home"):
         in_chunks(moved.replicate("c", "x"), "rows", 2).lower()
-    with pytest.raises(IllegalSchedule, match=r"k has 2 heads, which do not divide over 4 blocks of heads"):
+    with pytest.raises(IllegalSchedule, match=r"k: 2 heads do not divide over 4 blocks: 2 % 4 = 2"):
         in_chunks(ring, "heads", 4).lower()
-    with pytest.raises(IllegalSchedule, match=r"chunk\(q\.o\): the ranks that keep q divide this digit"):
+    with pytest.raises(IllegalSchedule, match=r"chunk\(q\.o\): q is split over ranks along this digit at home"):
         place(schedule, x="heads").tile("q", 2, "q.o", "q.i").chunk("q.o").lower()
     with pytest.raises(
         IllegalSchedule, match=r"chunk\(batch\.chunk\): selective_scan has a scan, which cannot be divided"

@@ -168,7 +168,7 @@ def test_zigzag_order_is_that_of_an_operand_at_home(gpus):
     for name in ("x", "dt", "B", "C", "y"):
         schedule = schedule.replicate(name, "g")
     with pytest.raises(
-        IllegalSchedule, match="seq is in zigzag order, so an operand must be kept along it at home, on g"
+        IllegalSchedule, match="seq is in zigzag order, so at least one operand must be sharded along it at home on g"
     ):
         schedule.tile("seq", gpus).parallelize("seq.o", "g").lower()
 

@@ -121,7 +121,7 @@ def test_rules_of_attention():
     ):
         attention().shard("q", "dim", "x")
     loop_over_heads = attention().tile("q", 2).parallelize("q.o", "x").reorder("heads")
-    with pytest.raises(IllegalSchedule, match=r"k has 2 heads, which do not divide over 4 blocks of heads"):
+    with pytest.raises(IllegalSchedule, match=r"k: 2 heads do not divide over 4 blocks: 2 % 4 = 2"):
         loop_over_heads.lower()
 
 

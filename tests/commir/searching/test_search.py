@@ -139,7 +139,8 @@ def test_known_schedules_are_candidates(program, name):
     made = known(Schedule(program, mesh), name)
     assert known_as(made) == name and list(placements_of(made).values()) == list(parts)
     schedules = [candidate.schedule(program, mesh) for candidate in candidates(program, mesh)]
-    assert [known_as(each) for each in schedules if placements_of(each) == placements_of(made)] == [name]
+    found = [known_as(each) for each in schedules if placements_of(each) == placements_of(made)]
+    assert found == ["" if name == "Mnemosyne" else name]  # a search does not move what Mnemosyne keeps along heads
 
 
 def test_the_mesh_axes_of_a_known_schedule():
@@ -151,7 +152,7 @@ def test_the_mesh_axes_of_a_known_schedule():
     other = known(schedule, "USP", "gpu", "node")
     assert placements_of(other) == {"node": Placement("heads"), "gpu": Placement("q", True)} and known_as(other) == ""
     parts = Schedule(programs.attention(1, 8, 8, 64, 8), Mesh(node=2, gpu=2, core=2))
-    assert known_as(place(parts, node=Placement("q", True), gpu=Placement("q", True), core="heads")) == "USP"
+    assert known_as(place(parts, node=Placement("q", True), gpu=Placement("q", True), core="heads")) == "LoongTrain"
     assert known_as(place(parts, node=Placement("q", True), gpu="heads", core=Placement("q", True))) == ""
     assert known_as(place(parts, node="kv", gpu="heads", core="q")) == ""
 

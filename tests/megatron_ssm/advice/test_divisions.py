@@ -370,7 +370,7 @@ def test_what_does_not_fit_is_excluded():
     config = config_of(**tiny.ZAMBA2)
     found = training_divisions(config, 16, Training(64, 8), fabric(), Fixed())
     reasons = {each.sizes: each.excluded for each in found if each.excluded}
-    assert "does not divide" in reasons["TP 1 x CP 1 x DP 16"] and "TP 16 x CP 1 x DP 1" in reasons
+    assert "is not a multiple of" in reasons["TP 1 x CP 1 x DP 16"] and "TP 16 x CP 1 x DP 1" in reasons
     small = type("Small", (Fixed,), {"memory": 1.0})()
     found = training_divisions(config, 2, Training(64, 8), fabric(), small)
     assert all("GB with --recompute-activations; a rank has 1e-09 GB" in each.excluded for each in found)
@@ -714,7 +714,7 @@ def test_text_measured_on_this_machine(files, capsys):
             "cannot read --fabric nofab.json: No such file or directory; torchrun --nproc-per",
         ),
         (["--model", "nowhere"], "no model configuration"),
-        (["--draft-head"], "draft_head=True: config.json of this zamba2 model names no draft head"),
+        (["--draft-head"], "draft_head=True: config.json of this zamba2 model declares no supported draft head"),
         (["--model", "l1"], "l1 holds LoRA adapters of the model base"),
         (
             ["--device", "abacus"],

@@ -9,7 +9,7 @@ import pytest
 from megatron_ssm.api import prepared_request
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.request_models import ChatRequest, CompletionRequest
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
 
@@ -84,7 +84,7 @@ def served(directory, template):
     write_byte_tokenizer(directory)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
-    return Served("model", load_tokenizer(directory), VOCABULARY, (256,), LENGTH, ChatTemplate(directory))
+    return ServedModel("model", load_tokenizer(directory), VOCABULARY, (256,), LENGTH, ChatTemplate(directory))
 
 
 def prepared(model, body, served_model):
@@ -180,6 +180,6 @@ def test_how_many_log_probabilities_there_may_be(tmp_path, monkeypatch, endpoint
     monkeypatch.setattr(prepared_request, "MAX_LOGPROBS", count)
     prepared(endpoint, body, model)
     monkeypatch.setattr(prepared_request, "MAX_LOGPROBS", count - 1)
-    with pytest.raises(ApiError, match=f"more than the {count - 1} log-probabilities that a request may") as refused:
+    with pytest.raises(ApiError, match=f"exceed the limit of {count - 1};") as refused:
         prepared(endpoint, body, model)
     assert refused.value.param == ("top_logprobs" if endpoint == CHAT else "logprobs")

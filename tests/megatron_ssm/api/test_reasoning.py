@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.reasoning import ReasoningSplitter
 from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import ChatRequest
@@ -49,7 +49,7 @@ def served(directory, template=TEMPLATE):
     (directory / "chat_template.jinja").write_text(template)
     (directory / "config.json").write_text('{"model_type": "mamba2"}')
     tokenizer = load_tokenizer(directory)
-    return Served("model", tokenizer, 257, (256,), 4000, ChatTemplate(directory), tool_parser=HermesParser)
+    return ServedModel("model", tokenizer, 257, (256,), 4000, ChatTemplate(directory), tool_parser=HermesParser)
 
 
 def prepared(model, messages=({"role": "user", "content": "a"},), **changes):

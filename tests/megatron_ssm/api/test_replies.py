@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.offsets import prompt_offsets
-from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import CompletionRequest
 from megatron_ssm.api.sequences import Update
@@ -26,7 +26,7 @@ def served(directory, tokenizer=None):
     write_byte_tokenizer(directory)
     if tokenizer is not None:
         tokenizer.save(str(directory / "tokenizer.json"))
-    return Served("model", load_tokenizer(directory), 257, (END,), 100, ChatTemplate(directory))
+    return ServedModel("model", load_tokenizer(directory), 257, (END,), 100, ChatTemplate(directory))
 
 
 def prepared(model, body):
@@ -170,7 +170,8 @@ def test_the_usage_of_the_events_before_the_last(tmp_path, options, expected):
     model = served(tmp_path)
     request = prepared(model, {"prompt": "a", "stream": True, "stream_options": options})
     replies = Replies(request, model)
-    chunk = json.loads(replies.chunk(replies.add_update(Update(request.sequences[0], [65]))).to_json())
+    (event,) = replies.events(replies.add_update(Update(request.sequences[0], [65])))
+    chunk = json.loads(event.to_json())
     assert {name: value for name, value in chunk.items() if name == "usage"} == expected
 
 

@@ -11,9 +11,11 @@ from megatron_ssm.api.request_models import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
     parse_body,
 )
+from megatron_ssm.api.response_request import ResponseRequest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 
@@ -120,7 +122,7 @@ def test_what_is_missing(endpoint, name):
 
 def test_every_parameter_is_documented():
     section = PAGE.read_text().split("## Parameters")[1].split("## Errors")[0]
-    models = (COMPLETIONS, CHAT, TokenizeRequest, DetokenizeRequest)
+    models = (COMPLETIONS, CHAT, TokenizeRequest, DetokenizeRequest, EmbeddingRequest, ResponseRequest)
     assert set().union(*(model.model_fields for model in models)) <= set(re.findall(r"`(\w+)`", section))
 
 

@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 
 from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import Served, prepare_request
+from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import ChatRequest
 from megatron_ssm.api.sequences import Update
@@ -177,7 +177,7 @@ def served(directory, template="{{ tools | tojson if tools else 'none' }}", pars
     tokenizer = load_tokenizer(directory)
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
     format = PARSERS[parser][0] if parser else None
-    return Served("model", tokenizer, 300, (256,), 4000, ChatTemplate(directory), tool_parser=format)
+    return ServedModel("model", tokenizer, 300, (256,), 4000, ChatTemplate(directory), tool_parser=format)
 
 
 def prepared(model, **changes):
@@ -237,7 +237,7 @@ def replied(model, tokens, size, **changes):
     parts = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     pieces = [replies.add_update(Update(sequence, part, None)) for part in parts]
     pieces.append(replies.add_update(Update(sequence, [], "stop")))
-    chunks = [json.loads(replies.chunk(piece).to_json())["choices"][0] for piece in pieces]
+    chunks = [json.loads(replies.events(piece)[0].to_json())["choices"][0] for piece in pieces]
     for piece in pieces[1:]:
         pieces[0].extend(piece)
     whole = json.loads(replies.whole(pieces[:1]).to_json())["choices"][0]

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from chosen import by_default
 
 import tiny
-from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, set_aside, set_damaged_aside
+from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, rename_to_damaged, rename_to_old
 from megatron_ssm.checkpoints.training import MOMENTS, Snapshot, load_training
 from sparsefusion.foundation.command_line import Failure
 
@@ -281,11 +281,11 @@ def test_checkpoints_are_set_aside(tmp_path):
     for name in ("first", "second"):
         (directory / "step-000001").mkdir(parents=True)
         (directory / "step-000001" / "training.json").write_text(name)
-        set_aside(directory)
+        rename_to_old(directory)
         assert not directory.exists()
         assert (old / "step-000001" / "training.json").read_text() == name
     directory.mkdir()
-    set_aside(directory)
+    rename_to_old(directory)
     assert directory.exists() and find_checkpoints(old)
 
 
@@ -300,7 +300,7 @@ def test_files_with_the_names_of_folders_are_replaced(tmp_path):
     for step in (1, 2):
         Snapshot.of(tmp_path, step, trainer.model, trainer.optimizer, RUN_SETTINGS).write()
     assert find_checkpoints(tmp_path) == [tmp_path / "step-000001", tmp_path / "step-000002"] and elsewhere.is_dir()
-    set_damaged_aside(tmp_path / "step-000001")
+    rename_to_damaged(tmp_path / "step-000001")
     assert (tmp_path / "step-000001.damaged" / "training.json").is_file()
 
 
@@ -423,7 +423,7 @@ def test_folders_that_are_no_checkpoints(tmp_path):
 def test_a_damaged_training_json(tmp_path, text):
     (tmp_path / "step-000001").mkdir()
     (tmp_path / "step-000001" / "training.json").write_text(text)
-    with pytest.raises(ValueError, match="step-000001/training.json is not a checkpoint's: "):
+    with pytest.raises(ValueError, match="step-000001/training.json is damaged: "):
         newest_checkpoint(tmp_path, RUN_SETTINGS)
 
 
@@ -501,7 +501,7 @@ def test_a_checkpoint_of_another_step_is_refused_by_every_rank(ranks, tmp_path, 
     """For instance a copy under the name of another step."""
     ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 1, tmp_path), tp)
     for lines in ranks(lambda rank: refusals(tiny.trainer_on(tp, options()), [tmp_path / "step-000001"]), tp):
-        assert lines[0].endswith("/training.json is not a checkpoint's: it is of step 1")
+        assert lines[0].endswith("/training.json is damaged: it records step 1, not step 2")
 
 
 def test_another_model_is_refused_by_every_rank(ranks, tmp_path, tp=2):

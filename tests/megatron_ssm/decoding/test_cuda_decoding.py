@@ -49,7 +49,7 @@ def test_a_training_step():
 @torch.no_grad()
 def test_graphs_decode_as_the_model_does(name, oracle, monkeypatch):
     """Decodes rows of a larger cache until the number of keys grows, with several graphs that share their memory."""
-    monkeypatch.setattr(cuda_graphs, "KEYS", 8)
+    monkeypatch.setattr(cuda_graphs, "MIN_KEYS", 8)
     model = megatron_ssm.load(oracle(name).directory, device="cuda")
     tokens, usual = oracle(name).ids.cuda(), copy.deepcopy(model)
     usual.graphs, caches = False, [model.new_cache(4, 32) for _ in range(2)]
@@ -67,7 +67,7 @@ def test_graphs_decode_as_the_model_does(name, oracle, monkeypatch):
             for tensor, other in zip(layer.tensors(), other_layer.tensors(), strict=True):
                 torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4)
     assert model.graphs and all(torch.equal(*each) for each in kept)
-    assert sum(len(rows.steps) for rows in model._graphs._in_thread.recent) >= 2
+    assert sum(len(rows.graphs_by_keys) for rows in model._graphs._in_thread.recent) >= 2
 
 
 def waits(x):
@@ -103,7 +103,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(offence, oracle, monkeypatch,
     monkeypatch.undo()
     for t in range(8):
         logits = other(tokens[:, t : t + 1], None, caches[2])
-    assert other.graphs and other._graphs._in_thread.recent[0].steps
+    assert other.graphs and other._graphs._in_thread.recent[0].graphs_by_keys
     torch.testing.assert_close(logits, usual(tokens[:, :8])[:, -1:], rtol=0, atol=1e-3)
 
 
@@ -114,7 +114,7 @@ def test_closing_releases_graphs(oracle):
     tokens, cache = oracle("mamba").ids.cuda(), model.new_cache(2)
     for t in range(4):
         model(tokens[:, t : t + 1], None, cache)
-    ((graph, *_),) = model._graphs._in_thread.recent[0].steps.values()
+    ((graph, *_),) = model._graphs._in_thread.recent[0].graphs_by_keys.values()
     graph.pool()
     model.close()
     with pytest.raises(RuntimeError):  # it has been reset
@@ -136,7 +136,7 @@ def test_threads_capture_graphs_at_once(oracle):
         start.wait(60)
         return [model(tokens[:, t : t + 1], None, cache) for t in range(12)][-1].cpu(), model._graphs._in_thread.recent[
             0
-        ].steps
+        ].graphs_by_keys
 
     with ThreadPoolExecutor(len(models)) as threads:
         results = list(threads.map(decode, models))

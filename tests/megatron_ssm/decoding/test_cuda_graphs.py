@@ -119,7 +119,7 @@ def captured(monkeypatch):
         return graph, logits.fill_(float("nan"))
 
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_graphs, "KEYS", 4)
+    monkeypatch.setattr(cuda_graphs, "MIN_KEYS", 4)
     monkeypatch.setattr(cuda_graphs, "capture", capture)
     return captured
 
@@ -179,7 +179,7 @@ def on_meta(family, size, monkeypatch):
 def test_a_step_neither_reads_values_nor_moves_them(family, size, monkeypatch):
     given = on_meta(family, size, monkeypatch)
     with CaptureRules():
-        logits = cuda_graphs.step(*given)
+        logits = cuda_graphs.decoding_step(*given)
     assert logits.shape == (3, 1, given[0].embeddings.width)
 
 
@@ -224,7 +224,7 @@ def test_a_step_that_reads_or_moves_values_is_refused(offender, monkeypatch):
     given = on_meta("zamba2", 1, monkeypatch)
     offender(monkeypatch.setattr)
     with CaptureRules(), pytest.raises(Exception, match="cannot be captured|meta"):
-        cuda_graphs.step(*given)
+        cuda_graphs.decoding_step(*given)
 
 
 # What graphs compute
@@ -485,7 +485,7 @@ def test_closing_releases_the_graphs_of_all_threads(captured):
 
 
 def test_a_growing_cache_has_no_graphs_until_it_stays_in_place(captured, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "KEYS", 32)
+    monkeypatch.setattr(cuda_graphs, "MIN_KEYS", 32)
     model = loaded("zamba")
     caches = two_caches(model, max_length=None)
     for t in range(5):
@@ -620,7 +620,7 @@ def capture_by_repeating(model, cache, captured, fails=()):
 
 def use_graphs_on_cpu(patch, capture):
     """Let models on the CPU decode by the graphs of `capture`, even if their ranks communicate by gloo."""
-    for name, value in dict(DEVICE="cpu", KEYS=4, capture=capture, _is_capturable=lambda model: True).items():
+    for name, value in dict(DEVICE="cpu", MIN_KEYS=4, capture=capture, _is_capturable=lambda model: True).items():
         patch.setattr(cuda_graphs, name, value)
 
 
@@ -628,7 +628,7 @@ def use_graphs_on_cpu(patch, capture):
 def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
     """They count the bytes that replays send too."""
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_graphs, "KEYS", 4)
+    monkeypatch.setattr(cuda_graphs, "MIN_KEYS", 4)
 
     def run(model):
         assert cuda_graphs._is_capturable(model) == (world == 1)  # gloo computes its sums on the host
@@ -669,7 +669,7 @@ def test_ranks_stop_using_graphs_together(ranks, world, monkeypatch, caplog):
             caches, usual, whole = two_caches(model), copy.deepcopy(model), cuda_graphs.collectives
             usual.graphs = False
             use_graphs_on_cpu(patch, capture_by_repeating(model, caches[0], captured, fails=(1,) if last else ()))
-            patch.setattr(cuda_graphs, "KEYS", MAX_LENGTH)
+            patch.setattr(cuda_graphs, "MIN_KEYS", MAX_LENGTH)
             patch.setattr(cuda_graphs, "collectives", SimpleNamespace(all_reduce=recorded, Counter=whole.Counter))
             for t, rows in enumerate([[1, 2, 3]] * 4 + [[0]] * 4 + [[1, 2, 3]] * 2):
                 results = []

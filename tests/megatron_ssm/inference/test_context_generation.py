@@ -165,7 +165,7 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, cp):
             "arguments differ across ranks": lambda: megatron_ssm.generate(model, tokens, max_new_tokens=2 + is_last),
             "there is no beam search on context ranks": lambda: model.generate(tokens, num_beams=2),
             "does not fit into a cache of max_length=30": lambda: model(model.schedule.shard(tokens), cache=cache),
-            "seq=30 makes": lambda: model(model.schedule.shard(tokens), cache=cache, seq=30),
+            "seq=30: expected": lambda: model(model.schedule.shard(tokens), cache=cache, seq=30),
             "was not made by the new_cache": lambda: model(
                 tokens[:, :1], cache=megatron_ssm.load(directory, dtype=torch.float64).new_cache(1)
             ),

@@ -173,7 +173,9 @@ def replies(model, **options):
 def test_tokens_are_those_without_it(ranks, tp, dtype, shipped, monkeypatch):
     """Greedy and sampled, with ragged acceptances, chunked prompts and hits of the prefix cache."""
     monkeypatch.setattr("megatron_ssm.inference.speculation.FIRST_RATES", (0.95, 0.95))
-    monkeypatch.setattr("megatron_ssm.inference.speculation.FORGOTTEN", 1.0)  # so that wrong guesses are tried again
+    monkeypatch.setattr(
+        "megatron_ssm.inference.speculation.FORGETTING_RATE", 1.0
+    )  # so that wrong guesses are tried again
 
     def run(rank):
         found = [load(shipped[0], dist.group.WORLD, dtype=dtype, draft_head=with_head) for with_head in (False, True)]
@@ -225,5 +227,5 @@ def test_memory_of_the_copied_vocabulary(ranks, tp, options, tmp_path):
 
 def test_a_model_without_one(tmp_path):
     hf_model("qwen3_5_text").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="config.json of this qwen3_5_text model names no draft head"):
+    with pytest.raises(ValueError, match="config.json of this qwen3_5_text model declares no supported draft head"):
         load(tmp_path, draft_head=True)

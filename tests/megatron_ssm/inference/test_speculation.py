@@ -104,7 +104,7 @@ def test_lookup_against_a_search_of_all_matches(seed):
 
 
 def test_a_lookup_searches_only_the_last_tokens(monkeypatch):
-    monkeypatch.setattr(speculation, "SEARCHED", 8)
+    monkeypatch.setattr(speculation, "LOOKUP_WINDOW", 8)
     request = SimpleNamespace(prompt=(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2), tokens=[], max_new_tokens=1)
     assert History(request).lookup(3) == []
     request.prompt = (9, 9, 9, 4, 1, 2, 5, 6, 7, 1, 2)

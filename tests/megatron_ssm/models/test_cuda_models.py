@@ -22,7 +22,7 @@ def generated(rank, directory, ids, format):
     with megatron_ssm.load(directory, **where) as model, megatron_ssm.load(directory, graphs=False, **where) as usual:
         logits = model(ids.cuda()).cpu()
         tokens = [megatron_ssm.generate(each, ids.cuda(), max_new_tokens=NEW).cpu() for each in (model, usual)]
-        return logits, tokens, sum(len(rows.steps) for rows in model._graphs._in_thread.recent)
+        return logits, tokens, sum(len(rows.graphs_by_keys) for rows in model._graphs._in_thread.recent)
 
 
 EXACT = ("mamba", "falcon", "mamba2-2-groups", "zamba-4-heads-grouped-untied", "zamba2-1-group")

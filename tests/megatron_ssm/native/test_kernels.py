@@ -331,7 +331,7 @@ def test_constants_of_c_and_python():
         ("selective_scan.c", "STATES"): kernels.LARGEST_STATE,
         ("ssd_loops.c", "STATES"): kernels.LARGEST_STATE,
         ("ssd_loops.c", "CHUNK"): kernels.CHUNK,
-        ("ssd_loops.c", "PART"): kernels.PART,
+        ("ssd_loops.c", "PART"): kernels.CHANNEL_BLOCK,
         ("quantized.h", "BLOCK"): products.BLOCK,
         ("product.h", "NO_KERNEL"): products.NO_KERNEL,
     }

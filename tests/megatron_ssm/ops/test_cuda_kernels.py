@@ -230,7 +230,7 @@ def test_the_final_state_alone_has_gradients(called):
     gradients = [torch.autograd.grad(t, [inputs[n] for n in wanted], given, allow_unused=True) for t in (ours, plain)]
     for name, mine, theirs in zip(wanted, *gradients, strict=True):
         assert (mine is None or not mine.any()) if theirs is None else error(mine, theirs) <= 1e-5, name
-    assert "_AfterKernel" in ours.grad_fn.name() and "_AfterKernel" not in y.grad_fn.name()
+    assert "_FinalStateGradient" in ours.grad_fn.name() and "_FinalStateGradient" not in y.grad_fn.name()
 
 
 CUTS = [(), (1,), (16,), (1, 2, 3), (2, 3, 20), (4, 5, 6, 18)]

@@ -1,4 +1,4 @@
-"""Tools and reasoning. Oracles: OpenAI's Python client; replies on one and on two ranks are the same."""
+"""Tools, reasoning and embeddings. Oracles: OpenAI's Python client; replies on one and on two ranks are the same."""
 
 import json
 
@@ -97,6 +97,51 @@ def test_reasoning_with_a_budget_before_a_call(clients):
             assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == reasoning
             found.append(ids)
         assert found[0] == found[1]
+
+
+def test_penalties_beside_tools(servers):
+    """The tokens on one and on two ranks are the same, of forced and of free calls."""
+    sampled = dict(temperature=1.1, seed=5, frequency_penalty=1.5, presence_penalty=-0.5, repetition_penalty=1.2,
+                   min_p=0.001, logit_bias={"97": 2.0}, max_tokens=60)  # fmt: skip
+    messages = [{"role": "user", "content": "aaa"}]
+    for choice in (FORCED, "auto"):
+        body = {"messages": messages, "tools": TOOLS, "tool_choice": choice, "n": 2, **sampled}
+        one, two = (each.tokens(body, "/v1/chat/completions") for each in servers)
+        assert one == two and all(map(len, one))
+        plain, _ = (each.tokens({**body, "frequency_penalty": 0}, "/v1/chat/completions") for each in servers)
+        assert plain != one
+
+
+def test_embeddings(servers, clients):
+    """Those of the client, which asks for base64, of token ids, and of more texts than slots; on one and on two ranks."""
+    texts = [f"text {number}" * number for number in range(1, 20)]
+    found = []
+    for running, client in zip(servers, clients, strict=True):
+        reply = client.embeddings.create(model="mamba2", input=texts)
+        vectors = [each.embedding for each in reply.data]
+        assert [each.index for each in reply.data] == list(range(len(texts)))
+        assert reply.usage.prompt_tokens == reply.usage.total_tokens == sum(map(len, texts))
+        ids = [list(text.encode()) for text in texts]
+        plain = running.post("/v1/embeddings", {"input": ids, "encoding_format": "float"}).json()["data"]
+        for vector, other in zip(vectors, plain, strict=True):
+            assert vector == pytest.approx(other["embedding"], abs=1e-5)
+            assert sum(number**2 for number in vector) == pytest.approx(1, abs=1e-5)
+        mean = running.post("/v1/embeddings", {"input": texts[0], "pooling": "mean"}).json()["data"][0]["embedding"]
+        assert mean != pytest.approx(vectors[0], abs=1e-3)
+        found.append([*vectors, mean])
+    for one, two in zip(*found, strict=True):
+        assert one == pytest.approx(two, abs=1e-4)
+
+
+def test_embeddings_refuse_what_is_wrong(servers):
+    one, _ = servers
+    for body, param in (
+        ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [300]}, "input"), ({"input": "a" * 5000}, "input"),
+        ({"input": [97] * 4097}, "input"), ({"input": "a", "dimensions": 3}, "dimensions"),
+        ({"input": "a", "pooling": "max"}, "pooling"), ({}, "input"),
+    ):  # fmt: skip
+        reply = one.post("/v1/embeddings", body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
 def test_tokens_of_texts_and_conversations(servers, clients):

@@ -150,7 +150,7 @@ def test_ipv6():
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):
-    for name in ("command", "lifecycle"):
+    for name in ("command", "lifecycle", "server"):
         monkeypatch.delitem(sys.modules, f"megatron_ssm.serving.{name}")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.setattr(cli, "leave_on_interrupt", lambda: None)  # it would stay for the tests that follow

@@ -14,9 +14,8 @@ import pytest
 import uvicorn
 from programs import Fork
 
-from megatron_ssm.serving.command import bind
-from megatron_ssm.serving.connections import OTHER_FILES, Connections, allow_files
-from megatron_ssm.serving.lifecycle import Server
+from megatron_ssm.serving.connections import OTHER_FILES, Connections, allow_files, bind
+from megatron_ssm.serving.server import Server
 from servers import IGNORE_EOS, LIMIT_S, server, with_template
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2, **IGNORE_EOS}).encode()

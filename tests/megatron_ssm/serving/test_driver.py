@@ -12,8 +12,8 @@ from megatron_ssm import Engine, load
 from megatron_ssm.api.sequences import Arguments, Sequence
 from megatron_ssm.inference import grammar as grammars
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.serving.channel import Channel, Orders
-from megatron_ssm.serving.driver import Driver, follow
+from megatron_ssm.serving.channel import Channel, Commands
+from megatron_ssm.serving.driver import Driver, run_follower
 from servers import expected
 from serving import checkpoint
 
@@ -35,7 +35,7 @@ def test_ranks_follow_additions_and_cancellations(ranks, world):
         return follow_all(engine, channel) if rank else drive(engine, channel)
 
     def follow_all(engine, channel):
-        follow(engine, channel)
+        run_follower(engine, channel)
         return engine.prefilled_tokens, engine.is_busy
 
     def drive(engine, channel):
@@ -109,7 +109,7 @@ def test_others_go_on_while_a_grammar_is_compiled(ranks, world):
     def run(rank):
         model = load(directory, dist.group.WORLD if world > 1 else None)
         engine, channel = Engine(model, slots=3, max_length=3000), Channel(model.ranks)
-        return follow(engine, channel) if rank else drive(engine, channel)
+        return run_follower(engine, channel) if rank else drive(engine, channel)
 
     def drive(engine, channel):
         updates, failures, may_compile, matcher = queue.SimpleQueue(), [], threading.Event(), engine.tokenizer.matcher
@@ -153,7 +153,7 @@ def test_only_the_thread_for_grammars_compiles(ranks, world, monkeypatch):
         model = load(directory, dist.group.WORLD if world > 1 else None)
         engine, channel = Engine(model, slots=3), Channel(model.ranks)
         if rank:
-            follow(engine, channel)
+            run_follower(engine, channel)
         else:
             drive(engine, channel)
         return sorted(threads)
@@ -223,16 +223,16 @@ def test_other_ranks_do_not_compile_them_either():
     one, two, three = [("regex", f"{c}{{9}}") for c in "abc"]
 
     def orders():
-        yield Orders(grammars=(one, two, three, three))
-        yield Orders(dropped=(two, three))
+        yield Commands(grammars=(one, two, three, three))
+        yield Commands(dropped=(two, three))
         may_compile.set()
-        yield Orders(additions=tuple(Arguments([1], 3, seed=0, grammar=each) for each in (one, three)))
+        yield Commands(additions=tuple(Arguments([1], 3, seed=0, grammar=each) for each in (one, three)))
         while engine.is_busy:
-            yield Orders()
-        yield Orders(is_last=True)
+            yield Commands()
+        yield Commands(is_last=True)
 
     script = orders()
-    follow(engine, SimpleNamespace(receive=lambda is_busy: next(script).encode()))
+    run_follower(engine, SimpleNamespace(receive=lambda is_busy: next(script).encode()))
     assert texts_of(texts) == ["a{9}", "c{9}"]
 
 

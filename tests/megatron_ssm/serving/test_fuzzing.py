@@ -10,13 +10,22 @@ from hypothesis import strategies as st
 
 from servers import LIMIT_S, events, server, with_template
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+ENDPOINTS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize",
+)  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-SMALL = {"max_tokens": 5, "max_completion_tokens": 5, "n": 3, "best_of": 1, "top_k": 300}  # so that requests are short
+SMALL = {
+    "max_tokens": 5,
+    "max_completion_tokens": 5,
+    "max_output_tokens": 5,
+    "n": 3,
+    "best_of": 1,
+    "top_k": 300,
+}  # so that requests are short
 
 
 # Grammars: what llguidance reads, most of it nearly valid
@@ -115,6 +124,8 @@ def values(schema, name=""):
 VALID = {
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/embeddings": {"input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [97]},
 }
@@ -129,6 +140,17 @@ def bodies(schema):
         ['{"prompt": NaN}', "[" * 5000, '{"prompt": "\\ud800"}', "1" * 5000, '{"prompt": "a", "seed": 1e999}']
     )
     return (data | noise).map(str.encode) | st.binary(max_size=30)
+
+
+def check_stream(path, text):
+    """Each event has the form of its endpoint."""
+    if path == "/v1/responses":
+        found = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+        assert [event["sequence_number"] for event in found] == list(range(len(found)))
+        assert found[-1]["type"] in ("response.completed", "response.incomplete", "error")
+    else:
+        kinds = {chunk["object"] for chunk in events(text.split("\n"))}
+        assert kinds <= {"text_completion", "chat.completion.chunk"}
 
 
 @pytest.fixture(scope="module", params=(1, pytest.param(2, marks=pytest.mark.full)))
@@ -162,10 +184,10 @@ def test_random_bodies(running, path, examples):
             if reply.status_code != 200:
                 assert set(reply.json()["error"]) == {"message", "type", "param", "code"} and reply.status_code < 500
             elif reply.headers["content-type"].startswith("text/event-stream"):
-                kinds = {chunk["object"] for chunk in events(reply.text.split("\n"))}
-                assert kinds <= {"text_completion", "chat.completion.chunk"}
+                check_stream(path, reply.text)
             elif path.startswith("/v1/"):
-                assert reply.json()["usage"]["total_tokens"] > 0 and reply.json()["choices"]
+                whole = reply.json()
+                assert whole["usage"]["total_tokens"] > 0 and (whole.keys() & {"choices", "output", "data"})
 
         check()
     assert statuses >= {200, 400}, statuses

@@ -4,9 +4,11 @@ import json
 import re
 import shutil
 import subprocess
+from typing import Annotated, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from servers import (
     IGNORE_EOS,
@@ -226,6 +228,59 @@ def test_replies_that_match_a_grammar(client):
     assert reply.choices[0].text in ("a1c", "a2c")
 
 
+def test_responses(client, directory):
+    """Whole and as a stream, with instructions."""
+    prompt = [256, *b"[system]Be brief.[user]Hi[assistant]"]
+    options = dict(model="mamba2", instructions="Be brief.", input="Hi", temperature=0, max_output_tokens=10,
+                   extra_body=IGNORE_EOS)  # fmt: skip
+    reply = client.responses.create(**options)
+    assert reply.output_text == text_of(expected(directory, prompt, 10))
+    assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (reply.usage.input_tokens, reply.usage.output_tokens) == (len(prompt), 10)
+    found = list(client.responses.create(**options, stream=True))
+    assert "".join(event.delta for event in found if event.type == "response.output_text.delta") == reply.output_text
+    assert found[0].type == "response.created" and found[-1].type == "response.incomplete"
+    assert found[-1].response.usage == reply.usage
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**options, previous_response_id="resp_1")
+    assert refused.value.body["param"] == "previous_response_id"
+
+
+class Thing(BaseModel):
+    """Matches SCHEMA."""
+
+    model_config = ConfigDict(extra="forbid")
+    size: Annotated[int, Field(ge=0, le=99)]
+    color: Literal["red", "green"]
+
+
+def test_a_response_of_a_schema(client):
+    options = dict(model="mamba2", input=[{"role": "user", "content": "Hi"}], text_format=Thing, temperature=1.5,
+                   max_output_tokens=200, extra_body={"seed": 3})  # fmt: skip
+    thing = client.responses.parse(**options).output_parsed
+    assert isinstance(thing, Thing)
+    with client.responses.stream(**options) as stream:
+        assert stream.get_final_response().output_parsed == thing
+
+
+def test_an_agent_of_two_turns_of_responses(client):
+    """The call is forced; the second turn gets the output of the first, and the result of its call."""
+    tool = {"type": "function", "name": "draw", "parameters": SCHEMA, "strict": True}
+    options = dict(model="mamba2", tools=[tool], temperature=1.2, max_output_tokens=200, extra_body={"seed": 3})
+    asked = {"role": "user", "content": "Draw."}
+    forced = {"type": "function", "name": "draw"}
+    reply = client.responses.create(**options, input=[asked], tool_choice=forced)
+    (call,) = reply.output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"size", "color"}
+    with client.responses.stream(**options, input=[asked], tool_choice=forced) as stream:
+        kinds = {event.type for event in stream}
+        (streamed,) = stream.get_final_response().output
+    assert streamed.arguments == call.arguments and "response.function_call_arguments.delta" in kinds
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    last = client.responses.create(**options, input=[asked, *reply.output, result])
+    assert [item.type for item in last.output] == ["message"]
+
+
 def test_echo(client):
     reply = complete(client, temperature=0, max_tokens=5, echo=True)
     alone = complete(client, temperature=0, max_tokens=5)
@@ -278,7 +333,7 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
             dict(prompt=[65] * 4000, echo=True, logprobs=20, n=64, max_tokens=1),
             openai.BadRequestError,
             "logprobs",
-            "256064 tokens with the log-probabilities of 21 ids each are more than the 400000 .* a smaller max_tokens",
+            "256064 tokens x 21 log-probabilities exceed the limit of 400000; lower max_tokens",
         ),
         (dict(stream_options={"include_usage": True}), openai.BadRequestError, "stream_options", "for streams only"),
         (

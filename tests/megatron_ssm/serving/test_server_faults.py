@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from megatron_ssm.serving.command import bind
+from megatron_ssm.serving.connections import bind
 from servers import IGNORE_EOS, LIMIT_S, events, expected, server, with_template
 
 LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0, **IGNORE_EOS}

@@ -42,8 +42,13 @@ def test_comments_while_there_is_nothing_to_send(monkeypatch, error):
     async def send(message):
         sent.append(message)
 
-    replies = SimpleNamespace(chunk=lambda piece: SimpleNamespace(to_json=lambda: json.dumps(piece.text)))
-    request = SimpleNamespace(shows_tokens=False, body=SimpleNamespace(includes_usage=False))
+    def events(piece):
+        return [SimpleNamespace(event_name="", to_json=lambda: json.dumps(piece.text))]
+
+    replies = SimpleNamespace(
+        first_events=list, events=events, last_events=list, end_mark="[DONE]", error_event=lambda error: error.reply
+    )
+    request = SimpleNamespace(shows_tokens=False)
     asyncio.run(endpoint._stream(request, replies, pieces(), send))
     assert sent[0]["status"] == 200
     last = "[DONE]" if error is None else error.reply.to_json()

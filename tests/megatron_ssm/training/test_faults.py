@@ -230,7 +230,7 @@ def test_a_stopped_rank_is_named(here, world, tp, rank):
 
 def test_rank_0_is_stopped(here):
     line = survivors(2, Fault(0, 3, signal.SIGSTOP))
-    assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 5 s: so .*", line)
+    assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 5 s, so .*", line)
 
 
 def on_rank(rank, kind, name, action, monkeypatch):
@@ -573,7 +573,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(flags_of, engine, wor
         damage(path)
     assert train(world, *more, "--resume") == [2] * world
     (line,) = lines("err", world)
-    assert "out/checkpoints/step-000006/training.json is not a checkpoint's" in line
+    assert "out/checkpoints/step-000006/training.json is damaged" in line
     assert train(world, *more, "--resume", "auto") == [0] * world
     said = [line for line in lines("out", world) if "instead" in line]
     assert len(said) == 5 and all("is damaged" in line for line in said)
@@ -592,7 +592,7 @@ def test_a_checkpoint_under_the_name_of_another_step(here, world):
     """--resume auto treats it as damaged. The one before must be of a run with the same settings."""
     assert train(world, "--exit-interval", "4") == [0] * world
     copy = shutil.copytree("out/checkpoints/step-000004", "out/checkpoints/step-000005")
-    said = f"{copy} is damaged or of another model: {copy}/training.json is not a checkpoint's: it is of step 4"
+    said = f"{copy} is damaged or of another model: {copy}/training.json is damaged: it records step 4, not step 5"
     assert train(world, "--resume", "auto", "--seed", "77") == [2] * world
     (line,) = lines("err", world)
     other = "cannot resume from out/checkpoints/step-000004: it has seed=1234, this run 77"
@@ -703,7 +703,7 @@ def test_a_link_that_goes_down(here):
         assert codes == [1, 1]
         (ours,), (theirs,) = texts("err", 2)
         assert re.fullmatch(NAMED.format(rank=1, world=2) + "there was no sign of life for 5 s", ours)
-        assert re.fullmatch(r"rank 1 of 2: rank 0's store at 10.77.0.1:\d+ has not answered for 5 s: so .*", theirs)
+        assert re.fullmatch(r"rank 1 of 2: rank 0's store at 10.77.0.1:\d+ has not answered for 5 s, so .*", theirs)
     finally:
         subprocess.run([*netlab, "down"], env=environment, check=True)
 

@@ -86,7 +86,7 @@ def test_a_command_that_failed_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 1)
     monkeypatch.setattr(module, "JOURNAL_TOKENS", 1)
     source = write_lines(tmp_path / "a.jsonl")
-    encode, encoded = module.Source.encode, []
+    encode, encoded = module.TokenizerInfo.encode, []
 
     def failing(self, texts):
         encoded.extend(texts)
@@ -94,7 +94,7 @@ def test_a_command_that_failed_continues(tmp_path, monkeypatch):
             raise OSError("the disk")
         return encode(self, texts)
 
-    monkeypatch.setattr(module.Source, "encode", failing)
+    monkeypatch.setattr(module.TokenizerInfo, "encode", failing)
     with pytest.raises(OSError, match="the disk"):
         prepare([source], tmp_path / "ours")
     assert not (tmp_path / "ours.idx").exists()

@@ -113,7 +113,7 @@ def test_every_curve(ranks, tp, dp, model, micro):
     check_curves(ranks, tp, dp, model, micro)
 
 
-def plain_curve(model, module, run, rank=0, ranks=1, steps=20):
+def plain_curve(model, module, run, rank=0, ranks=1, steps=10):
     """A training loop in plain torch: (2, steps), the loss and the gradient norm of each step."""
     decays = [p for name, p in model.named_parameters() if not re.search(NO_DECAY, name)]
     others = [p for name, p in model.named_parameters() if re.search(NO_DECAY, name)]

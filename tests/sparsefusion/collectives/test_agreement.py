@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from shared import error_of, references_kept
-from sparsefusion.collectives.agreement import SHOWN, on_first, together
+from sparsefusion.collectives.agreement import MAX_SHOWN, on_first, together
 from sparsefusion.collectives.meeting import gather_in_store
 
 worlds = pytest.mark.parametrize("world", (2, 3))
@@ -72,7 +72,7 @@ def test_an_error_of_all_ranks_is_raised_unchanged(ranks, world):
     (lambda odd: {"a": 1, "b": odd, "c": odd}, "b=True", "b=False"),
     (lambda odd: {"a": 1} | ({"b": 2} if odd else {}), "b=2", "b=nothing"),
     (lambda odd: "x" * 1000 + str(odd), "..." + "x" * 80 + "True'", "..." + "x" * 80 + "False'"),
-    (lambda odd: ("a" if odd else "b") * 1000, "'" + "a" * (SHOWN - 1) + "...", "'" + "b" * (SHOWN - 1) + "..."),
+    (lambda odd: ("a" if odd else "b") * 1000, "'" + "a" * (MAX_SHOWN - 1) + "...", "'" + "b" * (MAX_SHOWN - 1) + "..."),
 ))  # fmt: skip
 def test_different_values(ranks, world, value_of, other, first):
     """All ranks raise the same error, which shows what differs."""
@@ -115,7 +115,7 @@ def test_errors_do_not_keep_the_group(ranks, world, wrong):
 
 def test_without_a_group_the_action_is_all():
     assert together(lambda: 3, [None], raises(ValueError)) == 3 == on_first(lambda: 3, None)
-    with pytest.raises(ValueError, match="group 3 is no process group that this rank is a member of"):
+    with pytest.raises(ValueError, match="group 3 is not a process group of this rank"):
         together(lambda: 3, [3])
 
 

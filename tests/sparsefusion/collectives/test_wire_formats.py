@@ -31,7 +31,7 @@ def round_trip(form, x, ranks=2, multiple=None):
 
 def decoded(form, message, dtype=torch.float32, ranks=2):
     """The values of an encoded message."""
-    return form.restore(form.decode(message, dtype), ranks)
+    return form.undo_scaling(form.decode(message, dtype), ranks)
 
 
 # Oracles
@@ -103,14 +103,14 @@ def test_a_sum_just_beyond_the_range_of_fp16_is_clamped(count):
     halves = 16.0 * count
     sums = torch.tensor([[65504 + halves, -65504 - halves, 65504, 1.0, 65504 * 1.01, -65504 * 1.01]])
     given = sums.clone()
-    rounded = form.rounded(sums, count)
+    rounded = form.round_to_wire(sums, count)
     assert torch.equal(sums, given)
     assert rounded[0].tolist() == [65504, -65504, 65504, 1, inf, -inf]
     assert torch.equal(form.decode(form.encode_sum(sums, count), torch.float32), rounded)
-    assert form.restore(rounded, count)[0, :4].tolist() == [65504 * count, -65504 * count, 65504 * count, count]
+    assert form.undo_scaling(rounded, count)[0, :4].tolist() == [65504 * count, -65504 * count, 65504 * count, count]
     for bad in (inf, -inf, float("nan")):
         for others in (1.0, 65504 + halves):
-            assert not form.rounded(torch.tensor([[others, bad]]), count)[0, 1].isfinite()
+            assert not form.round_to_wire(torch.tensor([[others, bad]]), count)[0, 1].isfinite()
 
 
 @pytest.mark.parametrize("count", (1, 2, 4))
@@ -127,7 +127,7 @@ def test_fp32_is_exact():
         x = heavy_tailed(100).to(dtype) / 3
         form = wire_format("fp32", dtype)
         assert form.nbytes(100) == 100 * dtype.itemsize
-        assert torch.equal(round_trip(form, x), x) and torch.equal(form.rounded(x[None], 2)[0], x)
+        assert torch.equal(round_trip(form, x), x) and torch.equal(form.round_to_wire(x[None], 2)[0], x)
 
 
 # int8
@@ -201,7 +201,7 @@ def test_int8_of_float64():
 
 def test_a_sum_in_int8_is_not_rounded_again():
     total = heavy_tailed(256)[None]
-    assert torch.equal(LOSSY["int8"].rounded(total, 2), total)
+    assert torch.equal(LOSSY["int8"].round_to_wire(total, 2), total)
 
 
 # Sizes and rows

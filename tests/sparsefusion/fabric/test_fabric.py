@@ -449,8 +449,8 @@ def test_fit_and_report(command, table, tmp_path):
         (["measure", "--out", "f", "--sizes", "1T:2T"], "invalid size '1T'"),
         (["measure", "--out", "f", "--collectives", "all_reduce,gather"], "unknown collective 'gather'"),
         (["report", "--fabric", "TABLE", "--out", "d"], "all_reduce.csv is no fabric file"),
-        (["fit", "--all-reduce", "TABLE", "--ranks", "8", "--out", "f"], "1.500 times .* on 8 ranks would be 1.750"),
-        (["fit", "--all-gather", "TABLE", "--ranks", "4", "--out", "f"], "all_gather on 4 ranks would be 0.750 times"),
+        (["fit", "--all-reduce", "TABLE", "--ranks", "8", "--out", "f"], "all_reduce on 8 ranks it must be 1.750"),
+        (["fit", "--all-gather", "TABLE", "--ranks", "4", "--out", "f"], "for all_gather on 4 ranks it must be 0.750"),
         (
             ["fit", "--all-reduce", "TABLE", "TABLE", "--ranks", "4", "--out", "f"],
             "two curves of all_reduce on 4 ranks",

@@ -11,7 +11,7 @@ import pytest
 from sparsefusion.fabric.advice import MAMBA_2_8B, Shape, best_degree
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.readers import extended, read_curves, read_sections
+from sparsefusion.fabric.readers import extend_by_sweeps, read_curves, read_sections
 
 FILES = Path(__file__).resolve().parents[3] / "examples" / "h100x4"
 LINK = 478e9  # 18 links of 26.562 GB/s
@@ -25,7 +25,7 @@ def curve(name, operation="all_reduce", mode="eager"):
 
 def h100(latency="tp_latency_quiet.json"):
     """The fabric of a latency file's two modes, extended by the sweep of large messages."""
-    return Fabric(tuple(extended(read_curves(FILES / latency, "all_reduce"), [curve("all_reduce.csv")])))
+    return Fabric(tuple(extend_by_sweeps(read_curves(FILES / latency, "all_reduce"), [curve("all_reduce.csv")])))
 
 
 CURVES = {
