@@ -66,7 +66,8 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
     tokens = inputs.requirements["training_tokens"]
     yield f"  model: {config.family}, {size:,} parameters, vocabulary of {config.vocab_size:,}"
     yield f"  data: {tokens:,} training tokens; tokenizer of {inputs.corpus.vocab_size:,} ids"
-    yield f"  steps: {inputs.first_step} to {options.train_iters}, of {options.global_batch_size} x {options.seq_length} tokens"
+    batch = f"{options.global_batch_size} x {options.seq_length} tokens"
+    yield f"  steps: {inputs.first_step} to {options.train_iters}, of {batch}"
     yield f"  memory: {_memory(inputs)}"
     for name, nbytes in _messages(inputs, data).items():
         yield f"  messages of a rank in a step: {nbytes / 1e6:,.3g} MB for {name}"
