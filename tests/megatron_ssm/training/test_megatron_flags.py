@@ -106,6 +106,9 @@ TRAIN_SH = """
 
 
 def test_megatrons_script_trains(tmp_path, monkeypatch, capsys):
+    """Oracle of the layers: Megatron's allocation."""
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"text": "a state space model " * length}) + "\n" for length in range(1, 40)]
     Path("text.jsonl").write_text("".join(lines))
@@ -115,7 +118,9 @@ def test_megatrons_script_trains(tmp_path, monkeypatch, capsys):
     assert "ignored: --use-distributed-optimizer (--engine torch divides nothing on CPUs)" in said
     assert "step     4/4" in said and "held-out" in said  # 34 samples are 4 steps, as in Megatron
     assert Path("tensorboard").is_dir() and (tmp_path / "checkpoints" / "checkpoints" / "step-000004").is_dir()
-    assert json.loads(Path("checkpoints", "config.json").read_text())["hybrid_override_pattern"] == "M-M*M-"
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    expected = [kinds[letter] for letter in allocate_layers(6, 0.2, 0.4)]
+    assert json.loads(Path("checkpoints", "config.json").read_text())["layers_block_type"] == expected
 
 
 def test_initialization_with_megatrons_deviation():
@@ -124,8 +129,8 @@ def test_initialization_with_megatrons_deviation():
     )
     config = families.from_dict(run.new_config(257, 256))
     model = initialize(build(replace(config, draws={**config.draws, **MEGATRON}, draws_std=run.init_method_std)))
-    assert torch.equal(model.final_norm.weight, torch.ones(64))
-    for name, expected in {"in_proj": 0.1, "up": 0.1, "out_proj": 0.05, "down": 0.05, "embeddings": 0.1}.items():
+    assert torch.equal(model.norm_f.weight, torch.ones(64))
+    for name, expected in {"in_proj": 0.1, ".up": 0.1, "out_proj": 0.05, "down_proj": 0.05, "embeddings": 0.1}.items():
         found = [p.std().item() for path, p in model.named_parameters() if name in path and p.dim() == 2]
         assert found and found == pytest.approx([expected] * len(found), rel=0.1), name
     taps = [p for path, p in model.named_parameters() if "conv.weight" in path]
@@ -208,6 +213,7 @@ def test_checkpoints_of_megatron_are_named(tmp_path, capsys, monkeypatch):
 
     from megatron_ssm.parallel.groups import join_alone, shut_down
 
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     join_alone()
     (tmp_path / "iter_0000002").mkdir()
     dist_checkpointing.save({"step": 2}, str(tmp_path / "iter_0000002"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import tiny
-from megatron_ssm.training.deepspeed_settings import read_settings
+from megatron_ssm.training.deepspeed_settings import IGNORED, read_settings
 from megatron_ssm.training.options import Options, parse_options
 
 RUN = dict(
@@ -266,6 +266,6 @@ def test_each_key_of_deepspeed(tmp_path):
         key = field.alias or name
         given = {"zero_optimization": {"stage": 1, key: 1 if key == "stage" else 7}}
         try:
-            assert key in settings(tmp_path, given)["zero_optimization"]
+            assert key in settings(tmp_path, given)["zero_optimization"] or f"zero_optimization.{key}" in IGNORED
         except ValueError as error:
             assert f"zero_optimization.{key}" in str(error)
