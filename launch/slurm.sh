@@ -2,6 +2,7 @@
 #SBATCH --job-name=megatron-ssm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
 #SBATCH --gpus-per-node=8
 #SBATCH --signal=TERM@120
 # Pretrain on several nodes: sbatch launch/slurm.sh [options of examples/pretrain.py]; one torchrun per node, one rank per GPU.
@@ -11,6 +12,7 @@ set -euo pipefail
 here=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 ranks=${SLURM_GPUS_PER_NODE:-1}
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # which srun does not take from sbatch since Slurm 22.05
 exec srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${ranks##*:}" \
-    --shutdown-timeout 110 --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" \
+    --shutdown-timeout 110 --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$((20000 + SLURM_JOB_ID % 10000))" \
     -- "$here/examples/pretrain.py" "$@"

@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "warm-up begins one step late", "megatron_ssm/training/trainer.py",
-        "options.lr * (step + 1) / warmup", "options.lr * step / warmup",
+        "options.lr * min(step + 1, warmup) / warmup", "options.lr * step / warmup",
         "tests/megatron_ssm/training/test_training.py::test_learning_rates_by_hand",
     ),
     Mutant(

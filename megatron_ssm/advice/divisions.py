@@ -165,7 +165,7 @@ class Division:
 def training_divisions(config: Stack, ranks: int, job: Training, fabric: Fabric, device: Processor) -> list[Division]:
     """All divisions for training: the possible ones, the fastest first, then the excluded ones."""
     divisions = [
-        _training(config, *sizes, expert, job, fabric, device)
+        training_division(config, *sizes, expert, job, fabric, device)
         for sizes in _sizes(ranks)
         for expert in _expert_ranks(config, sizes[1] * sizes[2])
     ]
@@ -204,7 +204,7 @@ def _divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def _training(
+def training_division(
     config: Stack, tensor: int, context: int, data: int, expert: int, job: Training, fabric: Fabric, device: Processor
 ) -> Division:
     """The prediction of a division for training."""
@@ -216,7 +216,7 @@ def _training(
                 f"global batch {job.global_batch} is not a multiple of {data} data ranks x micro-batch {job.micro_batch} = "
                 f"{per_step}"
             )
-        tokens = _tokens(config, job.seq, context)
+        tokens = local_tokens(config, job.seq, context)
         attention, schedule, attention_seconds = _attention(
             config, tensor, context, job.seq, job.micro_batch, True, fabric, device.wait
         )
@@ -271,7 +271,7 @@ def _generation(
         config.check_ranks(tensor)
         if job.draft_head and context > 1:
             raise ValueError("speculative decoding is not supported on context ranks")
-        tokens = _tokens(config, job.prompt, context)
+        tokens = local_tokens(config, job.prompt, context)
         attention, schedule, attention_seconds = _attention(
             config, tensor, context, job.prompt, job.batch, False, fabric, device.wait
         )
@@ -341,7 +341,7 @@ def _memory_of_reply(memory: Memory, job: Generation, tokens: int, context: int)
     return memory.weights + activations + memory.cache(job.batch, tokens + new)
 
 
-def _tokens(config: Stack, seq: int, context: int) -> int:
+def local_tokens(config: Stack, seq: int, context: int) -> int:
     """The tokens of a sequence on each of `context` ranks, in two blocks. ValueError if the blocks are too short."""
     check_sequence_length(seq, context, config.history)
     return local_length("zigzag", seq, context)

@@ -118,6 +118,7 @@ class Description:
         optimizer_steps: The number of steps that the optimizer had done (None: as many as `step`).
         metadata_crc32: The checksum of `.metadata` (None: not recorded).
         requirements: The values that a run must share to resume from here.
+        samples: The number of samples that the run had read (None: the global batch of the requirements in each step).
     """
 
     step: int
@@ -125,6 +126,7 @@ class Description:
     optimizer_steps: int | None
     metadata_crc32: int | None
     requirements: dict[str, Any]
+    samples: int | None = None
 
 
 def description_text(entries: dict[str, Any]) -> str:
@@ -152,7 +154,8 @@ def read_training(path: Path, step: int | None = None) -> Description:
             raise ValueError(f"its entries have the CRC-32 {checksum:08x}, not {expected:08x}")
         description = Description(
             int(saved.pop("step")), int(saved.pop("decay_steps", 0)),
-            saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None), saved,
+            saved.pop("optimizer_steps", None), saved.pop("metadata_crc32", None),
+            samples=saved.pop("samples", None), requirements=saved,
         )  # fmt: skip
         if description.step != (description.step if step is None else step):
             raise ValueError(f"it records step {description.step}, not step {step}")

@@ -91,6 +91,7 @@ class Snapshot:
         pending: PendingFile | None = None,
         keep: int = 2,
         stage: Stage | None = None,
+        samples: int | None = None,
     ) -> "Snapshot":
         """The checkpoint of a model in training.
 
@@ -104,11 +105,14 @@ class Snapshot:
             pending: This rank's file of gradients that are not sent yet.
             keep: The number of checkpoints that remain, the newest.
             stage: Makes each entry of a copy in this host's memory; None: the tensors are unchanged until `write`.
+            samples: The number of samples that the run has read; None: it is not recorded.
         """
         if not isinstance(optimizer, GatheredState):
             if any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
                 _reset_optimizer(optimizer, 0)  # every step so far was skipped
         training = {"step": step, "decay_steps": decay_steps, "optimizer_steps": _steps_of(optimizer), **requirements}
+        if samples is not None:
+            training["samples"] = samples
         return cls(Path(directory), step, _state(model, optimizer, stage or _as_it_is), training, pending, keep)
 
     def write(self, group: ProcessGroup | None = None) -> None:

@@ -54,6 +54,9 @@ def parser() -> Parser:
     _add_advise(commands.add_parser("advise", help="how to divide a model over ranks", description=about))
     about = "Tokenize text into a Megatron indexed dataset, PREFIX.bin and PREFIX.idx; run again, it continues."
     _add_prepare(commands.add_parser("prepare", help="text to an indexed dataset for training", description=about))
+    about = "Write a training project into a new directory: configuration, data recipe and launch scripts."
+    new = commands.add_parser("new", help="a new training project", description=about)
+    new.add_argument("directory", metavar="DIR", help="a directory that does not exist yet, or is empty")
     about = "Versions, the kernels that run on this machine and why, and known problems: for a bug report."
     doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
@@ -204,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.command in ("generate", "serve"):
         return {"generate": _generate, "serve": _serve}[arguments.command](arguments, argv)
-    commands = {"convert": _convert, "doctor": _doctor, "advise": _advise, "prepare": _prepare}
+    commands = {"convert": _convert, "doctor": _doctor, "advise": _advise, "prepare": _prepare, "new": _new}
     return commands[arguments.command](arguments)
 
 
@@ -351,6 +354,15 @@ def _prepare(arguments: argparse.Namespace) -> int:
         print(f"{arguments.out}.bin, {arguments.out}.idx: {counts}")
 
     return run("megatron_ssm prepare", command)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    def command() -> None:
+        from megatron_ssm.training.new_project import write_project
+
+        print(write_project(arguments.directory))
+
+    return run("megatron_ssm new", command)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

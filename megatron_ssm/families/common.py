@@ -41,7 +41,8 @@ DELTA_NAMES = dict(
 )  # fmt: skip
 HYBRID_IGNORED = frozenset(("mamba_chunk_size", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype"))
 # The initialization in transformers; see `Stack.draws`
-NORMAL = dict.fromkeys(("linear", "out_proj", "mixer_out_proj", "embedding"), "normal") | dict(A_log="counted")
+NORMAL = dict.fromkeys(("linear", "convolution", "out_proj", "mixer_out_proj", "embedding"), "normal")
+NORMAL |= dict(A_log="counted")
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 KINDS = {MAMBA: MAMBA, "mamba": MAMBA, ATTENTION: ATTENTION, "attention": ATTENTION}  # with the old names

@@ -10,6 +10,9 @@ from torch import nn
 
 from megatron_ssm.stack.fields import Field, field_of
 
+# Megatron's initialization of matrices, for --init-method-std; see `Stack.draws`
+MEGATRON = dict(linear="normal", embedding="normal", out_proj="scaled_normal", mixer_out_proj="scaled_normal")
+MEGATRON |= dict(convolution="linear")
 NO_REPLACEMENTS: Mapping[str, str] = {}
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -54,11 +57,14 @@ def draw(
         layers: The number of layers of the model.
         generator: The generator; None for torch's default one.
         draws: {an initialization in `Field.init`: the one that replaces it}; see `Stack.draws`.
-        std: The standard deviation of the initialization "normal".
+        std: The standard deviation of the initialization "normal", and of "scaled_normal" before it is divided by the square
+            root of the layers.
     """
     kind = draws.get(field.init, field.init)
     if kind == "normal":
         return _normal(field.shape, std, generator)
+    if kind == "scaled_normal":
+        return _normal(field.shape, std / math.sqrt(layers), generator)
     return _DRAWS[kind](field, layers, generator)
 
 
@@ -114,6 +120,7 @@ def _dt_bias(field, layers, generator) -> torch.Tensor:
 
 _DRAWS = {
     "linear": _linear,
+    "convolution": _linear,
     "out_proj": _out_proj,
     "mixer_out_proj": _out_proj,
     "embedding": _embedding,

@@ -112,8 +112,8 @@ class GatedDeltaSpec(Spec):
             yield from rows_of(name, f"{tensor}.weight", inside, units, (self.hidden_size,), blocks)
         convolved = {f"{part}_conv1d": part for part in "qkv"} if self.files == APART else {"conv1d": "qkv"}
         for tensor, parts in convolved.items():
-            inside = {part: rows[part] for part in parts}
-            yield from rows_of("conv.weight", f"{tensor}.weight", inside, units, (1, self.conv_kernel))
+            inside, taps = {part: rows[part] for part in parts}, (1, self.conv_kernel)
+            yield from rows_of("conv.weight", f"{tensor}.weight", inside, units, taps, init="convolution")
         yield from row_parallel("out_proj", (self.hidden_size, rows["v"]), heads, init="mixer_out_proj")
 
     def adapted(self, ranks: int, gates: bool) -> dict[str, int]:

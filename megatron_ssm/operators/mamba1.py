@@ -100,7 +100,7 @@ class Mamba1Spec(Spec):
         parts = {"x": inner, "z": inner}
         yield from packed("in_proj", parts, parts, (self.hidden_size,), self.bias, inner if self.interleaved else 1)
         x = {"x": inner}
-        yield from packed("conv", x, x, (1, self.conv_kernel), self.conv_bias, hf="conv1d")
+        yield from packed("conv", x, x, (1, self.conv_kernel), self.conv_bias, hf="conv1d", init="convolution")
         yield Field("x_proj", "x_proj.weight", (rank + 2 * state, inner), 1, **by_channel)
         yield Field("dt_proj", "dt_proj.weight", (inner, rank), 0, **by_channel)
         for name, size in (("dt", rank), ("B", state), ("C", state)) if self.inner_norm_weights else ():

@@ -116,7 +116,7 @@ class Mamba2Spec(Spec):
             yield Field("norm_weight", "norm.weight", (inner,), 0, heads, init="one")
         yield from packed("in_proj", parts, units, (self.hidden_size,), self.bias)
         xBC = {name: parts[name] for name in "xBC"}
-        yield from packed("conv", xBC, units, (1, self.conv_kernel), self.conv_bias, hf="conv1d")
+        yield from packed("conv", xBC, units, (1, self.conv_kernel), self.conv_bias, hf="conv1d", init="convolution")
         yield from row_parallel("out_proj", (self.hidden_size, inner), heads, self.has_out_bias, init="mixer_out_proj")
 
     def check_ranks(self, size: int) -> None:

@@ -198,7 +198,7 @@ def field_of(parameter: Any) -> Field:
 
 def packed(
     name: str, rows: Mapping[str, int], units: Mapping[str, int], trailing: tuple[int, ...], bias: bool = False,
-    blocks: int = 1, hf: str = "",
+    blocks: int = 1, hf: str = "", init: str = "linear",
 ) -> Iterator[Field]:  # fmt: skip
     """The fields of a weight that packs several parameters, and of its bias: `name`.weight.PART and `name`.bias.PART.
 
@@ -210,9 +210,10 @@ def packed(
         bias: True for a layer with a bias.
         blocks: The number of equal blocks of each part. Block i of every part comes before block i + 1 of any part.
         hf: The name of the layer in files; "": `name`.
+        init: The initialization of the weight; see `Field.init`.
     """
     hf = hf or name
-    yield from rows_of(f"{name}.weight", f"{hf}.weight", rows, units, trailing, blocks)
+    yield from rows_of(f"{name}.weight", f"{hf}.weight", rows, units, trailing, blocks, init)
     if bias:
         yield from rows_of(f"{name}.bias", f"{hf}.bias", rows, units, (), blocks, "bias")
 

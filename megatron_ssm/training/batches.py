@@ -79,8 +79,11 @@ class Batches:
                 f"({self.global_batch} % {ranks} = {self.global_batch % ranks})"
             )
         rows = self.global_batch // ranks
-        first = step * self.global_batch + rank * rows
-        starts = torch.stack([self._start(sample) for sample in range(first, first + rows)])
+        return self.samples(step * self.global_batch + rank * rows, rows)
+
+    def samples(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, labels), both int64 (count, seq_length), of the samples from number `first` on, counted from step 0."""
+        starts = torch.stack([self._start(sample) for sample in range(first, first + count)])
         indices = (starts[:, None] + torch.arange(self.seq_length + 1)) % len(self.ids)
         tokens = self.ids[indices].long()  # (rows, seq_length + 1)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

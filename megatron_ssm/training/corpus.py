@@ -1,5 +1,6 @@
 """The text of a training run as tokens, and the tokenizer that made them."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_ssm.inference.text import (
     write_byte_tokenizer,
     write_whole_files,
 )
+from megatron_ssm.models.initialization import MEGATRON
 from megatron_ssm.stack.stack import Stack
 
 from .batches import Batches, Tokens, tokenize
@@ -68,8 +70,12 @@ class Corpus:
     def new_model_config(self, options: Options) -> Stack:
         """The configuration of a new model: that of --model-config, or one of the options' sizes for this tokenizer."""
         if options.model_config:
-            return families.read(options.model_config)
-        return families.from_dict(options.new_config(self.vocab_size, self.end_of_text_id))
+            config = families.read(options.model_config)
+        else:
+            config = families.from_dict(options.new_config(self.vocab_size, self.end_of_text_id))
+        if not (std := options.init_method_std):
+            return config
+        return replace(config, draws={**config.draws, **MEGATRON}, draws_std=std)
 
     def check_vocabulary(self, config: Stack) -> None:
         """ValueError if the tokenizer has more ids than the model."""

@@ -58,7 +58,7 @@ def average_replicated_gradients(model: Model, gradients: Gradients | None = Non
         gradients: (parameter, its gradient, or the same part of it on all tensor-parallel ranks); None: `whole_gradients`.
     """
     ranks, replicated = model.ranks, set(replicated_parameters(model))
-    given = [(p, _local(gradient)) for p, gradient in (whole_gradients(model) if gradients is None else gradients)]
+    given = [(p, local_part(gradient)) for p, gradient in (whole_gradients(model) if gradients is None else gradients)]
     parts = [gradient for parameter, gradient in given if parameter in replicated]
     if ranks.group is None or not given:
         return
@@ -149,10 +149,10 @@ def clip_gradients(model: Model, norm: torch.Tensor, limit: float, gradients: Gr
     """
     if limit and norm > limit:
         for _, gradient in whole_gradients(model) if gradients is None else gradients:
-            _local(gradient).mul_((limit / (norm + 1e-6)).to(gradient.dtype))
+            local_part(gradient).mul_((limit / (norm + 1e-6)).to(gradient.dtype))
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
+def local_part(gradient: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this rank holds, in its memory; another tensor as it is."""
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else to_local()

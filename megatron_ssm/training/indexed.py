@@ -60,7 +60,8 @@ def _is_number(word: str) -> bool:
 def names_indexed(options: Options) -> bool:
     """Return True if the options name indexed datasets, not text."""
     first = options.data[0] if options.data else ""
-    return bool(options.data_path or options.train_data_path or (first and Path(first + ".idx").exists()))
+    is_named = options.mock_data or options.data_path or options.train_data_path
+    return bool(is_named or (first and Path(first + ".idx").exists()))
 
 
 def read_lengths(prefix: str) -> np.ndarray:
@@ -101,17 +102,17 @@ def _bounds(split: str) -> tuple[float, float]:
 class _Tokenizer:
     """What megatron-core asks of a tokenizer: the id after each document, and an identity. It pads with no id."""
 
-    vocab_size, pad = None, -1
+    pad = -1
 
-    def __init__(self, end_of_text_id: int):
-        self.eod = end_of_text_id
+    def __init__(self, end_of_text_id: int, vocab_size: int):
+        self.eod, self.vocab_size = end_of_text_id, vocab_size
         self.unique_identifiers = OrderedDict({"eod": end_of_text_id})
 
 
 class IndexedBatches:
-    """The batch of each step, in Megatron's order, like `Batches`; resuming needs only the step.
+    """The samples of a run in Megatron's order, like `Batches`; resuming needs only the number of the next one.
 
-    Sample i is the i-th of megatron-core's `GPTDataset`, or of its `BlendedDataset`, for `samples` samples. A run that needs
+    Sample i is the i-th of megatron-core's `GPTDataset`, or of its `BlendedDataset`, for `planned` samples. A run that needs
     more begins again with the first. `open` is called on all ranks together before the first batch.
     """
 
@@ -120,8 +121,10 @@ class IndexedBatches:
 
         ValueError if one of them is not a dataset, or has no training sample.
         """
-        self._options, self._corpus, self.samples = options, corpus, samples
-        self.train = Blend.of(options.train_data_path or options.data_path or options.data)
+        self._options, self._corpus, self.planned = options, corpus, samples
+        self.train = Blend([], None)
+        if not options.mock_data:
+            self.train = Blend.of(options.train_data_path or options.data_path or options.data)
         self.valid = Blend.of(options.valid_data_path) if options.valid_data_path else None
         first, second = _bounds(options.split)
         if self.valid or options.train_data_path:
@@ -147,7 +150,7 @@ class IndexedBatches:
     def open(self) -> Samples | None:
         """Let megatron-core build or read the index of samples; all ranks call it together. Returns the held-out samples."""
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
         join_alone()
         options = self._options
@@ -157,18 +160,22 @@ class IndexedBatches:
         blends: dict[str, Any] = (
             dict(blend=train, split=options.split) if is_split else dict(blend_per_split=[train, valid, None])
         )
+        if options.mock_data:
+            blends = dict(blend=None, split=options.split)
         # Megatron's caches are named after the paths: a directory of its own for each content.
         cache = Path(options.data_cache_path or Path(options.out) / "data_cache") / f"{self.checksum:08x}"
         config = GPTDatasetConfig(
             random_seed=options.seed, sequence_length=options.seq_length, path_to_cache=str(cache),
-            tokenizer=_Tokenizer(self._corpus.end_of_text_id), reset_position_ids=False, reset_attention_mask=False,
+            tokenizer=_Tokenizer(self._corpus.end_of_text_id, self._corpus.vocab_size),
+            reset_position_ids=False, reset_attention_mask=False,
             eod_mask_loss=False, create_attention_mask=False, **blends,
         )  # fmt: skip
         if is_split:
             parts = [*(config.split_matrix or ())]
             config.split_matrix = [parts[0], parts[1] if self._holds_out else None, None]  # type: ignore[list-item]
         held_out = options.eval_iters * options.global_batch_size
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, [self.samples, held_out, 0], lambda: True, config)
+        kind = MockGPTDataset if options.mock_data else GPTDataset
+        builder = BlendedMegatronDatasetBuilder(kind, [self.planned, held_out, 0], lambda: True, config)
         self._train, valid_samples, _ = builder.build()
         return self._held_out(valid_samples, held_out) if valid_samples is not None and held_out else None
 
@@ -177,15 +184,13 @@ class IndexedBatches:
         inputs, labels = (torch.stack([each[name] for each in samples]) for name in ("tokens", "labels"))
         return Samples(inputs, labels, sum(map(self._corpus.bytes_of, labels.tolist())))
 
-    def batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of a step on one data-parallel rank, as `Batches.batch`.
+    def samples(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Batches.samples`.
 
         Raises:
             ValueError: A token is not in the vocabulary.
         """
-        rows = self._options.global_batch_size // ranks
-        first = step * self._options.global_batch_size + rank * rows
-        samples = [self._train[index % self.samples] for index in range(first, first + rows)]
+        samples = [self._train[index % self.planned] for index in range(first, first + count)]
         inputs, labels = (torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels"))
         largest = max(int(inputs.max()), int(labels.max()))
         if largest >= self._corpus.vocab_size:

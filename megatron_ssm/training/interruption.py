@@ -32,13 +32,13 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
-    def on_any_rank(self, has_failed: bool = False) -> tuple[str, bool]:
-        """(the name of a signal that any rank has received, or "", whether `has_failed` is true on any rank).
+    def on_any_rank(self, has_failed: bool = False, is_late: bool = False) -> tuple[str, bool, bool]:
+        """(the name of a signal that any rank has received, or ""; `has_failed`, `is_late`: true if one is on any rank).
 
-        All ranks call it together and get the same. All-reduces two integers over the default group.
+        All ranks call it together and get the same. All-reduces three integers over the default group.
         """
-        flags = torch.tensor([self._received, int(has_failed)], device=self._device)
+        flags = torch.tensor([self._received, int(has_failed), int(is_late)], device=self._device)
         if dist.is_initialized():
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        number, failed = flags.tolist()
-        return signal.Signals(number).name if number else "", bool(failed)
+        number, failed, late = flags.tolist()
+        return signal.Signals(number).name if number else "", bool(failed), bool(late)

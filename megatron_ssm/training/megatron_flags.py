@@ -3,6 +3,7 @@
 The table in docs/reference/training-flags.md is this file's `table`.
 """
 
+from pathlib import Path
 from typing import Any
 
 SAME = {"--save": "out", "--tensorboard-dir": "tensorboard", "--wandb-project": "wandb"}  # another name of an option
@@ -12,52 +13,53 @@ ANYWAY = {
     "--use-mcore-models": 0, "--group-query-attention": 0, "--disable-bias-linear": 0, "--is-hybrid-model": 0,
     "--log-throughput": 0, "--overlap-grad-reduce": 0, "--accumulate-allreduce-grads-in-fp32": 0,
     "--exit-signal-handler": 0, "--deepspeed": 0, "--manual-gc": 0, "--tokenizer-type": 1, "--num-workers": 1,
-    "--transformer-impl": 1, "--distributed-backend": 1, "--max-position-embeddings": 1,
+    "--transformer-impl": 1, "--distributed-backend": 1, "--max-position-embeddings": 1, "--overlap-param-gather": 0,
+    "--no-create-attention-mask-in-dataloader": 0,
 }  # fmt: skip
 
 # Flags whose value decides an option, with the value's type.
 DERIVED = {
-    "--train-samples": (int, "--train-iters, times --global-batch-size"),
     "--lr-warmup-samples": (int, "--lr-warmup-iters, times --global-batch-size"),
     "--lr-decay-samples": (int, "--lr-decay-iters, times --global-batch-size"),
     "--lr-warmup-fraction": (float, "--lr-warmup-iters, as a share of --lr-decay-iters"),
     "--recompute-granularity": (str, "full: --recompute-activations"),
+    "--hybrid-attention-ratio": (float, "--hybrid-override-pattern, as Megatron distributes the blocks"),
+    "--hybrid-mlp-ratio": (float, "--hybrid-override-pattern, as Megatron distributes the blocks"),
     "--load": (str, "equal to --out: --resume auto"),
 }
 
+# Flags with the only value that is there, and the reason.
+ONLY = {
+    "--pipeline-model-parallel-size": (
+        "1", "there are no pipelines: --tensor-model-parallel-size, --context-parallel-size"
+    ),
+    "--hidden-dropout": ("0", "there is no dropout"),
+    "--attention-dropout": ("0", "there is no dropout"),
+    "--normalization": ("RMSNorm", "the family of the model decides it"),
+    "--position-embedding-type": ("none", "the family of the model decides it"),
+    "--optimizer": ("adam", "it is AdamW"),
+    "--ckpt-format": ("torch_dist", "checkpoints are torch's distributed ones; `megatron-ssm convert` reads others"),
+    "--spec": (
+        "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+        "the family of the model decides its layers: --model-type or --model-config",
+    ),
+}  # fmt: skip
+
 NOT_THERE = {
-    "--pipeline-model-parallel-size": "there are no pipelines: --tensor-model-parallel-size, --context-parallel-size",
-    "--hybrid-attention-ratio": "name each block with --hybrid-override-pattern",
-    "--hybrid-mlp-ratio": "name each block with --hybrid-override-pattern",
-    "--init-method-std": "the family of the model decides the initialization",
-    "--hidden-dropout": "there is no dropout",
-    "--attention-dropout": "there is no dropout",
-    "--normalization": "the family of the model decides it: RMSNorm",
-    "--position-embedding-type": "the family of the model decides it",
     "--swiglu": "the family of the model decides the activation",
-    "--spec": "the family of the model decides its layers: --model-type or --model-config",
     "--mamba-num-heads": "it is 2 x --hidden-size / --mamba-head-dim",
     "--vocab-size": "the tokenizer decides it, or --model-config",
-    "--make-vocab-size-divisible-by": "the tokenizer decides --vocab-size, or --model-config",
     "--wandb-entity": "set WANDB_ENTITY",
-    "--wandb-exp-name": "set WANDB_NAME",
     "--wandb-save-dir": "set WANDB_DIR",
     "--fp16": "use --bf16; with --engine deepspeed, say it in --deepspeed-config",
     "--loss-scale": "bf16 needs none; with --engine deepspeed, say it in --deepspeed-config",
     "--initial-loss-scale": "bf16 needs none; with --engine deepspeed, say it in --deepspeed-config",
-    "--overlap-param-gather": "parameters are not gathered while others are computed",
-    "--distributed-timeout-minutes": "--lost-rank-timeout says after how many seconds a lost rank ends the others",
     "--recompute-method": "--recompute-activations computes every block again",
     "--recompute-num-layers": "--recompute-activations computes every block again",
-    "--ckpt-format": "checkpoints are torch's distributed ones; `megatron-ssm convert` reads others",
     "--ckpt-fully-parallel-save": "each rank writes its own part",
     "--no-load-optim": "start from the model alone with --init-from",
     "--no-load-rng": "the seed and the step decide all random numbers",
     "--finetune": "start from a model with --init-from",
-    "--exit-duration-in-mins": "use --exit-interval, or SIGTERM, on which a checkpoint is written",
-    "--mock-data": "prepare some text with `megatron-ssm prepare`",
-    "--rampup-batch-size": "the global batch is constant",
-    "--weight-decay-incr-style": "the weight decay is constant",
     "--cp-comm-type": "use --context-schedule",
     "--calculate-per-token-loss": "the loss is the mean over all tokens of the global batch",
     "--reset-position-ids": "documents of a sequence are not separated",
@@ -65,16 +67,17 @@ NOT_THERE = {
     "--eod-mask-loss": "the end of a document is learned too",
     "--deepspeed_config": "use --deepspeed-config",
     "--zero-stage": "say it in --deepspeed-config",
-    "--optimizer": "it is AdamW",
     "--sgd-momentum": "the optimizer is AdamW",
 }
 
 
 def add_arguments(parser: Any, **hidden: Any) -> None:
-    """Add ANYWAY and DERIVED to an argparse parser; hidden: arguments of each."""
+    """Add ANYWAY, ONLY and DERIVED to an argparse parser; hidden: arguments of each."""
     for name, values in ANYWAY.items():
         action: dict[str, Any] = dict(nargs=values) if values else dict(action="store_true")
         parser.add_argument(name, **action, **hidden)
+    for name, (only, _) in ONLY.items():
+        parser.add_argument(name, nargs=len(only.split()), **hidden)
     for name, (kind, _) in DERIVED.items():
         parser.add_argument(name, type=kind, **hidden)
 
@@ -83,32 +86,84 @@ def translated(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
     """The options that parsed values stand for; ValueError for one that has no counterpart.
 
     Args:
-        values: Values of options, of ANYWAY and of DERIVED, under their names in Python.
+        values: Values of options, of ANYWAY, ONLY and DERIVED, under their names in Python.
         defaults: The options' defaults.
     """
-    names = {flag: flag[2:].replace("-", "_") for flag in (*ANYWAY, *DERIVED)}
+    names = {flag: flag[2:].replace("-", "_") for flag in (*ANYWAY, *ONLY, *DERIVED)}
     given = {flag: values[name] for flag, name in names.items() if name in values}
     options = {name: value for name, value in values.items() if name not in names.values()}
+    for flag, (only, reason) in ONLY.items():
+        if flag in given and not _is_same(" ".join(given[flag]), only):
+            raise ValueError(f"{flag} {' '.join(given[flag])} is not there: {reason}")
     batch = options.get("global_batch_size", defaults["global_batch_size"])
     for flag, value in given.items():
         if flag.endswith("-samples"):
-            if value < 1 or value % batch:
-                raise ValueError(f"{flag} {value} is not a positive multiple of the global batch, {batch}")
+            if value < 0:
+                raise ValueError(f"{flag} {value} must be at least 0")
             options[names[flag].replace("samples", "iters")] = value // batch
     if (fraction := given.get("--lr-warmup-fraction")) is not None:
         if not 0 <= fraction < 1:
             raise ValueError(f"--lr-warmup-fraction {fraction} must be at least 0 and below 1")
-        of = options.get("lr_decay_iters") or options.get("train_iters", defaults["train_iters"])
+        samples = options.get("train_samples", 0)
+        of = options.get("lr_decay_iters") or samples // batch or options.get("train_iters", defaults["train_iters"])
         options["lr_warmup_iters"] = int(fraction * of)
+    ratios = [given.get(f"--hybrid-{kind}-ratio", 0.0) for kind in ("attention", "mlp")]
+    if any(ratios) and not options.get("hybrid_override_pattern"):
+        if min(ratios) < 0 or sum(ratios) > 1:
+            raise ValueError(
+                "--hybrid-attention-ratio and --hybrid-mlp-ratio must be at least 0, and together at most 1"
+            )
+        options["hybrid_override_pattern"] = pattern(options.get("num_layers", defaults["num_layers"]), *ratios)
     if (granularity := given.get("--recompute-granularity")) is not None:
         if granularity != "full":
             raise ValueError(f"--recompute-granularity {granularity} is not there: full, or --recompute-activations")
         options["recompute_activations"] = True
     if (load := given.get("--load")) is not None:
+        if is_megatrons(Path(load)):
+            raise ValueError(
+                f"--load {load} is a torch_dist checkpoint of Megatron: load it into Megatron's model, write that with "
+                "megatron_ssm.integrations.megatron_weights.save_hugging_face(model, DIR), and start with --init-from DIR"
+            )
         if load != options.get("out"):
             raise ValueError(f"--load {load} is not --out: start from a model with --init-from")
         options.setdefault("resume", "auto")
     return options
+
+
+def is_megatrons(folder: Path) -> bool:
+    """Return True for a checkpoint that Megatron wrote in its format torch_dist, or for the folder of several."""
+    folders = [folder, *folder.glob("iter_*")]
+    return any((each / "metadata.json").is_file() and (each / ".metadata").is_file() for each in folders)
+
+
+def _is_same(value: str, only: str) -> bool:
+    """Return True if two values are the same text, or the same number."""
+    try:
+        return value == only or float(value) == float(only)
+    except ValueError:
+        return False
+
+
+def pattern(layers: int, attention_ratio: float, mlp_ratio: float) -> str:
+    """The letters of --hybrid-override-pattern for these shares of attention and of MLPs, as Megatron distributes them.
+
+    Attention divides the other blocks into equal sections. MLPs are spread evenly among these, each after its Mamba blocks.
+    """
+    attention, mlps = round(layers * attention_ratio), round(layers * mlp_ratio)
+    others = layers - attention
+    kinds = _spread(["M"] * layers, "*", others / (attention + 1))
+    return "".join(_spread(kinds, "-", (others - mlps) / mlps) if mlps else kinds)
+
+
+def _spread(kinds: list[str], letter: str, section: float) -> list[str]:
+    """Replace every M that comes after `section` others, rounded, by a letter."""
+    left, result = section, []
+    for kind in kinds:
+        is_next = kind == "M" and left < 0.5
+        result.append(letter if is_next else kind)
+        if kind == "M":
+            left += section if is_next else -1
+    return result
 
 
 def table() -> str:
@@ -116,6 +171,10 @@ def table() -> str:
     rows = [
         *((flag, f"`--{name.replace('_', '-')}`") for flag, name in SAME.items()),
         *((flag, "no effect: it is so anyway, or another option decides it") for flag in ANYWAY),
+        *(
+            (flag, f"`{only}`, which is so anyway; others are refused: {reason}")
+            for flag, (only, reason) in ONLY.items()
+        ),
         *((flag, meaning) for flag, (_, meaning) in DERIVED.items()),
         *((flag, f"refused: {reason}") for flag, reason in NOT_THERE.items()),
     ]

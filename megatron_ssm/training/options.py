@@ -12,13 +12,14 @@ from typing import Any
 
 from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
+from sparsefusion.foundation.launcher import this_rank
 
-from .megatron_flags import NOT_THERE, SAME, add_arguments, translated
+from .megatron_flags import ANYWAY, NOT_THERE, SAME, add_arguments, translated
 
 # Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
-ENGINES = ("torch", "deepspeed", "megatron")
+ENGINES = ("torch", "fsdp", "deepspeed", "megatron")
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -47,6 +48,9 @@ class Options:
         metavar="WORD",
     )  # fmt: skip
     train_data_path: tuple[str, ...] = _option((), "as --data-path, all of it for training", metavar="WORD")
+    mock_data: bool = _option(
+        False, "train on Megatron's mock data: ids that count upwards, in documents of random length"
+    )
     split: str = _option("949,50,1", "shares of --data-path for training, evaluation and tests, which are not read")
     data_cache_path: str = _option("", "directory for the index of samples of indexed datasets (default: in --out)")
     eval_iters: int = _option(10, "global batches of an evaluation with indexed datasets")
@@ -56,10 +60,17 @@ class Options:
     log: str = _option("", "file for JSON lines, one per logged step")
     tensorboard: str = _option("", "directory for TensorBoard's files with the same numbers")
     wandb: str = _option("", "project at Weights & Biases for the same numbers", flag_alone="megatron-ssm")
+    wandb_exp_name: str = _option("", "name of the run at Weights & Biases")
     peak_tflops: float = _option(0.0, "TFLOP/s of a rank's device, for the utilization (0: of a known GPU with --bf16)")
     profile: str = _option("", "directory for a trace of a few steps by torch's profiler, on rank 0")
     profile_step_start: int = _option(10, "first step of the trace")
     profile_step_end: int = _option(12, "last step of the trace")
+    dry_run: str = _option(
+        "", "check the inputs and print layout, memory, messages and time, for the ranks of the launcher or for so many; "
+        "train nothing", flag_alone="launched",
+    )  # fmt: skip
+    dry_run_fabric: str = _option("", "file of `sparsefusion measure`, by which --dry-run predicts the time")
+    dry_run_device: str = _option("h100", "what computes there: a100, h100, h200, or a file as for `advise`")
     resume: str = _option(
         "",
         "continue from the newest checkpoint in --out; auto: or begin, if there is none; a folder: from DeepSpeed's "
@@ -98,6 +109,13 @@ class Options:
     moe_router_group_topk: int = _option(1, "groups from which a token's experts are")
     moe_router_topk_scaling_factor: float = _option(1.0, "what multiplies the weights of a token's experts")
     untie_embeddings_and_output_weights: bool = _option(False, "give the language-model head weights of its own")
+    make_vocab_size_divisible_by: int = _option(
+        0, "pad the vocabulary of a new model to a multiple of this x --tensor-model-parallel-size (0: no padding)"
+    )
+    init_method_std: float = _option(
+        0.0, "standard deviation of the initial matrices of a new model; outputs of blocks: divided by the root of the "
+        "number of blocks (0: the family's own initialization)",
+    )  # fmt: skip
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
     context_parallel_size: int = _option(1, "ranks that share each sequence")
@@ -116,8 +134,15 @@ class Options:
     memory_budget: float = _option(0.0, "GB that a step may need on a rank, by a formula (0: not checked)")
     micro_batch_size: int = _option(8, "sequences of one forward pass of a replica")
     global_batch_size: int = _option(16, "sequences per step over all replicas")
+    rampup_batch_size: tuple[str, ...] = _option(
+        (), "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT, and is whole after SAMPLES samples",
+        metavar="N",
+    )  # fmt: skip
     seq_length: int = _option(256, "tokens per sequence")
     train_iters: int = _option(1000, "number of steps")
+    train_samples: int = _option(
+        0, "samples of the whole run, in place of --train-iters; then --global-batch-size may change when it resumes"
+    )
     lr: float = _option(3e-3, "learning rate after the warm-up")
     min_lr: float = _option(0.0, "learning rate after its decay")
     lr_warmup_iters: int = _option(0, "steps of linear warm-up")
@@ -126,6 +151,12 @@ class Options:
         "cosine", "decay of the learning rate after the warm-up", choices=("cosine", "linear", "constant")
     )
     weight_decay: float = _option(0.1, "weight decay of matrices; A_log, D, norms and biases have none")
+    weight_decay_incr_style: str = _option(
+        "constant", "how it grows from --start-weight-decay to --end-weight-decay over --train-iters",
+        choices=("constant", "linear", "cosine"),
+    )  # fmt: skip
+    start_weight_decay: float = _option(0.0, "weight decay of the first step, unless it is constant")
+    end_weight_decay: float = _option(0.0, "weight decay at the end, unless it is constant")
     adam_beta1: float = _option(0.9, "AdamW's beta1")
     adam_beta2: float = _option(0.95, "AdamW's beta2")
     adam_eps: float = _option(1e-8, "AdamW's epsilon")
@@ -161,8 +192,10 @@ class Options:
     async_save: bool = _option(False, "write checkpoints while training goes on, from a copy of the state in memory")
     save_interval: int = _option(500, "steps between checkpoints; the last step writes one too (0: only that one)")
     exit_interval: int = _option(0, "save a checkpoint and exit after a step that is a multiple of this (0: never)")
+    exit_duration_in_mins: float = _option(0.0, "save a checkpoint and exit after so many minutes (0: never)")
     max_skipped_steps: int = _option(5, "steps in a row that may be skipped because a loss or gradient is not finite")
     lost_rank_timeout: float = _option(15.0, "seconds without a sign of life of a rank until the others end (0: off)")
+    distributed_timeout_minutes: int = _option(5, "minutes after which a collective that waits for a rank fails")
     log_interval: int = _option(10, "steps between logged steps")
     eval_interval: int = _option(0, "steps between evaluations; the last step evaluates too (0: only that one)")
     device: str = _option("", "cpu or cuda (default: cuda where there is one)", choices=("", "cpu", "cuda"))
@@ -181,6 +214,8 @@ class Options:
                 yield f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1"
         if self.model_config and self.init_from:
             yield "--model-config is for a new model, and --init-from for one that exists"
+        if self.dry_run not in ("", "launched") and not 0 < int(f"0{self.dry_run}" if self.dry_run.isdecimal() else 0):
+            yield f"--dry-run {self.dry_run} is not a number of ranks"
         if self.lora_rank and not self.init_from:
             yield f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from"
         pattern, layers = self.hybrid_override_pattern, self.num_layers
@@ -190,6 +225,15 @@ class Options:
             yield f"--hybrid-override-pattern {pattern} has {len(pattern)} blocks, not --num-layers {layers}"
         if self.min_lr > self.lr:
             yield f"--min-lr {self.min_lr} is above --lr {self.lr}"
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        if (style == "constant" and (start or end)) or (style != "constant" and not start <= end > 0):
+            yield (
+                f"--weight-decay-incr-style {style} with --start-weight-decay {start} --end-weight-decay {end}: linear and "
+                "cosine need an end above 0 and not below the start, constant needs neither"
+            )
+        if self.mock_data and (self.data or self.data_path or self.train_data_path or self.valid_data_path):
+            yield "--mock-data takes the place of --data and other text"
+        yield from self._problems_of_ramp()
         warmup, decayed = self.lr_warmup_iters, self.lr_decay_iters
         if self.lr_decay_style != "constant" and 0 < decayed <= warmup:
             yield f"--lr-warmup-iters {warmup} is not below --lr-decay-iters {decayed}"
@@ -209,29 +253,52 @@ class Options:
         if not -(2**63) <= self.seed < 2**63:
             yield f"--seed {shortened(self.seed)} is not a 64-bit integer"
 
+    def _problems_of_ramp(self) -> Iterator[str]:
+        """The rules that --rampup-batch-size breaks."""
+        if not (words := self.rampup_batch_size):
+            return
+        named, full = f"--rampup-batch-size {' '.join(words)}", self.global_batch_size
+        if len(words) != 3 or not all(word.isdecimal() for word in words):
+            yield f"{named} is not START INCREMENT SAMPLES, three whole numbers"
+            return
+        start, increment, samples = map(int, words)
+        if not (0 < start <= full and increment and samples and (full - start) % increment == 0):
+            yield f"{named}: --global-batch-size {full} must be START plus a multiple of INCREMENT, and no number may be 0"
+        if not self.train_samples:
+            yield f"{named} needs --train-samples, as steps have different sizes"
+        if self.engine == "deepspeed":
+            yield f"{named} is not implemented for --engine deepspeed"
+
     def _problems_of_engine(self) -> Iterator[str]:
         """Options that do not work with the engine."""
         if (self.engine == "deepspeed") != bool(self.deepspeed_config):
             rule = "needs" if self.engine == "deepspeed" else "has no use for"
             yield f"--engine {self.engine} {rule} --deepspeed-config"
-        for name, engine in dict(use_distributed_optimizer="megatron", save_deepspeed="deepspeed").items():
-            if getattr(self, name) and self.engine != engine:
-                yield f"{flag(name)} needs --engine {engine}, not {self.engine}"
+        if self.save_deepspeed and self.engine != "deepspeed":
+            yield f"--save-deepspeed needs --engine deepspeed, not {self.engine}"
+        if self.use_distributed_optimizer and self.engine in ("deepspeed", "fsdp"):
+            yield f"--use-distributed-optimizer needs --engine megatron, not {self.engine}"
         if self.use_distributed_optimizer and self.params_dtype != "float32":
             yield f"--use-distributed-optimizer has no {self.params_dtype} parameters: --params-dtype float32"
         if self.engine == "deepspeed" and self.params_dtype != "float32":
             yield f"--engine deepspeed reduces no {self.params_dtype} gradients: --params-dtype float32"
-        if self.memory_budget and (self.engine == "deepspeed" or self.use_distributed_optimizer):
-            divided = "--use-distributed-optimizer" if self.use_distributed_optimizer else "--engine deepspeed"
+        if self.memory_budget and (self.engine in ("deepspeed", "fsdp") or self.use_distributed_optimizer):
+            divided = "--use-distributed-optimizer" if self.use_distributed_optimizer else f"--engine {self.engine}"
             yield f"--memory-budget has no formula for {divided}"
-        if self.moe_router_enable_expert_bias and self.engine == "deepspeed":
-            yield "--moe-router-enable-expert-bias is not implemented for --engine deepspeed"
+        if self.moe_router_enable_expert_bias and self.engine in ("deepspeed", "fsdp"):
+            yield f"--moe-router-enable-expert-bias is not implemented for --engine {self.engine}"
+        if self.engine == "fsdp":
+            if self.gradient_mode != "dense":
+                yield f"--gradient-mode {self.gradient_mode}: SparseFusion does not work with --engine fsdp"
+            if self.lora_rank:
+                yield f"--lora-rank {self.lora_rank} is not implemented for --engine fsdp"
         if self.expert_model_parallel_size > 1:
             yield from self._problems_of_experts()
 
     def _problems_of_experts(self) -> Iterator[str]:
         """Options that do not work with --expert-model-parallel-size."""
         others = {
+            "--engine fsdp": self.engine == "fsdp",
             "--engine deepspeed, which knows only its own experts": self.engine == "deepspeed",
             "--use-distributed-optimizer": self.use_distributed_optimizer,
             f"--gradient-mode {self.gradient_mode}: SparseFusion": self.gradient_mode != "dense",
@@ -242,19 +309,28 @@ class Options:
             yield f"--expert-model-parallel-size {size} is not implemented for {wrong}"
 
     @property
+    def full_steps(self) -> int:
+        """The number of steps, if all have the full global batch."""
+        return self.train_samples // self.global_batch_size if self.train_samples else self.train_iters
+
+    @property
     def decay_steps(self) -> int:
-        """The step at which the learning rate has decayed (0: it does not decay)."""
-        return 0 if self.lr_decay_style == "constant" else self.lr_decay_iters or self.train_iters
+        """The step at which the learning rate has decayed, if all have the full global batch (0: it does not decay)."""
+        return 0 if self.lr_decay_style == "constant" else self.lr_decay_iters or self.full_steps
 
     def accumulation(self, data_ranks: int) -> int:
         """The number of micro-batches of a replica in each step; ValueError if the global batch does not divide."""
         at_once = self.micro_batch_size * data_ranks
-        if self.global_batch_size % at_once:
-            raise ValueError(
-                f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{self.micro_batch_size} x {data_ranks} data-parallel ranks "
-                f"({self.global_batch_size} % {at_once} = {self.global_batch_size % at_once})"
-            )
+        batches = {"--global-batch-size": self.global_batch_size}
+        if self.rampup_batch_size:
+            start, increment, _ = map(int, self.rampup_batch_size)
+            batches |= {"START of --rampup-batch-size": start, "INCREMENT of --rampup-batch-size": increment}
+        for name, batch in batches.items():
+            if batch % at_once:
+                raise ValueError(
+                    f"{name} {batch} is not a multiple of --micro-batch-size {self.micro_batch_size} x {data_ranks} "
+                    f"data-parallel ranks ({batch} % {at_once} = {batch % at_once})"
+                )
         return self.global_batch_size // at_once
 
     def new_config(self, vocab_size: int, eos: int) -> dict:
@@ -271,9 +347,10 @@ class Options:
                 raise ValueError(
                     f"--hybrid-override-pattern makes a {family.name} model, not --model-type {self.model_type}"
                 )
+        multiple = max(1, self.make_vocab_size_divisible_by * self.tensor_model_parallel_size)
         return {
             "model_type": family.name,
-            "vocab_size": vocab_size,
+            "vocab_size": -(-vocab_size // multiple) * multiple,
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
             "tie_word_embeddings": not self.untie_embeddings_and_output_weights,
@@ -292,14 +369,53 @@ _MINIMUM = {
                      "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "num_layers",
                      "hidden_size", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "hybrid_interval",
                      "shared_blocks", "adapter_rank", "num_attention_heads", "keep", "num_experts", "moe_router_topk",
-                     "moe_router_num_groups", "moe_router_group_topk", "profile_step_start", "profile_step_end"), 1),
+                     "moe_router_num_groups", "moe_router_group_topk", "profile_step_start", "profile_step_end",
+                     "distributed_timeout_minutes"), 1),
     **dict.fromkeys(("lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "weight_decay", "clip_grad", "adam_eps",
                      "save_interval", "exit_interval", "eval_interval", "num_query_groups", "ffn_hidden_size",
                      "gradient_density_warmup", "memory_budget", "max_skipped_steps", "lost_rank_timeout",
                      "peak_tflops", "lora_rank", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
                      "moe_latent_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
-                     "eval_iters"), 0),
+                     "eval_iters", "make_vocab_size_divisible_by", "init_method_std", "start_weight_decay",
+                     "end_weight_decay", "exit_duration_in_mins", "train_samples"), 0),
 }  # fmt: skip
+
+
+# {the first option of a group in --help: the title of the group}
+GROUPS = {
+    "data": "text", "out": "outputs and checkpoints to begin from", "valid_data_path": "held-out text and tokenizer",
+    "model_config": "a new model", "tensor_model_parallel_size": "ranks, memory and engines",
+    "micro_batch_size": "batches and length", "lr": "optimizer", "bf16": "number formats and messages",
+    "moe_router_load_balancing_type": "routers of experts", "seed": "random numbers", "lora_rank": "LoRA adapters",
+    "keep": "checkpoints, faults, intervals",
+}  # fmt: skip
+
+
+def table() -> str:
+    """All options as a Markdown table for each group."""
+    lines: list[str] = []
+    for option in fields(Options):
+        if option.name in GROUPS:
+            lines += [
+                "",
+                f"### {GROUPS[option.name].capitalize()}",
+                "",
+                "| option | default | meaning |",
+                "| --- | --- | --- |",
+            ]
+        default = "" if option.default in ("", (), False) else f"`{_shown(option.default)}`"
+        lines.append(f"| `{flag(option.name)}` | {default} | {option.metadata['help']} |")
+    return "\n".join(lines[1:])
+
+
+def _shown(default: Any) -> str:
+    return (
+        " ".join(default)
+        if isinstance(default, tuple)
+        else f"{default:g}"
+        if isinstance(default, float)
+        else str(default)
+    )
 
 
 def flag(name: str) -> str:
@@ -333,7 +449,10 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
     """
     parser = _Parser(prog=prog, description="Pretrain a state-space language model on text.")
     parser.add_argument("--config", metavar="F.yaml", help="options in YAML, under the same names")
+    group: Any = parser
     for option in fields(Options):
+        if option.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[option.name])
         arguments: dict[str, Any] = dict(default=argparse.SUPPRESS, help=option.metadata["help"])
         if isinstance(option.default, bool):
             arguments |= dict(action=argparse.BooleanOptionalAction)
@@ -344,9 +463,9 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         if alone := option.metadata.get("flag_alone"):
             arguments |= dict(nargs="?", const=alone)
             no: dict[str, Any] = dict(default=argparse.SUPPRESS, help=argparse.SUPPRESS, dest=option.name)
-            parser.add_argument(flag(f"no_{option.name}"), action="store_const", const="", **no)
+            group.add_argument(flag(f"no_{option.name}"), action="store_const", const="", **no)
         others = [other for other, name in SAME.items() if name == option.name]
-        parser.add_argument(flag(option.name), *others, **arguments)
+        group.add_argument(flag(option.name), *others, **arguments)
     add_arguments(parser, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher's
     parsed = vars(parser.parse_args(argv))
@@ -358,8 +477,11 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         for option in fields(Options):
             if option.metadata.get("required") and not values.get(option.name):
                 raise ValueError(f"{flag(option.name)} is required")
-        if not any(values.get(name) for name in ("data", "data_path", "train_data_path")):
+        if not any(values.get(name) for name in ("data", "data_path", "train_data_path", "mock_data")):
             raise ValueError("--data is required")
+        if unused := [name for name in ANYWAY if name[2:].replace("-", "_") in parsed]:
+            if this_rank() == 0:
+                print(f"ignored: {', '.join(unused)} (no effect here)", flush=True)
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return Options(**values)
     except ValueError as error:

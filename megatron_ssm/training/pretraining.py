@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
 from megatron_ssm.parallel.groups import (
-    TIMEOUT,
     Groups,
     check_device,
     check_world,
@@ -37,6 +37,7 @@ from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 
+from .batch_sizes import BatchSizes
 from .interruption import Interruption
 from .options import Options
 from .profiling import Profiler, utilization
@@ -61,24 +62,27 @@ def pretrain(options: Options) -> None:
     options.accumulation(launched_ranks() // (tensor * context))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
+    if options.use_distributed_optimizer and options.engine == "torch" and device == "cuda":
+        options = replace(options, engine="megatron")
+
     def check() -> None:
         check_device(device)
-        if options.use_distributed_optimizer and device != "cuda":
+        if options.engine == "megatron" and options.use_distributed_optimizer and device != "cuda":
             raise ValueError("--use-distributed-optimizer needs --device cuda: Megatron has it for CUDA's tensors only")
 
     try:
-        world = join(tensor, device, context=context, check=check, expert=expert)
+        timeout = timedelta(minutes=options.distributed_timeout_minutes)
+        world = join(tensor, device, timeout, context=context, check=check, expert=expert)
         place = device_of_rank(device)
         limit = options.lost_rank_timeout
         if options.profile and limit:
-            limit = max(
-                limit, TIMEOUT.total_seconds()
-            )  # the profiler holds Python's global lock while it writes the trace
+            # The profiler holds Python's global lock while it writes the trace.
+            limit = max(limit, timeout.total_seconds())
         with contextlib.ExitStack() as until_the_end, watched(limit):
             continues = until_the_end.enter_context(only_run(Path(options.out)))
             run = replace(options, resume="auto") if continues else options
             inputs = read_on_all_ranks(run, place)
-            groups = initialize(tensor, device, context=context, expert=expert) if world > 1 else Groups()
+            groups = initialize(tensor, device, timeout, context=context, expert=expert) if world > 1 else Groups()
             interruption = until_the_end.enter_context(Interruption(place))  # before, signals end the process at once
             _run(inputs, groups, place, interruption, is_restarted=run != options)
     finally:
@@ -110,7 +114,8 @@ def _run(
             progress.print_line(f"--profile writes no trace: {passed}")
         progress.open_trackers(inputs.first_step)  # they may fail; then the checkpoints of an earlier run stay
         claim(inputs.out / "checkpoints", continues=inputs.checkpoint is not None and not resumes_deepspeed(options))
-        progress.begin(inputs.first_step, utilization(options, model, groups.ranks))
+        trainer.batch_sizes = inputs.batch_sizes
+        progress.begin(inputs.first_step, inputs.batch_sizes.samples, utilization(options, model, groups.ranks))
         step = _train(trainer, inputs, progress, interruption)
         try:
             trainer.write_own_format(inputs.out, step)
@@ -148,6 +153,10 @@ def make_trainer(
 
         kind = DividedMegatronTrainer if options.use_distributed_optimizer else MegatronTrainer
         return kind(model, groups, options, report)
+    if options.engine == "fsdp" and groups.data_context is not None:
+        from .fsdp_trainer import FsdpTrainer
+
+        return FsdpTrainer(model, groups, options, report)
     return Trainer(model, groups, options, report)
 
 
@@ -166,10 +175,11 @@ def _resume(trainer: Trainer, inputs: RunInputs, progress: Progress) -> RunInput
             f"{checkpoint[0]} does not record {what} of its run, so they are not compared with this run's"
         )
         return inputs
-    read = in_one_line("cannot resume", ValueError)(lambda: read_training(checkpoint[0]).decay_steps)
-    decay_steps = together(read, [dist.group.WORLD])
-    progress.print_decay(decay_steps)
-    return replace(inputs, checkpoint=checkpoint)
+    read = in_one_line("cannot resume", ValueError)(lambda: read_training(checkpoint[0]))
+    described = together(read, [dist.group.WORLD])
+    progress.print_decay(described.decay_steps)
+    sizes = BatchSizes.of(inputs.options, checkpoint[1], described.samples)
+    return replace(inputs, checkpoint=checkpoint, batch_sizes=sizes)
 
 
 def _train(trainer: Trainer, inputs: RunInputs, progress: Progress, interruption: Interruption) -> int:
@@ -274,6 +284,8 @@ def _summary(model: Model, groups: Groups, inputs: RunInputs) -> str:
     )
     tokens = inputs.requirements["training_tokens"]
     text = f"{corpus.train.text_bytes:,} bytes of text" if corpus.train else f"{tokens:,} tokens"
+    if inputs.options.mock_data:
+        text = "mock data"
     if inputs.checkpoint:
         target = f"resuming {inputs.checkpoint[0]}"
     elif find_checkpoints(out / "checkpoints"):

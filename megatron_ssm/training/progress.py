@@ -45,14 +45,15 @@ class Progress:
             self._trackers = Trackers(options, self.print_line)
         self._run_trackers(lambda trackers: trackers.begin(start))
 
-    def begin(self, start: int, utilization: float = 0.0) -> None:
+    def begin(self, start: int, samples: int, utilization: float = 0.0) -> None:
         """Training begins after step `start`, 0 for a new run: open the log, and measure time from here on.
 
+        samples: those that the run has read before.
         utilization: the share of the devices' peak that a token per second is (0: unknown; it is not reported).
         """
         self._utilization = utilization
         options = self.options
-        self._throughput = Throughput(options.train_iters - start, options.global_batch_size * options.seq_length)
+        self._throughput, self._samples = Throughput(options.train_iters - start), samples
         is_shown = self._is_first_rank and sys.stderr.isatty()
         self._bar = tqdm(total=options.train_iters, initial=start, unit="step", disable=not is_shown)
         if options.log:
@@ -92,12 +93,13 @@ class Progress:
 
     def print_decay(self, previous: int) -> None:
         """Report that the learning rate decays over another number of steps than in the resumed run (0: unknown)."""
-        if previous and previous != self.options.decay_steps:
+        if previous and not self.options.train_samples and previous != self.options.decay_steps:
             self.print_line(f"learning rate now decays over {self.options.decay_steps} steps, was {previous}")
 
     def end_step(self, step: int, result: Step, is_logged: bool) -> None:
         """A step has ended. Print and prepare its line if `is_logged`, at --log-interval, and at the first and last step."""
-        self._throughput.count_step()
+        self._throughput.count_step((result.samples - self._samples) * self.options.seq_length)
+        self._samples = result.samples
         self._bar.update()
         if result.is_skipped:
             self.print_line(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: skipped")
@@ -109,7 +111,7 @@ class Progress:
             f"step {step:>5}/{self.options.train_iters}  loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  "
             f"lr {result.lr:.2e}  {rate:,.0f} tokens/s{used}  {timedelta(seconds=round(left))} left"
         )
-        tokens = step * self.options.global_batch_size * self.options.seq_length
+        tokens = result.samples * self.options.seq_length
         loss, norm = (value if math.isfinite(value) else None for value in (result.loss, result.grad_norm))
         self._line = dict(step=step, loss=loss, lr=result.lr, grad_norm=norm, tokens=tokens, tokens_per_s=rate)
         self._line |= result.more
@@ -165,21 +167,21 @@ class Progress:
 class Throughput:
     """Tokens per second since it was last read, and the time that is left."""
 
-    def __init__(self, steps: int, tokens_per_step: int):
-        self._steps_left, self._tokens_per_step = steps, tokens_per_step
-        self._start, self._steps = time.perf_counter(), 0
+    def __init__(self, steps: int):
+        self._steps_left, self._start, self._steps, self._tokens = steps, time.perf_counter(), 0, 0
 
-    def count_step(self) -> None:
-        """A step has ended."""
+    def count_step(self, tokens: int) -> None:
+        """A step of this many tokens has ended."""
         self._steps += 1
+        self._tokens += tokens
         self._steps_left -= 1
 
     def read(self) -> tuple[float, float]:
         """(tokens per second, seconds left); starts a new measurement."""
         elapsed = max(time.perf_counter() - self._start, 1e-9)
-        rate = self._steps * self._tokens_per_step / elapsed
+        rate = self._tokens / elapsed
         left = self._steps_left * elapsed / max(1, self._steps)
-        self._start, self._steps = time.perf_counter(), 0
+        self._start, self._steps, self._tokens = time.perf_counter(), 0, 0
         return rate, left
 
 

@@ -7,7 +7,7 @@ one rank, or differs between ranks, every rank raises the same error.
 import contextlib
 import json
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from megatron_ssm.models.lora import find_modules
 from megatron_ssm.ops.fused_adam import adamw_on_cuda
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import together
+from sparsefusion.foundation.command_line import LIMIT
 from sparsefusion.foundation.launcher import launched_ranks
 
+from .batch_sizes import BatchSizes
 from .batches import Batches, Tokens
 from .corpus import Corpus
 from .deepspeed_settings import read_settings
@@ -30,7 +32,7 @@ from .indexed import IndexedBatches
 from .memory_budget import check_memory_budget
 from .options import Options, flag
 from .progress import check_places, make_folder
-from .saving import OWN, checkpoint_to_resume
+from .saving import OWN, checkpoint_to_resume, resumes_deepspeed
 from .tracking import check_trackers
 
 # Options that may differ between ranks: paths, which may be local to a machine. The contents read from them are compared
@@ -45,7 +47,7 @@ SHAPE_OPTIONS = (
     "shared_blocks", "adapter_rank", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
     "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "untie_embeddings_and_output_weights",
+    "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
 )  # fmt: skip
 EXPERT_OPTIONS = tuple(name for name in SHAPE_OPTIONS if name.startswith("moe_") or name == "num_experts")
 SPARSE_OPTIONS = ("gradient_density", "gradient_sparsifier", "gradient_density_warmup")
@@ -60,7 +62,8 @@ class RunInputs:
         out: The directory of --out.
         corpus: The text and its tokenizer.
         config: The model's configuration.
-        batches: The batch of each step.
+        batches: The samples of the text.
+        batch_sizes: The samples of each step.
         requirements: JSON values that a run which resumes from this one's checkpoints must have in common with it.
         checkpoint: The checkpoint from which this run resumes, and its step; None for a new run.
         deepspeed: The configuration of DeepSpeed's engine; None for another engine.
@@ -71,13 +74,17 @@ class RunInputs:
     corpus: Corpus
     config: Stack
     batches: Batches | IndexedBatches
+    batch_sizes: BatchSizes
     requirements: dict[str, Any]
     checkpoint: tuple[Path, int] | None
     deepspeed: dict[str, Any] | None
 
     @classmethod
-    def read(cls, options: Options) -> "RunInputs":
-        """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written."""
+    def read(cls, options: Options, ranks: int | None = None) -> "RunInputs":
+        """Read them on this rank. ValueError or OSError if one of them is wrong, or if the outputs cannot be written.
+
+        ranks: the number of those of the run; None: of the launcher.
+        """
         out = _make_output_directory(options.out)
         corpus = Corpus(options)
         config = families.read(options.init_from) if options.init_from else corpus.new_model_config(options)
@@ -89,15 +96,21 @@ class RunInputs:
         check_memory_budget(options, config)
         check_sequence_length(options.seq_length, options.context_parallel_size, config.history)
         batches = corpus.batches(options, _samples_of_run(options, out / "checkpoints"))
+        requirements = _resume_requirements(options, config, batches)
+        most = LIMIT if options.train_samples else options.train_iters
+        checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements, most)
+        batch_sizes = _batch_sizes(options, checkpoint)
+        if options.train_samples:
+            options = replace(options, train_iters=batch_sizes.last_step(options.train_samples))
         deepspeed = None
         if options.engine == "deepspeed":
-            data_ranks = launched_ranks() // (options.tensor_model_parallel_size * options.context_parallel_size)
+            data_ranks = (ranks or launched_ranks()) // (
+                options.tensor_model_parallel_size * options.context_parallel_size
+            )
             deepspeed = read_settings(options, data_ranks, config.hidden_size)
-        requirements = _resume_requirements(options, config, batches)
-        checkpoint = checkpoint_to_resume(options.resume, out / "checkpoints", requirements, options.train_iters)
         check_places(options)
         check_trackers(options)
-        return cls(options, out, corpus, config, batches, requirements, checkpoint, deepspeed)
+        return cls(options, out, corpus, config, batches, batch_sizes, requirements, checkpoint, deepspeed)
 
     @property
     def first_step(self) -> int:
@@ -147,7 +160,8 @@ def _optimizer(options: Options, device: torch.device) -> str:
     """The package whose AdamW updates the parameters, with its version; ranks must use the same, because each rounds in its
     own way.
     """
-    uses_torch_adamw = device.type != "cuda" or options.engine == "deepspeed" or options.use_distributed_optimizer
+    is_engine = options.engine in ("deepspeed", "fsdp")
+    uses_torch_adamw = device.type != "cuda" or is_engine or options.use_distributed_optimizer
     return "torch" if uses_torch_adamw else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
 
@@ -157,11 +171,16 @@ def ignored_options(options: Options, replicas: int) -> list[str]:
     replicas: the ranks that average gradients, those of data and of context parallelism.
     """
     model = next((flag(name) for name in ("init_from", "model_config") if getattr(options, name)), "")
+    grows = options.weight_decay_incr_style != "constant"
     is_dense = options.gradient_mode in ("dense", "fp16")
     reasons = {
         f"{model} says the shape of the model": SHAPE_OPTIONS if model else (),
         "no block has experts": EXPERT_OPTIONS if not model and "E" not in options.hybrid_override_pattern else (),
         "--lr-decay-style is constant": ("min_lr", "lr_decay_iters") if options.lr_decay_style == "constant" else (),
+        "--init-from says the weights": ("init_method_std",) if options.init_from else (),
+        "--weight-decay-incr-style is not constant": ("weight_decay",) if grows else (),
+        "--engine torch divides nothing on CPUs": ("use_distributed_optimizer",) * (options.engine == "torch"),
+        "there is no --wandb": ("wandb_exp_name",) if not options.wandb else (),
         "there is no --lora-rank": ("lora_alpha", "lora_targets") if not options.lora_rank else (),
         "no other rank has gradients to average": ("gradient_mode", *SPARSE_OPTIONS) if replicas == 1 else (),
         f"--gradient-mode is {options.gradient_mode}": SPARSE_OPTIONS if is_dense and replicas > 1 else (),
@@ -181,11 +200,13 @@ def _make_output_directory(path: str) -> Path:
 
 def _resume_requirements(options: Options, config: Stack, batches: Batches | IndexedBatches) -> dict[str, Any]:
     """The JSON values that a resumed run must have in common with the run that wrote its checkpoint."""
-    run = {name: getattr(options, name) for name in ("global_batch_size", "seq_length", "seed", "params_dtype")}
+    run = {name: getattr(options, name) for name in ("seq_length", "seed", "params_dtype")}
+    batch = "any, as --train-samples counts samples" if options.train_samples else options.global_batch_size
+    run["global_batch_size"] = batch
     if options.lora_rank:
         run |= {name: getattr(options, name) for name in ("lora_rank", "lora_alpha", "lora_targets")}
     if isinstance(batches, IndexedBatches):
-        text = {"training_tokens": batches.tokens, "training_text": batches.checksum, "train_samples": batches.samples}
+        text = {"training_tokens": batches.tokens, "training_text": batches.checksum, "train_samples": batches.planned}
     else:
         text = {"training_tokens": len(batches.ids), "training_text": _checksum(batches.ids)}
     return json.loads(json.dumps({**_model_values(config), **run, **text}))
@@ -214,7 +235,25 @@ def _samples_of_run(options: Options, directory: Path) -> int:
         with contextlib.suppress(DamagedCheckpoint):
             if samples := read_training(path).requirements.get("train_samples"):
                 return samples
-    return options.train_iters * options.global_batch_size
+    return options.train_samples or options.train_iters * options.global_batch_size
+
+
+def _batch_sizes(options: Options, checkpoint: tuple[Path, int] | None) -> BatchSizes:
+    """The samples of each step from a checkpoint on, or from the beginning.
+
+    ValueError if the run has read more samples than --train-samples.
+    """
+    path, step = checkpoint or (None, 0)
+    samples = None
+    if path is not None and not resumes_deepspeed(options):
+        with contextlib.suppress(DamagedCheckpoint):  # `resume` reports it
+            samples = read_training(path).samples
+    sizes = BatchSizes.of(options, step, samples)
+    if options.train_samples and sizes.samples > options.train_samples:
+        raise ValueError(f"{path} has read {sizes.samples} samples, more than --train-samples {options.train_samples}")
+    if sizes.last_step(options.train_samples) < 1 and options.train_samples:
+        raise ValueError(f"--train-samples {options.train_samples} is below one global batch, {sizes.size(0)}")
+    return sizes
 
 
 def _checksum(ids: torch.Tensor) -> int:

@@ -4,7 +4,9 @@ import contextlib
 import functools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,10 @@ from megatron_ssm.checkpoints.folders import (
 )
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
-from megatron_ssm.parallel.groups import TIMEOUT
 from sparsefusion.collectives.agreement import gather_objects, on_first, together
 from sparsefusion.foundation.command_line import Failure
 
+from .gradients import local_part
 from .interruption import Interruption
 from .options import Options
 from .progress import is_due
@@ -36,6 +38,7 @@ from .trainer import Trainer
 
 BEGUN = ".begun"  # a file next to the checkpoints: the `_names_of_run` of the run that has begun there, one a line
 NO_ID = "none"  # the id of torchrun's runs that are started without one
+STARTED = time.monotonic()  # about when the process started, from which --exit-duration-in-mins counts
 OWN = ("", "newest", "auto")  # what --resume says unless it names a folder
 
 
@@ -49,24 +52,29 @@ class Saver:
     def __init__(self, trainer: Trainer, directory: Path, requirements: dict[str, Any], start: int):
         self._start = start
         self._trainer, self._directory, self._requirements = trainer, directory, requirements
-        self._background = BackgroundWriter(TIMEOUT) if trainer.options.async_save else None
+        self._background: BackgroundWriter | None = None
+        if trainer.options.async_save:
+            self._background = BackgroundWriter(timedelta(minutes=trainer.options.distributed_timeout_minutes))
 
     def end_step(self, step: int, interruption: Interruption) -> str:
         """Write a checkpoint if one is due or the run leaves after this step; why it leaves before its end, or ""."""
-        signal, has_failed = interruption.on_any_rank(self._background is not None and self._background.has_failed)
+        has_failed = self._background is not None and self._background.has_failed
+        minutes = self._trainer.options.exit_duration_in_mins
+        is_late = minutes > 0 and time.monotonic() - STARTED > 60 * minutes
+        signal, has_failed, is_late = interruption.on_any_rank(has_failed, is_late)
         if has_failed:
             self.finish()  # raises the error on every rank
         options = self._trainer.options
         is_last, leaves = step == options.train_iters, is_due(step, options.exit_interval)
         # Checkpoints after skipped steps would displace those from before.
         is_due_now = is_due(step, options.save_interval) and not self._trainer.skipped_in_a_row
-        if is_last or leaves or signal or is_due_now:
+        if is_last or leaves or is_late or signal or is_due_now:
             self._check_parameters(step, interruption)
             self.save(step)
             signal = signal or interruption.on_any_rank()[0]
-        if is_last or not (leaves or signal):
+        if is_last or not (leaves or is_late or signal):
             return ""
-        return f"on {signal}" if signal else "as --exit-interval says"
+        return f"on {signal}" if signal else f"as --{'exit-interval' if leaves else 'exit-duration-in-mins'} says"
 
     def _check_parameters(self, step: int, interruption: Interruption) -> None:
         """Failure on every rank if the run ends here, and has skipped all of its steps or its parameters are not finite."""
@@ -76,7 +84,9 @@ class Saver:
         if skipped == step - self._start:
             raise Failure(f"step {step}: all steps of this run were skipped ({skipped}), so nothing is saved")
         with trainer.whole_parameters():
-            is_damaged = not all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+            is_damaged = not all(
+                bool(local_part(parameter).isfinite().all()) for parameter in trainer.model.parameters()
+            )
         if interruption.on_any_rank(is_damaged)[1]:
             raise Failure(f"step {step}: parameters are not finite, so they are not saved; earlier checkpoints remain")
 
@@ -91,7 +101,7 @@ class Saver:
         trainer, options = self._trainer, self._trainer.options
         return Snapshot.of(
             self._directory, step, trainer.model, trainer.checkpoint_state(), self._requirements, options.decay_steps,
-            PendingFile.of(trainer, copies=stage is not None), options.keep, stage,
+            PendingFile.of(trainer, copies=stage is not None), options.keep, stage, trainer.batch_sizes.of_step(step)[0],
         )  # fmt: skip
 
     def finish(self) -> None:

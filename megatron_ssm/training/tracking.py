@@ -111,8 +111,9 @@ def _wandb_run(options: Options, id_file: Path, start: int) -> Any:
         more["settings"] = wandb.Settings(finish_timeout=FINISH_TIMEOUT_S)
     try:  # its environment variables say to whom it sends, or that it does not (WANDB_MODE=offline)
         run = wandb.init(
-            project=options.wandb, dir=options.out, config=asdict(options), id=known or None, resume="allow", **more
-        )
+            project=options.wandb, name=options.wandb_exp_name or None, dir=options.out, config=asdict(options),
+            id=known or None, resume="allow", **more,
+        )  # fmt: skip
         run.define_metric("*", step_metric="step")  # its own axis never goes back, as steps do after a fault
     except wandb.Error as error:
         raise OSError(f"Weights & Biases: {error}") from None

@@ -31,6 +31,7 @@ from sparsefusion import SparseFusion
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure
 
+from .batch_sizes import BatchSizes
 from .batches import IGNORE_INDEX, Batches, Tokens, windows
 from .gradients import (
     Gradients,
@@ -44,11 +45,14 @@ from .indexed import IndexedBatches, Samples
 from .options import Options
 
 
-def learning_rate(options: Options, step: int) -> float:
-    """The learning rate of a step, counted from 0: linear warm-up, then cosine, linear or no decay to min_lr."""
+def learning_rate(options: Options, step: float) -> float:
+    """The learning rate of a step: linear warm-up, then cosine, linear or no decay to min_lr.
+
+    step: the samples read before it, as a number of full global batches.
+    """
     warmup = options.lr_warmup_iters
     if step < warmup:
-        return options.lr * (step + 1) / warmup
+        return options.lr * min(step + 1, warmup) / warmup
     if options.lr_decay_style == "constant":
         return options.lr
     done = min(1.0, (step - warmup) / max(1, options.decay_steps - warmup))
@@ -56,17 +60,31 @@ def learning_rate(options: Options, step: int) -> float:
     return options.min_lr + (options.lr - options.min_lr) * left
 
 
+def weight_decay(options: Options, step: float) -> float:
+    """The weight decay of a step, as `learning_rate`: constant, or it grows linearly or along half a cosine."""
+    start, end, style = options.start_weight_decay, options.end_weight_decay, options.weight_decay_incr_style
+    if style == "constant":
+        return options.weight_decay
+    done = min(1.0, step / options.full_steps)
+    return start + (end - start) * (done if style == "linear" else (1 - math.cos(math.pi * done)) / 2)
+
+
+def decaying_groups(model: Model, options: Options) -> list[dict[str, Any]]:
+    """`parameter_groups` with the weight decay of the end, which is not 0 if it grows."""
+    return parameter_groups(model, weight_decay(options, options.full_steps))
+
+
 def adamw(model: Model, options: Options) -> torch.optim.Optimizer:
     """AdamW (see `ops.fused_adam`) of `parameter_groups`."""
     betas = (options.adam_beta1, options.adam_beta2)
-    groups = parameter_groups(model, options.weight_decay)
+    groups = decaying_groups(model, options)
     return fused_adam.adamw(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
 
 
 def torch_adamw(model: Model, options: Options) -> torch.optim.AdamW:
     """torch's AdamW of `parameter_groups`, for the engines that divide its state."""
     betas = (options.adam_beta1, options.adam_beta2)
-    groups = parameter_groups(model, options.weight_decay)
+    groups = decaying_groups(model, options)
     return torch.optim.AdamW(groups, options.lr, betas, options.adam_eps, fused=True)
 
 
@@ -100,7 +118,10 @@ class SequenceLoss(nn.Module):
 def unfilled_state(model: Model, groups: Groups) -> GatheredState:
     """This rank's whole part of the model, unfilled, for `load_checkpoint` of engines that divide the optimizer's state."""
     shapes = {p: field_of(p).local_shape(groups.tensor_rank, groups.tensor_ranks) for p in model.parameters()}
-    return GatheredState({p: {name: torch.empty(shape) for name in entries(p)} for p, shape in shapes.items()})
+    dtypes = {p: at_least_fp32(p.dtype) for p in shapes}
+    return GatheredState(
+        {p: {n: torch.empty(shape, dtype=dtypes[p]) for n in entries(p)} for p, shape in shapes.items()}
+    )
 
 
 def gathered_state(
@@ -136,6 +157,7 @@ class Step:
         loss: Of the whole global batch.
         grad_norm: Likewise, before clipping.
         lr: The learning rate.
+        samples: The samples that the run has read.
         is_skipped: True if the loss or the norm is not finite, so that the step has changed nothing.
         more: Numbers of the routers of experts, for the log.
     """
@@ -143,6 +165,7 @@ class Step:
     loss: float
     grad_norm: float
     lr: float
+    samples: int = 0
     is_skipped: bool = False
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -161,6 +184,7 @@ class Trainer:
 
     Attributes:
         loss: The module that computes the loss and averages its gradients.
+        batch_sizes: The samples of each step.
         fusion: The sparse gradient reduction, or None.
         pending_gradients: {name: flat gradient} that an earlier run with sparse reduction had not sent yet; they are added
             to the next step's gradients.
@@ -168,8 +192,9 @@ class Trainer:
 
     def __init__(self, model: Model, groups: Groups, options: Options, report: Callable[[str], object] = print):
         self.model, self.groups, self.options = model, groups, options
-        self.accumulation = options.accumulation(groups.data_ranks)
+        self.accumulation, self.batch_sizes = options.accumulation(groups.data_ranks), BatchSizes.of(options)
         self.loss, self.optimizer = self._set_up(SequenceLoss(model, options.bf16))
+        self._decays = [group["weight_decay"] > 0 for group in self.optimizer.param_groups]
         if any(isinstance(module, Experts) for module in model.modules()):
             form = options.moe_router_load_balancing_type
             model.routing = Routing(RouterLosses(form, options.moe_aux_loss_coeff, options.moe_z_loss_coeff))
@@ -205,12 +230,16 @@ class Trainer:
         Raises:
             Failure: More than `max_skipped_steps` steps in a row are skipped; on every rank.
         """
-        inputs, labels = batches.batch(step, self.groups.data_rank, self.groups.data_ranks)
+        first, batch = self.batch_sizes.of_step(step)
+        done = first / self.options.global_batch_size
+        rows = batch // self.groups.data_ranks
+        self.accumulation = rows // self.options.micro_batch_size
+        inputs, labels = batches.samples(first + self.groups.data_rank * rows, rows)
         total: torch.Tensor | float = 0.0
         for index in range(self.accumulation):
-            rows = slice(index * self.options.micro_batch_size, (index + 1) * self.options.micro_batch_size)
+            part = slice(index * self.options.micro_batch_size, (index + 1) * self.options.micro_batch_size)
             try:
-                total += self._backward(inputs[rows], labels[rows], is_last=index == self.accumulation - 1)
+                total += self._backward(inputs[part], labels[part], is_last=index == self.accumulation - 1)
             except FloatingPointError as error:  # SparseFusion raises it on every rank
                 problem = str(error).partition(": ")[2].partition(". ")[0]
                 raise Failure(f"step {step + 1}: {problem}, so training stops") from None
@@ -218,20 +247,22 @@ class Trainer:
         added = self._add_pending_gradients()
         self._average_copies()
         norm = self._norm()
-        loss, rate = float(total), learning_rate(self.options, step)
+        loss, rate = float(total), learning_rate(self.options, done)
         more, loads = self._routing()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            return self._skip(step, Step(loss, float(norm), rate, is_skipped=True))
+            return self._skip(step, Step(loss, float(norm), rate, first + batch, is_skipped=True))
         self.skipped_in_a_row = 0
         for name in added:
             del self.pending_gradients[name]
         self._clip(norm)
-        for group in self.optimizer.param_groups:
+        for group, decays in zip(self.optimizer.param_groups, self._decays, strict=True):
             group["lr"] = rate
+            if decays:
+                group["weight_decay"] = weight_decay(self.options, done)
         self._update()
         if self.options.moe_router_enable_expert_bias:
             Routing.correct(loads, self.options.moe_router_bias_update_rate)
-        return Step(loss, float(norm), rate, more=more)
+        return Step(loss, float(norm), rate, first + batch, more=more)
 
     def _routing(self) -> tuple[dict[str, Any], dict[Any, torch.Tensor]]:
         """The log's numbers about the routers in this step, and how many tokens chose each expert of each layer."""

@@ -75,7 +75,8 @@ def batches_of(folder, samples, **more):
 
 def read(batches, steps, ranks):
     """All samples of these steps, from the parts of `ranks` data-parallel ranks."""
-    parts = [batches.batch(step, rank, ranks) for step in steps for rank in range(ranks)]
+    rows = BATCH // ranks
+    parts = [batches.samples(step * BATCH + rank * rows, rows) for step in steps for rank in range(ranks)]
     return [torch.cat([row, label[-1:]]).tolist() for pair in parts for row, label in zip(*pair, strict=True)]
 
 

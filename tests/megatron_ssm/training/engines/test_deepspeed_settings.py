@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import tiny
-from megatron_ssm.training.deepspeed_settings import read_settings
+from megatron_ssm.training.deepspeed_settings import IGNORED, read_settings
 from megatron_ssm.training.options import Options, parse_options
 
 RUN = dict(
@@ -245,3 +245,27 @@ def test_an_engine_that_does_not_exist(capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_options(["--data", "x", "--out", "y", "--engine", "deepsped"])
     assert "argument --engine: invalid choice: 'deepsped'" in capsys.readouterr().err
+
+
+def test_each_key_of_deepspeed(tmp_path):
+    """Each is passed on, mapped or refused by name. Oracle: DeepSpeed's schema."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    sections = "amp sparse_attention data_efficiency curriculum_learning eigenvalue pipeline checkpoint aio autotuning"
+    for key in [
+        *sections.split(),
+        "compression_training",
+        "data_types",
+        "hybrid_engine",
+        "tensor_parallel",
+        "elasticity",
+    ]:
+        with pytest.raises(ValueError, match=f"{key} is not supported"):
+            settings(tmp_path, {key: {"enabled": True}})
+    for name, field in DeepSpeedZeroConfig.model_fields.items():
+        key = field.alias or name
+        given = {"zero_optimization": {"stage": 1, key: 1 if key == "stage" else 7}}
+        try:
+            assert key in settings(tmp_path, given)["zero_optimization"] or f"zero_optimization.{key}" in IGNORED
+        except ValueError as error:
+            assert f"zero_optimization.{key}" in str(error)

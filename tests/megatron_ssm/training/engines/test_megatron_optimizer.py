@@ -212,7 +212,7 @@ def test_sparse_gradients(ranks, tp, dp):
 
 
 REFUSED = {
-    "--use-distributed-optimizer needs --engine megatron, not torch": dict(engine="torch"),
+    "--use-distributed-optimizer needs --engine megatron, not fsdp": dict(engine="fsdp"),
     "--use-distributed-optimizer has no float64 parameters: --params-dtype float32": dict(params_dtype="float64"),
     "--memory-budget has no formula for --use-distributed-optimizer": dict(memory_budget=1.0),
 }

@@ -1,0 +1,143 @@
+"""`pretrain.py --dry-run`: the layout, memory, messages and time of a run, and checks of what it reads, before it starts."""
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+
+from megatron_ssm.parallel.groups import check_world, shut_down
+from megatron_ssm.sizing.activations import TrainingMemory
+from megatron_ssm.sizing.advise import block_outputs
+from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.training.indexed import IndexedBatches
+from megatron_ssm.training.options import Options
+from megatron_ssm.training.run_inputs import RunInputs
+from sparsefusion import Fabric
+from sparsefusion.foundation.command_line import Failure, Printer
+from sparsefusion.foundation.launcher import launched_ranks, this_rank
+
+from .devices import DEVICES, read_device
+from .divisions import FP32, Training, local_tokens, training_division
+from .traffic import Message, backward_sums, exact_sums, gradient_sums, passed_states, replicated_gradients
+
+GB, SHOWN = 1e9, 8  # replicas of which the ranks are printed
+STATES = 3  # numbers of a parameter in a checkpoint: its value and AdamW's moments
+
+
+def dry_run(options: Options) -> None:
+    """Read and check everything that the run reads, and print what it will need; trains nothing.
+
+    Rank 0 does it alone, for the ranks of the launcher or of `--dry-run RANKS`. It needs no accelerator.
+
+    Raises:
+        ValueError: An option or an input is wrong, as in the run itself.
+        Failure: The disk has too little room for the checkpoints.
+    """
+    ranks = int(options.dry_run) if options.dry_run.isdecimal() else launched_ranks()
+    tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
+    check_world(tensor, ranks, context, options.expert_model_parallel_size)
+    data = ranks // (tensor * context)
+    options.accumulation(data)
+    if this_rank():
+        return
+    inputs = RunInputs.read(options, ranks)
+    try:
+        if isinstance(inputs.batches, IndexedBatches):
+            inputs.batches.open()
+        inputs.batches.samples(inputs.batch_sizes.samples, options.micro_batch_size)
+    finally:
+        shut_down()
+    Printer(is_enabled=True).print("\n".join(["dry run:", *_lines(inputs, data), "nothing was trained", ""]))
+    if _checkpoints(inputs) > (free := shutil.disk_usage(inputs.out).free):
+        raise Failure(f"{inputs.out} has {free / GB:.3g} GB free, fewer than {_checkpoints(inputs) / GB:.3g} GB")
+
+
+def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
+    options, config = inputs.options, inputs.config
+    tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
+    yield f"  ranks: {tensor} tensor x {context} context x {data} data-parallel"
+    for replica in range(min(data, SHOWN)):
+        first = replica * tensor * context
+        parts = (f"{start}-{start + tensor - 1}" if tensor > 1 else str(start)
+                 for start in range(first, first + tensor * context, tensor))  # fmt: skip
+        yield f"    replica {replica}: ranks {' | '.join(parts)}"
+    if data > SHOWN:
+        yield f"    ... {data - SHOWN} more replicas"
+    size = sum(math.prod(field.shape) for field in config.fields())
+    tokens = inputs.requirements["training_tokens"]
+    yield f"  model: {config.family}, {size:,} parameters, vocabulary of {config.vocab_size:,}"
+    yield f"  data: {tokens:,} training tokens; tokenizer of {inputs.corpus.vocab_size:,} ids"
+    batch = f"{options.global_batch_size} x {options.seq_length} tokens"
+    yield f"  steps: {inputs.first_step} to {options.train_iters}, of {batch}"
+    yield f"  memory: {_memory(inputs)}"
+    for name, nbytes in _messages(inputs, data).items():
+        yield f"  messages of a rank in a step: {nbytes / 1e6:,.3g} MB for {name}"
+    yield f"  time: {_time(inputs, data)}"
+    yield f"  disk: {_checkpoints(inputs) / GB:.3g} GB for checkpoints and the model in {inputs.out}"
+
+
+def _memory(inputs: RunInputs) -> str:
+    """What a rank holds, by the formula of --memory-budget."""
+    options, itemsize = inputs.options, 8 if inputs.options.params_dtype == "float64" else FP32
+    shape = TrainingMemory(
+        inputs.config, options.tensor_model_parallel_size, options.sequence_parallel, options.recompute_activations,
+        itemsize, options.expert_model_parallel_size,
+    )  # fmt: skip
+    tokens = local_tokens(inputs.config, options.seq_length, options.context_parallel_size)
+    activations = shape.peak(options.micro_batch_size, tokens)
+    is_sparse = options.gradient_mode not in ("dense", "fp16")
+    total = shape.step(options.micro_batch_size, tokens, is_sparse)
+    divided = options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
+    less = ", less what the engine divides over replicas" if divided else ""
+    state = (total - activations) / GB
+    parts = f"{state:.3g} of parameters, gradients and moments{less}; {activations / GB:.3g} of activations"
+    return f"{total / GB:.3g} GB on a rank: {parts}"
+
+
+def _messages(inputs: RunInputs, data: int) -> dict[str, float]:
+    """{purpose: bytes that a rank gives to collectives in a step}; those of attention and experts are not counted."""
+    options, config = inputs.options, inputs.config
+    tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
+    rows = options.micro_batch_size * local_tokens(config, options.seq_length, context)
+    outputs = [Message("all_reduce", rows * nbytes, tensor, count) for nbytes, count in block_outputs(config, tensor)]
+    sums = [*outputs, *exact_sums(config, tensor, rows), *backward_sums(config, tensor, rows)]
+    weights = Memory(config, tensor, FP32, expert_ranks=options.expert_model_parallel_size).weights
+    steps = options.accumulation(data)
+    found = {
+        "tensor-parallel sums": steps * _bytes(sums) + _bytes(replicated_gradients(config, tensor)),
+        "states of context ranks": steps
+        * _bytes(passed_states(config, tensor, context, options.micro_batch_size, True)),
+        "sums of gradients": _bytes(gradient_sums(weights, context * data)),
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes} or {"anything": 0.0}
+
+
+def _bytes(messages: Iterable[Message]) -> float:
+    return sum(each.nbytes * each.count for each in messages if each.ranks > 1)
+
+
+def _time(inputs: RunInputs, data: int) -> str:
+    """The prediction of `advise` for this division."""
+    options = inputs.options
+    if not options.dry_run_fabric:
+        return "not predicted; --dry-run-fabric F of `sparsefusion measure --out F` and --dry-run-device h100 do so"
+    name = options.dry_run_device
+    device = DEVICES.get(name) or read_device(name)
+    job = Training(options.seq_length, options.global_batch_size, options.micro_batch_size)
+    sizes = (
+        options.tensor_model_parallel_size,
+        options.context_parallel_size,
+        data,
+        options.expert_model_parallel_size,
+    )
+    found = training_division(inputs.config, *sizes, job, Fabric.load(options.dry_run_fabric), device)
+    if found.excluded:
+        return f"none on {device.name}: {found.excluded}"
+    hours = found.seconds * (options.train_iters - inputs.first_step) / 3600
+    return f"{found.seconds * 1e3:.4g} ms a step, {hours:.3g} hours in all, predicted for {device.name}"
+
+
+def _checkpoints(inputs: RunInputs) -> float:
+    """Bytes of all checkpoints that exist at once, one more than --keep, and of the model."""
+    size = sum(math.prod(field.shape) for field in inputs.config.fields())
+    itemsize = 8 if inputs.options.params_dtype == "float64" else FP32
+    return itemsize * size * (STATES * (inputs.options.keep + 1) + 1)

@@ -1,0 +1,83 @@
+"""`pretrain.py --dry-run`. Oracles: the sizes of a model that is built, and the messages of a real step, counted."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+import tiny  # noqa: F401  (imports Megatron once)
+from megatron_ssm.advice import dry_run as module
+from megatron_ssm.advice.dry_run import dry_run
+from megatron_ssm.training.options import parse_options
+from sparsefusion.foundation.command_line import Failure
+
+TINY = """--data text --out out --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16
+    --micro-batch-size 1 --global-batch-size 8 --train-iters 4""".split()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("the state of a space " * 40)
+
+
+def test_layout_memory_and_messages(capsys):
+    dry_run(
+        parse_options([*TINY, "--dry-run", "8", "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"])
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "dry run:" and lines[-1] == "nothing was trained"
+    assert "  ranks: 2 tensor x 2 context x 2 data-parallel" in lines
+    assert "    replica 0: ranks 0-1 | 2-3" in lines and "    replica 1: ranks 4-5 | 6-7" in lines
+    for name in (
+        "memory: ",
+        "for tensor-parallel sums",
+        "for states of context ranks",
+        "for sums of gradients",
+        "disk: ",
+    ):
+        assert any(name in line for line in lines), name
+    assert not any(Path("out", "checkpoints").iterdir())
+
+
+def test_bytes_of_gradients(capsys):
+    dry_run(parse_options([*TINY, "--dry-run", "4"]))
+    said = capsys.readouterr().out
+    size = int(said.split(" parameters")[0].split(", ")[-1].replace(",", ""))
+    (line,) = (line for line in said.splitlines() if "sums of gradients" in line)
+    assert float(line.split(": ")[1].split()[0]) == pytest.approx(4 * size / 1e6, rel=0.01)
+
+
+def test_time_is_that_of_advise(capsys):
+    fabric = {"description": {}, "curves": []}
+    Path("fabric.json").write_text(json.dumps(fabric))
+    with pytest.raises(ValueError, match=r"fabric\.json"):
+        dry_run(parse_options([*TINY, "--dry-run", "2", "--dry-run-fabric", "fabric.json"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--dry-run 3", "--global-batch-size 8 is not a multiple"),
+        ("--dry-run 4 --tensor-model-parallel-size 3", "4 ranks do not divide"),
+        ("--dry-run --data nothing", "nothing"),
+        ("--dry-run --tokenizer-model nothing", "nothing"),
+    ],
+)
+def test_wrong_inputs(words, error):
+    with pytest.raises((ValueError, OSError), match=error):
+        dry_run(parse_options([*TINY, *words.split()]))
+
+
+def test_full_disk(monkeypatch):
+    monkeypatch.setattr(module, "STATES", 1e15)
+    with pytest.raises(Failure, match="GB free"):
+        dry_run(parse_options([*TINY, "--dry-run"]))
+
+
+def test_the_script_trains_nothing(monkeypatch, capsys):
+    script = Path(__file__).resolve().parents[3] / "examples" / "pretrain.py"
+    monkeypatch.setattr("sys.argv", [str(script), *TINY, "--dry-run"])
+    assert runpy.run_path(str(script))["main"]() == 0
+    assert "nothing was trained" in capsys.readouterr().out and not Path("out", "config.json").exists()
