@@ -113,7 +113,7 @@ README = """\
 
 ```sh
 ./prepare.sh TEXT_FOLDER          # text to data/corpus.bin and .idx
-launch/torchrun.sh 1 --dry-run 8  # checks everything, prints layout, memory and messages of 8 ranks
+python -m megatron_ssm.cli.pretrain --config run.yaml --dry-run 4  # checks everything; prints layout, memory and messages of 4 ranks
 launch/torchrun.sh 2              # trains, or continues
 sbatch launch/slurm.sh            # one torchrun on each node; or launch/deepspeed.sh 2, launch/mpi.sh 2
 python -m megatron_ssm generate --model out --prompt "the"
