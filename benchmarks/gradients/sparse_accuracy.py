@@ -290,6 +290,9 @@ def time_steps(out: str, model: str) -> None:
     seconds = repetitions(turns, dist.group.WORLD, "cpu", TIMED).median(0).values.tolist()
     if dist.get_rank() == 0:
         write_result(out, dict(zip(copies, seconds, strict=True)))
+    dist.barrier()
+    copies.clear()  # with their groups, before the default group goes
+    turns.clear()
     dist.destroy_process_group()
 
 

@@ -151,6 +151,7 @@ class ExpertsSpec(Spec):
             stored=stored,
             kept=kept,
             gradients=self.hidden_size * work.share + gradients,
+            weight_gradients=experts // work.expert_ranks * (rows + inner) * size,
             parameters=tuple(replicated) if work.ranks > 1 else (),
             summed=size if work.expert_ranks > 1 else 0,
             reached=reached,

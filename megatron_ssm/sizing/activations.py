@@ -2,16 +2,19 @@
 
 If this rank has `tokens` tokens of each sequence, a step needs in addition to parameters, gradients and optimizer state
 
-    itemsize * batch * tokens * max(stored of all units + head, max over units (stored up to the unit + backward))
+    itemsize * max(n * (stored of all units + head), max over units (n * (stored up to the unit + backward) + weights))
 
+- n: batch * tokens.
 - stored: the numbers per token that a unit stores. With recomputation, these are its input and the results of messages.
 - head: the final norm, and the logits with their gradient.
 - backward: the gradients of the unit's activations, minus the stored activations that are freed by then. With
   recomputation, also the activations that the unit stores without it, because they are computed again.
+- weights: the gradients of the matrices of a unit's experts, which backward computes together.
 
-The formula holds for the C kernels in float32. It omits memory that does not grow with the tokens (states that context
-ranks pass, temporary gradients of weights, messages), the tensors that an attention schedule saves besides queries, keys and
-values (`schedule.memory(...).saved` per hybrid layer), and, if context ranks exchange channels, B and C of all tokens.
+The formula holds for the C kernels in float32. It omits memory that does not grow with the tokens (states that
+context ranks pass, temporary gradients of other weights, messages), the tensors that an attention schedule saves besides
+queries, keys and values (`schedule.memory(...).saved` per hybrid layer), and, if context ranks exchange channels, B and C
+of all tokens.
 """
 
 from collections import Counter
@@ -64,11 +67,13 @@ class TrainingMemory:
 
     def peak(self, batch: int, tokens: int) -> int:
         """The largest number of bytes of activations during a step; see `step` for the arguments."""
-        before, worst = 0.0, self.stored + self._head(batch * tokens)
+        n = batch * tokens
+        before, worst = 0.0, n * (self.stored + self._head(n))
         for _, unit in self.config.units:  # when backward reaches a unit, the activations of later units are freed
             before += self._stored(unit)
-            worst = max(worst, before + self._backward(unit))
-        return int(self.itemsize * batch * tokens * worst)
+            weights = max((sizes.weight_gradients for sizes in self._sizes(unit)), default=0)
+            worst = max(worst, n * (before + self._backward(unit)) + weights)
+        return int(self.itemsize * worst)
 
     @property
     def stored(self) -> float:
@@ -140,7 +145,13 @@ class TrainingMemory:
         return max((largest, *peaks))
 
     def _head(self, tokens: int) -> float:
-        """Numbers of the final norm, and the larger of its gradients and the logits with theirs (a piece of large ones)."""
+        """Numbers of the final norm, and the larger of its gradients and the logits with theirs (a piece of large ones).
+
+        If tokens are divided, backward gathers the logits' input, and its gradient is that of all tokens.
+        """
+        gathered = self.config.hidden_size if self.sequence_parallel else 0
         width = -(-self.config.vocab_size // self.ranks)
         logits = width if tokens * width <= LARGE_LOGITS else LOGITS_PIECE / tokens
-        return self.work.norm(self.config.hidden_size) + max(2 * logits, 3 * self._hidden)
+        return self.work.norm(self.config.hidden_size) + max(
+            2 * logits + gathered, 3 * self._hidden, logits + 2 * gathered
+        )

@@ -86,6 +86,8 @@ class Sizes:
         stored: In training, the elements for each token that are stored from forward to backward.
         kept: The same with recomputation: sums over ranks, and the tensors of attention.
         gradients: In training, the peak of elements for each token in backward, minus the ones freed by then.
+        weight_gradients: In training, the elements of gradients of weights that are not added to the sums of earlier
+            micro-batches before the operator's backward ends.
         peaks: With recomputation, the peaks of functions that are recomputed one by one, including their stored elements.
         columns: Elements for each token of exact columns in the all-reduce of the unit.
         outputs: Elements for each token of further all-reduces in forward that may be quantized.
@@ -109,6 +111,7 @@ class Sizes:
     stored: float = 0
     kept: float = 0
     gradients: float = 0
+    weight_gradients: int = 0
     peaks: tuple[float, ...] = ()
     columns: int = 0
     outputs: tuple[int, ...] = ()

@@ -113,7 +113,8 @@ README = """\
 
 ```sh
 ./prepare.sh TEXT_FOLDER          # text to data/corpus.bin and .idx
-launch/torchrun.sh 1 --dry-run 8  # checks everything, prints layout, memory and messages of 8 ranks
+# Check everything before a run on 4 ranks: its layout, memory and messages
+python -m megatron_ssm.cli.pretrain --config run.yaml --dry-run 4
 launch/torchrun.sh 2              # trains, or continues
 sbatch launch/slurm.sh            # one torchrun on each node; or launch/deepspeed.sh 2, launch/mpi.sh 2
 python -m megatron_ssm generate --model out --prompt "the"

@@ -118,7 +118,8 @@ def prepare(
     recipe = {"inputs": files, "dataset": dataset and [dataset, split], "column": column} | {
         "separator": separator, "tokenizer": source.digest, "end_of_text_id": source.end_of_text_id,
     }  # fmt: skip
-    texts = _texts(inputs, column, separator) if dataset is None else _rows_of(dataset, split, column)
+    rows = _texts(inputs, column, separator) if dataset is None else _rows_of(dataset, split, column)
+    texts = ((text, size) for text, size in rows if text.strip())  # without documents of white space only
     total = None if dataset else sum(size for _, size, _ in files)
     with _Writer(out, recipe, source) as writer, _progress_bar(total, shows_progress) as bar:
         _tokenize(texts, source, writer, bar)
@@ -254,9 +255,7 @@ def _described(inputs: Sequence[str | Path]) -> list[list]:
 
 
 def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> Iterator[tuple[str, int]]:
-    """Pairs (document, its approximate size in the file in bytes) of all inputs. Documents of white space only are
-    left out.
-    """
+    """Pairs (document, its approximate size in the file in bytes) of all inputs."""
     for path in inputs:
         for file in files_of(Path(path)):
             suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
@@ -266,7 +265,7 @@ def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> 
                 found = _json_texts(file, column)
             else:
                 found = ((text, len(text)) for text in read_documents(file, separator))
-            yield from ((text, size) for text, size in found if text.strip())
+            yield from found
 
 
 def _json_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:

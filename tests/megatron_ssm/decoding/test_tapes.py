@@ -107,7 +107,7 @@ def test_tokens_equal_those_of_layers(ranks, tp, options, family, changes, tmp_p
         assert without == (0, 0) and torch.equal(by_tape, again)
         largest = float(by_layers.abs().max())
         share = 0.04 if "zamba" in family else 0.02  # shared blocks amplify rounding
-        atol = max(0.06, share * largest) if "dtype" in options else 2e-5 if "zamba" in family else 2e-6 * largest
+        atol = max(0.06, share * largest) if "dtype" in options else 5e-5 if "zamba" in family else 2e-6 * largest
         torch.testing.assert_close(by_tape, by_layers, rtol=0, atol=atol)
         torch.testing.assert_close(ahead, ahead_by_layers, rtol=0, atol=max(1e-4, 2 * atol))
         torch.testing.assert_close(ahead, singly, rtol=0, atol=0)

@@ -140,11 +140,11 @@ def test_a_batch_without_rows(name, dtype, oracle):
 
 @pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("seed", by_default(range(2), range(60)))
+@pytest.mark.parametrize("seed", by_default(range(2), range(20)))
 def test_random_configurations(ranks, tp, family, seed, oracle):
-    """Some are ill-conditioned (a norm over two channels), so 4 times transformers' own error is added to the tolerance."""
+    """Some are ill-conditioned (a norm over two channels), so 8 times transformers' own error is added to the tolerance."""
     oracle = oracle((family, seed))
-    check_against_transformers(ranks, tp, oracle, oracle.tolerance + 4 * transformers_error(oracle), times=4)
+    check_against_transformers(ranks, tp, oracle, oracle.tolerance + 8 * transformers_error(oracle), times=8)
 
 
 # Left padding

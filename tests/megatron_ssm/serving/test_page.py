@@ -1,5 +1,6 @@
 """The chat page, on real servers in headless Chromium. Oracle: the text that a model repeats for ever."""
 
+import json
 import re
 import shutil
 import signal
@@ -80,7 +81,7 @@ def send(page, text, longest=11):
 def replies(page):
     """The texts of the replies, when none is being written."""
     page.locator("#stop").wait_for(state="hidden")
-    return page.locator(".assistant").all_text_contents()
+    return page.locator(".assistant .text").all_text_contents()
 
 
 def wait_for(page, element, text):
@@ -91,11 +92,11 @@ def wait_for(page, element, text):
 def begin_endless(page, text):
     """Send a message, and wait until the reply grows."""
     send(page, text, 500_000)
-    written = page.locator(".assistant[aria-busy=true]")
+    written = page.locator(".assistant[aria-busy=true] .text")
     written.filter(has_text=TEXT).wait_for()
     length = len(written.text_content())
     written.filter(has_text=re.compile(f".{{{length + 1}}}")).wait_for()
-    assert page.locator("#stop").is_visible() and page.locator("#send").is_hidden()
+    assert page.locator("#stop").is_visible()
 
 
 def test_the_page_loads_nothing_from_elsewhere(running):
@@ -126,8 +127,8 @@ def test_a_conversation(running, open_page):
     assert request.value.post_data_json["messages"] == [
         {"role": "user", "content": message}, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "again"}
     ]  # fmt: skip
-    assert page.locator(".user").all_text_contents() == [message, "again"]
-    assert page.locator("#conversation").evaluate("log => log.querySelectorAll(':not(.turn)').length") == 0
+    assert page.locator(".user .text").all_text_contents() == [message, "again"]
+    assert page.locator("#conversation").evaluate("log => log.querySelectorAll('b, img').length") == 0
     assert (
         page.evaluate("document.activeElement.id") == "message"
         and page.get_by_label("Your message").input_value() == ""
@@ -137,6 +138,56 @@ def test_a_conversation(running, open_page):
         send(page, "anew")
     assert len(request.value.post_data_json["messages"]) == 1 and replies(page) == [TEXT]
     assert not problems
+
+
+def test_messages_wait_for_the_reply(running, open_page):
+    """Those written while a reply streams are sent after it, in their order; if it is stopped, they come back."""
+    page = open_page(running.url)
+    begin_endless(page, "first")
+    send(page, "second")
+    send(page, "third")
+    assert page.locator(".waiting .text").all_text_contents() == ["second", "third"]
+    page.keyboard.press("Escape")
+    running.wait_until_idle()
+    page.locator(".waiting").first.wait_for(state="detached")
+    assert page.get_by_label("Your message").input_value() == "second\nthird"
+    send(page, "one", 2000)
+    send(page, "two", 11)
+    send(page, "three", 11)
+    page.locator(".assistant").nth(3).wait_for()
+    assert list(map(len, replies(page)[1:])) == [2000, 11, 11]
+    assert page.locator(".user .text").all_text_contents() == ["first", "one", "two", "three"]
+
+
+def test_settings_reach_the_model(running, open_page):
+    """The system prompt and the sampling; the speed is shown, and a reply can be copied."""
+    page = open_page(running.url, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_text("Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Top p").fill("0.5")
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, "Hello")
+    assert replies(page) == [TEXT]
+    sent = request.value.post_data_json
+    assert sent["messages"][0] == {"role": "system", "content": "Be brief."} and sent["top_p"] == 0.5
+    wait_for(page, "notice", re.compile(r"11 tokens, [\d.]+ per second"))
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == TEXT
+
+
+def test_reasoning_is_folded(running, open_page):
+    """Recorded events, with a comment in between."""
+    page = open_page(running.url)
+    deltas = [{"reasoning_content": "Two and "}, {"reasoning_content": "two."}, {"content": "Four."}]
+    events = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}" for delta in deltas]
+    body = "\n\n".join([": ping", *events, "data: [DONE]", ""])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    send(page, "2 + 2?")
+    assert replies(page) == ["Four."]
+    assert page.locator(".thoughts").text_content() == "Two and two." and not page.locator(".thoughts").is_visible()
+    page.get_by_text("Reasoning").click()
+    assert page.locator(".thoughts").is_visible()
 
 
 @pytest.mark.parametrize(

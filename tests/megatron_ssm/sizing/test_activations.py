@@ -13,6 +13,8 @@ from megatron_ssm.native import kernels
 from megatron_ssm.sizing.activations import TrainingMemory
 
 TOKENS = 2048
+# The largest first: on two ranks. Without the case in which the ring's buffers are a tenth of the whole.
+WITH_CONTEXT = [name for name in reversed(WIDE_CASES) if name != "nemotron-experts"]
 needs_kernels = pytest.mark.skipif(kernels.LIBRARY.functions is None, reason="the formula is that of the C kernels")
 
 
@@ -67,9 +69,7 @@ def test_ranks_divide_the_experts(ranks, name, all_experts, recompute, tmp_path)
 
 @needs_kernels
 @pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize(
-    "name", by_default({"mamba", "zamba2"}, [*WIDE_CASES][::-1])
-)  # the largest first: on two ranks
+@pytest.mark.parametrize("name", by_default({"mamba", "zamba2"}, WITH_CONTEXT))
 def test_context_ranks_divide_the_tokens(ranks, name, world, tmp_path):
     wide_model(name).save_pretrained(tmp_path)
 

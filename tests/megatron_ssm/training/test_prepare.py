@@ -81,6 +81,25 @@ def test_kinds_of_files_are_read_alike(tmp_path):
     assert files_of(tmp_path / "ours") == megatrons_files(tmp_path, documents, 257)
 
 
+def test_parquet_files_and_datasets(tmp_path):
+    """Where pyarrow and datasets are installed, which they need not be."""
+    datasets = pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows, first = (datasets.Dataset.from_dict({"id": [7] * n, "body": TEXTS[:n]}) for n in (len(TEXTS), 1))
+    (tmp_path / "in").mkdir()
+    parquet.write_table(rows.data.table, tmp_path / "in" / "part.parquet")
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict(train=rows, test=first).save_to_disk(tmp_path / "splits")
+    prepare([tmp_path / "in"], tmp_path / "parquet", column="body")
+    prepare([], tmp_path / "one", dataset=str(tmp_path / "rows"), column="body")
+    prepare([], tmp_path / "split", dataset=str(tmp_path / "splits"), split="test", column="body")
+    theirs = megatrons_files(tmp_path, documents_in_bytes(), 257)
+    assert files_of(tmp_path / "parquet") == theirs == files_of(tmp_path / "one")
+    assert files_of(tmp_path / "split") == megatrons_files(tmp_path, documents_in_bytes(TEXTS[:1]), 257)
+    with pytest.raises(ValueError, match="has no column 'text': it has id, body"):
+        prepare([tmp_path / "in"], tmp_path / "other")
+
+
 def test_a_command_that_failed_continues(tmp_path, monkeypatch):
     """Documents before the journal's last entry are not tokenized again; the result is the same."""
     monkeypatch.setattr(module, "BATCH_DOCUMENTS", 1)
