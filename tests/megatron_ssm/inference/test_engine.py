@@ -193,7 +193,7 @@ def test_two_streams_of_one_engine():
         assert list(column) == generate(model, torch.tensor([[row]]), max_new_tokens=6)[0].tolist()
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_without_a_seed_all_ranks_draw_the_same_and_each_request_others(ranks, world):
     def run(model):
         engine = Engine(model, slots=4)

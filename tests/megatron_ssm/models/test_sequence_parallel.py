@@ -44,7 +44,10 @@ def test_loss_and_gradients_equal_those_of_one_rank(ranks, name, tp, oracle):
     check_loss_and_gradients(ranks, oracle(name, torch.float64), tp)
 
 
-@pytest.mark.parametrize("name, cp", (("mamba", 2), ("zamba2-2-groups-adapters-rope", 2), ("mamba2-1-group", 3)))
+@pytest.mark.parametrize(
+    "name, cp",
+    (("mamba", 2), ("zamba2-2-groups-adapters-rope", 2), pytest.param("mamba2-1-group", 3, marks=pytest.mark.full)),
+)
 def test_beside_context_ranks(ranks, name, cp, oracle):
     """Two tensor-parallel times several context ranks; the tokens divide over both."""
     oracle = oracle(name, torch.float64)
@@ -68,7 +71,7 @@ def test_beside_context_ranks(ranks, name, cp, oracle):
     assert_near(whole(oracle, [shard for _, shard in results[:2]]), whole(oracle, [gradients(one)]), EXACT)
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_padded_prompts_and_fp32(ranks, tp, oracle):
     """Logits of sequences with padding on the left, and of the last positions alone."""
     oracle = oracle("zamba2-1-group")
@@ -102,7 +105,7 @@ def counts_of_layers(oracle, sequence_parallel):
     return counts[0], model.counter.sent - counts[0], model.config
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_forward_sends_as_many_bytes(ranks, tp, oracle):
     """A reduce-scatter and an all-gather send what an all-reduce sends; the loss's all-gather comes on top."""
     oracle = oracle("mamba2-2-groups", torch.float64)
@@ -111,7 +114,7 @@ def test_forward_sends_as_many_bytes(ranks, tp, oracle):
         assert sent == expected
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_wrong_calls_are_one_error_on_every_rank(ranks, tp, oracle):
     directory = oracle("mamba", torch.float64).directory
 

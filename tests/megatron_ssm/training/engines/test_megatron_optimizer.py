@@ -48,7 +48,7 @@ def trainer_on(tp, run, vocab=tiny.VOCAB):
 
 @pytest.mark.parametrize(
     "tp, dp, cp, model",
-    [(1, 2, 1, "mamba2"), (2, 2, 1, "mamba2 groups"),
+    [pytest.param(1, 2, 1, "mamba2", marks=pytest.mark.full), (2, 2, 1, "mamba2 groups"),
      pytest.param(1, 1, 2, "mamba2", marks=pytest.mark.full),
      pytest.param(2, 1, 1, "mamba untied", marks=pytest.mark.full),
      pytest.param(1, 4, 1, "mamba2", marks=pytest.mark.full),
@@ -56,11 +56,12 @@ def trainer_on(tp, run, vocab=tiny.VOCAB):
      pytest.param(2, 1, 2, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tp, dp, cp, model):
-    """10 clipped steps, in micro-batches."""
+    """Clipped steps, in micro-batches."""
     run = options(**MODELS[model], context_parallel_size=cp)
-    curves = ranks(lambda rank: tiny.curve(trainer_on(tp, run), 10), tp * dp * cp)
+    curves = ranks(lambda rank: tiny.curve(trainer_on(tp, run)), tp * dp * cp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
-    assert close(curves[0], one_rank(model)), (curves[0] - one_rank(model)).abs().max()
+    expected = one_rank(model)[:, : tiny.STEPS]
+    assert close(curves[0], expected), (curves[0] - expected).abs().max()
 
 
 @pytest.mark.parametrize(
