@@ -117,7 +117,7 @@ def run(case, **options):
 
 
 @pytest.mark.parametrize("tp", by_default((2,), (1, 2, 4)))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default((*FEW, "zamba", "nemotron", "falcon-h1", "jamba"), CASES))
 def test_peft_adapters_have_the_same_loss_and_gradients(ranks, name, tp, case):
     check(case(name), ranks(lambda rank: run(case(name)), tp))
 

@@ -124,14 +124,14 @@ def played(model, settings, arrivals):
 @worlds
 @pytest.mark.parametrize("family", by_default(("mamba2", "zamba2"), FAMILIES))
 def test_a_request_is_continued_as_if_alone(ranks, world, family):
-    run_scenarios(ranks, world, checkpoint(family), range(3))
+    run_scenarios(ranks, world, checkpoint(family), range(2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", (1, 2, 4))
 @families
 def test_many_requests_are_continued_as_if_alone(ranks, world, family):
-    run_scenarios(ranks, world, checkpoint(family), range(3, 11), timeout=300)
+    run_scenarios(ranks, world, checkpoint(family), range(2, 11), timeout=300)
 
 
 def run_scenarios(ranks, world, directory, seeds, **options):

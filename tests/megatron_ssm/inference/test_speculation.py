@@ -146,7 +146,7 @@ def stopping(model):
 
 
 @worlds
-@pytest.mark.parametrize("family", by_default(("mamba", "zamba2"), FAMILIES))
+@pytest.mark.parametrize("family", by_default(("mamba", "mamba2", "zamba2"), FAMILIES))
 def test_requests_get_the_same_tokens_as_without(ranks, world, family):
     """Greedy and sampled, with stops in the middle of proposals, few and many slots, limits and a budget."""
     directory = checkpoint(family)

@@ -6,6 +6,7 @@ Sequences of 69 tokens do not divide over the ranks.
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import full
 from gradients import assert_near, gradients, shifted, transformers_loss, whole
 
 import megatron_ssm
@@ -18,7 +19,7 @@ __all__ = ["oracle"]
 EXACT = 5e-11
 DEFAULT = (
     ("mamba-biases-untied", 2), ("falcon", 4), ("mamba2-1-group-biases-tied", 2), ("mamba2-2-groups", 4),
-    ("zamba-2-heads-biases", 2), ("zamba-4-heads-grouped-untied", 4), ("zamba2-4-groups-biases-adapters-untied", 2),
+    full("zamba-2-heads-biases", 2), ("zamba-4-heads-grouped-untied", 4), full("zamba2-4-groups-biases-adapters-untied", 2),
     ("zamba2-2-groups-adapters-rope", 4),
 )  # fmt: skip
 

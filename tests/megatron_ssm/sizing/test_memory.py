@@ -115,7 +115,7 @@ def small_pieces(monkeypatch):
 @pytest.mark.skipif(kernels.LIBRARY.functions is None, reason="the formula is that of the C kernels")
 @pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=MULTIPLIES_BF16)), ids=str)
 @pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("name", by_default({"mamba2-1-group", "zamba2"}, WIDE_CASES))
+@pytest.mark.parametrize("name", by_default({"mamba", "mamba2-1-group", "zamba2"}, WIDE_CASES))
 def test_prefill(name, world_size, dtype, ranks, tmp_path, small_pieces):
     wide_model(name).save_pretrained(tmp_path)
     for by_modules, usual, formula in ranks(peaks, world_size, tmp_path, dtype):

@@ -91,7 +91,7 @@ def test_parts_of_a_model_have_the_same_plan_and_equal_copies(ranks, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "tp, dp", [(1, 3), pytest.param(2, 2, marks=pytest.mark.full), pytest.param(1, 2, marks=pytest.mark.full)]
+    "tp, dp", [pytest.param(1, 3, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full), (1, 2)]
 )
 def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     def run(rank):

@@ -185,7 +185,7 @@ def test_copies_of_parameters_stay_equal(ranks, tmp_path, stage, tp, dp):
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), *(pytest.param(1, dp, marks=pytest.mark.full) for dp in (2, 4))])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", by_default((1, 3), (1, 2, 3)))
 def test_zero_divides(ranks, tmp_path, tp, dp, stage):
     """A rank updates 1/dp of its part, and ZeRO 3 keeps no more of the parameters between steps."""
     run = run_of(stage, folder=tmp_path)
@@ -210,8 +210,8 @@ def test_zero_divides(ranks, tmp_path, tp, dp, stage):
 )
 @pytest.mark.parametrize(
     "first, then",
-    [(2, 3), (3, "torch")]
-    + [pytest.param(*pair, marks=pytest.mark.full) for pair in [("torch", 1), (1, 0), (0, 2), ("torch", 3)]],
+    [(3, "torch")]
+    + [pytest.param(*pair, marks=pytest.mark.full) for pair in [("torch", 1), (1, 0), (0, 2), (2, 3), ("torch", 3)]],
 )
 def test_checkpoints_of_every_engine(ranks, tmp_path, tp, dp, first, then):
     """A run is continued by another engine, on other ranks where there are several, with the moments."""

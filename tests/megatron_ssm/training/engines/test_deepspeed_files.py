@@ -65,7 +65,13 @@ def test_deepspeed_loads_what_is_written(ranks, tmp_path, tp, dp, stage):
     "tp, dp", [(2, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((1, 2), (2, 1)))]
 )
 @pytest.mark.parametrize(
-    "first, then", [(0, "torch"), pytest.param(1, 3, marks=pytest.mark.full), (2, "torch"), (3, 0)]
+    "first, then",
+    [
+        pytest.param(0, "torch", marks=pytest.mark.full),
+        pytest.param(1, 3, marks=pytest.mark.full),
+        (2, "torch"),
+        (3, 0),
+    ],
 )
 def test_any_engine_goes_on(ranks, tmp_path, tp, dp, first, then):
     """On other ranks where there are several, with the moments."""
