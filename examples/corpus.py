@@ -36,6 +36,8 @@ def write_corpus(directory: str | Path, extra: bool = True) -> tuple[list[Path],
     the same bytes. FileNotFoundError if this Python has no pydoc_data.
     """
     topics = _topics()
+    for name in ("train", "held_out"):
+        (Path(directory) / name).mkdir(parents=True, exist_ok=True)  # before the work, so that an error comes at once
     held_out = {name: topics[name] for name in HELD_OUT if name in topics}
     held_out_ngrams = ngrams(held_out.values(), NGRAM)
     train = {
@@ -101,7 +103,6 @@ def _docstrings_of(file: Path) -> list[str]:
 
 
 def _write(directory: Path, texts: dict[str, str]) -> list[Path]:
-    directory.mkdir(parents=True, exist_ok=True)
     for pattern in ("topic-*.txt", "docstrings-*.txt"):
         for stale in directory.glob(pattern):
             stale.unlink()

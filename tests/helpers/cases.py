@@ -155,6 +155,7 @@ RARE = (
     "mamba-no-conv-bias", "mamba2-4-groups", "falcon-wider", "zamba-1-head", "zamba-8-heads", "zamba2-grouped-rope-1-use",
     "zamba2-no-attention", "nemotron-4-groups-biases", "nemotron-1-group-1-kv-head", "granite-1-group", "bamba-1-group",
     "falcon-h1-norm-first-1-group", "falcon-h1-norm-first-2-groups", "jamba", "qwen3.5-3-values-of-a-key", "olmo-rope-tied",
+    "mamba", "falcon", "mamba2-1-group", "mamba2-2-groups", "qwen3-next", "nemotron-experts",
 )  # fmt: skip
 MARKED = by_default(CASES.keys() - set(RARE), CASES)
 

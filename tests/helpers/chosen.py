@@ -9,7 +9,12 @@ def by_default(chosen, cases):
     """The cases as values for pytest.mark.parametrize; those that are not chosen are marked `full`."""
     if unknown := set(chosen) - set(cases):
         raise ValueError(f"{sorted(unknown)} are none of {', '.join(cases)}")
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.full) for case in cases]
+    return [case if case in chosen else full(case) for case in cases]
+
+
+def full(*values):
+    """A case of several parameters, marked `full`."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def covering(cases: Sequence[dict]) -> list[int]:

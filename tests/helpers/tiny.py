@@ -48,7 +48,7 @@ SIGMOID_EXPERTS = dict(
     moe_shared_expert_intermediate_size=12, moe_latent_size=10, routed_scaling_factor=1.5, vocab_size=61,
 )  # fmt: skip
 RAW["nemotron_h"] = hf.CONFIGS["nemotron_h"][0](**hf.CONFIGS["nemotron_h"][1] | SIGMOID_EXPERTS).to_dict()
-STEPS = 10  # of a run's 20, those that a curve shows: three of warm-up, and half of the decay
+STEPS = 6  # of a run's 20, those that a curve shows: three of warm-up, and three of the decay
 VOCAB = 61  # not divisible: 31 + 30 on two ranks, 16 + 16 + 16 + 13 on four
 RUN = dict(
     num_layers=2, hidden_size=16, mamba_state_dim=4, mamba_head_dim=4, seq_length=12, micro_batch_size=2,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from chosen import full
 
 from attention2d import USP, AllGather, Attention2D, CoreAttention, Ring, Ulysses, attention
 from attention2d.compute import tile
@@ -108,14 +109,17 @@ def check(found):
     assert max(each[0] for each in found) <= FORWARD and max(each[1] for each in found) <= GRADIENTS
 
 
-@pytest.mark.parametrize("world_size, seq", ((1, 20), (2, 37), (4, 70), pytest.param(9, 75, marks=pytest.mark.full)))
+@pytest.mark.parametrize(
+    "world_size, seq, masks",
+    ((1, 20, MASKS), (2, 37, MASKS), (4, 38, MASKS[1::2]), full(4, 70, MASKS), full(9, 75, MASKS)),
+)
 @pytest.mark.parametrize("causal", (False, True))
-def test_all_schedules(world_size, seq, causal, ranks, monkeypatch):
+def test_all_schedules(world_size, seq, masks, causal, ranks, monkeypatch):
     """In tiles of at most 8 queries and keys where the mask hides some, and of at most 24 elsewhere."""
     monkeypatch.setattr(block_mask, "MASKED_LENGTH", 8)
     monkeypatch.setattr(tile, "MIN_LENGTH", 24)
     monkeypatch.setattr(tile, "CPU_ELEMENTS", 1)
-    cases = [(mask(seq), causal) for mask in MASKS]
+    cases = [(mask(seq), causal) for mask in masks]
     check(ranks(errors, world_size, seq, cases, timeout=300))
 
 

@@ -96,7 +96,10 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("world_size, least", ((6, 2), pytest.param(8, 2, marks=pytest.mark.full), (9, 3)))
+@pytest.mark.parametrize(
+    "world_size, least",
+    (pytest.param(6, 2, marks=pytest.mark.full), pytest.param(8, 2, marks=pytest.mark.full), (9, 3)),
+)
 def test_some_schedules_on_more_ranks(world_size, least, ranks):
     """Grids of at least `least` rows and columns, on which a wrong direction shows, and grids with ulysses=2."""
     chosen = [

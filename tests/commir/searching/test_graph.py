@@ -105,7 +105,7 @@ def every_sum(operators, options, mesh):
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed < 20 else pytest.param(seed, marks=pytest.mark.full) for seed in range(200)]
+    "seed", [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.full) for seed in range(200)]
 )
 def test_the_least_time_of_random_joined_operators(seed):
     """Three to five operators of two or three placements, against the first of all combinations that can be lowered."""

@@ -578,9 +578,16 @@ def sums_on(rank, shares):
     return mine.formats, mine.fabric is links, times, mine.wait >= 0
 
 
+@pytest.fixture
+def few_sums(monkeypatch):
+    """Fewer sums are timed."""
+    monkeypatch.setattr(measured_times, "TURNS", 3)
+    monkeypatch.setattr(measured_times, "SIZES", measured_times.SIZES[::3])
+
+
 @pytest.mark.skipif(not native_sums(), reason="no C library of sparsefusion")
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
-def test_ranks_of_one_machine_sum_in_memory(ranks, world):
+def test_ranks_of_one_machine_sum_in_memory(ranks, world, few_sums):
     """As their models do, and exactly; ranks beyond those that measure may be on other machines."""
     first, *others = ranks(sums_on, world, True)
     formats, is_fabric, (small, large), has_wait = first
@@ -593,7 +600,7 @@ def test_ranks_of_one_machine_sum_in_memory(ranks, world):
 
 @pytest.mark.parametrize("name", by_default(("experts",), ("mamba", "zamba2", "experts")))
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
-def test_ranks_that_measure_agree(ranks, world, name):
+def test_ranks_that_measure_agree(ranks, world, name, few_sums):
     first, *others = ranks(measured, world, MODELS.get(name, EXPERTS))
     assert all(other == first for other in others)
 
@@ -654,8 +661,9 @@ def test_ranks_that_are_asked_different_things(ranks, files, world, flag):
 
 
 @pytest.fixture
-def files(tmp_path):
-    """A configuration and a fabric."""
+def files(tmp_path, monkeypatch):
+    """A configuration and a fabric. No rank waits for the others' errors."""
+    monkeypatch.setattr("sparsefusion.foundation.command_line.RANK_0_GRACE_S", 0.0)
     (tmp_path / "config.json").write_text(json.dumps(options(**tiny.ZAMBA2).new_config(64, 0)))
     fabric().save(tmp_path / "fabric.json")
     return tmp_path

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 from safetensors.torch import save_file
 
 import megatron_ssm
@@ -23,7 +24,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=by_default(("zamba",), SHAPES))
 def large(request, tmp_path_factory):
     """A directory of 200 MB. All elements of its i-th tensor are i."""
     directory, shape = tmp_path_factory.mktemp("large"), SHAPES[request.param]

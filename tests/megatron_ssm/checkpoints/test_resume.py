@@ -109,7 +109,7 @@ def check_bitwise(ranks, tmp_path, tp, dp, model):
         (2, 1, "mamba2 groups untied"),
         (1, 2, "mamba2"),
         (2, 2, "mamba"),
-        (1, 3, "mamba2 untied"),
+        pytest.param(1, 3, "mamba2 untied", marks=pytest.mark.full),
         pytest.param(2, 1, "zamba2 untied", marks=pytest.mark.full),
     ],
 )
@@ -195,7 +195,7 @@ def test_every_other_layout(ranks, tmp_path, before, tp, dp, model):
     "tp, dp, model, vocab",
     [
         (2, 2, "mamba", 61),
-        (4, 1, "mamba2 groups", 61),
+        pytest.param(4, 1, "mamba2 groups", 61, marks=pytest.mark.full),
         (4, 1, "mamba2 untied", 2),
         (2, 1, "zamba2 untied", 61),
         pytest.param(4, 1, "zamba", 61, marks=pytest.mark.full),
@@ -248,7 +248,7 @@ def test_old_checkpoints_are_removed(tmp_path):
     assert names(5) == ["step-000005", "step-1000001"]  # the newly written one is kept
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_an_old_checkpoint_that_cannot_be_removed(ranks, tmp_path, monkeypatch, caplog, world):
     """As if a file of it were open on another machine. Rank 0 says so, and a later save removes what is left."""
     rmtree, run = shutil.rmtree, options(global_batch_size=2 * world)
@@ -345,7 +345,7 @@ def test_what_one_rank_cannot_write_ends_every_rank(ranks, tmp_path, tp, dp, spo
     assert find_checkpoints(directory) == []
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_ranks_that_do_not_share_the_directory(ranks, tmp_path, world):
     """As if each had its own disk: each rank writes its file, and rank 0 finds only its own."""
 
@@ -485,7 +485,7 @@ def refusals(trainer, paths):
     return lines
 
 
-@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("tp, dp", [pytest.param(2, 1, marks=pytest.mark.full), (1, 2)])
 def test_damaged_checkpoints_are_refused_by_every_rank(ranks, tmp_path, tp, dp):
     ranks(lambda rank: save_after(tiny.trainer_on(tp, options()), 2, tmp_path), tp * dp)
     for name, damage in DAMAGE.items():

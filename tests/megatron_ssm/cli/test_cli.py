@@ -328,7 +328,7 @@ def errors_of_ranks(ranks, world, monkeypatch, flags_of):
     return ranks(run, world, timeout=30)
 
 
-@pytest.mark.parametrize("world", (3, 5))
+@pytest.mark.parametrize("world", (3, pytest.param(5, marks=pytest.mark.full)))
 def test_a_launchers_ranks_find_that_they_cannot_share_the_model(ranks, world, directory, monkeypatch):
     errors = errors_of_ranks(ranks, world, monkeypatch, lambda rank: ["--model", directory, "--prompt", "a"])
     words = f"8 heads do not divide over {world} tensor-parallel ranks (8 % {world} = {8 % world})"
@@ -361,7 +361,7 @@ def test_a_file_that_one_rank_cannot_read(ranks, world, file, directory, tmp_pat
     assert first[1].endswith(f"(rank {world - 1})") and all(other == first for other in others)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_ranks_with_different_prompts(ranks, world, directory, monkeypatch):
     errors = errors_of_ranks(ranks, world, monkeypatch, lambda rank: ["--model", directory, "--prompt", "ab"[rank % 2]])
     assert all(error is not None and error[0] == "ValueError" and error == errors[0] for error in errors)

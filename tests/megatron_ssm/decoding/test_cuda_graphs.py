@@ -624,7 +624,7 @@ def use_graphs_on_cpu(patch, capture):
         patch.setattr(cuda_graphs, name, value)
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
     """They count the bytes that replays send too."""
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
@@ -653,7 +653,7 @@ def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
     on_ranks_of_families(ranks, world, run)
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_ranks_stop_using_graphs_together(ranks, world, monkeypatch, caplog):
     """When the second capture fails on the last rank, all ranks decode without graphs; logits and traffic are unchanged."""
 

@@ -6,12 +6,13 @@ Oracle: the same calls of a model on one rank, in float64. Chunks do not divide 
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default, full
 
 import megatron_ssm
 from attention2d import Ring
 from cases import SCHEDULES, groups_of, oracle
 from megatron_ssm import Engine
-from serving import attempt, checkpoint, families, ids
+from serving import FAMILIES, attempt, checkpoint, ids
 
 __all__ = ["oracle"]
 
@@ -34,9 +35,9 @@ def logits_of_chunks(model, ids):
 @pytest.mark.parametrize(
     "name, tp, cp, schedule",
     (
-        ("mamba-biases-untied", 1, 3, "ring"), ("falcon", 2, 2, "contiguous"), ("mamba2-1-group", 2, 2, "ring"),
-        ("mamba2-dt-limit", 1, 4, "usp"), ("zamba-2-heads-biases", 2, 2, "all-gather"), ("mamba", 1, 4, "ring"),
-        ("falcon", 1, 4, "ring"), ("mamba2-2-groups", 1, 4, "ring"), ("zamba-4-heads-grouped-untied", 1, 4, "2d"),
+        ("mamba-biases-untied", 1, 3, "ring"), ("falcon", 2, 2, "contiguous"), full("mamba2-1-group", 2, 2, "ring"),
+        ("mamba2-dt-limit", 1, 4, "usp"), ("zamba-2-heads-biases", 2, 2, "all-gather"), full("mamba", 1, 4, "ring"),
+        full("falcon", 1, 4, "ring"), ("mamba2-2-groups", 1, 4, "ring"), full("zamba-4-heads-grouped-untied", 1, 4, "2d"),
         ("zamba-4-heads-grouped-untied", 1, 2, "ulysses"), ("zamba2-2-groups-adapters-rope", 1, 4, "2d"),
     ),
 )  # fmt: skip
@@ -88,7 +89,7 @@ REQUESTS = ((3, 6), (50, 7), (23, 5), (1, 4), (64, 3))  # (length of the prompt,
 
 
 @pytest.mark.parametrize("cp", (2, 3))
-@families
+@pytest.mark.parametrize("family", by_default(("falcon_mamba", "zamba2", "falcon_h1", "qwen3_5_text"), FAMILIES))
 def test_an_engine_gives_the_tokens_of_one_rank(ranks, family, cp):
     """Prompts of several lengths, read in chunks, beside others that are decoded; and again from the prefix cache."""
     directory = checkpoint(family)
@@ -130,7 +131,7 @@ def test_generate_with_rows_of_different_lengths(ranks, tp, cp):
     assert all(torch.equal(first, greedy) and torch.equal(drawn, sample) for greedy, sample in others)
 
 
-@pytest.mark.parametrize("cp", (2, 3))
+@pytest.mark.parametrize("cp", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_chunks_under_autocast(ranks, cp):
     """They differ from fp32 as one rank's do, also where a chunk attends keys of an earlier one."""
     directory = checkpoint("zamba2")
@@ -148,7 +149,7 @@ def test_chunks_under_autocast(ranks, cp):
         assert (found - exact).abs().max() < limit
 
 
-@pytest.mark.parametrize("cp", (2, 3))
+@pytest.mark.parametrize("cp", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_wrong_calls_are_one_error_on_every_rank(ranks, cp):
     """Of `generate` also those that are wrong on the last rank only."""
     directory = checkpoint("zamba2")

@@ -56,7 +56,7 @@ def on_rank(directory, **options):
     return load(directory, dist.group.WORLD, dtype=torch.float64, **options)
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 @torch.no_grad()
 def test_hidden_states(ranks, tp, shipped):
     """All tokens at once, and in pieces with a cache, from the hidden states that the model's cache keeps."""

@@ -124,14 +124,14 @@ def played(model, settings, arrivals):
 @worlds
 @pytest.mark.parametrize("family", by_default(("mamba2", "zamba2"), FAMILIES))
 def test_a_request_is_continued_as_if_alone(ranks, world, family):
-    run_scenarios(ranks, world, checkpoint(family), range(3))
+    run_scenarios(ranks, world, checkpoint(family), range(2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", (1, 2, 4))
 @families
 def test_many_requests_are_continued_as_if_alone(ranks, world, family):
-    run_scenarios(ranks, world, checkpoint(family), range(3, 11), timeout=300)
+    run_scenarios(ranks, world, checkpoint(family), range(2, 11), timeout=300)
 
 
 def run_scenarios(ranks, world, directory, seeds, **options):
@@ -193,7 +193,7 @@ def test_two_streams_of_one_engine():
         assert list(column) == generate(model, torch.tensor([[row]]), max_new_tokens=6)[0].tolist()
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_without_a_seed_all_ranks_draw_the_same_and_each_request_others(ranks, world):
     def run(model):
         engine = Engine(model, slots=4)

@@ -47,7 +47,7 @@ def texts(model, made, count=6, **options):
     ]
 
 
-@worlds
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_texts_match_their_grammar(ranks, world):
     """Those that ended: a random model may go on with digits or spaces until its tokens are used up.
 
@@ -261,7 +261,7 @@ def test_grammars_that_an_engine_refuses(tmp_path):
     assert missing is not None and missing[0] == "FileNotFoundError" and "tokenizer.json" in missing[1]
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_a_grammar_that_differs_between_ranks(ranks, world):
     directory = checkpoint("mamba2")
 

@@ -143,7 +143,7 @@ def test_what_requests_refuse():
     assert not engine.is_busy
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_requests_whose_options_differ_between_ranks(ranks, world):
     """Each difference is one error on all ranks, in which the prefix key is not shown."""
     changes = [dict(logit_bias={1: 2.0}), dict(logprobs=1), dict(prompt_logprobs=True), dict(prefix_key="secret")]

@@ -169,7 +169,7 @@ def test_requests_get_the_same_tokens_as_without(ranks, world, family):
 
 
 @worlds
-@pytest.mark.parametrize("family", by_default(("mamba2", "zamba2"), FAMILIES))
+@pytest.mark.parametrize("family", by_default(("mamba2",), FAMILIES))
 def test_a_draft_model(ranks, world, family, tmp_path, monkeypatch):
     """The model itself, whose proposals are right, and another one, whose are not; also for prompts it has not read yet."""
     monkeypatch.setattr(speculation, "relative_size", lambda draft, model: 0.01)
@@ -273,7 +273,7 @@ def test_context_ranks_cannot_speculate(ranks, cp):
         assert answer == ("ValueError", "speculative decoding is not supported on context ranks")
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_a_draft_model_on_other_ranks(ranks, world):
     directory = checkpoint("mamba2")
 

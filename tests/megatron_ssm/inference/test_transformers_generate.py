@@ -200,13 +200,13 @@ def test_generation_fields_of_a_config_json(ranks, world, tmp_path):
     directories, prompts = [tmp_path / str(i) for i in range(len(IN_CONFIG))], words(3)
     mask = torch.ones_like(prompts)
     for directory, fields in zip(directories, IN_CONFIG, strict=True):
-        shutil.copytree(checkpoint("zamba2"), directory)
+        shutil.copytree(checkpoint("mamba2"), directory)
         (directory / "generation_config.json").unlink()
         edit_config(directory, **fields)
     expected = [transformers(directory, prompts, mask) for directory in directories]
     assert len({str(tokens) for tokens in expected}) == len(IN_CONFIG)
     overruled = shutil.copytree(directories[0], tmp_path / "overruled")
-    shutil.copy(checkpoint("zamba2") / "generation_config.json", overruled)
+    shutil.copy(checkpoint("mamba2") / "generation_config.json", overruled)
 
     def run(rank):
         group, found = dist.group.WORLD, []
@@ -281,7 +281,7 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_samples_are_those_of_megatron_ssm_generate(ranks, world):
     """With transformers' default of top_k=50; equal seeds give equal tokens, and no row depends on another."""
     directory, prompts = byte_checkpoint("zamba"), ids(3, 6)
@@ -402,7 +402,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_what_is_refused(ranks, world):
     """By one ValueError on every rank, which are still in step afterwards."""
 
@@ -420,7 +420,7 @@ def test_what_is_refused(ranks, world):
     assert after == transformers(checkpoint("zamba2"), words(2), torch.ones(2, LENGTH), num_beams=2)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_beams_that_do_not_fit_into_the_memory_of_one_rank(ranks, world):
     """All ranks raise the error, instead of waiting for that one, and go on."""
     directory = checkpoint("zamba2")

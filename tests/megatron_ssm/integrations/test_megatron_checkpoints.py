@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from chosen import by_default
 from torch import nn
 
 import megatron_ssm
@@ -93,7 +94,7 @@ def test_fields_of_another_directory(ranks, tp, directory, tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(("mamba2", "zamba2", "nemotron", "61 tied tokens"), CASES))
 @pytest.mark.parametrize("tp", (1, 4))
 def test_distributed_checkpoints_are_divided_anew(ranks, name, tp, directory, tmp_path, monkeypatch):
     """Saved by two ranks, loaded by one and by four; among these are more ranks than groups."""
@@ -355,7 +356,7 @@ def test_what_is_refused(ranks, world, directory):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_pipelines_of_shared_blocks_are_refused(ranks, world):
     from megatron.core import parallel_state
 

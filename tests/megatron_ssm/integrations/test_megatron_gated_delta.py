@@ -185,7 +185,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_names_and_shapes(ranks, tp, directory, without_gpu):
     """Megatron's are as written here, and under our names they are those of our model on the same rank."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from chosen import full
 from gradients import assert_near, shifted, transformers_loss, whole
 
 from attention2d import CoreAttention
@@ -95,7 +96,7 @@ def test_loss_and_gradients_are_those_of_transformers(ranks, name, tp, oracle):
 
 
 @pytest.mark.parametrize("name, tp, cp, kind", [
-    ("mamba2-1-group", 2, 2, None), ("mamba", 1, 4, None), ("zamba", 1, 2, "all_gather"), ("zamba2", 1, 4, "2d"),
+    ("mamba2-1-group", 2, 2, None), ("mamba", 1, 4, None), ("zamba", 1, 2, "all_gather"), full("zamba2", 1, 4, "2d"),
     ("zamba2", 2, 2, "p2p"),
 ])  # fmt: skip
 def test_loss_and_gradients_over_context_ranks(ranks, name, tp, cp, kind, oracle):
@@ -274,7 +275,9 @@ def test_training_has_the_losses_of_one_rank(ranks, make, tp, cp):
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("tp, name", [(2, "mamba2-1-group"), (4, "mamba2-2-groups"), (2, "zamba2")])
+@pytest.mark.parametrize(
+    "tp, name", [pytest.param(2, "mamba2-1-group", marks=pytest.mark.full), (4, "mamba2-2-groups"), (2, "zamba2")]
+)
 def test_sequence_parallel_stacks(ranks, tp, name, oracle):
     """Each rank has a share of the tokens between the layers. Megatron's embedding and output layer need CUDA for that.
 
@@ -309,7 +312,7 @@ def test_the_example_in_the_guide(ranks, tp, capfd):
     assert 5 < float(capfd.readouterr().out) < 6
 
 
-@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("tp", (pytest.param(1, marks=pytest.mark.full), 2))
 def test_the_example_of_weights_in_the_guide(ranks, tp, tmp_path, monkeypatch):
     """As it is printed, on one rank and on two, with the vocabulary of the demo's model."""
     page = (Path(__file__).parents[3] / "docs/guides/megatron.md").read_text()

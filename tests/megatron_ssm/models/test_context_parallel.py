@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import full
 from gradients import assert_near, gradients, shifted, transformers_loss, whole
 
 import megatron_ssm
@@ -24,10 +25,10 @@ NAMES = (
     "zamba-4-heads-grouped-untied", "zamba2-1-group", "zamba2-2-groups-adapters-rope",
 )  # fmt: skip
 DEFAULT = (
-    ("mamba-biases-untied", 1, 3, "ring"), ("mamba", 2, 2, "ring"), ("falcon", 2, 3, "contiguous"),
-    ("mamba2-1-group", 2, 2, "ring"), ("mamba2-2-groups", 1, 4, "usp"), ("mamba2-dt-limit", 1, 1, "ring"),
+    ("mamba-biases-untied", 1, 3, "ring"), full("mamba", 2, 2, "ring"), ("falcon", 2, 3, "contiguous"),
+    ("mamba2-1-group", 2, 2, "ring"), full("mamba2-2-groups", 1, 4, "usp"), ("mamba2-dt-limit", 1, 1, "ring"),
     ("zamba-2-heads-biases", 2, 2, "all-gather"), ("zamba-4-heads-grouped-untied", 1, 2, "ulysses"),
-    ("zamba2-1-group", 1, 4, "2d"), ("zamba2-2-groups-adapters-rope", 2, 4, "2d-overlapped"),
+    full("zamba2-1-group", 1, 4, "2d"), ("zamba2-2-groups-adapters-rope", 2, 4, "2d-overlapped"),
 )  # fmt: skip
 
 
@@ -147,7 +148,7 @@ def test_logits_and_gradients_in_fp32(ranks, name, cp, schedule, oracle):
         assert_near(found, gradients(one), 2e-5)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_wrong_calls_are_one_error_on_every_rank(ranks, world, oracle):
     oracle = oracle("zamba2-1-group", torch.float64)
 
@@ -178,7 +179,7 @@ def test_wrong_calls_are_one_error_on_every_rank(ranks, world, oracle):
             assert error is not None and error[0] == "ValueError" and words in error[1], (words, error)
 
 
-@pytest.mark.parametrize("world", (4, 6))
+@pytest.mark.parametrize("world", (4, pytest.param(6, marks=pytest.mark.full)))
 def test_context_ranks_hold_the_same_part_of_the_model(ranks, world, oracle):
     """Neighbours are tensor-parallel ranks; the last context group has the two parts the other way round."""
     directory = oracle("mamba2-2-groups", torch.float64).directory
@@ -195,7 +196,7 @@ def test_context_ranks_hold_the_same_part_of_the_model(ranks, world, oracle):
         assert error[0] == "ValueError" and "part 0 of the model" in error[1]
 
 
-@pytest.mark.parametrize("cp", (2, 3))
+@pytest.mark.parametrize("cp", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_a_copy_of_a_model(ranks, cp, oracle):
     """It computes and sends the same, with activations recomputed too."""
     oracle = oracle("zamba2-1-group", torch.float64)
@@ -215,7 +216,7 @@ def test_a_copy_of_a_model(ranks, cp, oracle):
         assert of_model == of_copy
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_schedules_that_do_not_fit_are_refused_by_load(ranks, world, oracle):
     directory = oracle("zamba2-1-group", torch.float64).directory
 

@@ -81,7 +81,7 @@ def test_the_reason_of_a_search_names_the_schedule(ranks, world, groups, name):
         assert "; lse kept along heads on " in line and line.endswith(f" ({name})")
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_a_measured_fabric_decides(ranks, world):
     """Ulysses sends the fewest bytes; behind links of high latency, both searches take a schedule with fewer messages."""
     config = families.read(checkpoint("zamba2"))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default, full
 from gradients import assert_near, gradients, shifted, transformers_loss, whole
 
 import megatron_ssm
@@ -26,12 +27,12 @@ EXACT = 5e-11
 
 
 @pytest.mark.parametrize("name, tp, cp, schedule", [
-    ("mamba", 1, 2, "ring"), ("mamba-biases-untied", 1, 4, "ring"), ("falcon", 2, 2, "contiguous"),
-    ("mamba2-1-group", 1, 4, "ring"), ("mamba2-2-groups", 2, 3, "ring"), ("zamba-4-heads-grouped-untied", 1, 3, "ring"),
-    ("zamba2-1-group", 1, 4, "2d"),
+    ("mamba", 1, 2, "ring"), full("mamba-biases-untied", 1, 4, "ring"), ("falcon", 2, 2, "contiguous"),
+    full("mamba2-1-group", 1, 4, "ring"), ("mamba2-2-groups", 2, 3, "ring"), full("zamba2-1-group", 1, 4, "2d"),
+    full("zamba-4-heads-grouped-untied", 1, 3, "ring"),
     pytest.param("mamba2-2-groups", 1, 2, "ring", marks=pytest.mark.full),
     pytest.param("zamba-2-heads-biases", 1, 2, "ring", marks=pytest.mark.full),
-    pytest.param("zamba2-2-groups-adapters-rope", 1, 2, "2d", marks=pytest.mark.full),
+    ("zamba2-2-groups-adapters-rope", 1, 2, "2d"),
 ])  # fmt: skip
 def test_both_forms_equal_one_rank(ranks, name, tp, cp, schedule, oracle):
     """Logits, loss and gradients of sequences of 69 tokens, which are padded."""
@@ -125,7 +126,7 @@ def test_a_cache_passes_states(ranks, family, cp):
     assert all(torch.equal(tokens, expected) for tokens in ranks(run, cp))
 
 
-@pytest.mark.parametrize("world", (3, 4))
+@pytest.mark.parametrize("world", (3, pytest.param(4, marks=pytest.mark.full)))
 def test_wrong_requests_are_one_error_on_every_rank(ranks, world, oracle):
     directory = oracle("mamba2-1-group", torch.float64).directory
 
@@ -166,7 +167,7 @@ def forms(config, ranks, seq, batch):
     return 4 * states, 4 * ((2 * channels + numbers) * tokens * (ranks - 1) // ranks + shared)
 
 
-@pytest.mark.parametrize("world", (2, 3, 4, 5))
+@pytest.mark.parametrize("world", by_default((2, 3, 4), (2, 3, 4, 5)))
 def test_a_search_takes_the_form_that_sends_less(ranks, world):
     """In every family; sizes that do not divide over 3 or 5 ranks pass states."""
     names = "mamba", "mamba2", "zamba", "zamba2", "qwen3_5_text"
@@ -211,7 +212,7 @@ def test_a_large_plan_is_verified_with_the_same_messages(count, make, sizes):
             verify(verified)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_the_choice_follows_the_fabric(ranks, world):
     """Exchanging channels sends fewer bytes here, in more messages: it is best behind slow links of low latency."""
     config, fabrics = families.read(checkpoint("mamba2")), {}

@@ -47,7 +47,7 @@ def summed_over(group, model):
         ("nemotron-latent-experts-biases", 2, 2, dict(sequence_parallel=True, recompute=True)),
         ("jamba-experts", 1, 4, {}),  # two of the ranks have no tokens
         ("granite-experts", 1, 2, dict(recompute=True)),
-        ("nemotron-experts", 2, 4, {}),
+        pytest.param("nemotron-experts", 2, 4, {}, marks=pytest.mark.full),
         ("qwen3-next-experts", 1, 2, {}),
         ("qwen3.5-1-expert-of-4", 1, 4, {}),
     ],
@@ -73,7 +73,7 @@ def test_loss_and_gradients_of_ranks_with_other_sequences(ranks, name, tp, ep, m
     assert_near(whole(oracle, [shard for _, shard in results], ep), theirs, EXACT)
 
 
-@pytest.mark.parametrize("ep", (2, 4))
+@pytest.mark.parametrize("ep", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_recomputation_sends_nothing_again(ranks, ep, oracle):
     oracle = oracle("nemotron-latent-experts-biases", torch.float64)
 

@@ -6,6 +6,7 @@ In float64, any number of ranks is within 5e-11 of transformers, so any two are 
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 from gradients import (
     assert_near,
     cross_entropy,
@@ -89,7 +90,7 @@ def test_logits_in_pieces(ranks, tp, name, sequence_parallel, oracle, monkeypatc
     assert_near(whole(oracle, [shard for _, shard in results]), theirs, EXACT)
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", by_default((1, 2), (1, 2, 4)))
 @pytest.mark.parametrize("name", FEW)
 def test_every_gradient_in_fp32(ranks, tp, name, oracle):
     """Our largest error against float64 is about as small as that of transformers in fp32."""
@@ -133,7 +134,7 @@ def test_loss_is_that_of_transformers(ranks, tp, name, oracle):
         torch.testing.assert_close(loss, expected, rtol=FP32, atol=0)
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", by_default((1, 2), (1, 2, 4)))
 def test_ignored_labels(ranks, tp, oracle):
     """The ignored value may be an id. If all labels are ignored, the loss is 0, not NaN."""
     oracle = oracle("mamba2-2-groups", torch.float64)
@@ -152,7 +153,7 @@ def test_ignored_labels(ranks, tp, oracle):
         assert none == 0 and all(not grad.any() for grad in none_gradients.values())
 
 
-@pytest.mark.parametrize("tp", (1, 2, 4))
+@pytest.mark.parametrize("tp", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_labels_outside_the_vocabulary(ranks, tp, oracle):
     oracle = oracle("mamba")
     inputs, labels = shifted(oracle.ids)

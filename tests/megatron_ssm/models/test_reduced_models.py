@@ -98,7 +98,7 @@ def test_logits(ranks, tp, name, oracle):
     assert 0 < relative(first["native"], exact) <= 2 * bound(name, "fp16")
 
 
-@worlds
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_a_model_in_float64(ranks, tp, oracle):
     """With "fp32" its sums stay float64; the other formats round as usual."""
     source, ids = oracle("mamba2-1-group", torch.float64).directory, oracle("mamba2-1-group").ids
@@ -160,7 +160,7 @@ def test_only_block_outputs_are_rounded(ranks, tp, name, oracle):
         assert {shape[-1] for shape in exact[1:]} == inner
 
 
-@worlds
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_sums_of_squares_are_exact(ranks, tp, oracle):
     """In Mamba-2 with one group, the first block, whose input is exact, has the sums of squares of the exact model."""
     case = oracle("mamba2-1-group")
@@ -187,7 +187,7 @@ def test_sums_of_squares_are_exact(ranks, tp, oracle):
             torch.testing.assert_close(squares, exact, rtol=1e-6, atol=0)
 
 
-@worlds
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_auto_measures_when_the_model_is_loaded(ranks, tp, oracle, monkeypatch):
     """It measures once for each group; later calls and loads measure nothing."""
     from sparsefusion.reduction import quantized
@@ -230,7 +230,7 @@ def test_one_rank_rounds_nothing(format, oracle):
 # Tokens
 
 
-@worlds
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize(
     "name", ("mamba2-1-group", *(pytest.param(n, marks=pytest.mark.full) for n in FEW[:2] + FEW[3:]))
 )

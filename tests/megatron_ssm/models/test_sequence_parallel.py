@@ -6,6 +6,7 @@ Sequences of 69 tokens do not divide over the ranks.
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import full
 from gradients import assert_near, gradients, shifted, transformers_loss, whole
 
 import megatron_ssm
@@ -18,7 +19,7 @@ __all__ = ["oracle"]
 EXACT = 5e-11
 DEFAULT = (
     ("mamba-biases-untied", 2), ("falcon", 4), ("mamba2-1-group-biases-tied", 2), ("mamba2-2-groups", 4),
-    ("zamba-2-heads-biases", 2), ("zamba-4-heads-grouped-untied", 4), ("zamba2-4-groups-biases-adapters-untied", 2),
+    full("zamba-2-heads-biases", 2), ("zamba-4-heads-grouped-untied", 4), full("zamba2-4-groups-biases-adapters-untied", 2),
     ("zamba2-2-groups-adapters-rope", 4),
 )  # fmt: skip
 
@@ -44,7 +45,10 @@ def test_loss_and_gradients_equal_those_of_one_rank(ranks, name, tp, oracle):
     check_loss_and_gradients(ranks, oracle(name, torch.float64), tp)
 
 
-@pytest.mark.parametrize("name, cp", (("mamba", 2), ("zamba2-2-groups-adapters-rope", 2), ("mamba2-1-group", 3)))
+@pytest.mark.parametrize(
+    "name, cp",
+    (("mamba", 2), ("zamba2-2-groups-adapters-rope", 2), pytest.param("mamba2-1-group", 3, marks=pytest.mark.full)),
+)
 def test_beside_context_ranks(ranks, name, cp, oracle):
     """Two tensor-parallel times several context ranks; the tokens divide over both."""
     oracle = oracle(name, torch.float64)
@@ -68,7 +72,7 @@ def test_beside_context_ranks(ranks, name, cp, oracle):
     assert_near(whole(oracle, [shard for _, shard in results[:2]]), whole(oracle, [gradients(one)]), EXACT)
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_padded_prompts_and_fp32(ranks, tp, oracle):
     """Logits of sequences with padding on the left, and of the last positions alone."""
     oracle = oracle("zamba2-1-group")
@@ -102,7 +106,7 @@ def counts_of_layers(oracle, sequence_parallel):
     return counts[0], model.counter.sent - counts[0], model.config
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_forward_sends_as_many_bytes(ranks, tp, oracle):
     """A reduce-scatter and an all-gather send what an all-reduce sends; the loss's all-gather comes on top."""
     oracle = oracle("mamba2-2-groups", torch.float64)
@@ -111,7 +115,7 @@ def test_forward_sends_as_many_bytes(ranks, tp, oracle):
         assert sent == expected
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_wrong_calls_are_one_error_on_every_rank(ranks, tp, oracle):
     directory = oracle("mamba", torch.float64).directory
 

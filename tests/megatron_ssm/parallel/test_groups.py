@@ -31,7 +31,7 @@ def test_a_parallel_state_with_more_than_tensor_and_data_parallelism(ranks, worl
     assert ranks(run, world) == [error] * world
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_a_parallel_state_of_another_tensor_parallel_degree(ranks, world):
     def run(rank):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

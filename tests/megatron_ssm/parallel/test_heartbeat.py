@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_ssm.parallel.heartbeat import _Process, watched
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_a_bug_is_raised_while_all_ranks_run(ranks, world):
     """It is not mistaken for the loss of a rank, and ends no process."""
 

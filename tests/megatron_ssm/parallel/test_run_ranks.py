@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-worlds = pytest.mark.parametrize("world_size", (2, 4))
+worlds = pytest.mark.parametrize("world_size", (pytest.param(2, marks=pytest.mark.full), 4))
 
 
 @pytest.fixture(autouse=True)

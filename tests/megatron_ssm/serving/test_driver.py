@@ -23,7 +23,7 @@ OPTIONS = dict(
 REQUESTS = [([1, 2, 3], 5), ([7] * 40, 12), ([9], 30), ([4, 4], 8)]
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_ranks_follow_additions_and_cancellations(ranks, world):
     """Two slots; one request is cancelled while it waits, one while it runs, and one cannot be served."""
     directory = checkpoint("mamba2")
@@ -93,7 +93,7 @@ def test_a_channel_counts_what_it_sends(ranks, world):
 GRAMMAR, WRONG = ("regex", "[a-c]{3}(-[0-9]+)*"), ("lark", 'start: "a')
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2, pytest.param(4, marks=pytest.mark.full)))
 def test_others_go_on_while_a_grammar_is_compiled(ranks, world):
     """One compilation takes until other requests have finished; one fails; one request is cancelled meanwhile."""
     pytest.importorskip("llguidance")

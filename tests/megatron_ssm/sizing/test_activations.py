@@ -45,12 +45,12 @@ def test_the_peak_of_a_step(ranks, name, vocab_size, world, sequence_parallel, r
 
 
 @needs_kernels
-@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("recompute", (pytest.param(False, marks=pytest.mark.full), True))
 @pytest.mark.parametrize(
     "name, all_experts",
     (
         ("qwen3.5-experts", dict(num_experts=4, num_experts_per_tok=4)),
-        ("nemotron-experts", dict(n_routed_experts=4, num_experts_per_tok=4)),
+        pytest.param("nemotron-experts", dict(n_routed_experts=4, num_experts_per_tok=4), marks=pytest.mark.full),
     ),
 )
 def test_ranks_divide_the_experts(ranks, name, all_experts, recompute, tmp_path):
@@ -68,8 +68,8 @@ def test_ranks_divide_the_experts(ranks, name, all_experts, recompute, tmp_path)
 
 
 @needs_kernels
-@pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize("name", by_default({"mamba", "zamba2"}, WITH_CONTEXT))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("name", by_default({"zamba2"}, WITH_CONTEXT))
 def test_context_ranks_divide_the_tokens(ranks, name, world, tmp_path):
     wide_model(name).save_pretrained(tmp_path)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chosen import full
 from safetensors.torch import load_file
 
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
@@ -80,10 +81,6 @@ def flags_of(here, monkeypatch):
         return ["--engine", "deepspeed", "--deepspeed-config", "zero.json", "--params-dtype", "float32"]
 
     return flags
-
-
-def full(*case):
-    return pytest.param(*case, marks=pytest.mark.full)
 
 
 TENSOR = ["--tensor-model-parallel-size", "2"]
@@ -228,6 +225,7 @@ def test_a_stopped_rank_is_named(here, world, tp, rank):
     assert re.fullmatch(NAMED.format(rank=rank, world=world) + "there was no sign of life for 5 s", line)
 
 
+@pytest.mark.full
 def test_rank_0_is_stopped(here):
     line = survivors(2, Fault(0, 3, signal.SIGSTOP))
     assert re.fullmatch(r"rank 1 of 2: rank 0's store at 127.0.0.1:\d+ has not answered for 5 s, so .*", line)

@@ -135,7 +135,7 @@ def test_errors_of_all_ranks_are_raised_as_they_are(ranks, text, tensor, world_s
     assert errors(ranks, world_size, lambda rank: flags) == [message] * world_size
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_sequences_too_short_for_the_context_ranks_keep_old_checkpoints(ranks, text, world_size):
     assert errors(ranks, world_size, lambda rank: ["--global-batch-size", "4"]) == [None] * world_size
     flags = ["--context-parallel-size", str(world_size), "--seq-length", str(4 * world_size)]

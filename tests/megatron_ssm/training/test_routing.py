@@ -107,7 +107,7 @@ def observed(trainer):
 @pytest.mark.parametrize(
     "tp, cp, dp, changes",
     [
-        (2, 1, 1, {}),
+        pytest.param(2, 1, 1, {}, marks=pytest.mark.full),
         (2, 1, 1, dict(sequence_parallel=True, seq_length=11, recompute_activations=True)),
         (1, 2, 1, dict(seq_length=29)),
         (1, 1, 2, {}),

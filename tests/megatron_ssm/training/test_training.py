@@ -71,7 +71,7 @@ def check_curves(ranks, tp, dp, model, micro):
     "tp, dp, model, micro",
     [
         (1, 2, "mamba2", 1),
-        (2, 1, "mamba untied", 1),
+        pytest.param(2, 1, "mamba untied", 1, marks=pytest.mark.full),
         (2, 2, "mamba2 groups", 2),
         pytest.param(4, 1, "mamba2 groups untied", 4, marks=pytest.mark.full),
         pytest.param(2, 1, "zamba2 untied", 4, marks=pytest.mark.full),
@@ -84,14 +84,17 @@ def check_curves(ranks, tp, dp, model, micro):
         pytest.param(4, 1, "bamba", 4, marks=pytest.mark.full),
         pytest.param(2, 2, "jamba", 1, marks=pytest.mark.full),
         (2, 2, "qwen3_5_text", 2),
-        (2, 1, "olmo_hybrid", 4),
+        pytest.param(2, 1, "olmo_hybrid", 4, marks=pytest.mark.full),
     ],
 )
 def test_curves(ranks, tp, dp, model, micro):
     check_curves(ranks, tp, dp, model, micro)
 
 
-@pytest.mark.parametrize("tp, dp, model", [(2, 2, "mamba2 groups"), (3, 1, "falcon"), (2, 1, "zamba2 untied")])
+@pytest.mark.parametrize(
+    "tp, dp, model",
+    [(2, 2, "mamba2 groups"), pytest.param(3, 1, "falcon", marks=pytest.mark.full), (2, 1, "zamba2 untied")],
+)
 def test_copies_of_parameters_stay_equal(ranks, tp, dp, model):
     """Bit for bit, although each rank computes slightly different gradients of them."""
     run = tiny.options(**MODELS[model] | (dict(hidden_size=12) if tp == 3 else {}))
@@ -158,7 +161,7 @@ def test_one_rank_against_torch_in_every_model(model):
     check_against_torch(model)
 
 
-@pytest.mark.parametrize("dp", (2, 4))
+@pytest.mark.parametrize("dp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_data_parallel_against_torchs_ddp(ranks, dp):
     run = tiny.options(micro_batch_size=1)
 
@@ -291,7 +294,15 @@ def test_learning_rates_against_torchs_schedules():
 # bf16
 
 
-@pytest.mark.parametrize("tp, model", [(2, "mamba2"), (4, "mamba"), (2, "zamba2"), (1, "zamba")])
+@pytest.mark.parametrize(
+    "tp, model",
+    [
+        pytest.param(2, "mamba2", marks=pytest.mark.full),
+        pytest.param(4, "mamba", marks=pytest.mark.full),
+        (2, "zamba2"),
+        (1, "zamba"),
+    ],
+)
 def test_bf16_autocast(ranks, tp, model):
     run = dict(MODELS[model], params_dtype="float32", micro_batch_size=4)
 

@@ -43,7 +43,12 @@ def loaded(directory):
 
 
 @pytest.mark.parametrize(
-    "name", ("mamba2-2-groups-biases-tied", "zamba2-2-groups-adapters-rope", "mamba-biases-untied")
+    "name",
+    (
+        pytest.param("mamba2-2-groups-biases-tied", marks=pytest.mark.full),
+        "zamba2-2-groups-adapters-rope",
+        "mamba-biases-untied",
+    ),
 )
 @pytest.mark.parametrize("tp, dp", [(1, 2), (2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_fully_shard(ranks, name, tp, dp, oracle, tmp_path):

@@ -83,7 +83,7 @@ def test_deepspeed(ranks, world, deepspeed, stage, kind, overlap):
     assert all(ranks(run, world))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage, overlap", [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("mode", ["auto", "layerwise"])
 def test_deepspeed_plans_have_the_atoms_of_deepspeed(ranks, world, deepspeed, stage, overlap, mode, monkeypatch):
@@ -124,7 +124,7 @@ class FakeClock:
         return self.now
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_waiting_for_deepspeeds_buckets_does_not_count_as_computation(ranks, world, deepspeed, overlap, monkeypatch):
     """Nor does it count twice: the predicted time of a dense step is the measured one."""
@@ -154,7 +154,7 @@ def test_waiting_for_deepspeeds_buckets_does_not_count_as_computation(ranks, wor
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage, kind, unchecked", SKIPPING)
 def test_deepspeed_skips_nonfinite_steps_in_any_dtype(ranks, world, deepspeed, stage, kind, unchecked):
     """A skipped step changes nothing. Where DeepSpeed does not skip it, or errors are asked for, it is an error."""
@@ -185,7 +185,7 @@ def test_deepspeed_skips_nonfinite_steps_in_any_dtype(ranks, world, deepspeed, s
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "stage, kind, options", [(*how[:2], options) for how in SKIPPING for options in ({}, {"on_nonfinite": "raise"})]
 )
@@ -218,7 +218,7 @@ def test_deepspeed_skips_steps_whose_norm_overflows(ranks, world, deepspeed, sta
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_parameters_outside_of_the_optimizer_are_refused(ranks, world, deepspeed):
     """ZeRO 0 reduces all gradients, but decides about skipping by those of its optimizer."""
 
@@ -239,7 +239,7 @@ def test_parameters_outside_of_the_optimizer_are_refused(ranks, world, deepspeed
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_deepspeeds_communication_data_type(ranks, world, deepspeed, stage):
     """A narrower one is used in dense steps. A wider one is refused, because sparse messages would not use it."""
@@ -265,7 +265,7 @@ def test_deepspeeds_communication_data_type(ranks, world, deepspeed, stage):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage, nbytes", [(0, 4), (1, 2)])
 def test_deepspeeds_torch_autocast(ranks, world, deepspeed, stage, nbytes, monkeypatch):
     """ZeRO 1 sends gradients in autocast's dtype, and ZeRO 0 in their own."""
@@ -331,7 +331,7 @@ def test_deepspeeds_updates_and_residuals_add_up(ranks, world, deepspeed, stage,
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_deepspeed_resumes_bitwise(ranks, world, deepspeed, stage):
     def run(rank):
@@ -438,7 +438,7 @@ def test_old_versions_are_refused(ranks, world, deepspeed, monkeypatch):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_coalesced_reductions_are_refused(ranks, world, deepspeed):
     def run(rank):
         made = engine(deepspeed, 1)
@@ -451,7 +451,7 @@ def test_coalesced_reductions_are_refused(ranks, world, deepspeed):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_zero_2_is_refused(ranks, world, deepspeed):
     def run(rank):
         with pytest.raises(ValueError, match="ZeRO stage 2 shards gradients over the ranks"):

@@ -110,7 +110,7 @@ def test_megatron(ranks, world, overlap, distributed, monkeypatch):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_megatron_in_bfloat16_with_unused_parameters(ranks, world, monkeypatch):
     """Dense: Megatron's own bits. Sparse: equal on all ranks, and exact up to the rounding of bfloat16."""
 
@@ -155,7 +155,7 @@ def test_megatron_in_fp16(ranks, world, average, distributed, monkeypatch):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_megatrons_skipped_steps_change_nothing(ranks, world, monkeypatch):
     def run(rank):
         ddp = megatron(monkeypatch, True, overlap_grad_reduce=True)
@@ -190,7 +190,7 @@ def test_parts_of_megatrons_model_have_the_same_plan(ranks, tp, dp, monkeypatch)
     ranks(run, tp * dp)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_pipelines_and_experts_with_a_loss_scale_are_refused(ranks, world, monkeypatch):
     """Without a loss scale, experts are reduced by Megatron."""
 
@@ -235,7 +235,7 @@ def test_megatron_resumes_bitwise(ranks, world, overlap, monkeypatch):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_residuals_are_kept_when_an_error_ends_a_dense_step(ranks, world, monkeypatch):
     """Some buckets of the step had been sent. The residuals are flushed in the next step."""
 
@@ -336,7 +336,7 @@ def test_an_interrupted_backward_pass_of_megatron(ranks, world, where, forced, m
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_early_units_are_sent_before_a_bucket_is_complete(ranks, world, monkeypatch):
     """SSFusion-I's l': early units are sent before the last bucket of their buffer is handed over."""
 
@@ -366,7 +366,7 @@ def test_early_units_are_sent_before_a_bucket_is_complete(ranks, world, monkeypa
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_profiled_gradients_are_ready_when_megatron_hands_them_over(ranks, world, overlap, monkeypatch):
     """Without overlap, that is after the backward pass, for all gradients at once."""
@@ -383,7 +383,7 @@ def test_profiled_gradients_are_ready_when_megatron_hands_them_over(ranks, world
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("distributed", [False, True])
 def test_megatron_plans_have_all_parameters(ranks, world, distributed, monkeypatch):
     def run(rank):
@@ -398,7 +398,9 @@ def test_megatron_plans_have_all_parameters(ranks, world, distributed, monkeypat
     ranks(run, world)
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    "tp, dp", [pytest.param(1, 2, marks=pytest.mark.full), pytest.param(1, 3, marks=pytest.mark.full), (2, 2)]
+)
 def test_a_setting_refused_on_one_rank_is_an_error_on_all(ranks, tp, dp, monkeypatch):
     """Also on the other tensor-parallel ranks. Then none of them is attached."""
 

@@ -211,7 +211,7 @@ def test_exchange_returns_at_once_and_may_wait_twice(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", (3, 4))
+@pytest.mark.parametrize("world", (3, pytest.param(4, marks=pytest.mark.full)))
 def test_in_a_group_of_some_ranks(ranks, world):
     """Peers and rows are numbered by the rank in the group, not by the rank in the world."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chosen import full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ alphas = st.floats(1e-7, 1e-2)
 betas = st.floats(1e-12, 1e-7)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(alphas, betas)
 def test_a_line_is_recovered(alpha, beta):
     curve = Curve.fit("all_reduce", 4, line(alpha, beta))
@@ -53,7 +54,7 @@ def test_a_line_is_recovered(alpha, beta):
     assert len(curve.segments) == 1 and curve.dropped == ()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(alphas, betas, st.integers(0, 1000))
 def test_noise_of_5_percent_stays_within_10(alpha, beta, seed):
     noise = np.random.default_rng(seed).uniform(0.95, 1.05, len(SIZES))
@@ -75,7 +76,7 @@ def test_changes_of_protocol_are_found():
     assert [s.beta for s in curve.segments] == pytest.approx([1e-9, 1e-10, 1e-11], rel=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=20))
 def test_no_message_is_faster_than_a_smaller_one(times):
     """This holds for any measured times, also for those of only one or two sizes."""
@@ -123,7 +124,7 @@ def test_the_floor_is_the_median_of_small_messages():
 # Intervals
 
 
-@pytest.mark.parametrize("noise", (0.02, 0.05, 0.1))
+@pytest.mark.parametrize("noise", (full(0.02), 0.05, full(0.1)))
 def test_intervals_contain_nine_in_ten_of_the_points_left_out(noise):
     inside, total = 0, 0
     for seed in range(20):
@@ -472,7 +473,7 @@ def test_a_report_goes_into_a_directory(command, table, tmp_path):
 
 
 @pytest.mark.skipif(not disks_work(), reason="mounting a small disk needs root")
-@pytest.mark.parametrize("kilobytes", (8, 40))
+@pytest.mark.parametrize("kilobytes", (pytest.param(8, marks=pytest.mark.full), 40))
 def test_a_full_disk(command, table, tmp_path, kilobytes):
     """One line names the file, and no part of it remains; an earlier one stays as it is."""
     fit = ("fit", "--all-reduce", table, "--ranks", 4, "--out")

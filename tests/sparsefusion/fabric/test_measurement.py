@@ -216,7 +216,7 @@ def bytes_passed_on(call):
     return found
 
 
-@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("world", (2, 3, pytest.param(4, marks=pytest.mark.full)))
 def test_what_a_size_means(ranks, world):
     """For all_reduce, reduce_scatter and all_to_all it is this rank's input (of the latter two: in rows, one for each
     rank); for all_gather this rank's part; for p2p the message, which each even rank sends to the next one."""
@@ -246,7 +246,7 @@ def test_what_a_size_means(ranks, world):
                 assert first == {torch_functions[name]: nbytes}, (name, rank)
 
 
-@pytest.mark.parametrize("world", (3, 4))
+@pytest.mark.parametrize("world", (3, pytest.param(4, marks=pytest.mark.full)))
 def test_all_collectives_are_measured(ranks, world, few_repetitions):
     """The ranks of a group measure, while another rank does something else."""
     size = world - 1
@@ -434,7 +434,7 @@ def test_a_setting_is_measured_in_an_environment_of_its_own():
     assert "NCCL_ALGO" not in os.environ and "NCCL_PROTO" not in os.environ
 
 
-@pytest.mark.parametrize("world, count", [(2, 2), (3, 2)])
+@pytest.mark.parametrize("world, count", [pytest.param(2, 2, marks=pytest.mark.full), (3, 2)])
 def test_processes_of_a_setting_meet_and_measure(launch, world, count):
     """Here with gloo, which ignores the setting. Ranks of a smaller group take part only if they belong to it."""
 

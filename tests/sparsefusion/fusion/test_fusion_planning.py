@@ -186,7 +186,7 @@ def test_density_may_be_any_kind_of_number():
     )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_static_graphs_and_activation_checkpointing(ranks, world):
     """With both, DDP hands buckets over in another order; what is sent does not depend on it."""
 
@@ -239,7 +239,7 @@ class Tied(torch.nn.Module):
         return self.last(self.first(x).tanh() * self.scale)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_parameters_that_ddp_reduces_despite_the_ignore_list(ranks, world):
     """DDP compares names with the module's path before them; those of its own parameters begin with a dot."""
 
@@ -257,7 +257,7 @@ def test_parameters_that_ddp_reduces_despite_the_ignore_list(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_failed_attach_leaves_the_model_unattached(ranks, world):
     def run(rank):
         model, divided = DDP(Net()), dist.group.WORLD
@@ -306,7 +306,7 @@ def test_a_fabric_without_an_operation_is_refused(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_an_error_of_the_planning_rank_is_raised_on_every_rank(ranks, world):
     def run(rank):
         def report(text):
@@ -406,7 +406,7 @@ def gathered(mine):
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_auto_decides_the_same_on_all_ranks(ranks, monkeypatch, world):
     monkeypatch.setattr(trial, "ROUNDS", 2)
 
@@ -456,7 +456,7 @@ def test_auto_does_not_consider_fp16_for_float64(ranks, world, density):
     assert ranks(run, world) == [{"dense", "layerwise", "bucket", "selective", "interleaved", "offload"}] * world
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_auto_reports_why_it_considers_nothing_sparse(ranks, world):
     """The density would help compared with dense gradients, but not compared with float16."""
 
@@ -472,7 +472,7 @@ def test_auto_reports_why_it_considers_nothing_sparse(ranks, world):
     assert all(modes == {"dense", "fp16"} for _, modes in found)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_density_warmup(ranks, world):
     def run(rank):
         model, sent = DDP(Net()), []
@@ -492,7 +492,7 @@ def test_density_warmup(ranks, world):
             assert first == 5 and abs(sent[5] / (6 * 0.25 * total) - 1) < 0.01
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_data_parallelism_over_a_part_of_the_world(ranks, world):
 
     def run(rank):

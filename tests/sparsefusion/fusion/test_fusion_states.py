@@ -25,7 +25,7 @@ def train(model, fusion, rank, steps):
         model.optimizer.step()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_resumed_run_equals_the_uninterrupted_one(ranks, world, tmp_path):
     """Bitwise, with a final plan, also on a new model, whose DDP first has one bucket with all parameters."""
 
@@ -51,7 +51,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(ranks, world, tmp_path):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_resumed_run_in_fp16_restores_its_scale(ranks, world):
     """Gradients of 1e-9 underflow in float16 without it, as in the first step from a state of an older version."""
 
@@ -79,7 +79,7 @@ def test_a_resumed_run_in_fp16_restores_its_scale(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_another_number_of_ranks_takes_the_mean_residual(ranks, world, tmp_path):
     def save(rank):
         model = DDP(Net())
@@ -107,7 +107,7 @@ def test_another_number_of_ranks_takes_the_mean_residual(ranks, world, tmp_path)
         assert (found - mean).norm() <= 1e-6 * mean.norm()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_one_rank_is_dense(ranks, world):
     def save(rank):
         model = DDP(Net())
@@ -125,7 +125,7 @@ def test_one_rank_is_dense(ranks, world):
     assert ranks(load, 1) == ["dense"]
 
 
-@pytest.mark.parametrize("world", [4, 5])
+@pytest.mark.parametrize("world", [4, pytest.param(5, marks=pytest.mark.full)])
 def test_a_plan_that_sends_too_much_here_is_not_kept(ranks, world):
     """A density of 0.3 helps on 2 ranks only. The residuals are flushed in the first step."""
 
@@ -149,7 +149,7 @@ def test_a_plan_that_sends_too_much_here_is_not_kept(ranks, world):
     assert "dense, as layerwise would not send clearly less" in ranks(load, world)[0][-1]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_plan_without_a_parameter_is_not_kept(ranks, world):
     """The parameter was frozen when the plan was made."""
 
@@ -173,7 +173,7 @@ def test_a_plan_without_a_parameter_is_not_kept(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_plan_of_another_budget_is_not_kept(ranks, world):
     def run(rank):
         model = DDP(Net())
@@ -191,7 +191,7 @@ def test_a_plan_of_another_budget_is_not_kept(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_differences_between_ranks_are_errors(ranks, world):
     """Of steps, in states that are loaded."""
 
@@ -246,7 +246,7 @@ def test_a_resumed_trial_continues(ranks, monkeypatch, tmp_path, world):
     assert sum("Predicted:" in text for text in reports) == 3 == sum("measured steps" in text for text in reports)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_replan_interrupts_a_warmup(ranks, world):
     def run(rank):
         model, plain = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1)
@@ -294,7 +294,7 @@ def test_the_state_of_another_part_is_refused(ranks, tp, dp):
     ranks(run, tp * dp)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_state_in_another_memory_format_is_refused(ranks, world):
     """Residuals have the memory format of their gradients."""
 
@@ -316,7 +316,7 @@ def test_a_state_in_another_memory_format_is_refused(ranks, world):
     assert all(ranks(run, world))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_invalid_states_are_refused(ranks, world):
     def run(rank):
         model = DDP(Net())

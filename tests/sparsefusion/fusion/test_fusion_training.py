@@ -91,7 +91,7 @@ def test_parts_of_a_model_have_the_same_plan_and_equal_copies(ranks, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "tp, dp", [(1, 3), pytest.param(2, 2, marks=pytest.mark.full), pytest.param(1, 2, marks=pytest.mark.full)]
+    "tp, dp", [pytest.param(1, 3, marks=pytest.mark.full), pytest.param(2, 2, marks=pytest.mark.full), (1, 2)]
 )
 def test_resuming_is_bitwise(ranks, tmp_path, tp, dp):
     def run(rank):
@@ -187,7 +187,7 @@ def test_a_dense_run_applies_pending_gradients(ranks, tmp_path, dp):
     ranks(run, dp)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
     def run(rank):
         made = trainer(1, global_batch_size=8)
@@ -220,7 +220,9 @@ def test_pending_gradients_of_another_run_are_refused(ranks, tmp_path, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("tp, dp", [(1, 3), (2, 2), pytest.param(1, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tp, dp", [pytest.param(1, 3, marks=pytest.mark.full), (2, 2), pytest.param(1, 2, marks=pytest.mark.full)]
+)
 def test_nonfinite_gradients_end_training_on_every_rank(ranks, tp, dp):
     """Also on the ranks of other parts of the model, whose gradients are finite."""
 

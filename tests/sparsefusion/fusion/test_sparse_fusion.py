@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from chosen import by_default
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -115,7 +116,7 @@ def test_means_and_residuals_add_up_when_plans_change(ranks, world, data):
     assert max(ranks(run, world)) < 1e-5
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_residuals_are_flushed_when_all_gradients_become_dense(ranks, world):
     def run(rank):
         ours, reference = DDP(Net(), bucket_cap_mb=0.1), Net()
@@ -164,7 +165,7 @@ def test_offload_and_interleaved_have_the_bits_of_selective(ranks, monkeypatch, 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_parameters_stay_equal_on_all_ranks(ranks, world):
-    """Bit for bit over 25 steps, with accumulation, parameter groups, AdamW, autocast, and clipping of the mean."""
+    """Bit for bit over 12 steps, with accumulation, parameter groups, AdamW, autocast, and clipping of the mean."""
 
     def run(rank):
         rest = zip(("fp32", "int8", "bf16", "fp16", "int8"), SPARSIFIERS, strict=False)
@@ -175,7 +176,7 @@ def test_parameters_stay_equal_on_all_ranks(ranks, world):
                 force_plan(fusion, mode=mode, wire=options[0], sparsifier=options[1])
             groups = [{"params": [p], "lr": 1e-3 * (1 + i % 2)} for i, p in enumerate(model.parameters())]
             optimizer = torch.optim.AdamW(groups)
-            for step in range(25):
+            for step in range(12):
                 optimizer.zero_grad()
                 with model.no_sync():
                     model(batch(step, rank)).square().mean().backward()
@@ -188,7 +189,7 @@ def test_parameters_stay_equal_on_all_ranks(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_unused_parameters_keep_their_residuals(ranks, world):
     """DDP does not apply the mean of a parameter that no rank used, so its residual is not sent, even in a dense step."""
 
@@ -327,7 +328,7 @@ def test_nonfinite_gradients_are_an_error_on_ranks_without_data(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_nonfinite_dense_step_keeps_residuals(ranks, world):
     def run(rank):
         model = DDP(Net(), bucket_cap_mb=0.1)
@@ -345,7 +346,7 @@ def test_a_nonfinite_dense_step_keeps_residuals(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_dense_steps_without_residuals_are_not_checked(ranks, world):
     """Nor is the first step of a resumed run, nor a dense step after sparse ones in which a parameter was never used."""
 
@@ -374,7 +375,7 @@ def test_dense_steps_without_residuals_are_not_checked(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_skipped_steps_change_nothing(ranks, world):
     """With a GradScaler: a run with three overflows has the residuals and parameters of one without these batches.
 
@@ -406,7 +407,7 @@ def test_skipped_steps_change_nothing(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_on_nonfinite(ranks, world):
     """skip-known, without a loss scale: the residuals stay as they were. raise: an error, also with a loss scale."""
 
@@ -436,7 +437,7 @@ def divided(world):
     return dist.new_subgroups_by_enumeration(parts)[0], dist.new_subgroups(2)[0]
 
 
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.full)])
 def test_parts_of_a_divided_model_skip_steps_together(ranks, world):
     """A gradient that is not finite in one part is an error in all parts; with a loss scale, all of them skip the step."""
 
@@ -461,7 +462,7 @@ def test_parts_of_a_divided_model_skip_steps_together(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.full)])
 def test_parts_of_a_divided_model_compare_options(ranks, world):
     """One rank was given another density or mode, or some ranks were not given the model group."""
 
@@ -512,7 +513,7 @@ class Uneven(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("world", by_default((4,), (4, 6)))
 @pytest.mark.parametrize("mode", ["fp16", "layerwise"])
 def test_parts_with_different_buckets_do_not_deadlock(ranks, world, mode):
     """Their backward passes have other all-reduces between buckets; also after `replan()` and `load_state_dict()`."""
@@ -537,7 +538,7 @@ def test_parts_with_different_buckets_do_not_deadlock(ranks, world, mode):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.full)])
 def test_residuals_that_some_replicas_do_not_use_are_flushed_later(ranks, world):
     """With a loss scale and a divided model: every rank takes part in the checks of the same steps."""
 
@@ -589,7 +590,7 @@ def test_means_are_checked_before_a_framework_overwrites_them(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_unit_of_several_dtypes(ranks, world):
     def run(rank):
         dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64, "d": torch.float16}
@@ -610,7 +611,7 @@ def test_a_unit_of_several_dtypes(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_indices_of_several_large_units(ranks, world):
     """205,000 elements in three units; one element of the last unit is selected. Oracle: the largest elements."""
     sizes = {"a": 69_000, "b": 70_001, "c": 65_999}

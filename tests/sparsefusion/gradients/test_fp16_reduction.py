@@ -13,7 +13,7 @@ from sparsefusion.gradients.fp16_reduction import Fp16Scale
 NUMEL = sum(p.numel() for p in Net().parameters())
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_fp16_is_at_least_as_exact_as_torchs_hook(ranks, world):
     """The same bits in the first step on 2 ranks, where the division is exact; otherwise the error is no larger."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -32,7 +32,7 @@ def test_fp16_is_at_least_as_exact_as_torchs_hook(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_fp16_keeps_small_gradients(ranks, world):
     """Gradients far below float16's smallest number, 6e-8, from the second step on; those of the first step underflow."""
 
@@ -52,7 +52,7 @@ def test_fp16_keeps_small_gradients(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_fp16_sends_buckets_that_overflow_again(ranks, world):
     def run(rank):
         plain, ours, alone = DDP(Net(), bucket_cap_mb=0.1), DDP(Net(), bucket_cap_mb=0.1), Net()
@@ -70,7 +70,7 @@ def test_fp16_sends_buckets_that_overflow_again(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_nonfinite_means_are_an_error_in_fp16_but_not_in_dense(ranks, world):
     def run(rank):
         for mode in ("dense", "fp16"):
@@ -87,7 +87,7 @@ def test_nonfinite_means_are_an_error_in_fp16_but_not_in_dense(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_float16_gradients_that_are_not_finite(ranks, world):
     """Inf on one rank; then a sum that overflows float16 on 3 ranks; then finite gradients. All ranks have the same bits."""
 
@@ -118,7 +118,7 @@ def test_float16_gradients_that_are_not_finite(ranks, world):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_buckets_are_sent_again_only_if_they_overflow(ranks, world):
     """Not if gradients grow by 1000, or with a constant large loss scale. A skipped step does not change the scale."""
 
@@ -187,7 +187,7 @@ class Parts(torch.nn.Module):
         return (self.copied * x).sum() + (self.own * y).sum()
 
 
-@pytest.mark.parametrize("world", [4, 6])
+@pytest.mark.parametrize("world", [4, pytest.param(6, marks=pytest.mark.full)])
 def test_copies_on_the_parts_of_a_model_stay_equal(ranks, world):
     """Gradients are so small that the scale matters, and those of one part overflow in one step."""
 

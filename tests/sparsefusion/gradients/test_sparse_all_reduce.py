@@ -59,7 +59,7 @@ def test_what_is_applied_and_what_is_left_are_all_gradients(ranks, world, wire):
     ranks(run, world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_largest_sums_are_applied(ranks, world):
     """If every rank sends all that an owner can take, each owner applies the largest of its sums: half of all elements."""
 

@@ -72,18 +72,19 @@ def test_what_deepspeed_itself_refuses(ranks, tmp_path, config, line):
 # Curves
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", by_default((0, 1, 3), (0, 1, 2, 3)))
 @pytest.mark.parametrize(
     "tp, dp, model",
     [(2, 1, "mamba untied"), (2, 2, "mamba2 groups"),
      *(pytest.param(1, dp, "mamba2", marks=pytest.mark.full) for dp in (2, 4))],
 )  # fmt: skip
 def test_curves(ranks, tmp_path, tp, dp, model, stage):
-    """10 clipped steps in micro-batches give the losses and norms of torch's engine."""
+    """Clipped steps in micro-batches give the losses and norms of torch's engine."""
     run = run_of(stage, folder=tmp_path, **MODELS[model])
-    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), 10), tp * dp)
+    curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run)), tp * dp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
-    assert close(curves[0], one_rank(model)), (curves[0] - one_rank(model)).abs().max()
+    expected = one_rank(model)[:, : tiny.STEPS]
+    assert close(curves[0], expected), (curves[0] - expected).abs().max()
 
 
 @pytest.mark.parametrize("stage", by_default((1, 3), (0, 1, 2, 3)))
@@ -117,7 +118,7 @@ PASSED_ON = [  # (stages of ZeRO, keys of zero_optimization, other keys): values
 
 
 @pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", by_default((0, 1, 3), (0, 1, 2, 3)))  # 1 and 2 are one class of DeepSpeed's
 def test_keys_that_are_passed_on_change_no_curve(ranks, tmp_path, dp, stage):
     runs = []
     for number, (stages, zero, config) in enumerate(PASSED_ON):
@@ -166,7 +167,9 @@ def test_clipping_counts_each_element_once(ranks, tmp_path, tp, dp, stage):
         assert stage == 0 or tp == 2 or theirs > 1.01 * run.clip_grad
 
 
-@pytest.mark.parametrize("stage, tp, dp", [(0, 2, 1), (1, 2, 2), (2, 2, 2), (3, 2, 2)])
+@pytest.mark.parametrize(
+    "stage, tp, dp", [(0, 2, 1), pytest.param(1, 2, 2, marks=pytest.mark.full), (2, 2, 2), (3, 2, 2)]
+)
 def test_copies_of_parameters_stay_equal(ranks, tmp_path, stage, tp, dp):
     """The partitions of two tensor-parallel ranks do not end at the same element, because their vocabularies differ."""
     run, vocab = run_of(stage, folder=tmp_path, mamba_num_groups=2), 9
@@ -182,7 +185,7 @@ def test_copies_of_parameters_stay_equal(ranks, tmp_path, stage, tp, dp):
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), *(pytest.param(1, dp, marks=pytest.mark.full) for dp in (2, 4))])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", by_default((1, 3), (1, 2, 3)))
 def test_zero_divides(ranks, tmp_path, tp, dp, stage):
     """A rank updates 1/dp of its part, and ZeRO 3 keeps no more of the parameters between steps."""
     run = run_of(stage, folder=tmp_path)
@@ -207,8 +210,8 @@ def test_zero_divides(ranks, tmp_path, tp, dp, stage):
 )
 @pytest.mark.parametrize(
     "first, then",
-    [("torch", 1), (2, 3), (3, "torch")]
-    + [pytest.param(*pair, marks=pytest.mark.full) for pair in [(1, 0), (0, 2), ("torch", 3)]],
+    [(3, "torch")]
+    + [pytest.param(*pair, marks=pytest.mark.full) for pair in [("torch", 1), (1, 0), (0, 2), (2, 3), ("torch", 3)]],
 )
 def test_checkpoints_of_every_engine(ranks, tmp_path, tp, dp, first, then):
     """A run is continued by another engine, on other ranks where there are several, with the moments."""
@@ -229,7 +232,7 @@ def test_checkpoints_of_every_engine(ranks, tmp_path, tp, dp, first, then):
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), pytest.param(1, 2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("stage", by_default((1, 3), (3, 2, 1, 0)))  # stage 3, the slowest, by default on fewer ranks
+@pytest.mark.parametrize("stage", by_default((3,), (3, 2, 1, 0)))
 @pytest.mark.parametrize("model", [{}, pytest.param(tiny.ZAMBA2_UNTIED, marks=pytest.mark.full)])
 def test_resumed_runs_are_bitwise_equal(ranks, tmp_path, tp, dp, stage, model):
     """On the same ranks. Idle parameters (zamba2), which have no moments, are in the checkpoint too."""
@@ -311,7 +314,10 @@ def test_a_skipped_step_changes_nothing(ranks, tmp_path, tp, dp, stage, changes)
     ranks(lambda rank: check_skipped_step(rank, tp, run, 6 if changes is SPARSE else 2), tp * dp)
 
 
-@pytest.mark.parametrize("dp, changes", [(2, dict(hidden_size=18)), (3, dict(mamba_head_dim=8, global_batch_size=6))])
+@pytest.mark.parametrize(
+    "dp, changes",
+    [pytest.param(2, dict(hidden_size=18), marks=pytest.mark.full), (3, dict(mamba_head_dim=8, global_batch_size=6))],
+)
 def test_a_skipped_step_with_padded_partitions(ranks, tmp_path, dp, changes):
     """ZeRO 3 divides the 9 elements of D into 5 + 4, and the 4 of the other model into 2 + 2 + 0; padding stays zero."""
     run = run_of(3, folder=tmp_path, **SKIPPING, **changes)

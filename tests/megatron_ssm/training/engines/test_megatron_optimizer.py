@@ -48,7 +48,7 @@ def trainer_on(tp, run, vocab=tiny.VOCAB):
 
 @pytest.mark.parametrize(
     "tp, dp, cp, model",
-    [(1, 2, 1, "mamba2"), (2, 2, 1, "mamba2 groups"),
+    [pytest.param(1, 2, 1, "mamba2", marks=pytest.mark.full), (2, 2, 1, "mamba2 groups"),
      pytest.param(1, 1, 2, "mamba2", marks=pytest.mark.full),
      pytest.param(2, 1, 1, "mamba untied", marks=pytest.mark.full),
      pytest.param(1, 4, 1, "mamba2", marks=pytest.mark.full),
@@ -56,11 +56,12 @@ def trainer_on(tp, run, vocab=tiny.VOCAB):
      pytest.param(2, 1, 2, "mamba2", marks=pytest.mark.full)],
 )  # fmt: skip
 def test_curves(ranks, tp, dp, cp, model):
-    """10 clipped steps, in micro-batches."""
+    """Clipped steps, in micro-batches."""
     run = options(**MODELS[model], context_parallel_size=cp)
-    curves = ranks(lambda rank: tiny.curve(trainer_on(tp, run), 10), tp * dp * cp)
+    curves = ranks(lambda rank: tiny.curve(trainer_on(tp, run)), tp * dp * cp)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
-    assert close(curves[0], one_rank(model)), (curves[0] - one_rank(model)).abs().max()
+    expected = one_rank(model)[:, : tiny.STEPS]
+    assert close(curves[0], expected), (curves[0] - expected).abs().max()
 
 
 @pytest.mark.parametrize(
@@ -144,10 +145,10 @@ def test_checkpoints(ranks, tmp_path, tp, dp, first, then):
     def go_on(rank):
         trainer = trainer_on(dp, options(then))
         trainer.load(tmp_path / "step-000003", 3)
-        return tiny.curve(trainer, 8, start=3)
+        return tiny.curve(trainer, 6, start=3)
 
     ranks(begin, tp * dp)
-    assert close(ranks(go_on, tp * dp)[0], one_rank("mamba2")[:, 3:8])
+    assert close(ranks(go_on, tp * dp)[0], one_rank("mamba2")[:, 3:6])
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), pytest.param(1, 2, marks=pytest.mark.full)])
