@@ -4,7 +4,8 @@ A tape is made when it is first needed, and again after a module of the model ha
 separate tapes for decoding, for speculative decoding, for the draft head, and for prompts. A prompt is read in chunks that
 fit the processor's caches. A layer that C cannot compute is a stop of the tape, at which Python computes it.
 
-Reading the weights evicts Python's and torch's data from the caches: layer by layer, a token of 24 layers takes Python 3 to 4 ms.
+Reading the weights evicts Python's and torch's data from the caches: layer by layer, Python takes 3 to 4 ms for a token of
+24 layers.
 """
 
 import math

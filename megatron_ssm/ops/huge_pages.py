@@ -1,7 +1,7 @@
 """Memory in pages of 2 MB for a model's weights and states, on Linux.
 
-A processor reads a large array up to a third faster from them than from pages of 4 KB. A matrix of a few MB that is allocated by
-itself contains few whole ones, so matrices are allocated next to each other.
+A processor reads a large array up to a third faster from them than from pages of 4 KB. A matrix of a few MB that is
+allocated by itself contains few whole ones, so matrices are allocated next to each other.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Modules that count their changes, so that objects derived from a model can be recognized as outdated.
 
-Looking at every module and tensor after each token would take 0.15 to 0.7 ms, because reading the weights has evicted them from
-the caches.
+Looking at every module and tensor after each token would take 0.15 to 0.7 ms, because reading the weights has evicted them
+from the caches.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The adapter of torch's DistributedDataParallel: a communication hook. The hook of the last bucket ends the step.
 
-Collectives are started in the body of hooks, never in a callback of a future: callbacks of several buckets may run in different
-orders on different ranks, and the ranks' collectives would not match.
+Collectives are started in the body of hooks, never in a callback of a future: callbacks of several buckets may run in
+different orders on different ranks, and the ranks' collectives would not match.
 """
 
 import weakref
