@@ -157,7 +157,7 @@ def test_a_lost_replica(directory, tmp_path):
 
 @pytest.mark.full
 def test_clients_of_a_lost_replica(directory, tmp_path):
-    """64 of them, half with streams: each gets all of its tokens or, from the lost replica, some tokens and then an error."""
+    """64 of them, half with streams: each gets all of its tokens or, of the lost replica, some and then an error."""
     new, prompts = 400, [letter * 200 for letter in "ab"]
     body = {**LONG, "max_tokens": new}
     whole = {prompt: expected(directory, prompt, new) for prompt in prompts}
