@@ -49,6 +49,19 @@ def test_bytes_of_gradients(capsys):
     assert float(line.split(": ")[1].split()[0]) == pytest.approx(4 * size / 1e6, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--dry-run 1", "  messages of a rank in a step: none"),
+        ("--dry-run 2 --gradient-mode auto", "    without the savings of --gradient-mode auto"),
+        ("--dry-run 2 --engine fsdp", "    without the parameters that the engine gathers"),
+    ],
+)
+def test_messages_that_are_not_counted(capsys, words, line):
+    dry_run(parse_options([*TINY, *words.split()]))
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_time_is_that_of_advise(capsys):
     fabric = {"description": {}, "curves": []}
     Path("fabric.json").write_text(json.dumps(fabric))
