@@ -47,7 +47,7 @@ def dry_run(options: Options) -> None:
     finally:
         shut_down()
     Printer(is_enabled=True).print("\n".join(["dry run:", *_lines(inputs, data), "nothing was trained", ""]))
-    if _checkpoints(inputs) > (free := shutil.disk_usage(inputs.out).free):
+    if not options.lora_rank and _checkpoints(inputs) > (free := shutil.disk_usage(inputs.out).free):
         raise Failure(f"{inputs.out} has {free / GB:.3g} GB free, fewer than {_checkpoints(inputs) / GB:.3g} GB")
 
 
@@ -72,10 +72,11 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
     messages = [f"{nbytes / 1e6:,.3g} MB for {name}" for name, nbytes in _messages(inputs, data).items()]
     for message in messages or ["none"]:
         yield f"  messages of a rank in a step: {message}"
-    if messages and (differences := _uncounted(options)):
+    if messages and (differences := _uncounted(options, bool(config.attentions))):
         yield f"    without {', '.join(differences)}"
     yield f"  time: {_time(inputs, data)}"
-    yield f"  disk: {_checkpoints(inputs) / GB:.3g} GB for checkpoints and the model in {inputs.out}"
+    less = ", less with --lora-rank" if options.lora_rank else ""
+    yield f"  disk: {_checkpoints(inputs) / GB:.3g} GB for checkpoints and the model in {inputs.out}{less}"
 
 
 def _memory(inputs: RunInputs) -> str:
@@ -91,6 +92,7 @@ def _memory(inputs: RunInputs) -> str:
     total = shape.step(options.micro_batch_size, tokens, is_sparse)
     divided = options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
     less = ", less what the engine divides over replicas" if divided else ""
+    less += ", less with --lora-rank" if options.lora_rank else ""
     state = (total - activations) / GB
     parts = f"{state:.3g} of parameters, gradients and moments{less}; {activations / GB:.3g} of activations"
     return f"{total / GB:.3g} GB on a rank: {parts}"
@@ -114,14 +116,15 @@ def _messages(inputs: RunInputs, data: int) -> dict[str, float]:
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def _uncounted(options: Options) -> list[str]:
+def _uncounted(options: Options, has_attention: bool) -> list[str]:
     """The parts of `_messages` that are not counted, or are counted as if they were dense and in fp32."""
     gathers = options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
     found = {
         f"the savings of --gradient-mode {options.gradient_mode}": options.gradient_mode != "dense",
         f"the savings of --reduce {options.reduce}": options.reduce != "fp32",
+        f"the savings of --lora-rank {options.lora_rank}": options.lora_rank > 0,
         "the parameters that the engine gathers": gathers,
-        "attention over context ranks": options.context_parallel_size > 1,
+        "attention over context ranks": has_attention and options.context_parallel_size > 1,
         "tokens on their way to experts": options.expert_model_parallel_size > 1,
     }
     return [name for name, is_uncounted in found.items() if is_uncounted]
