@@ -142,12 +142,13 @@ def assembled(per_rank: list, fields, tp: int, ep: int = 1) -> dict:
 def continued(ranks, folder, before, after, tp, dp, steps):
     """The curve of steps 3 to `steps` under the options `after`, on `dp` ranks.
 
-    Its checkpoint is that of a run under the options `before`, on tp x dp ranks.
+    Its checkpoint is that of a run under the options `before`, on tp x dp ranks, written after an evaluation.
     """
 
     def begin(rank):
         trainer = trainer_on(tp, before)
         curve(trainer, 3)
+        trainer.evaluate(stream())
         Snapshot.of(folder, 3, trainer.model, trainer.checkpoint_state(), {}).write()
 
     def go_on(rank):
