@@ -47,7 +47,7 @@ def dry_run(options: Options) -> None:
     finally:
         shut_down()
     Printer(is_enabled=True).print("\n".join(["dry run:", *_lines(inputs, data), "nothing was trained", ""]))
-    if _checkpoints(inputs) > (free := shutil.disk_usage(inputs.out).free):
+    if not options.lora_rank and _checkpoints(inputs) > (free := shutil.disk_usage(inputs.out).free):
         raise Failure(f"{inputs.out} has {free / GB:.3g} GB free, fewer than {_checkpoints(inputs) / GB:.3g} GB")
 
 
@@ -69,10 +69,14 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
     batch = f"{options.global_batch_size} x {options.seq_length} tokens"
     yield f"  steps: {inputs.first_step} to {options.train_iters}, of {batch}"
     yield f"  memory: {_memory(inputs)}"
-    for name, nbytes in _messages(inputs, data).items():
-        yield f"  messages of a rank in a step: {nbytes / 1e6:,.3g} MB for {name}"
+    messages = [f"{nbytes / 1e6:,.3g} MB for {name}" for name, nbytes in _messages(inputs, data).items()]
+    for message in messages or ["none"]:
+        yield f"  messages of a rank in a step: {message}"
+    if messages and (differences := _uncounted(options, bool(config.attentions))):
+        yield f"    without {', '.join(differences)}"
     yield f"  time: {_time(inputs, data)}"
-    yield f"  disk: {_checkpoints(inputs) / GB:.3g} GB for checkpoints and the model in {inputs.out}"
+    less = ", less with --lora-rank" if options.lora_rank else ""
+    yield f"  disk: {_checkpoints(inputs) / GB:.3g} GB for checkpoints and the model in {inputs.out}{less}"
 
 
 def _memory(inputs: RunInputs) -> str:
@@ -88,13 +92,14 @@ def _memory(inputs: RunInputs) -> str:
     total = shape.step(options.micro_batch_size, tokens, is_sparse)
     divided = options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
     less = ", less what the engine divides over replicas" if divided else ""
+    less += ", less with --lora-rank" if options.lora_rank else ""
     state = (total - activations) / GB
     parts = f"{state:.3g} of parameters, gradients and moments{less}; {activations / GB:.3g} of activations"
     return f"{total / GB:.3g} GB on a rank: {parts}"
 
 
 def _messages(inputs: RunInputs, data: int) -> dict[str, float]:
-    """{purpose: bytes that a rank gives to collectives in a step}; those of attention and experts are not counted."""
+    """{purpose: bytes that a rank gives to collectives in a step}, without those of `_uncounted`."""
     options, config = inputs.options, inputs.config
     tensor, context = options.tensor_model_parallel_size, options.context_parallel_size
     rows = options.micro_batch_size * local_tokens(config, options.seq_length, context)
@@ -108,7 +113,21 @@ def _messages(inputs: RunInputs, data: int) -> dict[str, float]:
         * _bytes(passed_states(config, tensor, context, options.micro_batch_size, True)),
         "sums of gradients": _bytes(gradient_sums(weights, context * data)),
     }
-    return {name: nbytes for name, nbytes in found.items() if nbytes} or {"anything": 0.0}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _uncounted(options: Options, has_attention: bool) -> list[str]:
+    """The parts of `_messages` that are not counted, or are counted as if they were dense and in fp32."""
+    gathers = options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
+    found = {
+        f"the savings of --gradient-mode {options.gradient_mode}": options.gradient_mode != "dense",
+        f"the savings of --reduce {options.reduce}": options.reduce != "fp32",
+        f"the savings of --lora-rank {options.lora_rank}": options.lora_rank > 0,
+        "the parameters that the engine gathers": gathers,
+        "attention over context ranks": has_attention and options.context_parallel_size > 1,
+        "tokens on their way to experts": options.expert_model_parallel_size > 1,
+    }
+    return [name for name, is_uncounted in found.items() if is_uncounted]
 
 
 def _bytes(messages: Iterable[Message]) -> float:

@@ -22,13 +22,13 @@ from .sampling import Sampling
 DEFAULTS = dict(
     max_length=None, max_new_tokens=None, min_length=0, min_new_tokens=None, do_sample=False, num_beams=1,
     num_return_sequences=1, temperature=1.0, top_k=50, top_p=1.0, repetition_penalty=1.0, length_penalty=1.0,
-    early_stopping=False, eos_token_id=None, pad_token_id=None, stop_strings=None,
+    early_stopping=False, eos_token_id=None, pad_token_id=None, stop_strings=None, min_p=None,
 )  # fmt: skip
 DEFAULT_NEW_TOKENS = 20
 
 # Arguments that are not implemented, with the values that do not change the tokens.
 _NOT_IMPLEMENTED = dict(
-    num_beam_groups=1, diversity_penalty=0.0, penalty_alpha=None, typical_p=1.0, min_p=None, top_h=None,
+    num_beam_groups=1, diversity_penalty=0.0, penalty_alpha=None, typical_p=1.0, top_h=None,
     epsilon_cutoff=0.0, eta_cutoff=0.0, no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0,
     encoder_repetition_penalty=1.0, bad_words_ids=None, force_words_ids=None, constraints=None,
     forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None, suppress_tokens=None,
@@ -112,7 +112,7 @@ def _as_call(model, input_ids, attention_mask, values, seed) -> _Call:
     shortest = max(0, values["min_length"] - length) if shortest is None else shortest
     sampling = Sampling(0.0, repetition_penalty=values["repetition_penalty"])
     if values["do_sample"]:
-        sampling = replace(sampling, **{name: values[name] for name in ("temperature", "top_k", "top_p")})
+        sampling = replace(sampling, **{name: values[name] for name in ("temperature", "top_k", "top_p", "min_p")})
     Request((0,), longest, sampling, seed=seed, min_new_tokens=shortest)  # ValueError for a value out of range
     repetitions = values["num_return_sequences"]
     if values["num_beams"] > 1:

@@ -4,6 +4,7 @@ Each layer gathers its parameters before it computes, forward and backward, over
 model (data x context), and its gradients are summed by a reduce-scatter. All sums are SUM: gloo has no average.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.models.parameters import fields_of
 
+from .batches import Tokens
 from .gradients import local_part
+from .indexed import Samples
 from .trainer import SequenceLoss, Trainer, entries, gathered_state, torch_adamw, unfilled_state
 
 
@@ -66,6 +69,12 @@ class FsdpTrainer(Trainer):
         parts = whole.chunk(self.groups.data_context_ranks)
         rank = self.groups.data_context_rank
         return parts[rank] if rank < len(parts) else whole[:0]
+
+    def evaluate(self, tokens: Tokens | Samples, leaves: Callable[[], bool] | None = None) -> float | None:
+        """See `Trainer.evaluate`. Divides again what only a backward pass would divide: the parameters outside of layers."""
+        result = super().evaluate(tokens, leaves)
+        self._sharded.reshard()
+        return result
 
     # Checkpoints
 

@@ -49,6 +49,8 @@ NOT_THERE = {
     "--swiglu": "the family of the model decides the activation",
     "--mamba-num-heads": "it is 2 x --hidden-size / --mamba-head-dim",
     "--vocab-size": "the tokenizer decides it, or --model-config",
+    "--vocab-file": "--tokenizer-model names a tokenizer.json",
+    "--merge-file": "--tokenizer-model names a tokenizer.json",
     "--wandb-entity": "set WANDB_ENTITY",
     "--wandb-save-dir": "set WANDB_DIR",
     "--fp16": "use --bf16; with --engine deepspeed, say it in --deepspeed-config",
@@ -65,7 +67,7 @@ NOT_THERE = {
     "--reset-position-ids": "documents of a sequence are not separated",
     "--reset-attention-mask": "documents of a sequence are not separated",
     "--eod-mask-loss": "the end of a document is learned too",
-    "--deepspeed_config": "use --deepspeed-config",
+    "--deepspeed_config": "use --engine deepspeed --deepspeed-config",
     "--zero-stage": "say it in --deepspeed-config",
     "--sgd-momentum": "the optimizer is AdamW",
 }
@@ -166,8 +168,8 @@ def _spread(kinds: list[str], letter: str, section: float) -> list[str]:
     return result
 
 
-def table() -> str:
-    """All of them as a Markdown table."""
+def answers() -> dict[str, str]:
+    """{flag: what it stands for here, or why it is not there}, in Markdown."""
     rows = [
         *((flag, f"`--{name.replace('_', '-')}`") for flag, name in SAME.items()),
         *((flag, "no effect: it is so anyway, or another option decides it") for flag in ANYWAY),
@@ -178,4 +180,11 @@ def table() -> str:
         *((flag, meaning) for flag, (_, meaning) in DERIVED.items()),
         *((flag, f"refused: {reason}") for flag, reason in NOT_THERE.items()),
     ]
-    return "\n".join(["| flag | here |", "| --- | --- |", *(f"| `{flag}` | {text} |" for flag, text in sorted(rows))])
+    return dict(sorted(rows))
+
+
+def table() -> str:
+    """All of them as a Markdown table."""
+    return "\n".join(
+        ["| flag | here |", "| --- | --- |", *(f"| `{flag}` | {text} |" for flag, text in answers().items())]
+    )

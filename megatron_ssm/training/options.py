@@ -14,12 +14,14 @@ from sparsefusion import FORMATS, MODES, SPARSIFIERS
 from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
 from sparsefusion.foundation.launcher import this_rank
 
-from .megatron_flags import ANYWAY, NOT_THERE, SAME, add_arguments, translated
+from .megatron_flags import ANYWAY, NOT_THERE, SAME, add_arguments, answers, translated
 
 # Schedules of attention2d. auto: the one that sends the fewest bytes. search: by commir, and what scans exchange as well.
 CONTEXT_SCHEDULES = ("auto", "search", "ring", "all-gather", "ulysses", "usp", "2d", "3d")
 
 ENGINES = ("torch", "fsdp", "deepspeed", "megatron")
+
+TEXTS = ("data", "data_path", "train_data_path", "mock_data")  # options that name the text to train on
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -233,6 +235,8 @@ class Options:
             )
         if self.mock_data and (self.data or self.data_path or self.train_data_path or self.valid_data_path):
             yield "--mock-data takes the place of --data and other text"
+        if len(texts := [flag(name) for name in TEXTS if getattr(self, name)]) > 1:
+            yield f"{' and '.join(texts)} each name the text to train on: give one of them"
         yield from self._problems_of_ramp()
         warmup, decayed = self.lr_warmup_iters, self.lr_decay_iters
         if self.lr_decay_style != "constant" and 0 < decayed <= warmup:
@@ -398,17 +402,20 @@ def table() -> str:
         if option.name in GROUPS:
             lines += [
                 "",
-                f"### {GROUPS[option.name].capitalize()}",
+                f"### {GROUPS[option.name][0].upper()}{GROUPS[option.name][1:]}",
                 "",
                 "| option | default | meaning |",
                 "| --- | --- | --- |",
             ]
-        default = "" if option.default in ("", (), False) else f"`{_shown(option.default)}`"
+        default = f"`{shown}`" if (shown := _shown(option.default)) else ""
         lines.append(f"| `{flag(option.name)}` | {default} | {option.metadata['help']} |")
     return "\n".join(lines[1:])
 
 
 def _shown(default: Any) -> str:
+    """A default as text, "" for one that means off."""
+    if default in ("", (), False):
+        return ""
     return (
         " ".join(default)
         if isinstance(default, tuple)
@@ -447,19 +454,23 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         argv: The words of the command line (None: sys.argv[1:]).
         prog: The name of the program in errors.
     """
-    parser = _Parser(prog=prog, description="Pretrain a state-space language model on text.")
+    usage = f"{prog} [--config F.yaml] --data PATH ... --out DIR [OPTIONS]"
+    parser = _Parser(prog=prog, usage=usage, description="Pretrain a state-space language model on text.")
     parser.add_argument("--config", metavar="F.yaml", help="options in YAML, under the same names")
     group: Any = parser
     for option in fields(Options):
         if option.name in GROUPS:
             group = parser.add_argument_group(GROUPS[option.name])
-        arguments: dict[str, Any] = dict(default=argparse.SUPPRESS, help=option.metadata["help"])
+        default = f" (default: {shown})" if (shown := _shown(option.default)) else ""
+        arguments: dict[str, Any] = dict(default=argparse.SUPPRESS, help=option.metadata["help"] + default)
         if isinstance(option.default, bool):
             arguments |= dict(action=argparse.BooleanOptionalAction)
         elif isinstance(option.default, tuple):
             arguments |= dict(nargs="+", metavar=option.metadata.get("metavar", "PATH"))
         else:
             arguments |= dict(type=type(option.default), choices=option.metadata.get("choices"))
+            if isinstance(option.default, int | float):
+                arguments["metavar"] = "N"
         if alone := option.metadata.get("flag_alone"):
             arguments |= dict(nargs="?", const=alone)
             no: dict[str, Any] = dict(default=argparse.SUPPRESS, help=argparse.SUPPRESS, dest=option.name)
@@ -472,12 +483,15 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
     config = parsed.pop("config")
     parsed.pop("local_rank", None)
     try:
-        values: dict[str, Any] = {**_read_yaml(config), **parsed} if config else parsed
+        values = _read_yaml(config) if config else {}
+        if any(parsed.get(name) for name in TEXTS):  # in place of the file's
+            values = {name: value for name, value in values.items() if name not in TEXTS}
+        values |= parsed
         values = translated(values, {option.name: option.default for option in fields(Options)})
         for option in fields(Options):
             if option.metadata.get("required") and not values.get(option.name):
                 raise ValueError(f"{flag(option.name)} is required")
-        if not any(values.get(name) for name in ("data", "data_path", "train_data_path", "mock_data")):
+        if not any(values.get(name) for name in TEXTS):
             raise ValueError("--data is required")
         if unused := [name for name in ANYWAY if name[2:].replace("-", "_") in parsed]:
             if this_rank() == 0:
@@ -505,6 +519,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
     checked = {}
     for key, value in values.items():
         name = str(key).replace("-", "_").lstrip("_")
+        if (here := answers().get(flag(name))) is not None:
+            raise ValueError(f"{path}: {key} is a flag of Megatron or DeepSpeed; here: {here.replace('`', '')}")
         if name not in known:
             raise ValueError(f"{path}: unknown option {key}{did_you_mean(name, known)}")
         checked[name] = _of_type(value, known[name], f"{path}: {key}")
@@ -517,7 +533,10 @@ def _of_type(value: Any, option: Field, where: str) -> Any:
     if isinstance(value, bool) and (alone := option.metadata.get("flag_alone")):
         return alone if value else ""
     if kind is tuple:
-        return tuple(_converted(item, str, where) for item in (value if isinstance(value, list) else [value]))
+        items = value if isinstance(value, list) else [value]
+        return tuple(
+            _converted(str(item) if isinstance(item, float) else item, str, where) for item in items
+        )  # weights
     value = _converted(value, kind, where)
     choices = option.metadata.get("choices")
     if choices and value not in choices:

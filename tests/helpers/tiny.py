@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import hf
 from megatron_ssm import families
+from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.parallel.groups import Groups, initialize
 from megatron_ssm.training.batches import Batches, Tokens
 from megatron_ssm.training.deepspeed_settings import read_settings
@@ -136,3 +137,24 @@ def assembled(per_rank: list, fields, tp: int, ep: int = 1) -> dict:
         assert not whole.isnan().any(), f"nobody holds a part of {field.name}"
         wholes[field.name] = whole
     return wholes
+
+
+def continued(ranks, folder, before, after, tp, dp, steps):
+    """The curve of steps 3 to `steps` under the options `after`, on `dp` ranks.
+
+    Its checkpoint is that of a run under the options `before`, on tp x dp ranks, written after an evaluation.
+    """
+
+    def begin(rank):
+        trainer = trainer_on(tp, before)
+        curve(trainer, 3)
+        trainer.evaluate(stream())
+        Snapshot.of(folder, 3, trainer.model, trainer.checkpoint_state(), {}).write()
+
+    def go_on(rank):
+        trainer = trainer_on(1, after)
+        trainer.load(folder / "step-000003", 3)
+        return curve(trainer, steps, start=3)
+
+    ranks(begin, tp * dp)
+    return ranks(go_on, dp)[0]

@@ -10,6 +10,7 @@ import tiny  # noqa: F401  (imports Megatron once)
 from megatron_ssm.advice import dry_run as module
 from megatron_ssm.advice.dry_run import dry_run
 from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
 from sparsefusion.foundation.command_line import Failure
 
 TINY = """--data text --out out --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16
@@ -49,6 +50,19 @@ def test_bytes_of_gradients(capsys):
     assert float(line.split(": ")[1].split()[0]) == pytest.approx(4 * size / 1e6, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--dry-run 1", "  messages of a rank in a step: none"),
+        ("--dry-run 2 --gradient-mode auto", "    without the savings of --gradient-mode auto"),
+        ("--dry-run 2 --engine fsdp", "    without the parameters that the engine gathers"),
+    ],
+)
+def test_messages_that_are_not_counted(capsys, words, line):
+    dry_run(parse_options([*TINY, *words.split()]))
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_time_is_that_of_advise(capsys):
     fabric = {"description": {}, "curves": []}
     Path("fabric.json").write_text(json.dumps(fabric))
@@ -74,6 +88,14 @@ def test_full_disk(monkeypatch):
     monkeypatch.setattr(module, "STATES", 1e15)
     with pytest.raises(Failure, match="GB free"):
         dry_run(parse_options([*TINY, "--dry-run"]))
+
+
+def test_adapters_need_less_than_a_disk_for_the_model(monkeypatch, capsys):
+    pretrain(parse_options([*TINY, "--out", "whole"]))
+    monkeypatch.setattr(module, "STATES", 1e15)
+    dry_run(parse_options([*TINY, "--dry-run", "2", "--init-from", "whole", "--lora-rank", "2"]))
+    said = capsys.readouterr().out
+    assert "    without the savings of --lora-rank 2" in said and "less with --lora-rank\n" in said
 
 
 def test_the_script_trains_nothing(monkeypatch, capsys):

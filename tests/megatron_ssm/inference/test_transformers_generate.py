@@ -276,7 +276,7 @@ def test_a_pad_id_that_is_no_padding(ranks, world, family):
 
 SAMPLING = [
     dict(),
-    dict(temperature=2.0, top_k=0),
+    dict(temperature=2.0, top_k=0, min_p=0.2),
     dict(temperature=1.5, top_k=4, top_p=0.9, repetition_penalty=1.3, num_return_sequences=2),
 ]
 
@@ -359,7 +359,7 @@ REFUSED = {
     "num_beam_groups=2 is not implemented": dict(num_beam_groups=2),
     "no_repeat_ngram_size=2 is not implemented": dict(no_repeat_ngram_size=2),
     "bad_words_ids=[[1]] is not implemented": dict(bad_words_ids=[[1]]),
-    "min_p=0.1 is not implemented": dict(generation_config=dict(min_p=0.1)),
+    "top_h=0.1 is not implemented": dict(generation_config=dict(top_h=0.1)),
     "penalty_alpha=0.6 is not implemented": dict(generation_config=GenerationConfig(penalty_alpha=0.6)),
     "return_dict_in_generate=True is not implemented": dict(return_dict_in_generate=True),
     "past_key_values=": dict(past_key_values=object()),

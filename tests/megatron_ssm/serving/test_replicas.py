@@ -155,6 +155,41 @@ def test_a_lost_replica(directory, tmp_path):
         assert "replica 0 has ended (killed by SIGKILL); it is started again" in running.log.read_text()
 
 
+@pytest.mark.full
+def test_clients_of_a_lost_replica(directory, tmp_path):
+    """64 of them, half with streams: each gets all of its tokens or, of the lost replica, some and then an error."""
+    new, prompts = 400, [letter * 200 for letter in "ab"]
+    body = {**LONG, "max_tokens": new}
+    whole = {prompt: expected(directory, prompt, new) for prompt in prompts}
+
+    def stream(prompt):
+        """(the tokens until the end, the code of the error that ended them or None)."""
+        asked = {**body, "prompt": prompt, "stream": True}
+        with running.client() as client, client.stream("POST", "/v1/completions", json=asked) as response:
+            events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        tokens = [t for event in events if "choices" in event for t in event["choices"][0]["token_ids"]]
+        return tokens, events[-1].get("error", {}).get("code")
+
+    def reply(prompt):
+        found = running.post("/v1/completions", {**body, "prompt": prompt})
+        assert found.status_code == 200, found.text
+        return found.json()["choices"][0]["token_ids"], None
+
+    with start(directory, tmp_path) as running, ThreadPoolExecutor(64) as pool:
+        assert [cached(running, prompt) for prompt in prompts] == [0, 0]
+        asked = [(prompt, pool.submit(ask, prompt)) for prompt in prompts * 16 for ask in (stream, reply)]
+        running.wait_until(lambda: running.metric("running") == 8, "the requests do not run")
+        os.kill(running.ranks()[0], signal.SIGKILL)
+        codes = []
+        for prompt, future in asked:
+            tokens, code = future.result(LIMIT_S)
+            codes.append(code)
+            assert tokens == whole[prompt][: len(tokens)] and (code or len(tokens) == new)
+        assert set(codes) == {None, "unavailable"} and codes.count("unavailable") <= 16
+        running.wait_until(lambda: running.metric("replicas") == 2, "it is not started again")
+        assert running.metric("slots") == 8 and cached(running, "c" * 200) == 0
+
+
 def test_keys_and_streams(directory, tmp_path):
     """Replicas check keys."""
     (tmp_path / "keys").write_text("one\n")

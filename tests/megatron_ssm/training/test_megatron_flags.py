@@ -180,6 +180,7 @@ def test_run_leaves_when_its_time_is_over(tmp_path, monkeypatch, capsys):
         ("--weight-decay-incr-style linear", "linear and cosine need an end above 0"),
         ("--start-weight-decay 0.1", "constant needs neither"),
         ("--mock-data", "--mock-data takes the place of --data"),
+        ("--data-path p", "--data and --data-path each name the text to train on"),
         ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 must be"),
         ("--recompute-granularity selective", "selective is not there"),
         ("--load OTHER", "--load OTHER is not --out"),
@@ -192,6 +193,16 @@ def test_flags_that_are_refused(capsys, words, message):
         parse_options([*LEAST, *words.split()])
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_text_of_the_command_line_replaces_that_of_the_file(tmp_path):
+    """Weights of a blend are numbers in YAML."""
+    file = tmp_path / "run.yaml"
+    file.write_text("data-path: [0.3, a, 1, b]\nsave-interval: 7")
+    words = ["--config", str(file), "--out", "OUT"]
+    assert parse_options(words).data_path == ("0.3", "a", "1", "b")
+    mock = parse_options([*words, "--mock-data"])
+    assert (mock.mock_data, mock.data_path, mock.save_interval) == (True, (), 7)
 
 
 def test_page_is_the_tables():

@@ -551,6 +551,8 @@ def test_wrong_flags(here, capsys, line, message):
     "text, message",
     [
         ("hiden_size: 3", "run.yaml: unknown option hiden_size (did you mean hidden_size?)"),
+        ("save: out", "run.yaml: save is a flag of Megatron or DeepSpeed; here: --out"),
+        ("fp16: true", "run.yaml: fp16 is a flag of Megatron or DeepSpeed; here: refused: use --bf16"),
         ("lr: fast", "run.yaml: lr: 'fast' is not a number"),
         ("seed: 0x1" + "0" * 5000 + "\ndata: x\nout: y", f"--seed 0x1{'0' * 57}... is not a 64-bit integer"),
         ("train-iters: 2.5", "run.yaml: train-iters: 2.5 is not a whole number"),

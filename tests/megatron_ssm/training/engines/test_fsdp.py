@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import tiny
-from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.training.options import Options
 
@@ -55,22 +54,10 @@ def test_each_rank_has_its_share(ranks):
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_checkpoints(ranks, tmp_path, tp, dp):
     """A run is continued by torch's engine, and one of torch's is continued, on other ranks."""
-
-    def begin(rank, run, folder):
-        trainer = tiny.trainer_on(tp, run)
-        tiny.curve(trainer, 3)
-        Snapshot.of(folder, 3, trainer.model, trainer.checkpoint_state(), {}).write()
-
-    def go_on(rank, run, folder):
-        trainer = tiny.trainer_on(1, run)
-        trainer.load(folder / "step-000003", 3)
-        return tiny.curve(trainer, 8, start=3)
-
     torchs, ours = (tiny.options(**MODELS["mamba2"], engine=engine) for engine in ("torch", "fsdp"))
     for before, after in ((torchs, ours), (ours, torchs), (ours, ours)):
         folder = tmp_path / before.engine / after.engine
-        ranks(begin, tp * dp, before, folder, timeout=300)
-        curve = ranks(go_on, dp, after, folder, timeout=300)[0]
+        curve = tiny.continued(ranks, folder, before, after, tp, dp, 8)
         assert (curve - one_rank("mamba2")[:, 3:8]).abs().max() <= 1e-10
 
 

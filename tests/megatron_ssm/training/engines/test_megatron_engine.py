@@ -9,7 +9,6 @@ from chosen import full
 
 import fp32_runs
 import tiny
-from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
 
@@ -76,21 +75,9 @@ def test_curves_in_fp32(ranks, tp, dp):
 def test_checkpoints(ranks, tmp_path, tp, dp):
     """A run is continued by torch's engine, and one of torch's is continued, on other ranks."""
     torchs, megatrons = (tiny.options(engine=engine) for engine in ("torch", "megatron"))
-
-    def begin(rank, run, folder):
-        trainer = tiny.trainer_on(tp, run)
-        tiny.curve(trainer, 3)
-        Snapshot.of(folder, 3, trainer.model, trainer.checkpoint_state(), {}).write()
-
-    def go_on(rank, run, folder):
-        trainer = tiny.trainer_on(1, run)
-        trainer.load(folder / "step-000003", 3)
-        return tiny.curve(trainer, 6, start=3)
-
     for before, after in ((torchs, megatrons), (megatrons, torchs)):
-        folder = tmp_path / before.engine
-        ranks(begin, tp * dp, before, folder)
-        assert close(ranks(go_on, dp, after, folder)[0], one_rank("mamba2")[:, 3:6])
+        curve = tiny.continued(ranks, tmp_path / before.engine, before, after, tp, dp, 6)
+        assert close(curve, one_rank("mamba2")[:, 3:6])
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
