@@ -323,6 +323,8 @@ def outcome(tree: Path, mutant: Mutant) -> str:
         if is_c and run(tree, "-c", SETUP, mutant.file.partition("/")[0], "build_ext", "--inplace"):
             return "NOT BUILT"
         code = run_tests(tree, [mutant.tests])
+        if code < 0:  # a signal: the mutant has made the tests crash
+            return "killed"
         return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN: pytest ended with {code}")
     finally:
         path.write_text(original)
