@@ -20,9 +20,11 @@ from sparsefusion.foundation.command_line import run, silence_third_parties
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "The import statement"
+VOCABULARY, STEPS = 1024, 1000  # tokens of the byte-pair encoding; steps of the training
+TIMED = 64  # new tokens in the comparison of speeds
 SAMPLING = ["--temperature", "0.6", "--seed", "1"]
 MAX_OVERLAP = 0.10  # share of the held-out text's n-grams that may occur in the training text
-MAX_LOSS, MARGIN = 1.5, 0.8  # held-out loss in nats/byte: its limit, and how far it must be below the bigram baseline
+MAX_LOSS, MARGIN = 1.25, 0.8  # held-out loss in nats/byte: its limit, and how far it must be below the bigram baseline
 
 
 def main(directory: str | Path = "demo") -> None:
@@ -45,15 +47,19 @@ def main(directory: str | Path = "demo") -> None:
         raise ValueError(f"1 and 2 ranks generated different tokens: {one['tokens']} and {two['tokens']}")
     print(f"1 and 2 ranks generated the same {len(one['tokens'])} tokens")
     compare_with_transformers(directory / "model")
+    print(f"\nto chat with it: {Path(sys.executable).parent / 'megatron-ssm'} serve --model {directory / 'model'}")
+    print("then open http://127.0.0.1:8000 in a browser")
 
 
 def prepare_text(folder: Path) -> tuple[list[Path], list[Path], float]:
     """Write the text and print what it is; returns (training paths, held-out paths, bigram baseline in nats/byte)."""
-    paths = write_corpus(folder, extra=False)
+    paths = write_corpus(folder)
     train, held_out = ([path.read_text(encoding="utf-8") for path in side] for side in paths)
     overlap, bigram = ngram_overlap(held_out, train, NGRAM), bigram_nats_per_byte(train, held_out)
     sizes = [sum(len(text.encode()) for text in side) for side in (train, held_out)]
-    print(f"text: Python's documentation, {sizes[0]:,} bytes to train on; {sizes[1]:,} held out, whole topics:")
+    print(
+        f"text: Python's documentation and docstrings, {sizes[0]:,} bytes to train on; {sizes[1]:,} held out, whole topics:"
+    )
     print(f"  {', '.join(HELD_OUT)}")
     print(
         f"  {overlap:.1%} of the held-out {NGRAM}-grams stand in the training text; bigram baseline {bigram:.3f} nats/byte"
@@ -65,11 +71,28 @@ def prepare_text(folder: Path) -> tuple[list[Path], list[Path], float]:
     return *paths, bigram
 
 
+def train_tokenizer(folder: Path, train: list[Path]) -> None:
+    """Write a byte-level byte-pair encoding of the training text to folder/tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train(list(map(str, train)), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def train_model(directory: Path, train: list[Path], held_out: list[Path]) -> float:
     """Train on two tensor-parallel ranks under torchrun, one thread each; returns the held-out loss in nats/byte."""
-    log = directory / "train.jsonl"
+    log, tokenizer = directory / "train.jsonl", directory / "tokenizer"
+    train_tokenizer(tokenizer, train)
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--", str(HERE / "pretrain.py"), "--config",
-               str(HERE / "demo.yaml"), "--tensor-model-parallel-size", "2", "--data", str(train[0].parent),
+               str(HERE / "demo.yaml"), "--tensor-model-parallel-size", "2", "--tokenizer-model", str(tokenizer),
+               "--train-iters", str(STEPS), "--data", str(train[0].parent),
                "--valid-data-path", str(held_out[0].parent), "--out", str(directory / "model"),
                "--log", str(log)]  # fmt: skip
     print("\n$ " + " ".join(command), flush=True)
@@ -96,7 +119,7 @@ def run_quietly(command: list[str], **options: Any) -> subprocess.CompletedProce
 
 
 def compare_with_transformers(model: Path) -> None:
-    """Load the checkpoint with transformers, if that is installed, and compare the logits."""
+    """Load the checkpoint with transformers, if that is installed; compare the logits, and the speed of one process."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,11 +134,19 @@ def compare_with_transformers(model: Path) -> None:
     disable_progress_bar()
     ids = AutoTokenizer.from_pretrained(model)(PROMPT, return_tensors="pt").input_ids
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(model)(ids).logits
-        difference = (megatron_ssm.load(model)(ids) - theirs).abs().max().item()
+        theirs, ours = AutoModelForCausalLM.from_pretrained(model), megatron_ssm.load(model)
+        difference = (ours(ids) - theirs(ids).logits).abs().max().item()
     print(f"transformers loads the checkpoint and gives the same logits: largest difference {difference:.1e}")
     if not difference < 1e-3:
         raise ValueError("the logits differ from transformers'")
+    speeds = []
+    for each in (theirs, ours):
+        options = dict(do_sample=False, min_new_tokens=TIMED, max_new_tokens=TIMED)
+        each.generate(ids, **options)  # the first call loads what the others find
+        start = time.perf_counter()
+        each.generate(ids, **options)
+        speeds.append(TIMED / (time.perf_counter() - start))
+    print(f"generation in one process: transformers {speeds[0]:.0f} tokens/s, megatron-ssm {speeds[1]:.0f} tokens/s")
 
 
 if __name__ == "__main__":

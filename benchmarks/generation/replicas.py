@@ -28,7 +28,7 @@ SERVERS: dict[str, tuple[int, int, tuple[object, ...]]] = {
 
 def work(number: int) -> Work:
     """A request whose prompt begins like no other one."""
-    return Work(f"{number:06}" + "x" * (PROMPT - 6), NEW)
+    return Work(f"{number:06}" + "x" * (PROMPT - 6), NEW, {"ignore_eos": True})
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,14 @@ REPLY_S = 600.0
 
 @dataclass(frozen=True)
 class Work:
-    """A request: the text of its prompt, of one token for each character, and the number of tokens of its reply."""
+    """A request: the text of its prompt, of one token for each character, and the number of tokens of its reply.
+
+    more: further fields of the request.
+    """
 
     prompt: str
     tokens: int
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def _wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
 
 async def ask(client: httpx.AsyncClient, work: Work) -> tuple[str, Timing]:
     """The text of the reply to a request, and its timing. RuntimeError for an error, or a reply of another length."""
-    body = {"prompt": work.prompt, "max_tokens": work.tokens, "temperature": 0, "stream": True}
+    body = {"prompt": work.prompt, "max_tokens": work.tokens, "temperature": 0, "stream": True, **work.more}
     start, first, last, text, finished = time.perf_counter(), 0.0, 0.0, "", None
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         async for line in reply.aiter_lines():

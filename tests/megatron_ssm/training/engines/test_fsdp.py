@@ -11,7 +11,8 @@ from megatron_ssm.models.parameters import fields_of
 from megatron_ssm.training.options import Options
 
 STEPS = 20
-BOUND = {"float64": 1e-10, "float32": 2e-4}
+BOUND = {"float64": 1e-10, "float32": 1e-5}
+AMPLIFIED = 20  # in float32, how much more rounding grows through the shared blocks of zamba2 in STEPS steps
 MODELS = {"mamba2": dict(mamba_num_groups=2), "zamba2 untied": tiny.ZAMBA2_UNTIED}
 
 
@@ -36,9 +37,8 @@ def test_curves(ranks, tp, cp, dp, model, dtype):
     run = tiny.options(**MODELS[model], engine="fsdp", micro_batch_size=1, context_parallel_size=cp, params_dtype=dtype)
     curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), STEPS), tp * cp * dp, timeout=300)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
-    assert (
-        (curves[0] - one_rank(model, dtype)).abs() <= BOUND[dtype] * one_rank(model, dtype).abs().clamp(min=1)
-    ).all()
+    bound = BOUND[dtype] * (AMPLIFIED if dtype == "float32" and "zamba2" in model else 1)
+    assert ((curves[0] - one_rank(model, dtype)).abs() <= bound * one_rank(model, dtype).abs().clamp(min=1)).all()
 
 
 def test_each_rank_has_its_share(ranks):
