@@ -1,4 +1,4 @@
-"""Replicas of a server beside one replica with more threads, and beside tensor parallelism, on two cores (about 20 min).
+"""Replicas of a server beside one replica with more threads, and beside tensor parallelism, on two cores (about 5 min).
 
 The claim: two replicas of one thread each get at least 1.6x the new tokens a second of one replica with one thread. One
 replica with two threads, and one on two tensor-parallel ranks, use the same two cores. CLIENTS clients at a time make the
