@@ -61,7 +61,7 @@ def run_demo(demo, monkeypatch, nats, bigram=2.5, tokens=lambda ranks: [1, 2]):
     def run_quietly(command, **options):
         if "--log" in command:
             log = Path(command[command.index("--log") + 1])
-            log.parent.mkdir(parents=True)
+            log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text('{"step": 1}\n' + json.dumps({"step": 2, "held_out_nats_per_byte": nats}))
         ranks = int(command[command.index("--tp") + 1]) if "--tp" in command else 2
         answer = json.dumps({"text": " is a statement", "tokens": tokens(ranks)})
