@@ -160,7 +160,7 @@ def decode(model, cache, tokens=6):
 
 
 # All-reduces of a mixer, on 2 and 4 ranks. Those in a subgroup use its memory, not the model's.
-OF_A_MIXER = {"mamba": (2, 2), "mamba2-1-group": (1, 1), "mamba2-2-groups": (1, 1), "zamba-2-heads": (1, 2)}
+OF_A_MIXER = {"mamba": (2, 2), "mamba2-1-group": (1, 1), "mamba2-2-groups": (1, 2), "zamba-2-heads": (1, 2)}
 
 
 @worlds
@@ -185,7 +185,8 @@ def test_sums_while_decoding(ranks, tp, name, format, directory_of):
         others = 1 + sum(
             2 for layer in model.layers if hasattr(layer, "use")
         )  # embeddings, and of uses of shared blocks
-        assert by_python == 0
+        is_in_python = name == "mamba2-2-groups" and tp > 2  # a norm over a group that spans ranks
+        assert by_python == (by_python_there if is_in_python else 0)
         assert by_python_there == 6 * (len(model.layers) * (of_a_mixer - subgroups) + others)
         assert counted[0]["all_reduce"] == 6 * (len(model.layers) * of_a_mixer + others)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
