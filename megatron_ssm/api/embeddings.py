@@ -35,6 +35,9 @@ def prepare_embeddings(text: bytes | str, served: ServedModel) -> PreparedEmbedd
     """Check a request, given as JSON, and tokenize its texts. ApiError 400, or 404 for another model."""
     body = parse_body(EmbeddingRequest, text)
     served.check_name(body.model)
+    if body.dimensions not in (None, served.hidden_size):
+        rule = f"it must be the model's hidden size, {served.hidden_size}"
+        raise bad_request(f"dimensions={body.dimensions} is not implemented: {rule}", "dimensions")
     prompts = [read_prompt(prompt, served, "input") for prompt in body.prompts]
     if not all(prompts):
         raise bad_request("a text has no tokens", "input")

@@ -53,6 +53,7 @@ class ServedModel:
         shares_prefixes: True if the users of different API keys share the prefix cache.
         fingerprint: A name of the model, the software and its settings.
         tool_parser: The parser for the model's format of tool calls; None if the format is not known.
+        hidden_size: The dimension of embeddings.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ServedModel:
     shares_prefixes: bool = False
     fingerprint: str = ""
     tool_parser: type[CallParser] | None = None
+    hidden_size: int = 0
 
     @cached_property
     def max_prompt_characters(self) -> int | None:

@@ -197,9 +197,9 @@ class Replies:
 
     def events(self, piece: Piece) -> list[ReplyModel]:
         """The events of a stream with a part of a reply."""
-        # as in OpenAI's events before the last one
-        usage = {"usage": None} if self._request.body.includes_usage else {}
-        return [self._chunk([piece], **usage)]
+        body = self._request.body
+        usage = self.usage if body.has_usage_in_events else None  # null, as in OpenAI's events before the last one
+        return [self._chunk([piece], **({"usage": usage} if body.includes_usage else {}))]
 
     def last_events(self) -> list[ReplyModel]:
         """The events of a stream after all replies: the usage, if it is asked for."""

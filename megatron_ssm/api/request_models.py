@@ -239,7 +239,9 @@ class Function(RequestModel):
 
 
 class Tool(RequestModel):
-    """A tool that the model may call."""
+    """A tool that the model may call. Other fields, such as cache_control, are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["function"]
     function: Function
@@ -277,6 +279,8 @@ class StreamOptions(RequestModel):
 
     include_usage: bool = False
     """Send the usage as the last event."""
+    continuous_usage_stats: bool = False
+    """With include_usage: also send the usage so far with every event."""
 
 
 class NamedSchema(RequestModel):
@@ -378,6 +382,11 @@ class GenerationRequest(GenerationParameters):
         """Return True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def has_usage_in_events(self) -> bool:
+        """Return True if every event of a stream has the usage so far."""
+        return self.stream_options is not None and self.includes_usage and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(GenerationRequest):
     """The body of a request to /v1/completions."""
@@ -460,6 +469,8 @@ class EmbeddingRequest(RequestModel):
     """base64: of the numbers as float32, in little-endian order."""
     pooling: Literal["last", "mean"] = "last"
     """last: the hidden state of the last token; mean: that of all tokens."""
+    dimensions: PositiveCount | None = None
+    """Must be the model's hidden size."""
     user: str = ""
     """Has no effect."""
 

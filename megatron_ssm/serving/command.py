@@ -175,7 +175,7 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
     return ServedModel(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
         stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
-        parser,
+        parser, config.hidden_size,
     )  # fmt: skip
 
 

@@ -165,7 +165,19 @@ def test_cached_tokens_are_those_that_no_reply_needed_to_read(tmp_path, order):
     assert replies.usage["prompt_tokens_details"] == {"cached_tokens": 2 + 4}
 
 
-@pytest.mark.parametrize("options, expected", ((None, {}), ({"include_usage": True}, {"usage": None})))
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+SO_FAR = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    (
+        (None, {}),
+        ({"include_usage": True}, {"usage": None}),
+        (CONTINUOUS, {"usage": SO_FAR}),
+        ({"continuous_usage_stats": True}, {}),
+    ),
+)
 def test_the_usage_of_the_events_before_the_last(tmp_path, options, expected):
     model = served(tmp_path)
     request = prepared(model, {"prompt": "a", "stream": True, "stream_options": options})

@@ -137,6 +137,11 @@ def test_values_that_change_nothing_are_accepted():
     )  # fmt: skip
     assert checked(CHAT, PROMPT[CHAT] | shared | chat) and checked(COMPLETIONS, PROMPT[COMPLETIONS] | shared)
     assert checked(CHAT, {"messages": [TOOL_CALL | {"tool_calls": []}]})
+    tool = {"type": "function", "function": {"name": "draw"}}
+    cached = tool | {"cache_control": {"type": "ephemeral"}}
+    assert (
+        checked(CHAT, PROMPT[CHAT] | {"tools": [cached]}).tools == checked(CHAT, PROMPT[CHAT] | {"tools": [tool]}).tools
+    )
 
 
 def test_the_template_gets_the_other_fields_of_messages():

@@ -128,6 +128,8 @@ def test_embeddings(servers, clients):
             assert sum(number**2 for number in vector) == pytest.approx(1, abs=1e-5)
         mean = running.post("/v1/embeddings", {"input": texts[0], "pooling": "mean"}).json()["data"][0]["embedding"]
         assert mean != pytest.approx(vectors[0], abs=1e-3)
+        sized = client.embeddings.create(model="mamba2", input=texts[0], dimensions=len(mean)).data[0].embedding
+        assert sized == pytest.approx(vectors[0], abs=1e-5)
         found.append([*vectors, mean])
     for one, two in zip(*found, strict=True):
         assert one == pytest.approx(two, abs=1e-4)

@@ -190,6 +190,18 @@ def test_reasoning_is_folded(running, open_page):
     assert page.locator(".thoughts").is_visible()
 
 
+def test_the_end_stays_in_sight(running, open_page):
+    """While replies grow above messages that wait, and when a reply is complete."""
+    page = open_page(running.url, permissions=["clipboard-read", "clipboard-write"])
+    hidden = "log => log.scrollHeight - log.scrollTop - log.clientHeight"
+    for text in ("one", "two", "three"):
+        send(page, text, 2000)
+    page.locator(".assistant .text").nth(1).filter(has_text=re.compile(".{1000}")).wait_for()
+    assert page.locator("#conversation").evaluate(hidden) < 40
+    page.locator(".copy").nth(2).wait_for()
+    assert page.locator("#conversation").evaluate(hidden) < 2
+
+
 @pytest.mark.parametrize(
     "stop", (lambda page: page.locator("#stop").click(), lambda page: page.keyboard.press("Escape"))
 )
