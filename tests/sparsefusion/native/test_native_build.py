@@ -12,7 +12,7 @@ from native_variants import ROOT, build_ext, compiler, libraries
 from sparsefusion.native.library import sources
 
 PACKAGES = ("megatron_ssm", "sparsefusion")
-OTHER = "torch ({} was built from other C files than those beside it: install the package again)"
+OTHER = "torch ({} was not built from the C files next to it: install the package again)"
 MISSING = ("-U__linux__ -DNO_INTRINSICS", "-U__linux__", "-DNO_INTRINSICS")
 needs_compiler = pytest.mark.skipif(not shutil.which(compiler()), reason="no C compiler")
 
