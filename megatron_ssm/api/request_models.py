@@ -362,6 +362,10 @@ class GenerationRequest(GenerationParameters):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     """The number of replies to a prompt."""
     stream_options: StreamOptions | None = None
+    skip_special_tokens: Literal[True] = True
+    """Like the following two, a parameter of vLLM's with the value that is always so here."""
+    spaces_between_special_tokens: Literal[True] = True
+    include_stop_str_in_output: Literal[False] = False
     response_format: ResponseFormat | None = None
     """json_object: the reply is a JSON object; json_schema: JSON that a schema describes."""
     structured_outputs: StructuredOutputs | None = None

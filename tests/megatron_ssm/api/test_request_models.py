@@ -133,7 +133,7 @@ def test_values_that_change_nothing_are_accepted():
     )  # fmt: skip
     chat = dict(
         tools=[], tool_choice="auto", functions=[], function_call="none", parallel_tool_calls=True, modalities=["text"],
-        reasoning_effort="minimal", verbosity="medium",
+        reasoning_effort="minimal", verbosity="medium", skip_special_tokens=True, include_stop_str_in_output=False,
     )  # fmt: skip
     assert checked(CHAT, PROMPT[CHAT] | shared | chat) and checked(COMPLETIONS, PROMPT[COMPLETIONS] | shared)
     assert checked(CHAT, {"messages": [TOOL_CALL | {"tool_calls": []}]})
