@@ -139,9 +139,8 @@ def compare_with_transformers(model: Path) -> None:
     print(f"transformers loads the checkpoint and gives the same logits: largest difference {difference:.1e}")
     if not difference < 1e-3:
         raise ValueError("the logits differ from transformers'")
-    speeds = []
+    speeds, options = [], dict(do_sample=False, min_new_tokens=TIMED, max_new_tokens=TIMED)
     for each in (theirs, ours):
-        options = dict(do_sample=False, min_new_tokens=TIMED, max_new_tokens=TIMED)
         each.generate(ids, **options)  # the first call loads what the others find
         start = time.perf_counter()
         each.generate(ids, **options)

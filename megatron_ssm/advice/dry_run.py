@@ -5,10 +5,11 @@ import shutil
 from collections.abc import Iterable, Iterator
 
 from megatron_ssm.parallel.groups import check_world, shut_down
-from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.stack.stack import Stack
 from megatron_ssm.training.indexed import IndexedBatches
+from megatron_ssm.training.memory_budget import has_residuals, training_memory
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.run_inputs import RunInputs
 from sparsefusion import Fabric
@@ -47,8 +48,9 @@ def dry_run(options: Options) -> None:
     finally:
         shut_down()
     Printer(is_enabled=True).print("\n".join(["dry run:", *_lines(inputs, data), "nothing was trained", ""]))
-    if not options.lora_rank and _checkpoints(inputs) > (free := shutil.disk_usage(inputs.out).free):
-        raise Failure(f"{inputs.out} has {free / GB:.3g} GB free, fewer than {_checkpoints(inputs) / GB:.3g} GB")
+    needed, free = _checkpoints(inputs), shutil.disk_usage(inputs.out).free
+    if not options.lora_rank and needed > free:
+        raise Failure(f"{inputs.out} has {free / GB:.3g} GB free, fewer than {needed / GB:.3g} GB")
 
 
 def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
@@ -62,9 +64,8 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
         yield f"    replica {replica}: ranks {' | '.join(parts)}"
     if data > SHOWN:
         yield f"    ... {data - SHOWN} more replicas"
-    size = sum(math.prod(field.shape) for field in config.fields())
     tokens = inputs.requirements["training_tokens"]
-    yield f"  model: {config.family}, {size:,} parameters, vocabulary of {config.vocab_size:,}"
+    yield f"  model: {config.family}, {_parameters(config):,} parameters, vocabulary of {config.vocab_size:,}"
     yield f"  data: {tokens:,} training tokens; tokenizer of {inputs.corpus.vocab_size:,} ids"
     batch = f"{options.global_batch_size} x {options.seq_length} tokens"
     yield f"  steps: {inputs.first_step} to {options.train_iters}, of {batch}"
@@ -81,17 +82,12 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
 
 def _memory(inputs: RunInputs) -> str:
     """What a rank holds, by the formula of --memory-budget."""
-    options, itemsize = inputs.options, 8 if inputs.options.params_dtype == "float64" else FP32
-    shape = TrainingMemory(
-        inputs.config, options.tensor_model_parallel_size, options.sequence_parallel, options.recompute_activations,
-        itemsize, options.expert_model_parallel_size,
-    )  # fmt: skip
+    options = inputs.options
+    memory = training_memory(options, inputs.config, options.expert_model_parallel_size)
     tokens = local_tokens(inputs.config, options.seq_length, options.context_parallel_size)
-    activations = shape.peak(options.micro_batch_size, tokens)
-    is_sparse = options.gradient_mode not in ("dense", "fp16")
-    total = shape.step(options.micro_batch_size, tokens, is_sparse)
-    divided = options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
-    less = ", less what the engine divides over replicas" if divided else ""
+    activations = memory.peak(options.micro_batch_size, tokens)
+    total = memory.step(options.micro_batch_size, tokens, has_residuals(options))
+    less = ", less what the engine divides over replicas" if options.divides_state else ""
     less += ", less with --lora-rank" if options.lora_rank else ""
     state = (total - activations) / GB
     parts = f"{state:.3g} of parameters, gradients and moments{less}; {activations / GB:.3g} of activations"
@@ -118,12 +114,11 @@ def _messages(inputs: RunInputs, data: int) -> dict[str, float]:
 
 def _uncounted(options: Options, has_attention: bool) -> list[str]:
     """The parts of `_messages` that are not counted, or are counted as if they were dense and in fp32."""
-    gathers = options.engine in ("deepspeed", "fsdp") or options.use_distributed_optimizer
     found = {
         f"the savings of --gradient-mode {options.gradient_mode}": options.gradient_mode != "dense",
         f"the savings of --reduce {options.reduce}": options.reduce != "fp32",
         f"the savings of --lora-rank {options.lora_rank}": options.lora_rank > 0,
-        "the parameters that the engine gathers": gathers,
+        "the parameters that the engine gathers": options.divides_state,
         "attention over context ranks": has_attention and options.context_parallel_size > 1,
         "tokens on their way to experts": options.expert_model_parallel_size > 1,
     }
@@ -157,6 +152,9 @@ def _time(inputs: RunInputs, data: int) -> str:
 
 def _checkpoints(inputs: RunInputs) -> float:
     """Bytes of all checkpoints that exist at once, one more than --keep, and of the model."""
-    size = sum(math.prod(field.shape) for field in inputs.config.fields())
-    itemsize = 8 if inputs.options.params_dtype == "float64" else FP32
-    return itemsize * size * (STATES * (inputs.options.keep + 1) + 1)
+    options = inputs.options
+    return options.itemsize * _parameters(inputs.config) * (STATES * (options.keep + 1) + 1)
+
+
+def _parameters(config: Stack) -> int:
+    return sum(math.prod(field.shape) for field in config.fields())

@@ -11,8 +11,9 @@ from torch import nn
 from megatron_ssm.stack.fields import Field, field_of
 
 # Megatron's initialization of matrices, for --init-method-std; see `Stack.draws`
-MEGATRON = dict(linear="normal", embedding="normal", out_proj="scaled_normal", mixer_out_proj="scaled_normal")
-MEGATRON |= dict(convolution="linear")
+MEGATRON = dict(
+    linear="normal", embedding="normal", out_proj="scaled_normal", mixer_out_proj="scaled_normal", convolution="linear"
+)  # fmt: skip
 NO_REPLACEMENTS: Mapping[str, str] = {}
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)

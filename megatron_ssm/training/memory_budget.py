@@ -11,17 +11,27 @@ from .options import Options
 GB = 10**9
 
 
+def training_memory(options: Options, config: Stack, expert_ranks: int = 1) -> TrainingMemory:
+    """The formula for a run's options. The activations are those of the C kernels in the parameters' dtype."""
+    return TrainingMemory(
+        config, options.tensor_model_parallel_size, options.sequence_parallel, options.recompute_activations,
+        options.itemsize, expert_ranks,
+    )  # fmt: skip
+
+
+def has_residuals(options: Options) -> bool:
+    """Return True if the mode of gradients keeps what it has not sent."""
+    return options.gradient_mode not in ("dense", "fp16")
+
+
 def needed_memory(options: Options, config: Stack, context_ranks: int) -> int:
     """Bytes on the rank that needs most, with `context_ranks` ranks for each sequence.
 
     Parameters, gradients, AdamW's two moments, in sparse gradient modes the residual, and activations. Not counted:
-    messages, the text, what an attention schedule keeps, and PyTorch itself (about 0.3 GB). The activations are those of the
-    C kernels in the parameters' dtype.
+    messages, the text, what an attention schedule keeps, and PyTorch itself (about 0.3 GB).
     """
-    ranks, itemsize = options.tensor_model_parallel_size, 8 if options.params_dtype == "float64" else 4
-    memory = TrainingMemory(config, ranks, options.sequence_parallel, options.recompute_activations, itemsize)
     tokens = local_length("zigzag", options.seq_length, context_ranks)
-    return memory.step(options.micro_batch_size, tokens, options.gradient_mode not in ("dense", "fp16"))
+    return training_memory(options, config).step(options.micro_batch_size, tokens, has_residuals(options))
 
 
 def check_memory_budget(options: Options, config: Stack) -> None:

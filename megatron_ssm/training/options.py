@@ -216,7 +216,8 @@ class Options:
                 yield f"{flag(name)} {getattr(self, name)} must be at least 0 and below 1"
         if self.model_config and self.init_from:
             yield "--model-config is for a new model, and --init-from for one that exists"
-        if self.dry_run not in ("", "launched") and not 0 < int(f"0{self.dry_run}" if self.dry_run.isdecimal() else 0):
+        is_count = self.dry_run.isdecimal() and int(self.dry_run) > 0
+        if self.dry_run not in ("", "launched") and not is_count:
             yield f"--dry-run {self.dry_run} is not a number of ranks"
         if self.lora_rank and not self.init_from:
             yield f"--lora-rank {self.lora_rank} needs a model to adapt: --init-from"
@@ -286,7 +287,7 @@ class Options:
             yield f"--use-distributed-optimizer has no {self.params_dtype} parameters: --params-dtype float32"
         if self.engine == "deepspeed" and self.params_dtype != "float32":
             yield f"--engine deepspeed reduces no {self.params_dtype} gradients: --params-dtype float32"
-        if self.memory_budget and (self.engine in ("deepspeed", "fsdp") or self.use_distributed_optimizer):
+        if self.memory_budget and self.divides_state:
             divided = "--use-distributed-optimizer" if self.use_distributed_optimizer else f"--engine {self.engine}"
             yield f"--memory-budget has no formula for {divided}"
         if self.moe_router_enable_expert_bias and self.engine in ("deepspeed", "fsdp"):
@@ -311,6 +312,16 @@ class Options:
         if wrong := next((name for name, is_given in others.items() if is_given), ""):
             size = self.expert_model_parallel_size
             yield f"--expert-model-parallel-size {size} is not implemented for {wrong}"
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a parameter."""
+        return 8 if self.params_dtype == "float64" else 4
+
+    @property
+    def divides_state(self) -> bool:
+        """Return True if the engine divides the optimizer's state, or more, over the replicas."""
+        return self.engine in ("deepspeed", "fsdp") or self.use_distributed_optimizer
 
     @property
     def full_steps(self) -> int:
@@ -416,13 +427,9 @@ def _shown(default: Any) -> str:
     """A default as text, "" for one that means off."""
     if default in ("", (), False):
         return ""
-    return (
-        " ".join(default)
-        if isinstance(default, tuple)
-        else f"{default:g}"
-        if isinstance(default, float)
-        else str(default)
-    )
+    if isinstance(default, tuple):
+        return " ".join(default)
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def flag(name: str) -> str:

@@ -160,8 +160,7 @@ def _optimizer(options: Options, device: torch.device) -> str:
     """The package whose AdamW updates the parameters, with its version; ranks must use the same, because each rounds in its
     own way.
     """
-    is_engine = options.engine in ("deepspeed", "fsdp")
-    uses_torch_adamw = device.type != "cuda" or is_engine or options.use_distributed_optimizer
+    uses_torch_adamw = device.type != "cuda" or options.divides_state
     return "torch" if uses_torch_adamw else adamw_on_cuda(getattr(torch, options.params_dtype))[0]
 
 
