@@ -24,14 +24,15 @@ def whole_gradients(model: Model) -> Gradients:
     return ((parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
 
 
-def replicated_parameters(model: Model) -> list[nn.Parameter]:
-    """The trained parameters of which every tensor-parallel rank holds all: norms, biases of row-parallel layers, ...
+def replicated_parameters(model: Model) -> dict[nn.Parameter, int]:
+    """{trained parameter that several tensor-parallel ranks hold: number of its different pieces on all of them}.
 
-    Several ranks may also hold the same rows of B and C; the layers sum the gradients of these in backward.
+    One piece: every rank holds all of it, as of norms and of biases of row-parallel layers. With fewer groups or key/value
+    heads than ranks, several ranks hold the same rows of B and C, or of keys and values.
     """
-    return [
-        parameter for parameter, field in fields_of(model).items() if parameter.requires_grad and field.split is None
-    ]
+    size = model.ranks.size
+    copies = {parameter: field.copies(size) for parameter, field in fields_of(model).items() if parameter.requires_grad}
+    return {parameter: size // count for parameter, count in copies.items() if count > 1}
 
 
 def divided_experts(model: Model) -> list[nn.Parameter]:
@@ -43,34 +44,39 @@ def divided_experts(model: Model) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def average_replicated_gradients(model: Model, gradients: Gradients | None = None) -> None:
-    """Make the gradients of `replicated_parameters` the same on all tensor-parallel ranks: their mean, in place.
+    """Make the gradients of `replicated_parameters` the same on all ranks that hold them: their mean, in place.
 
     Each rank computes them from the same numbers, but with another number of threads, or on another processor, it rounds
-    differently, and the copies would drift apart. Call it once per optimizer step, after the last backward; with a
+    differently, and the copies would drift apart; and where ranks have unlike parts of the model, an all-reduce of all
+    gradients over the replicas adds in another order. Call it once per optimizer step, after the last backward; with a
     `torch.amp.GradScaler`, before `unscale_`. If a gradient of this rank's own part is not finite on one rank, they become
     NaN on all ranks (if they are frozen: the first gradient), so that each rank's scaler skips the step and lowers its
     scale.
 
-    All-reduces those of `replicated_parameters` over the tensor-parallel ranks, as one tensor.
+    All-reduces those that all tensor-parallel ranks hold, as one tensor; then those that fewer ranks hold, over these.
 
     Args:
         model: The model.
         gradients: (parameter, its gradient, or the same part of it on all tensor-parallel ranks); None: `whole_gradients`.
     """
-    ranks, replicated = model.ranks, set(replicated_parameters(model))
     given = [(p, local_part(gradient)) for p, gradient in (whole_gradients(model) if gradients is None else gradients)]
-    parts = [gradient for parameter, gradient in given if parameter in replicated]
-    if ranks.group is None or not given:
+    if model.ranks.group is None or not given:
         return
     own = torch.stack([gradient.sum(dtype=at_least_fp32(gradient.dtype)) for _, gradient in given]).sum()
-    flat = torch.cat([part.flatten().to(own.dtype) for part in parts]) if parts else own.new_zeros(1)
-    flat += 0 * own  # 0, or NaN
-    mean = ranks.all_reduce_exact(flat, ranks.group) / ranks.size
-    if not parts:  # what every rank holds is frozen
-        given[0][1].add_(mean.to(given[0][1].dtype))
-        return
-    for part, values in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values.view_as(part))
+    pieces = replicated_parameters(model)
+    copies: dict[int, list[torch.Tensor]] = {}
+    for parameter, gradient in given:
+        if parameter in pieces:
+            copies.setdefault(pieces[parameter], []).append(gradient)
+    if 1 not in copies:  # what every rank holds is frozen
+        zero = model.ranks.all_reduce_exact((0 * own).view(1), model.ranks.group)  # 0, or NaN
+        given[0][1].add_(zero.to(given[0][1].dtype))
+    for number, parts in copies.items():
+        ranks = model.place.ranks_with_same_piece(number)
+        flat = torch.cat([part.flatten().to(own.dtype) for part in parts]) + 0 * own
+        mean = ranks.all_reduce_exact(flat, ranks.group) / ranks.size
+        for part, values in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
+            part.copy_(values.view_as(part))
 
 
 @torch.no_grad()
@@ -85,7 +91,7 @@ def average_divided_gradients(
     parameters = replicated_parameters(model)
     if model.ranks.group is None or not parameters:
         return
-    sizes = [fields_of(model)[parameter].shape for parameter in parameters]
+    sizes = [fields_of(model)[parameter].local_shape(*model.place.part) for parameter in parameters]
     flat = torch.zeros(sum(map(math.prod, sizes)), dtype=at_least_fp32(model.dtype), device=model.device)
     whole = dict(zip(parameters, flat.split([*map(math.prod, sizes)]), strict=True))
     held = [(gradient, whole[parameter][part]) for parameter, part, gradient in parts if parameter in whole]

@@ -101,13 +101,14 @@ def trainer_on(tp, run: Options, vocab=VOCAB, device="cpu") -> Trainer:
 
 
 def rounding_differently(trainer: Trainer) -> Trainer:
-    """The trainer; each tensor-parallel rank gets slightly other gradients of what all of them hold.
+    """The trainer; each tensor-parallel rank gets slightly other gradients of what several of them hold.
 
     So do ranks with different numbers of threads, or on different processors.
     """
-    error = 1e-4 * trainer.model.ranks.rank
+    ranks = trainer.model.ranks
+    error = 1e-4 * ranks.rank
     for parameter in trainer.model.parameters():
-        if parameter.requires_grad and parameter.field.split is None:
+        if parameter.requires_grad and parameter.field.copies(ranks.size) > 1:
             parameter.register_hook(lambda gradient: gradient + error)
     return trainer
 

@@ -114,10 +114,16 @@ def test_curves_in_less_memory(ranks, model, tp, cp, dp):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("micro", (1, 2))
-@pytest.mark.parametrize("tp, cp, dp", [(1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 4, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1)])
+@pytest.mark.parametrize("tp, cp, dp, micro", [(1, 2, 2, 1), (1, 4, 1, 2), (2, 2, 1, 2)])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_curve(ranks, model, tp, cp, dp, micro):
+    check_run(ranks, model, tp, cp, dp, "auto", micro)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp, cp, dp, micro", [(2, 2, 2, 2), (2, 4, 1, 1), (1, 4, 2, 1)])
+@pytest.mark.parametrize("model", ("mamba2 large states", "zamba2", "qwen3_5_text"))
+def test_eight_ranks(ranks, model, tp, cp, dp, micro):
     check_run(ranks, model, tp, cp, dp, "auto", micro)
 
 

@@ -172,7 +172,7 @@ def test_clipping_counts_each_element_once(ranks, tmp_path, tp, dp, stage):
 )
 def test_copies_of_parameters_stay_equal(ranks, tmp_path, stage, tp, dp):
     """The partitions of two tensor-parallel ranks do not end at the same element, because their vocabularies differ."""
-    run, vocab = run_of(stage, folder=tmp_path, mamba_num_groups=2), 9
+    run, vocab = run_of(stage, folder=tmp_path), 9
 
     def train(rank):
         trainer = tiny.rounding_differently(tiny.trainer_on(tp, run, vocab))

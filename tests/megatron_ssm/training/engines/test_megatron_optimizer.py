@@ -103,7 +103,7 @@ def test_clipping_counts_each_element_once(ranks, tp, dp):
 @pytest.mark.parametrize("tp, dp, divides", [(2, 2, True), (2, 1, False)])
 def test_copies_of_parameters_stay_equal(ranks, tp, dp, divides):
     """The shares of two tensor-parallel ranks do not end at the same element, because their vocabularies differ."""
-    run = options(mamba_num_groups=2, use_distributed_optimizer=divides)
+    run = options(use_distributed_optimizer=divides)
 
     def train(rank):
         trainer = tiny.rounding_differently(trainer_on(tp, run))
