@@ -38,7 +38,9 @@ def test_curves(ranks, tp, cp, dp, model, dtype):
     curves = ranks(lambda rank: tiny.curve(tiny.trainer_on(tp, run), STEPS), tp * cp * dp, timeout=300)
     assert all(torch.equal(curve, curves[0]) for curve in curves)
     bound = BOUND[dtype] * (AMPLIFIED if dtype == "float32" and "zamba2" in model else 1)
-    assert ((curves[0] - one_rank(model, dtype)).abs() <= bound * one_rank(model, dtype).abs().clamp(min=1)).all()
+    expected = one_rank(model, dtype)
+    loss, norm = ((curves[0] - expected).abs() / expected.abs().clamp(min=1)).amax(1)
+    assert loss <= bound and norm <= (5 if dtype == "float32" else 1) * bound
 
 
 def test_each_rank_has_its_share(ranks):
