@@ -11,7 +11,7 @@ import argparse
 import ast
 import sys
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megatron_ssm.training.text_statistics import bigram_nats_per_byte, ngram_overlap, ngrams
@@ -21,6 +21,7 @@ NGRAM = 60
 # A topic with more than this share of the held-out 60-grams is left out of the training text. A docstring must have none.
 TOPIC_LIMIT = 0.01
 
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 DOCSTRING_BYTES = 2_000_000
 SHORTEST_DOCSTRING = 100  # characters; shorter docstrings are hardly prose
 # Modules that are tests, tables, or not documented for users.
@@ -72,12 +73,9 @@ def _docstrings(held_out_ngrams: set[str]) -> dict[str, str]:
 
     Modules are in alphabetical order. Each docstring is kept where it first occurs. There are at most DOCSTRING_BYTES.
     """
-    library = Path(sysconfig.get_paths()["stdlib"])
     texts, seen, bytes_left = {}, set(), DOCSTRING_BYTES
-    for name in sorted(sys.stdlib_module_names):
-        if name.startswith("_") or name in EXCLUDED_MODULES:
-            continue
-        found = [text for file in _sources(library, name) for text in _docstrings_of(file)]
+    for name, files in documented_modules():
+        found = [text for file in files for text in _docstrings_of(file)]
         new = [text for text in dict.fromkeys(found) if text not in seen and not _count_shared(text, held_out_ngrams)]
         seen.update(new)
         text = "\n\n\n".join(new) + "\n"
@@ -89,10 +87,19 @@ def _docstrings(held_out_ngrams: set[str]) -> dict[str, str]:
     return texts
 
 
-def _sources(library: Path, name: str) -> list[Path]:
-    """The Python files of a module or package, sorted."""
-    files = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
-    return [file for file in files if file.is_file() and EXCLUDED_MODULES.isdisjoint(file.relative_to(library).parts)]
+def documented_modules() -> Iterator[tuple[str, list[Path]]]:
+    """(name, its Python files) of the public modules and packages of the standard library, in alphabetical order."""
+    for name in sorted(sys.stdlib_module_names):
+        if not name.startswith("_") and name not in EXCLUDED_MODULES:
+            files = [LIBRARY / f"{name}.py", *sorted((LIBRARY / name).rglob("*.py"))]
+            yield (
+                name,
+                [
+                    file
+                    for file in files
+                    if file.is_file() and EXCLUDED_MODULES.isdisjoint(file.relative_to(LIBRARY).parts)
+                ],
+            )
 
 
 def _docstrings_of(file: Path) -> list[str]:

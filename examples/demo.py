@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from corpus import HELD_OUT, NGRAM, write_corpus
+from tokenizer import train_tokenizer
 
 from megatron_ssm.training.text_statistics import bigram_nats_per_byte, longest_shared, ngram_overlap
 from sparsefusion.foundation.command_line import run, silence_third_parties
@@ -71,25 +72,10 @@ def prepare_text(folder: Path) -> tuple[list[Path], list[Path], float]:
     return *paths, bigram
 
 
-def train_tokenizer(folder: Path, train: list[Path]) -> None:
-    """Write a byte-level byte-pair encoding of the training text to folder/tokenizer.json."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train(list(map(str, train)), trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def train_model(directory: Path, train: list[Path], held_out: list[Path]) -> float:
     """Train on two tensor-parallel ranks under torchrun, one thread each; returns the held-out loss in nats/byte."""
     log, tokenizer = directory / "train.jsonl", directory / "tokenizer"
-    train_tokenizer(tokenizer, train)
+    train_tokenizer(tokenizer, VOCABULARY, train)
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--", str(HERE / "pretrain.py"), "--config",
                str(HERE / "demo.yaml"), "--tensor-model-parallel-size", "2", "--tokenizer-model", str(tokenizer),
                "--train-iters", str(STEPS), "--data", str(train[0].parent),

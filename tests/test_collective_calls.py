@@ -245,7 +245,7 @@ def megatron_ssm_resume(world, folder):
     return on_rank
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_collective_call(ranks, world, name, tmp_path):
     tested = ENTRIES[name]
