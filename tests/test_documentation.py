@@ -109,7 +109,7 @@ def test_training_commands_on_the_pages_fit_their_ranks(monkeypatch):
 
 
 def test_relative_links_lead_to_files():
-    links = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+    links = re.compile(r"(?:\]\(|src(?:set)?=\")(?!\w+:|#)([^)#\s\"]+)")
     found = [(path, link) for path in PAGES for link in links.findall(path.read_text())]
     assert len(found) > 50
     assert_none([f"{path.relative_to(ROOT)}: {link}" for path, link in found if not (path.parent / link).exists()])
