@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from chosen import by_default
 
+from benchmarks.support import charts, table_charts
 from benchmarks.support import tables as published
 from megatron_ssm.training.options import parse_options
 from ranks import run_ranks
@@ -213,6 +214,20 @@ def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="no page of docs/ has a table 'colours'"):
         published.publish("colours", "| a |")
     assert {page: page.read_text() for page in pages} == texts
+
+
+def test_charts_are_those_of_the_published_tables(tmp_path, monkeypatch):
+    """The texts in each, among them rows, links and speedups, are what `docs/figures/draw.py` draws now."""
+    monkeypatch.setattr(charts, "FOLDER", tmp_path)
+    table_charts.draw()
+    drawn = sorted(tmp_path.iterdir())
+    assert len(drawn) >= 16
+    for path in drawn:
+        texts, committed = (
+            re.findall(r">([^<]+)</text>", (folder / path.name).read_text())
+            for folder in (tmp_path, ROOT / "docs" / "assets" / "plots")
+        )
+        assert texts == committed, path.name
 
 
 def test_benchmarks_and_examples_import():

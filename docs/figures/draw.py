@@ -14,6 +14,7 @@ import attention  # noqa: E402
 import gradients  # noqa: E402
 import models  # noqa: E402
 import overview  # noqa: E402
+import terminal  # noqa: E402
 
 from benchmarks.support import charts, table_charts  # noqa: E402
 
@@ -25,6 +26,7 @@ FIGURES = (
     models.unit,
     attention.attention_on_a_grid,
     gradients.selective_sparsification,
+    terminal.terminal,
 )
 
 if __name__ == "__main__":
