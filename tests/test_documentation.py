@@ -138,19 +138,28 @@ def slug(title):
     return re.sub(r"[^a-z0-9-]", "", title.lower().replace(" ", "-"))
 
 
-def test_headline_numbers_occur_on_the_pages_that_readme_links_to():
-    """The bold numbers in each row of README's table of results: in the section that the row links to, if it names one."""
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\|.*docs/results/", line)]
-    assert len(rows) >= 6
-    for row in rows:
-        path, anchor = re.search(r"\((docs/results/[^)#]+)#?([^)]*)\)", row).groups()
-        page, numbers = (ROOT / path).read_text(), re.findall(r"\*\*([^*]+)\*\*", row)
+def headlines():
+    """(page, text) of each row of README's table of results, and of each item of the summary of the results."""
+    readme, results = ROOT / "README.md", ROOT / "docs" / "results" / "index.md"
+    for line in readme.read_text().splitlines():
+        if re.match(r"\|.*docs/results/", line):
+            yield readme, line
+    summary = results.read_text().split("## In short\n")[1].split("\n## ")[0]
+    for item in re.findall(r"^- .*\n(?:  .*\n)*", summary, re.MULTILINE):
+        yield results, item
+
+
+def test_headline_numbers_occur_on_the_pages_that_they_link_to():
+    """The bold numbers of each headline: in the section that its link names, or on the whole page."""
+    assert len(list(headlines())) >= 14
+    for source, text in headlines():
+        path, anchor = re.search(r"\(([\w/-]+\.md)#?([^)]*)\)", text).groups()
+        page, numbers = (source.parent / path).read_text(), re.findall(r"\*\*(\d[^*]*)\*\*", text)
         if anchor:
-            (page,) = (
-                text for text in re.split(r"^## ", page, flags=re.MULTILINE) if slug(text.splitlines()[0]) == anchor
-            )
-        assert numbers, row
-        assert_none([f"{number!r} in {row!r}" for number in numbers if number not in page])
+            sections = re.split(r"^## ", page, flags=re.MULTILINE)
+            (page,) = (section for section in sections if slug(section.splitlines()[0]) == anchor)
+        assert numbers, text
+        assert_none([f"{number!r} in {text!r}" for number in numbers if number not in page])
 
 
 def test_first_lines_of_benchmarks_say_how_long_they_take():
