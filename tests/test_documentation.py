@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from chosen import by_default
 
+from benchmarks.support import charts, table_charts
 from benchmarks.support import tables as published
 from megatron_ssm.training.options import parse_options
 from ranks import run_ranks
@@ -109,7 +110,7 @@ def test_training_commands_on_the_pages_fit_their_ranks(monkeypatch):
 
 
 def test_relative_links_lead_to_files():
-    links = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+    links = re.compile(r"(?:\]\(|src(?:set)?=\")(?!\w+:|#)([^)#\s\"]+)")
     found = [(path, link) for path in PAGES for link in links.findall(path.read_text())]
     assert len(found) > 50
     assert_none([f"{path.relative_to(ROOT)}: {link}" for path, link in found if not (path.parent / link).exists()])
@@ -137,19 +138,28 @@ def slug(title):
     return re.sub(r"[^a-z0-9-]", "", title.lower().replace(" ", "-"))
 
 
-def test_headline_numbers_occur_on_the_pages_that_readme_links_to():
-    """The bold numbers in each row of README's table of results: in the section that the row links to, if it names one."""
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\|.*docs/results/", line)]
-    assert len(rows) >= 6
-    for row in rows:
-        path, anchor = re.search(r"\((docs/results/[^)#]+)#?([^)]*)\)", row).groups()
-        page, numbers = (ROOT / path).read_text(), re.findall(r"\*\*([^*]+)\*\*", row)
+def headlines():
+    """(page, text) of each row of README's table of results, and of each item of the summary of the results."""
+    readme, results = ROOT / "README.md", ROOT / "docs" / "results" / "index.md"
+    for line in readme.read_text().splitlines():
+        if re.match(r"\|.*docs/results/", line):
+            yield readme, line
+    summary = results.read_text().split("## In short\n")[1].split("\n## ")[0]
+    for item in re.findall(r"^- .*\n(?:  .*\n)*", summary, re.MULTILINE):
+        yield results, item
+
+
+def test_headline_numbers_occur_on_the_pages_that_they_link_to():
+    """The bold numbers of each headline: in the section that its link names, or on the whole page."""
+    assert len(list(headlines())) >= 14
+    for source, text in headlines():
+        path, anchor = re.search(r"\(([\w/-]+\.md)#?([^)]*)\)", text).groups()
+        page, numbers = (source.parent / path).read_text(), re.findall(r"\*\*(\d[^*]*)\*\*", text)
         if anchor:
-            (page,) = (
-                text for text in re.split(r"^## ", page, flags=re.MULTILINE) if slug(text.splitlines()[0]) == anchor
-            )
-        assert numbers, row
-        assert_none([f"{number!r} in {row!r}" for number in numbers if number not in page])
+            sections = re.split(r"^## ", page, flags=re.MULTILINE)
+            (page,) = (section for section in sections if slug(section.splitlines()[0]) == anchor)
+        assert numbers, text
+        assert_none([f"{number!r} in {text!r}" for number in numbers if number not in page])
 
 
 def test_first_lines_of_benchmarks_say_how_long_they_take():
@@ -213,6 +223,20 @@ def test_publishing_a_table_changes_nothing_else(emptied, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="no page of docs/ has a table 'colours'"):
         published.publish("colours", "| a |")
     assert {page: page.read_text() for page in pages} == texts
+
+
+def test_charts_are_those_of_the_published_tables(tmp_path, monkeypatch):
+    """The texts in each, among them rows, links and speedups, are what `docs/figures/draw.py` draws now."""
+    monkeypatch.setattr(charts, "FOLDER", tmp_path)
+    table_charts.draw()
+    drawn = sorted(tmp_path.iterdir())
+    assert len(drawn) >= 16
+    for path in drawn:
+        texts, committed = (
+            re.findall(r">([^<]+)</text>", (folder / path.name).read_text())
+            for folder in (tmp_path, ROOT / "docs" / "assets" / "plots")
+        )
+        assert texts == committed, path.name
 
 
 def test_benchmarks_and_examples_import():

@@ -7,25 +7,17 @@ without latency. Matrix products, forward and backward, are 3.5 times those of f
 TFLOP/s and are spread evenly over the ranks. An overlapped schedule hides messages that take less time than the products.
 """
 
-from pathlib import Path
-
-import matplotlib
-
 from attention2d.cost.volume import Messages, messages
 from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
 from benchmarks.paper.projection import h100s
+from benchmarks.support import table_charts
 from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.cost_model import Fabric
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "attention_projection.png"
 SEQ, RANKS, FLOPS = 2**20, (64, 256, 1024), 0.5 * 989e12
 MEASURED, CARD = 4, 50e9  # ranks of the measured fabric; bytes per second of a network card
-PLOTTED = tuple(2**power for power in range(2, 11))
 SHAPES = {
     "32/32 heads of 128": (32, 32, 128),
     "64/8 heads of 128 (Llama-3-70B)": (64, 8, 128),
@@ -80,27 +72,13 @@ def row(fabric: Fabric, title: str, shape: tuple[int, int, int], ranks: int) -> 
     return [title, str(ranks), f"{products:.2g} s", *cells]
 
 
-def plot() -> None:
-    """Plot bytes against ranks, with a panel for each shape."""
-    figure, panels = plt.subplots(1, len(SHAPES), figsize=(12, 3.8), sharey=True, layout="constrained")
-    for panel, (title, shape) in zip(panels, SHAPES.items(), strict=True):
-        for name in SCHEDULES:
-            found = [gigabytes(name, points(ranks, *shape)[name], shape) for ranks in PLOTTED]
-            panel.plot(PLOTTED, found, marker=".", label=name)
-        panel.set(xscale="log", yscale="log", title=title, xlabel="ranks")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("GB that a rank sends, forward and backward")
-    panels[0].legend()
-    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
-
-
 def main() -> None:
     """Compute and publish."""
     fabric = h100s()
     rows = [row(fabric, title, shape, ranks) for title, shape in SHAPES.items() for ranks in RANKS]
     header = ["PROJECTION", "ranks", "products", *(f"{name}: NVLink / card" for name in SCHEDULES)]
     publish("attention-projection", markdown(header, rows))
-    plot()
+    table_charts.draw("attention-projection")
 
 
 if __name__ == "__main__":

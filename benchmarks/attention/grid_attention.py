@@ -9,21 +9,16 @@ Of several possible grids, the one that sends the fewest bytes (`volume`) is sho
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import matplotlib
 import torch
 import torch.distributed as dist
 
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
+from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.measurement import repetitions, timed
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "grid_attention.png"
 REPETITIONS, BURST = 10, "16kb"  # burst: of the emulated links (launch/netlab.sh)
 
 
@@ -154,29 +149,8 @@ def row(cell: Cell, measured: dict) -> list[str]:
     return [str(cell), f"{nbytes['ring'] / 1e6:.2f} MB, {ring:.3f} s", *others, best, f"{abs(again / ring - 1):.0%}"]
 
 
-def plot(results: dict) -> None:
-    """Plot speed over the ring's against how many times fewer bytes are sent, for links of 20 mbit."""
-    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
-    for number, name in enumerate(SHOWN):
-        points = [
-            (each["sent"]["ring"] / each["sent"][name], each["seconds"]["ring"] / each["seconds"][name])
-            for cell, each in results.items() if cell.rate == "20mbit" and name in each["seconds"]
-        ]  # fmt: skip
-        axis.scatter(*zip(*points, strict=True), label=name, marker="os^Dv*x"[number])
-    ends = [0.4, 5]
-    axis.plot(ends, ends, color="black", linewidth=0.5, label="as fast as fewer bytes make it")
-    axis.set(xscale="log", yscale="log", xlabel="times fewer bytes than a ring", ylabel="times a ring's speed")
-    for each in (axis.xaxis, axis.yaxis):
-        each.set_major_locator(matplotlib.ticker.FixedLocator([0.5, 1, 2, 4]))
-        each.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-        each.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
-
-
 def main() -> None:
-    """Measure all cells and publish the table and the plot; or measure and print those whose numbers are arguments."""
+    """Measure all cells and publish the table and its chart; or measure and print those whose numbers are arguments."""
     results = measured_cells(__file__, CELLS, burst=BURST)
     header = ["ranks, links, tensors", "ring", *SHOWN, "`choose`", "spread"]
     table = markdown(header, [row(cell, measured) for cell, measured in results.items()])
@@ -184,7 +158,7 @@ def main() -> None:
         print(table)
     else:
         publish("grid-attention", table)
-        plot(results)
+        table_charts.draw("grid-attention")
 
 
 if __name__ == "__main__":

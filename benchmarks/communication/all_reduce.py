@@ -3,28 +3,23 @@
 The claims: for 1 MB among 4 ranks on 200 mbit, fp16 has >= 1.6x and int8 >= 2.5x the speed of fp32, and `auto` takes at
 most 1.15x the time of the best fixed choice. In each repetition all choices take turns; a turn starts with a barrier and
 lasts until the slowest rank is done. Times are medians. The exact all-reduce is measured twice; the difference is the
-spread. The plot also has the cells without a limit, where on two cores packing takes the time that is saved on the wire.
+spread.
 """
 
 import sys
-from pathlib import Path
 
-import matplotlib
 import torch
 import torch.distributed as dist
 
+from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.measurement import repetitions, timed
 from sparsefusion.reduction import quantized
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the backend is chosen)
-
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "all_reduce.png"
 REPETITIONS, SMALL, REPETITIONS_OF_SMALL = 30, 128 << 10, 150
 SIZES = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20]
-CELLS = [(2, "200mbit"), (4, "200mbit"), (2, "1gbit"), (4, "1gbit"), (2, "none"), (4, "none")]
+CELLS = [(2, "200mbit"), (4, "200mbit"), (2, "1gbit"), (4, "1gbit")]
 
 
 def cell(out: str) -> None:
@@ -74,36 +69,17 @@ def of_format(format: str, ranks: int, measured: dict) -> tuple[float, str]:
     return measured["seconds"][f"{format} {algorithm}"], algorithm
 
 
-def plot(cells: dict) -> None:
-    """Save the plot, a panel for each cell: milliseconds over size, of each format's default algorithm and of `auto`."""
-    figure, panels = plt.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True, layout="constrained")
-    for panel, ((ranks, rate), measured) in zip(panels.T.flat, cells.items(), strict=True):
-        sizes = [row["nbytes"] for row in measured]
-        for format in ("fp32", "fp16", "int8"):
-            panel.plot(sizes, [of_format(format, ranks, row)[0] * 1e3 for row in measured], label=format, marker=".")
-        panel.plot(
-            sizes, [row["seconds"]["auto"] * 1e3 for row in measured], label="auto", linestyle=":", color="black"
-        )
-        panel.set(xscale="log", yscale="log", title=f"{ranks} ranks, {rate if rate != 'none' else 'one machine'}")
-        panel.grid(alpha=0.3)
-    panels[0][0].legend()
-    figure.supxlabel("bytes of float32")
-    figure.supylabel("ms")
-    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
-
-
 def main() -> None:
-    """Measure all cells and publish the table and the plot; print those that the command line names ("2,200mbit")."""
+    """Measure all cells and publish the table and its chart; print those that the command line names ("2,200mbit")."""
     chosen = [each for each in CELLS if not sys.argv[1:] or f"{each[0]},{each[1]}" in sys.argv[1:]]
     cells = {each: measure_cell(__file__, *each) for each in chosen}
-    limited = {each: measured for each, measured in cells.items() if each[1] != "none" or sys.argv[1:]}
-    rows = [row(*each, line) for each, measured in limited.items() for line in measured]
+    rows = [row(*each, line) for each, measured in cells.items() for line in measured]
     header = ["ranks, link", "float32 data", "exact", "fp16", "bf16", "int8", "auto", "auto / best fixed", "spread"]
     if sys.argv[1:]:
         print(markdown(header, rows))
     else:
         publish("all-reduce", markdown(header, rows))
-        plot(cells)
+        table_charts.draw("all-reduce")
 
 
 if __name__ == "__main__":

@@ -5,23 +5,20 @@ measured points and the fits, of latencies (eager and as CUDA graphs, with inter
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
+from benchmarks.support import charts
 from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.advice import MAMBA_2_8B, best_degree
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.curve import Curve
 from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the backend is chosen)
-
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "examples" / "h100x4"
-PLOT = ROOT / "docs" / "assets" / "plots" / "fabric_h100.png"
 LINK = 478e9  # bytes per second of a GPU's links, one way
 MB, GB = 1 << 20, 1 << 30
 LAYERS = 80  # Llama-3-70B
@@ -78,40 +75,43 @@ def advice_rows(fabric: Fabric) -> Iterator[list[str]]:
         yield [f"mamba-2.8b, {mode}: ms/token on 1, 2 (extrapolated), 4", "-", f"{times}: take {advice.degree}"]
 
 
-def plot(fabric: Fabric, sweeps: list[Curve]) -> None:
-    """Save the plot: latencies with their intervals, and bus bandwidths."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+def plot(fabric: Fabric, sweeps: list[Curve], figure: charts.pyplot.Figure) -> None:
+    """Plot latencies with their intervals, and bus bandwidths."""
+    upper, lower = figure.subplots(2)
     for mode in ("eager", "graph"):
         curve = fabric.curve("all_reduce", 4, mode)
         small = [(nbytes, time) for nbytes, time in zip(curve.nbytes, curve.seconds, strict=True) if nbytes <= 16 * MB]
         sizes = np.geomspace(small[0][0], small[-1][0], 100)
-        dots = left.plot(*zip(*[(n, t * 1e6) for n, t in small], strict=True), ".", label=mode)[0]
-        left.plot(sizes, [curve.time(size) * 1e6 for size in sizes], color=dots.get_color(), linewidth=1)
+        dots = upper.plot(*zip(*[(n, t * 1e6) for n, t in small], strict=True), ".", label=mode)[0]
+        upper.plot(sizes, [curve.time(size) * 1e6 for size in sizes], color=dots.get_color(), linewidth=1)
         low, high = np.array([curve.interval(size) for size in sizes]).T * 1e6
-        left.fill_between(sizes, low, high, color=dots.get_color(), alpha=0.2, linewidth=0)
-    left.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title="all-reduce of 4 H100s")
+        upper.fill_between(sizes, low, high, color=dots.get_color(), alpha=0.2, linewidth=0)
+    upper.set(ylabel="us", title="all-reduce of 4 H100s")
+    charts.ticks(upper.yaxis, [10, 20, 50, 100])
+    charts.ticks(upper.xaxis, [1e3, 1e5, 1e7])
+    upper.set_xticklabels(["1 KB", "100 KB", "10 MB"])
     for sweep in sweeps:
         nbytes, sizes = np.array(sweep.nbytes), np.geomspace(sweep.nbytes[0], sweep.nbytes[-1], 100)
         wire = sweep.bus_bandwidth(1) * sweep.time(1) / 1e9
-        dots = right.plot(nbytes, wire * nbytes / sweep.seconds, ".", label=sweep.operation)[0]
-        right.plot(sizes, [sweep.bus_bandwidth(size) / 1e9 for size in sizes], color=dots.get_color(), linewidth=1)
-    right.axhline(LINK / 1e9, color="gray", linestyle="--", linewidth=0.7)
-    right.set(xscale="log", xlabel="bytes", ylabel="GB/s", title="bus bandwidth")
-    for axes in (left, right):
-        axes.legend(fontsize=7)
-        axes.grid(True, alpha=0.3)
-    figure.savefig(PLOT, dpi=80)
+        dots = lower.plot(nbytes, wire * nbytes / sweep.seconds, ".", label=sweep.operation)[0]
+        lower.plot(sizes, [sweep.bus_bandwidth(size) / 1e9 for size in sizes], color=dots.get_color(), linewidth=1)
+    lower.axhline(LINK / 1e9, color="C5", linestyle="--", linewidth=1)
+    lower.set(ylabel="GB/s", title="bus bandwidth; dashed: the links'")
+    charts.ticks(lower.xaxis, [1e3, 1e6, 1e9])
+    lower.set_xticklabels(["1 KB", "1 MB", "1 GB"])
+    for axes in (upper, lower):
+        axes.legend(loc="center left", bbox_to_anchor=(0, 0.65))
 
 
 def main() -> None:
-    """Read the files, fit them, and publish the table and the plot."""
+    """Read the files, fit them, and publish the table and draw the chart."""
     sweeps = [read(f"{name}.csv", name)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
     quiet = read("tp_latency_quiet.json")
     fabric = Fabric(tuple(extend_by_sweeps(quiet, sweeps)), {"link_bytes_per_s": LINK})
     named = [(f"{sweep.operation}.csv", sweep) for sweep in sweeps]
     named += [(f"tp_latency_quiet.json, {curve.mode}", curve) for curve in quiet]
     rows = [*bandwidth_rows(sweeps), *latency_rows(), *advice_rows(fabric), *fit_rows(named)]
-    plot(fabric, sweeps)
+    charts.save("fabric_h100", partial(plot, fabric, sweeps), height=5)
     publish("fabric-h100", markdown(["4 H100 SXM", "its source", "ours"], rows))
 
 

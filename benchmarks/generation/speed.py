@@ -16,6 +16,7 @@ os.environ.update(OMP_NUM_THREADS="1")
 import torch
 
 import megatron_ssm
+from benchmarks.support import table_charts
 from benchmarks.support.shapes import PROMPT, SHAPES, random_model
 from benchmarks.support.tables import interleaved, markdown, publish
 from megatron_ssm.native import kernels
@@ -94,7 +95,7 @@ def row(shape: str, phase: str, times: dict[str, float]) -> list[str]:
 
 @torch.no_grad()
 def main() -> None:
-    """Measure both shapes and publish the table."""
+    """Measure both shapes and publish the table and its chart."""
     torch.set_num_threads(1)
     rows = []
     for shape in SHAPES:
@@ -114,6 +115,7 @@ def main() -> None:
         "spread",
     ]
     publish("speed", markdown(header, rows))
+    table_charts.draw("speed")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-import matplotlib
 import torch
 import torch.distributed as dist
 
+from benchmarks.support import charts
 from benchmarks.support.cells import ROOT, cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm.checkpoints.hf import build
@@ -26,10 +26,6 @@ from megatron_ssm.training.corpus import Corpus
 from megatron_ssm.training.options import Options
 from megatron_ssm.training.trainer import Trainer, evaluate
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "sparse_convergence.png"
 STEPS, WARMUP, SHOWN_EVERY, RATE = 400, 100, 10, "200mbit"
 MODEL = dict(
     num_layers=4, hidden_size=384, mamba_head_dim=64, mamba_state_dim=16, seq_length=128, micro_batch_size=2,
@@ -95,21 +91,20 @@ def smooth(losses: list[float]) -> list[float]:
     return found
 
 
-def plot(results: dict[str, dict]) -> None:
+def plot(results: dict[str, dict], figure: charts.pyplot.Figure) -> None:
     """Plot the training loss over steps and over seconds."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for name, each in results.items():
-        shown = slice(None, None, SHOWN_EVERY)
-        axes[0].plot(range(len(each["losses"]))[shown], smooth(each["losses"])[shown], label=name)
-        axes[1].plot(each["seconds"][shown], smooth(each["losses"])[shown])
+        losses = smooth(each["losses"])[::SHOWN_EVERY]
+        axes[0].plot(range(0, len(each["losses"]), SHOWN_EVERY), losses, label=name)
+        axes[1].plot(each["seconds"][::SHOWN_EVERY], losses)
     axes[0].set(xlabel="steps", ylabel="training loss, nats per byte", ylim=(1.2, 4))
-    axes[1].set(xlabel=f"seconds at {RATE}", xlim=(0, results["dense"]["seconds"][-1]))
-    axes[0].legend(fontsize=7)
-    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
+    axes[1].set(xlabel=f"seconds at {charts.LINKS[RATE]}", xlim=(0, results["dense"]["seconds"][-1]))
+    charts.legend(figure, axes[0], 2)
 
 
 def main() -> None:
-    """Train all contestants, and publish the table and the plot."""
+    """Train all contestants, and publish the table and draw the chart."""
     sys.path.insert(0, str(ROOT / "examples"))
     from corpus import write_corpus
 
@@ -125,7 +120,7 @@ def main() -> None:
     publish(
         "sparse-convergence", markdown(header, [row(name, each, results["dense"]) for name, each in results.items()])
     )
-    plot(results)
+    charts.save("sparse_convergence", partial(plot, results), height=4)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,15 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from statistics import mean, median
 
-import matplotlib
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
@@ -33,10 +32,6 @@ from sparsefusion import SparseFusion
 from sparsefusion.fabric.measurement import repetitions, timed
 from sparsefusion.fusion.trial import longest_trial_steps
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "sparse_gradients.png"
 TURNS, CLOSE_TURNS, DENSITY, LAYERS = 5, 10, 0.01, 4  # turns of each copy
 CLOSE = 1.5  # contestants that take less than this many times the fastest one's seconds have more turns
 PROFILED = 5  # dense steps
@@ -196,25 +191,8 @@ def row(cell: Cell, measured: dict) -> list[str]:
     ]
 
 
-def plot(results: dict) -> None:
-    """Plot the speed relative to dense, by cell."""
-    figure, axis = plt.subplots(figsize=(11, 4), layout="constrained")
-    names = ["torch fp16", "PowerSGD", "layerwise", "auto"]
-    for number, name in enumerate(names):
-        heights = [each["seconds"]["dense"] / each["seconds"][name] for each in results.values()]
-        axis.bar([x + 0.2 * number for x in range(len(results))], heights, 0.2, label=name)
-    axis.axhline(1, color="black", linewidth=0.5)
-    labels = [f"{each['numel'] / 1e6:.0f} M\n{cell.ranks} ranks\n{cell.rate}" for cell, each in results.items()]
-    axis.set_xticks([x + 0.3 for x in range(len(results))], labels, fontsize=8)
-    axis.set(yscale="log", ylabel="times dense's speed")
-    axis.set_yticks([1, 2, 5, 10], ["1", "2", "5", "10"])
-    axis.minorticks_off()
-    axis.legend(fontsize=8)
-    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
-
-
 def main() -> None:
-    """Measure every cell, and publish table and plot; or measure the cells whose numbers are given, and print the table."""
+    """Measure every cell, and publish the table and its chart; or print those of the cells whose numbers are given."""
     results = measured_cells(__file__, CELLS)
     header = [
         "parameters, ranks, links", "dense", "no messages", *SHOWN, "`auto` took, best/auto", "predicted/measured",
@@ -225,7 +203,7 @@ def main() -> None:
         print(table)
     else:
         publish("sparse-gradients", table)
-        plot(results)
+        table_charts.draw("sparse-gradients")
 
 
 if __name__ == "__main__":

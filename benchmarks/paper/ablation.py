@@ -13,23 +13,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
 
-import matplotlib
 import torch
 import torch.distributed as dist
 
 import megatron_ssm
+from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.naive import shard_naively
 from benchmarks.support.shapes import FIVE_FAMILIES, PROMPT, random_model
 from benchmarks.support.tables import markdown, print_or_publish, publish
 from sparsefusion.fabric.measurement import repetitions, timed
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
 
 SHAPE, RANKS, NEW = "Mamba-1 130m", 2, 16
 BEFORE = PROMPT + PROMPT // 2  # the tokens before the one in the middle of the output
@@ -44,7 +40,6 @@ STEPS = {
     "+ int8 sums": "int8",
 }
 PAPER = {"A6000, the paper's": (9000, 717.4, 83.2, 73.2), "A100, the paper's": (3100, 201.3, 18.2, 16.2)}
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "ablation.png"
 
 
 def load(directory: str, link: str, step: str) -> megatron_ssm.Model:
@@ -108,20 +103,6 @@ def spread(seconds: dict[str, float]) -> str:
     return f"{abs(seconds['again'] / seconds['fp32'] - 1):.0%}"
 
 
-def plot(columns: dict[str, Sequence[float]]) -> None:
-    """Plot a group of bars for each link, with a bar for each step. columns: milliseconds by link."""
-    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.08, 1, 0.92))
-    for index, step in enumerate(STEPS):
-        heights = [times[index] if index < len(times) else 0 for times in columns.values()]
-        axes.bar([place + index * 0.17 for place in range(len(columns))], heights, 0.16, label=step)
-    axes.set(yscale="log", ylabel="ms per token", title=f"{SHAPE}, two ranks, 256 tokens in and out")
-    axes.set_xticks([place + 0.34 for place in range(len(columns))], columns, fontsize=8)
-    figure.legend(fontsize=7, ncols=len(STEPS), loc="lower center")
-    axes.grid(True, axis="y", alpha=0.3)
-    figure.savefig(PLOT, dpi=80)
-
-
 def by_family(families: Sequence[str]) -> str:
     """The table of several families: a row for each family and link, a column for each step."""
     rows = []
@@ -136,7 +117,7 @@ def by_family(families: Sequence[str]) -> str:
 
 
 def by_link() -> None:
-    """Measure Mamba-1 on every link; publish the table and the plot."""
+    """Measure Mamba-1 on every link; publish the table and draw its chart."""
     columns, spreads = {}, []
     with tempfile.TemporaryDirectory() as directory:
         random_model(SHAPE, directory)
@@ -145,12 +126,12 @@ def by_link() -> None:
             columns[link] = [seconds[step] * 1e3 for step in STEPS.values()]
             spreads.append(spread(seconds))
     columns |= PAPER
-    plot(columns)
     table = zip(*(column(times) for times in columns.values()), strict=True)
     header = ["ms per token (faster than the line above)", *columns]
     rows = [[step, *cells] for step, cells in zip(STEPS, table, strict=True)]
     rows.append(["spread of two identical runs of cached decoding", *spreads, *["-"] * len(PAPER)])
     publish("ablation", markdown(header, rows))
+    table_charts.draw("ablation")
 
 
 def main() -> None:

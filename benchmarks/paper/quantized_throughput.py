@@ -9,28 +9,22 @@ both runs, and their difference is the spread.
 
 import os
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
 
-import matplotlib
 import torch
 import torch.distributed as dist
 
 import megatron_ssm
+from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import random_model
 from benchmarks.support.tables import markdown, publish
 from sparsefusion.fabric.measurement import repetitions, timed
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
 RANKS, NEW, REPETITIONS = 2, 8, 15
 LINKS, FORMATS, OUTPUTS = ("1gbit", "200mbit"), ("fp32", "fp16", "int8"), (16, 64, 256)
 PROMPTS = {"Mamba-1 130m": (64, 128, 256), "Falcon-Mamba": (256,), "Zamba": (256,)}
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "quantized_throughput.png"
 PAPER = [["Mamba, the paper's", "A6000, PCIe", "64 to 256", "fp16", "1.03 to 1.12x", "", "1.12x at 256 in", ""],
          ["Mamba, the paper's", "A100, NVLink", "64 to 256", "fp16", "1.03 to 1.10x", "", "1.10x at 256 in", ""],
          ["Falcon-Mamba, Zamba, the paper's", "", "", "fp16", "1.12 to 1.18x", "", "", ""]]  # fmt: skip
@@ -83,30 +77,13 @@ def spread(seconds: dict[str, float], prompt: int) -> str:
     return f"{max(max(pair) / min(pair) for pair in pairs) - 1:.0%}"
 
 
-def plot(gains: Callable[[str, int, str, int], float]) -> None:
-    """Plot a line for each link, prompt and format of the first shape. gains: (link, prompt, format, output) -> gain."""
-    figure, panels = plt.subplots(1, len(LINKS), figsize=(8, 3), layout="constrained", sharey=True)
-    for panel, link in zip(panels, LINKS, strict=True):
-        for name, style in zip(FORMATS[1:], (".-", ".--"), strict=True):
-            for prompt in PROMPTS["Mamba-1 130m"]:
-                by_output = [gains(link, prompt, name, output) for output in OUTPUTS]
-                panel.plot(OUTPUTS, by_output, style, label=f"{name}, prompt {prompt}", linewidth=1)
-        panel.set(title=f"throughput over exact sums, {link}", xscale="log", xlabel="new tokens")
-        panel.set_xticks(OUTPUTS, list(map(str, OUTPUTS)))
-        panel.minorticks_off()
-        panel.grid(True, alpha=0.3)
-    panels[0].legend(fontsize=6)
-    figure.savefig(PLOT, dpi=80)
-
-
 def main() -> None:
-    """Measure on both links; publish the table and the plot."""
+    """Measure on both links; publish the table and draw its chart."""
     measured = {}
     for shape in PROMPTS:
         with tempfile.TemporaryDirectory() as directory:
             random_model(shape, directory)
             measured |= {(shape, link): measure_cell(__file__, RANKS, link, shape, directory) for link in LINKS}
-    plot(lambda link, prompt, name, output: gain(measured["Mamba-1 130m", link], prompt, output, name))
     rows = [
         [
             shape,
@@ -122,6 +99,7 @@ def main() -> None:
     ]
     header = ["batch 1", "link", "prompt", "sums", *(f"{output} new" for output in OUTPUTS), "spread"]
     publish("quantized-throughput", markdown(header, PAPER + rows))
+    table_charts.draw("quantized-throughput")
 
 
 if __name__ == "__main__":

@@ -16,22 +16,18 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
 
-import matplotlib
 import torch
 import torch.distributed as dist
 
 import megatron_ssm
+from benchmarks.support import table_charts
 from benchmarks.support.pair import launch, meet
 from benchmarks.support.shapes import FAMILIES, random_model
 from benchmarks.support.tables import markdown, publish
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
 BATCH, REPETITIONS = 4, 6
 PROMPTS = {"Mamba-1 130m": (16, 64, 256), "Mamba-2 130m": (16, 64, 256)}  # those of the paper; for other families LONG
 LONG, OUTPUTS = (16, 256, 1024), (4, 16, 64)
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "throughput.png"
 PAPER = [
     ["the paper's four, 2 A6000", "16 to 1024", "", "", "1.58 to 1.98x", "1.02 to 1.59x", ""],
     ["the paper's four, 2 A100", "16 to 1024", "", "", "1.75 to 1.96x", "1.01 to 1.27x", ""],
@@ -103,12 +99,6 @@ class Result:
         totals = [times[-1] for times in self.runs["TP 2"]]
         return abs(statistics.median(totals[::2]) / statistics.median(totals[1::2]) - 1)
 
-    @property
-    def gains(self) -> tuple[list[float], list[float], float]:
-        """What `plot` draws: throughput over one rank and over DP 2, by output; speed of the first token over DP 2."""
-        over = [[self.gain(who, output) for output in OUTPUTS] for who in ("one rank", "DP 2")]
-        return *over, self.first("DP 2") / self.first("TP 2")
-
 
 def row(family: str, prompt: int, found: Result) -> list[str]:
     """A row of the table."""
@@ -120,35 +110,8 @@ def row(family: str, prompt: int, found: Result) -> list[str]:
     return [family, str(prompt), *whole, *gains, f"{found.spread():.0%}"]
 
 
-def plot(gains: dict[tuple[str, int], tuple[list[float], list[float], float]]) -> None:
-    """Plot the throughput by output and the speed of the first token by prompt, as the paper's Figs. 4 to 6 do.
-
-    gains: {(family, prompt): `Result.gains`}.
-    """
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
-    families = list(dict.fromkeys(family for family, _ in gains))
-    for (family, prompt), found in gains.items():
-        color = f"C{families.index(family)}"
-        style = dict(color=color, linewidth=1, alpha=0.4 + 0.3 * (prompt > 16) + 0.3 * (prompt > 200))
-        for place in range(2):
-            axes[place].plot(OUTPUTS, found[place], ".-", label=f"{family}, {prompt}", **style)
-    for family in families:
-        firsts = {prompt: found[2] for (name, prompt), found in gains.items() if name == family}
-        axes[2].plot(*zip(*firsts.items(), strict=True), ".-", label=family, linewidth=1)
-    titles = "throughput over one rank", "throughput over 2 replicas", "first token over 2 replicas"
-    ticks = (OUTPUTS, OUTPUTS, sorted({prompt for _, prompt in gains}))
-    for axis, title, x, at in zip(axes, titles, ("new tokens", "new tokens", "prompt tokens"), ticks, strict=True):
-        axis.set(title=f"TP 2: {title}", xscale="log", xlabel=x)
-        axis.set_xticks(at, list(map(str, at)))
-        axis.minorticks_off()
-        axis.axhline(1, color="gray", linestyle="--", linewidth=0.7)
-        axis.grid(True, alpha=0.3)
-    axes[2].legend(fontsize=6, title="darker: longer prompts", title_fontsize=6)
-    figure.savefig(PLOT, dpi=80)
-
-
 def main() -> None:
-    """Measure every family and publish the table."""
+    """Measure every family, publish the table and draw its chart."""
     found = {}
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as directory:
@@ -156,11 +119,11 @@ def main() -> None:
             prompts = PROMPTS.get(family, LONG)
             measured = launch(rank_main, directory, prompts)
         found |= {(family, prompt): Result(measured, prompt) for prompt in prompts}
-    plot({of: one.gains for of, one in found.items()})
     outputs = " / ".join(map(str, OUTPUTS))
     header = [f"model, batch {BATCH}", "prompt", "TP 2: first token (faster than one rank, than DP 2)",
               "then each (the same)", f"throughput over one rank, {outputs} new", "over DP 2, same", "spread"]  # fmt: skip
     publish("throughput", markdown(header, [*PAPER, *(row(*of, one) for of, one in found.items())]))
+    table_charts.draw("throughput")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1")
 
-import matplotlib
 import torch
 import torch.distributed as dist
 
@@ -28,12 +27,8 @@ from benchmarks.support.pair import launch, meet
 from benchmarks.support.shapes import FIVE_FAMILIES, random_model
 from benchmarks.support.tables import markdown, print_or_publish
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
 BATCH, PROMPT, SEGMENT, NEW = 2, 16, 16, 1024
 OUTPUTS = (16, 64, 256, 1024)
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "token_time.png"
 
 
 @torch.no_grad()
@@ -86,31 +81,13 @@ def rows(family: str, measured: dict[str, list[float]]) -> list[list[str]]:
     return [[*rows[0], f"{max(halves) / min(halves) - 1:.0%}"], *([*each, ""] for each in rows[1:])]
 
 
-def plot(found: dict[str, dict[str, list[float]]]) -> None:
-    """Plot the gain over DP 2 by the length of the output, as the paper's Fig. 7 does."""
-    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-    lengths = [16, 32, 64, 128, 256, 512, 1024]
-    for family, measured in found.items():
-        gains = [per_token(measured["DP 2"], n) / per_token(measured["TP 2"], n) for n in lengths]
-        axes.plot(lengths, gains, ".-", label=family, linewidth=1)
-    axes.set(title="speed per token, TP 2 over 2 replicas", xscale="log", xlabel="new tokens")
-    axes.set_xticks(lengths, list(map(str, lengths)))
-    axes.minorticks_off()
-    axes.axhline(1, color="gray", linestyle="--", linewidth=0.7)
-    axes.grid(True, alpha=0.3)
-    axes.legend(fontsize=6)
-    figure.savefig(PLOT, dpi=80)
-
-
 def main() -> None:
-    """Measure every family and publish the table and the plot."""
+    """Measure every family and publish the table."""
     found = {}
     for family in sys.argv[1:] or FIVE_FAMILIES:
         with tempfile.TemporaryDirectory() as directory:
             random_model(family, directory)
             found[family] = launch(rank_main, directory)
-    if not sys.argv[1:]:
-        plot(found)
     header = [f"batch {BATCH}, prompt {PROMPT}", "per token", *(f"{n} new" for n in OUTPUTS), "spread"]
     print_or_publish("token-time", markdown(header, [row for each in found.items() for row in rows(*each)]))
 

@@ -8,19 +8,14 @@ Speeds are those of the paper's H100 nodes (NVLink in a node, 100 Gbit/s between
 TFLOP/s. Times are predictions.
 """
 
-from pathlib import Path
+from functools import partial
 
-import matplotlib
-
+from benchmarks.support import charts
 from benchmarks.support.tables import markdown, publish
 from commir import Mesh, Plan, pareto, programs
 from commir.scheduling.known_schedules import known_as
 from commir.searching.search import all_plans
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (after the choice of a backend)
-
-PLOT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "plots" / "pareto.png"
 MESH = Mesh(node=2, gpu=4, speeds={"node": (1e-5, 12.5e9), "gpu": (3e-6, 450e9)})
 PROGRAM = programs.attention(heads=32, seq=65536, head_dim=128, dtype="bfloat16")
 SMALLER = programs.attention(heads=8, seq=8192, head_dim=64, dtype="bfloat16")
@@ -46,24 +41,23 @@ MARKERS = {
 }
 
 
-def plot(plans: list[Plan], front: list[Plan]) -> None:
-    """All plans as dots, known schedules as markers, and the front as a line."""
-    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+def plot(plans: list[Plan], front: list[Plan], figure: charts.pyplot.Figure) -> None:
+    """Plot all plans as dots, known schedules as markers, and the front as a line."""
+    axes = figure.subplots()
 
     def points(chosen: list[Plan]) -> tuple[list[float], list[float]]:
         return [plan.seconds * 1e3 for plan in chosen], [plan.memory / 1e6 for plan in chosen]
 
-    chunked = [plan for plan in plans if plan.schedule.chunked]
-    axis.scatter(*points(chunked), s=4, color="tab:blue", alpha=0.3, label="plans in chunks")
-    axis.scatter(*points([plan for plan in plans if not plan.schedule.chunked]), s=8, color="0.6", label="whole plans")
-    for name, marker in MARKERS.items():
-        axis.scatter(*points([plan for plan in plans if kind(plan) == name]), marker=marker, s=40, label=name)
-    axis.step(*points(front), where="post", color="black", linewidth=1, label="Pareto front")
-    axis.set(xlabel="predicted time (ms)", ylabel="memory of a rank (MB)", xscale="log", yscale="log")
-    axis.set_xlim(0.95 * front[0].seconds * 1e3, 8 * front[0].seconds * 1e3)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(PLOT, dpi=60, pil_kwargs={"optimize": True})
+    axes.plot(*points(plans), ".", color="C5", alpha=0.3, markersize=2, rasterized=True, label="all plans")
+    axes.step(*points(front), where="post", color="C0", linewidth=2, label="Pareto front")
+    for number, (name, marker) in enumerate(MARKERS.items(), 1):
+        chosen = [plan for plan in plans if kind(plan) == name]
+        axes.plot(*points(chosen), marker, color=f"C{number % 7}", markersize=6, label=name)
+    fastest = front[0].seconds * 1e3
+    charts.ticks(axes.xaxis, [15, 30, 60, 120])
+    charts.ticks(axes.yaxis, [300, 1000, 3000])
+    axes.set(xlabel="predicted time, ms", ylabel="memory of a rank, MB", xlim=(0.95 * fastest, 8 * fastest))
+    charts.legend(figure, axes, 3)
 
 
 def kind(plan: Plan) -> str:
@@ -100,7 +94,7 @@ def main() -> None:
     rows = [row(plan) for plan in front]
     rows += [row(plan) for plan in best_known.values() if plan.schedule not in [each.schedule for each in front]]
     publish("pareto", markdown(["placement", "known as", "predicted time", "memory", "sent by a rank"], rows))
-    plot(plans, front)
+    charts.save("pareto", partial(plot, plans, front), height=4)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,15 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def published(name: str) -> list[list[str]]:
+    """The header and the rows of a table in docs/; an empty list if it has not been measured."""
+    marker = f"<!-- {name} -->\n"
+    text = next(text for page in DOCUMENTATION.rglob("*.md") if marker in (text := page.read_text(encoding="utf-8")))
+    lines = text.split(marker)[1].split("<!-- end -->")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return rows[:1] + rows[2:]
+
+
 def print_or_publish(name: str, table: str) -> None:
     """Publish a table; or only print it, if the command line has chosen some of its rows."""
     if sys.argv[1:]:

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from svg import COLOURS, INK, MUTED, Drawing
+from svg import COLOURS, INK, Drawing
 
 from attention2d.cost.volume import messages
 from attention2d.layout.grid import Grid
+from benchmarks.support import charts
 
 ROWS = COLS = 3
 CELL, GAP, LEFT, TOP = 96, 44, 150, 96
@@ -57,35 +58,15 @@ def sent(ranks: int, rows: int, cols: int, k: float = 1.0) -> float:
     return nbytes / (2**20 * heads * head_dim * 2)
 
 
-def grid_traffic() -> Path:
+def grid_traffic(figure: charts.pyplot.Figure) -> None:
     """Plot the bytes of a ring and of a square grid, by ranks, on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "docs", "font.family": "sans-serif"}
-    from matplotlib import pyplot
-
     counts = [4, 16, 64, 256, 1024]
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.9))
-    axes.plot(counts, [sent(p, p, 1) for p in counts], "o-", color=ORANGE, label="ring: P x 1")
+    axes = figure.subplots()
+    axes.plot(counts, [sent(p, p, 1) for p in counts], "o-", label="ring: P x 1")
     squares = [sent(p, round(p**0.5), round(p**0.5)) for p in counts]
-    axes.plot(counts, squares, "s-", color=BLUE, label="grid: √P x √P")
-    axes.plot(counts, [squares[-1] * (counts[-1] / p) ** 0.5 for p in counts], ":", color=MUTED, label="slope 1/√P")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(counts, map(str, counts))
-    sizes = [0.1, 0.2, 0.5, 1, 2]
-    axes.set_yticks(sizes, map(str, sizes))
-    axes.set_yticks([], minor=True)
-    axes.set_ylim(0.1, 2.6)
-    axes.set_xlabel("ranks P")
-    axes.set_ylabel("sent by the busiest rank,\nin sizes of all queries")
-    axes.grid(True, which="major", color="#e3e6ea")
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    from svg import FOLDER
-
-    path = FOLDER / "grid-traffic.svg"
-    figure.savefig(path, facecolor="white", metadata={"Date": None})
-    pyplot.close(figure)
-    return path
+    axes.plot(counts, squares, "s-", label="grid: √P x √P")
+    axes.plot(counts, [squares[-1] * (counts[-1] / p) ** 0.5 for p in counts], ":", color="C5", label="slope 1/√P")
+    charts.ticks(axes.xaxis, counts)
+    charts.ticks(axes.yaxis, [0.1, 0.2, 0.5, 1, 2])
+    axes.set(ylim=(0.1, 2.6), xlabel="ranks P", ylabel="sent by the busiest rank,\nin sizes of all queries")
+    charts.legend(figure, axes, 3)

@@ -1,4 +1,8 @@
-"""Draw all figures of the documentation into docs/assets/figures: `python docs/figures/draw.py`. Needs matplotlib."""
+"""Draw the diagrams, and the charts of the published tables: `python docs/figures/draw.py`. Needs matplotlib.
+
+Other charts need what no table has: benchmarks/communication/fabric_h100.py and benchmarks/schedules/pareto.py compute it,
+benchmarks/gradients/sparse_convergence.py measures it.
+"""
 
 import sys
 from pathlib import Path
@@ -10,6 +14,9 @@ import attention  # noqa: E402
 import gradients  # noqa: E402
 import models  # noqa: E402
 import overview  # noqa: E402
+import terminal  # noqa: E402
+
+from benchmarks.support import charts, table_charts  # noqa: E402
 
 FIGURES = (
     overview.overview,
@@ -18,11 +25,13 @@ FIGURES = (
     models.passing_states,
     models.unit,
     attention.attention_on_a_grid,
-    attention.grid_traffic,
     gradients.selective_sparsification,
+    terminal.terminal,
 )
 
 if __name__ == "__main__":
     for draw in FIGURES:
         path = draw()
         print(f"{path.relative_to(HERE.parents[1])}  {path.stat().st_size / 1024:.1f} KB")
+    charts.save("grid_traffic", attention.grid_traffic)
+    table_charts.draw()

@@ -1,0 +1,166 @@
+"""Charts that are drawn from the published tables of docs/, without measuring again."""
+
+import re
+
+from matplotlib.pyplot import Figure
+
+from benchmarks.support import charts
+from benchmarks.support.charts import LINKS, dots, legend, ticks
+from benchmarks.support.tables import published
+
+
+def numbers(cell: str) -> list[float]:
+    """The numbers in a cell of a table."""
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", cell.replace(",", ""))]
+
+
+def speed(figure: Figure) -> None:
+    """Decoded tokens per second of transformers and of each format of the weights."""
+    header, *rows = published("speed")
+    axes = figure.subplots()
+    for place, row in enumerate(row for row in rows if row[1] == "decode"):
+        heights = [number + 0.4 * place for number in range(len(row) - 3)]
+        bars = axes.barh(heights, [numbers(cell)[0] for cell in row[2:-1]], 0.38, label=row[0], color=f"C{place}")
+        axes.bar_label(bars, ["", *(f"{numbers(cell)[1]:.1f}x" for cell in row[3:-1])], padding=3, fontsize=8)
+    axes.set_yticks([height - 0.2 for height in heights], header[2:-1])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set(xlabel="tokens per second, one thread", xlim=(0, 240))
+    legend(figure, axes, 2)
+
+
+def throughput(figure: Figure) -> None:
+    """The throughput of two ranks relative to one rank and to two replicas, from the shortest output to the longest."""
+    rows = {
+        f"{row[0].removesuffix(' 130m')}, {row[1]}": {
+            "than one rank": numbers(row[4]),
+            "than two replicas": numbers(row[5]),
+        }
+        for row in published("throughput")[1:]
+        if row[2]
+    }
+    axes = figure.subplots()
+    dots(axes, rows)
+    axes.axvline(1, color="C5", linewidth=1)
+    axes.set(xlabel="times the tokens per second", ylabel="model, tokens of the prompt")
+    axes.set_xticks([1, 1.5, 2], ["1x", "1.5x", "2x"])
+    legend(figure, axes, 2)
+
+
+def quantized_throughput(figure: Figure) -> None:
+    """The throughput with quantized sums relative to exact ones, from the shortest output to the longest."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    for shape, link, prompt, sums, *gains in published("quantized-throughput")[1:]:
+        if shape == "Mamba-1 130m":
+            values = [numbers(gain)[0] for gain in gains[:3]]
+            rows.setdefault(f"{LINKS[link]}, {prompt}", {})[sums] = values[::-1]
+    axes = figure.subplots()
+    dots(axes, rows)
+    axes.axvline(1, color="C5", linewidth=1)
+    axes.set(xlabel="times the tokens per second with exact sums", ylabel="link, tokens of the prompt")
+    legend(figure, axes, 2)
+
+
+def ablation(figure: Figure) -> None:
+    """The time of a token on each link, for the steps that matter most."""
+    header, *steps = published("ablation")
+    names = ("naive sharding", "split by channel", "with cache")
+    rows = {
+        LINKS.get(link, link.replace(", the paper's", " (paper)")): {
+            name: numbers(step[column])[:1] for name, step in zip(names, steps, strict=False)
+        }
+        for column, link in enumerate(header)
+        if column
+    }
+    axes = figure.subplots()
+    dots(axes, rows)
+    ticks(axes.xaxis, [10, 100, 1000, 10000])
+    axes.set(xlabel="ms per token")
+    legend(figure, axes, 3)
+
+
+def all_reduce(figure: Figure) -> None:
+    """The speed of quantized all-reduces relative to the exact one, by size, with a panel for each link."""
+    cells: dict[str, list[list[str]]] = {}
+    for row in published("all-reduce")[1:]:
+        cells.setdefault(row[0], []).append(row)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    for panel, (cell, rows) in zip(panels.T.flat, cells.items(), strict=True):
+        sizes = [numbers(row[1])[0] * (1 if "KB" in row[1] else 1024) for row in rows]
+        for name, column in {"fp16": 3, "int8": 5, "auto": 6}.items():
+            panel.plot(sizes, [numbers(row[column])[0] for row in rows], ":" if name == "auto" else ".-", label=name)
+        ranks, link = cell.split(", ")
+        panel.set_title(f"{ranks} ranks, {LINKS[link]}")
+        panel.axhline(1, color="C5", linewidth=1)
+    ticks(panels[0][0].xaxis, [8, 128, 4096])
+    panels[0][0].set_xticklabels(["8 KB", "128 KB", "4 MB"])
+    figure.supylabel("times the speed of the exact all-reduce", fontsize=9)
+    legend(figure, panels[0][0], 3)
+
+
+def grid_attention(figure: Figure) -> None:
+    """The speed of each schedule relative to a ring's against the bytes that it saves, behind links of 20 Mbit/s."""
+    header, *rows = published("grid-attention")
+    axes = figure.subplots()
+    for column, marker in zip(range(2, 9), "os^Dv*x", strict=True):
+        points = [numbers(row[column])[1::-1] for row in rows if "20mbit" in row[0] and row[column]]
+        axes.plot(*zip(*points, strict=True), marker, markersize=6, label=header[column])
+    axes.axline((1, 1), (2, 2), color="C5", linewidth=1, label="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        ticks(axis, [0.5, 1, 2, 4], "x")
+    axes.set(xlabel="times fewer bytes than a ring", ylabel="times a ring's speed")
+    legend(figure, axes, 3)
+
+
+def attention_projection(figure: Figure) -> None:
+    """The bytes that a rank sends, by ranks, with a panel for each shape."""
+    header, *rows = published("attention-projection")
+    shapes = list(dict.fromkeys(row[0] for row in rows))
+    panels = figure.subplots(1, len(shapes), sharey=True)
+    for panel, shape in zip(panels, shapes, strict=True):
+        of_shape = [row for row in rows if row[0] == shape]
+        for column in range(3, 7):
+            sent = [float(re.search(r"([\d.]+) GB", row[column])[1]) for row in of_shape]
+            panel.plot([int(row[1]) for row in of_shape], sent, "o-", label=header[column].split(":")[0])
+        panel.set_title(shape.split(" of")[0])
+        ticks(panel.xaxis, [64, 256, 1024])
+        ticks(panel.yaxis, [0.3, 1, 3, 10, 30])
+    panels[0].set_ylabel("GB that a rank sends")
+    figure.supxlabel("ranks", fontsize=9)
+    legend(figure, panels[0], 4)
+
+
+def sparse_gradients(figure: Figure) -> None:
+    """The speed of a step relative to dense gradients, by model, ranks and link."""
+    header, *table = published("sparse-gradients")
+    names = {
+        "torch fp16": "torch fp16",
+        "PowerSGD": "PowerSGD",
+        "auto": "SparseFusion, auto",
+        "no messages": "no messages",
+    }
+    rows = {}
+    for row in table:
+        size, ranks, link = row[0].split(", ")
+        cells = {new: numbers(row[header.index(old)])[:1] for old, new in names.items()}
+        rows[f"{size}, {ranks} ranks, {LINKS[link]}"] = cells
+    axes = figure.subplots()
+    dots(axes, rows)
+    axes.axvline(1, color="C5", linewidth=1)
+    ticks(axes.xaxis, [1, 2, 5, 10, 20], "x")
+    axes.set(xlabel="times the speed of dense gradients")
+    legend(figure, axes, 2)
+
+
+HEIGHTS = {
+    speed: 3.4, throughput: 3.4, quantized_throughput: 2.6, ablation: 2.4, all_reduce: 3.6,
+    grid_attention: 3.8, attention_projection: 3, sparse_gradients: 4.2,
+}  # fmt: skip
+
+
+def draw(*names: str) -> None:
+    """Draw the charts of these tables, or of all that have been measured."""
+    for chart, height in HEIGHTS.items():
+        table = chart.__name__.replace("_", "-")
+        if (not names or table in names) and published(table):
+            charts.save(chart.__name__, chart, height=height)
