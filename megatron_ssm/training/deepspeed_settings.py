@@ -84,6 +84,9 @@ def _completed(given: dict[str, Any], options: Options, data_ranks: int, hidden_
                 raise ValueError(f"{key} {json.dumps(value)} contradicts {why}")
         elif not _is_known(key, value):
             raise ValueError(f"{key} is not supported by examples/pretrain.py")
+    steps = stated.get("steps_per_print", AUTO)
+    if steps != AUTO and not (isinstance(steps, int) and steps > 0):  # DeepSpeed would fail after the first step
+        raise ValueError(f"steps_per_print {json.dumps(steps)} is not a positive integer")
     is_bf16 = _keeps_bf16_parameters(stated, options)
     zero = _zero(stated, hidden_size)
     _check_stage(zero["stage"], is_bf16, options, stated.get("gradient_predivide_factor", 1))
