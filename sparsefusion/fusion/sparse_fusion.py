@@ -115,7 +115,7 @@ class SparseFusion:
 
         All ranks call it at the same point between steps, with the same options, which they compare over the data-parallel
         group and over the ranks of a divided model. If some ranks cannot attach, or `copied` raises there, all ranks of
-        these groups raise the same error, and none is attached.
+        these groups raise the same error, and none is attached. A target of another kind is an error on its rank only.
 
         Raises:
             ValueError: The target is another object, or has a communication hook or another SparseFusion, ZeRO 2 or 3, a
