@@ -33,8 +33,8 @@ def throughput(figure: Figure) -> None:
     """The throughput of two ranks relative to one rank and to two replicas, from the shortest output to the longest."""
     rows = {
         f"{row[0].removesuffix(' 130m')}, {row[1]}": {
-            "than one rank": numbers(row[4]),
-            "than two replicas": numbers(row[5]),
+            "of one rank": numbers(row[4]),
+            "of two replicas": numbers(row[5]),
         }
         for row in published("throughput")[1:]
         if row[2]
