@@ -25,7 +25,8 @@ def speed(figure: Figure) -> None:
     axes.set_yticks([height - 0.2 for height in heights], header[2:-1])
     axes.invert_yaxis()
     axes.grid(False, axis="y")
-    axes.set(xlabel="tokens per second, one thread", xlim=(0, 240))
+    axes.margins(x=0.12)  # room for the labels
+    axes.set(xlabel="tokens per second, one thread")
     legend(figure, axes, 2)
 
 
