@@ -1,4 +1,4 @@
-"""Operators written as loop nests in Python (paper, section 7.1): `@commir.operator` reads a function, without calling it."""
+"""Operators written as loop nests in Python (paper, section 7.1): `@commir.operator` reads a function and never calls it."""
 
 import ast
 import inspect
