@@ -211,7 +211,9 @@ def megatron_ssm_load_lora(world, folder):
     return with_model(call)
 
 
-@entry(dict(temperature=-1.0), "temperature=-1.0 must be", dict(max_new_tokens=3), "rank 0 got request 0=")
+@entry(
+    dict(temperature=-1.0), "temperature=-1.0 must be", dict(max_new_tokens=3), "rank 0 got request 0: max_new_tokens=2"
+)
 def megatron_ssm_generate(world, folder):
     return with_model(lambda model, **options: megatron_ssm.generate(model, PROMPT, **{"max_new_tokens": 2} | options))
 
@@ -221,13 +223,24 @@ def megatron_ssm_model_generate(world, folder):
     return with_model(lambda model, **options: model.generate(PROMPT, max_new_tokens=2, **options))
 
 
-@entry(dict(prompt=[-1]), "token id -1", dict(seed=6), "rank 0 got request 0=")
+@entry(dict(prompt=[-1]), "token id -1", dict(seed=6), "got request 0: seed=6, rank 0 got")
 def megatron_ssm_engine_add(world, folder):
     def call(model, **options):
         engine = megatron_ssm.Engine(model)
         return list(engine.stream(engine.add(**{"prompt": [1, 2], "max_new_tokens": 2, "seed": 5} | options)))
 
     return with_model(call)
+
+
+@entry(dict(token=-1), "token id -1", dict(length=8), "input_ids=(1, 8), rank 0 got input_ids=(1, 16)")
+def megatron_ssm_on_context_ranks(world, folder):
+    directory = checkpoint("mamba2")
+
+    def on_rank(rank):
+        model = megatron_ssm.load(directory, context=Ring(dist.group.WORLD))
+        return lambda token=1, length=16: model(torch.full((1, length), token))
+
+    return on_rank
 
 
 @entry(dict(path="none"), "none", dict(step=2), "step-000002 with")

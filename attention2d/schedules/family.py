@@ -14,6 +14,7 @@
 
 import math
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.distributed import ProcessGroup
@@ -25,6 +26,7 @@ from attention2d.cost.volume import Volume, messages
 from attention2d.layout import token_order as orders
 from attention2d.layout.attention_arguments import (
     cast_for_autocast,
+    check_causal,
     check_grid,
     check_heads,
     check_mask,
@@ -119,9 +121,9 @@ class Attention2D(SequenceSharding):
         """softmax(scale q k^T) v over the whole sequence, of which q, k and v are this rank's shards. Differentiable.
 
         All ranks call it together, and its backward together. Forward and backward send the bytes of `volume`. Forward also
-        sends (ulysses - 1)/ulysses of lse if that is returned. In a schedule's first call the ranks compare their arguments;
-        a difference in a later call may end in the time-out of the group. Gradients are summed in at least fp32 and returned
-        in the inputs' dtype. Under autocast q, k and v are cast as torch's own attention casts them.
+        sends (ulysses - 1)/ulysses of lse if that is returned. In a schedule's first call the ranks compare their arguments.
+        A difference in a later call gives wrong results, or an error of the backend. Gradients are summed in at least fp32
+        and returned in the inputs' dtype. Under autocast q, k and v are cast as torch's own attention casts them.
 
         Args:
             q: (batch, local_seq, heads, head_dim), floating point.
@@ -165,6 +167,7 @@ class Attention2D(SequenceSharding):
         refuse_features(**features)
         check_tensors(q, k, v)
         check_heads(q.shape[2], k.shape[2], self.grid.ulysses)
+        check_causal(causal)
         check_scale(scale)
         length = self._sequence_length(q.shape[1], seq)
         check_mask(mask, len(q), length)
@@ -172,7 +175,7 @@ class Attention2D(SequenceSharding):
         return {
             "schedule": self, "q": tuple(q.shape), "kv_heads": k.shape[2], "dtype": q.dtype, "causal": causal,
             "scale": scale, "seq": length, "return_lse": bool(return_lse), "requires_grad": has_gradient,
-            "mask": None if mask is None else (tuple(mask.shape), int(mask.sum())),
+            "mask": None if mask is None else (tuple(mask.shape), crc32(mask.cpu().numpy().tobytes())),
         }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def plot(fabric: Fabric, sweeps: list[Curve], figure: charts.pyplot.Figure) -> N
         dots = lower.plot(nbytes, wire * nbytes / sweep.seconds, ".", label=sweep.operation)[0]
         lower.plot(sizes, [sweep.bus_bandwidth(size) / 1e9 for size in sizes], color=dots.get_color(), linewidth=1)
     lower.axhline(LINK / 1e9, color="C5", linestyle="--", linewidth=1)
-    lower.set(ylabel="GB/s", title="bus bandwidth; dashed: the links'")
+    lower.set(ylabel="GB/s", title="bus bandwidth (dashed: that of the links)")
     charts.ticks(lower.xaxis, [1e3, 1e6, 1e9])
     lower.set_xticklabels(["1 KB", "1 MB", "1 GB"])
     for axes in (upper, lower):

@@ -25,7 +25,8 @@ def speed(figure: Figure) -> None:
     axes.set_yticks([height - 0.2 for height in heights], header[2:-1])
     axes.invert_yaxis()
     axes.grid(False, axis="y")
-    axes.set(xlabel="tokens per second, one thread", xlim=(0, 240))
+    axes.margins(x=0.12)  # room for the labels
+    axes.set(xlabel="tokens per second, one thread")
     legend(figure, axes, 2)
 
 
@@ -33,8 +34,8 @@ def throughput(figure: Figure) -> None:
     """The throughput of two ranks relative to one rank and to two replicas, from the shortest output to the longest."""
     rows = {
         f"{row[0].removesuffix(' 130m')}, {row[1]}": {
-            "than one rank": numbers(row[4]),
-            "than two replicas": numbers(row[5]),
+            "of one rank": numbers(row[4]),
+            "of two replicas": numbers(row[5]),
         }
         for row in published("throughput")[1:]
         if row[2]

@@ -1,23 +1,4 @@
-"""Operators written as loop nests in Python (paper, section 7.1): `@commir.operator` reads a function, and never calls it.
-
-    @commir.operator
-    def weighted_sum(rows=1024, cols=4096):
-        a = In[rows, cols]
-        b = In[cols].home(None)
-        c = Out[rows]
-        for rows, cols in grid("sr"):
-            c[rows] += a[rows, cols] * b[cols]
-
-Parameters are axes and their sizes. Assignments declare operands over axes. `home` names the axis along which an operand is
-kept sharded over all ranks: the first one, unless it says otherwise; `home(None)`: every rank has it whole. The loop over
-`grid` names all axes, with their kinds: "s" is spatial, "r" reduced. Its one statement is `out[...] += expression`,
-`out[...] = expression` without reduced axes, or `out[...] = max(out[...], expression)`. Expressions are made of operands,
-numbers, + - * /, and functions such as `torch.exp` (all of `commir.ir.expression_syntax.FUNCTIONS`).
-
-Annotations say where the operator runs, for `Schedule.of`. `grid("sr", rows=parallel("gpu"), cols=shift("gpu"))`: the ranks
-along the mesh axis `gpu` divide rows, and each runs over cols from its own block on. `In[cols].replicate("node")`: all ranks
-along the mesh axis `node` have the whole operand.
-"""
+"""Operators written as loop nests in Python (paper, section 7.1): `@commir.operator` reads a function and never calls it."""
 
 import ast
 import inspect
@@ -46,12 +27,12 @@ class In:
 
     @staticmethod
     def home(axis: Any) -> NoReturn:
-        """Name the axis along which the operand is kept, or None; see the module's docstring."""
+        """Name the axis along which the operand is kept, or None; see `operator`."""
         raise RuntimeError(NOT_CALLED)
 
     @staticmethod
     def replicate(*mesh_axes: str) -> "type[In]":
-        """Keep the operand whole on all ranks along some mesh axes; see the module's docstring."""
+        """Keep the operand whole on all ranks along some mesh axes; see `operator`."""
         raise RuntimeError(NOT_CALLED)
 
 
@@ -60,17 +41,17 @@ class Out(In):
 
 
 def grid(kinds: str, /, **placements: object) -> NoReturn:
-    """The loops over all axes, and which mesh axes divide them; see the module's docstring."""
+    """The loops over all axes, and which mesh axes divide them; see `operator`."""
     raise RuntimeError(NOT_CALLED)
 
 
 def parallel(*mesh_axes: str) -> NoReturn:
-    """Divide a loop over the ranks along some mesh axes, outermost first; see the module's docstring."""
+    """Divide a loop over the ranks along some mesh axes, outermost first; see `operator`."""
     raise RuntimeError(NOT_CALLED)
 
 
 def shift(*mesh_axes: str) -> NoReturn:
-    """Run a loop shifted along some mesh axes, so that blocks travel in rings; see the module's docstring."""
+    """Run a loop shifted along some mesh axes, so that blocks travel in rings; see `operator`."""
     raise RuntimeError(NOT_CALLED)
 
 
@@ -106,6 +87,28 @@ class Operator:
 
 def operator(function: Callable[..., Any]) -> Operator:
     """Read a function as a loop nest.
+
+    For example, with one input that every rank has whole:
+
+        @commir.operator
+        def weighted_sum(rows=1024, cols=4096):
+            a = In[rows, cols]
+            b = In[cols].home(None)
+            c = Out[rows]
+            for rows, cols in grid("sr"):
+                c[rows] += a[rows, cols] * b[cols]
+
+    Parameters are axes and their sizes. Assignments declare operands over axes. `home` names the axis along which an operand
+    is kept sharded over all ranks: the first one, unless it says otherwise; `home(None)` keeps it whole on every rank.
+
+    The loop over `grid` names all axes, with their kinds: "s" is spatial, "r" reduced. Its one statement is
+    `out[...] += expression`, `out[...] = expression` without reduced axes, or `out[...] = max(out[...], expression)`.
+    Expressions are made of operands, numbers, + - * /, and `torch.exp`, `log`, `sqrt`, `tanh`, `sigmoid`, `relu`, `abs`,
+    `sin` and `cos`. An expression that is no product is computed for all points of a tile before it is summed.
+
+    Annotations say where the operator runs, for `Schedule.of`. With `grid("sr", rows=parallel("gpu"), cols=shift("gpu"))`,
+    the ranks along the mesh axis `gpu` divide rows, and each runs over cols from its own block on. With
+    `In[cols].replicate("node")`, all ranks along the mesh axis `node` have the whole operand.
 
     Raises:
         LoopNestError: the function is no loop nest; the message points at the line.

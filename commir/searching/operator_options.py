@@ -170,7 +170,7 @@ def _tile_of(plan: Plan) -> Program:
 
 
 def tile_name(tile: Program) -> str:
-    """What the time of a tile depends on, as text."""
+    """A description of a tile by everything that its time depends on."""
     sizes = ", ".join(f"{axis.name} {axis.size}" for axis in tile.axes)
     groups = "".join(f", {x.name} in groups of {n} {axis}" for x in tile.operands for axis, n in x.groups if n > 1)
     options = "".join(f", {name}={value}" for name, value in tile.options)

@@ -41,7 +41,9 @@ def search(
 ) -> list[Plan]:  # fmt: skip
     """Find the `top` fastest plans by predicted time, the best first.
 
-    Every candidate is considered (`candidates`), and every plan begins and ends with the operands in their home layout, so
+    Every candidate is considered: each way to divide the levels of the mesh into at most three parts (four if it has several
+    levels or the program more than three loops; one part per level of a deeper mesh), and each placement of the parts. Every
+    plan begins and ends with the operands in their home layout, so
     the cost of any other layout is counted. Equally fast plans are sorted by bytes sent, number of mesh axes, known
     schedules before others, messages, memory, and text. The same arguments give the same plans on every rank and in every
     process.

@@ -81,7 +81,7 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
 
 
 def _memory(inputs: RunInputs) -> str:
-    """What a rank holds, by the formula of --memory-budget."""
+    """The memory of a rank, by the formula of --memory-budget."""
     options = inputs.options
     memory = training_memory(options, inputs.config, options.expert_model_parallel_size)
     tokens = local_tokens(inputs.config, options.seq_length, options.context_parallel_size)

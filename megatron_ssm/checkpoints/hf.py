@@ -78,8 +78,8 @@ def load(
 ) -> Model:
     """A model from a Hugging Face directory, split over the ranks of `group`.
 
-    Every rank reads its own slices only: at its peak it holds its parameters and one slice. The ranks compare twice, before
-    the model is built and after it is filled: each group gathers 16 bytes from each rank.
+    Every rank reads its own slices only: at its peak it holds its parameters and one slice. The ranks compare the arguments
+    and the files before the model is built, and wait for each other after it is filled.
 
     Args:
         directory: With config.json, and safetensors files or pytorch_model.bin.

@@ -91,7 +91,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--speculate", type=int, default=0, metavar="N",
                        help="propose up to N tokens by what followed the same words (default: 0)")  # fmt: skip
     serve.add_argument("--draft", metavar="DIR",
-                       help="a small model with the same vocabulary that proposes them (default: up to 4)")  # fmt: skip
+                       help="a small model with the same vocabulary that proposes them (default: up to 7)")  # fmt: skip
     serve.add_argument("--draft-head", action="store_true",
                        help="propose tokens with the checkpoint's draft head (mtp.*)")  # fmt: skip
     serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="then 429 (default: 64)")

@@ -242,7 +242,11 @@ class Engine:
         checksum of the tokenizer if any request needs it.
         """
         is_used = any(request.stop_strings or request.grammar or request.thinking for request in requests)
-        arguments = {f"request {row}": request.arguments for row, request in enumerate(requests)}
+        arguments = {
+            f"request {row}: {name}": value
+            for row, request in enumerate(requests)
+            for name, value in request.arguments.items()
+        }
         return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
 
     def enqueue(self, request: Request, seed: int) -> Request:

@@ -96,20 +96,24 @@ class Request:
             raise ValueError(f"prefix_key must be a string, not {type(self.prefix_key).__name__}")
 
     @property
-    def arguments(self) -> tuple:
-        """The arguments of the request, whose `repr`s ranks compare. The prefix key, which may be secret, is hashed."""
-        additions = dict(
-            logit_bias=self.logit_bias or None,
+    def arguments(self) -> dict[str, object]:
+        """The arguments of the request, which ranks compare. The prefix key, which may be secret, is hashed."""
+        return dict(
+            prompt=self.prompt,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            stop_tokens=sorted(self.stop_tokens),
+            stop_strings=self.stop_strings,
+            seed=self.seed,
+            min_new_tokens=self.min_new_tokens,
+            logit_bias=self.logit_bias,
             logprobs=self.num_logprobs,
-            prompt_logprobs=self.with_prompt_logprobs or None,
+            prompt_logprobs=self.with_prompt_logprobs,
             grammar=self.grammar,
             thinking=self.thinking,
             pooling=self.pooling,
             prefix_key=hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16] if self.prefix_key else None,
         )
-        used = {name: value for name, value in additions.items() if value is not None}
-        return (self.prompt, self.max_new_tokens, self.sampling, sorted(self.stop_tokens), self.stop_strings, self.seed,
-                self.min_new_tokens, used)  # fmt: skip
 
     @property
     def max_cached_tokens(self) -> int:

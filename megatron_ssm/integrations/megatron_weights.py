@@ -181,7 +181,8 @@ def load_hugging_face(model: nn.Module, directory: str | Path) -> None:
     """Load the weights of a Hugging Face directory into one of Megatron's models. All ranks of the model call it together.
 
     Every rank reads its own slices. `save_hugging_face` uses the directory as its default source. In a GPTModel, the norms
-    of gated delta nets hold their weights minus 1, and A_log and dt_bias are in params_dtype.
+    of gated delta nets hold their weights minus 1, which is exact for weights between 0.5 and 2, and A_log and dt_bias are
+    in params_dtype. Draft heads are not converted.
 
     Args:
         model: A MambaModel that `specs.stack_spec` built, or a GPTModel with gated delta nets, without wrappers.
@@ -224,7 +225,8 @@ def save_hugging_face(model: nn.Module, directory: str | Path, source: str | Pat
     """Write one of Megatron's models as a Hugging Face directory. All ranks of the world call it together.
 
     The tensor-parallel ranks of the first replica send their parts to their first rank, which writes the files. See
-    `checkpoints.hf.save`, also for further errors.
+    `checkpoints.hf.save`, also for further errors. Without sequence parallelism, Megatron 0.16.1 does not sum the gradient
+    of a gated delta net's output norm over the tensor-parallel ranks, so their copies drift apart; the first is written.
 
     Args:
         model: A model as in `load_hugging_face`. A GPTModel is written as a Qwen3.5, unless the source is a Qwen3-Next.

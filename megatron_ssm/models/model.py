@@ -29,6 +29,7 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.tracked import TrackedList, TrackedModule
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives import counted as collectives
+from sparsefusion.collectives.agreement import together
 
 from .context import check_length, check_schedule, context_ranks
 from .draft_head import DraftHead
@@ -115,6 +116,7 @@ class Model(TrackedModule):
         self.lora: Lora | None = None
         self.routing: Routing | None = None
         self.graphs = self.context_ranks is None
+        self._is_compared = False
         self._tapes, self._graphs = Tapes(), DecodingGraphs()
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.embeddings = VocabularyParallel(config.vocab_size, config.hidden_size, ranks, **options)
@@ -373,7 +375,7 @@ class Model(TrackedModule):
             if local is not None:
                 return local
 
-        mask, sharding = self._check_call(input_ids, attention_mask, cache, kind)
+        mask, sharding = self._check_first_call(input_ids, attention_mask, cache, kind)
         lengths = [] if cache is None else cache.lengths[cache.rows].tolist()
         tokens = input_ids.shape[1]
         if self.ranks.sequence_parallel:
@@ -396,6 +398,19 @@ class Model(TrackedModule):
         if cache is not None and not kind.speculative:
             cache.advance(input_ids.shape[1] if sharding is None else sharding.length, mask, new_per_rank)
         return local
+
+    def _check_first_call(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
+    ) -> tuple[torch.Tensor | None, TokenSharding | None]:
+        """`_check_call`. In the first call in which context ranks have their own tokens, they compare the arguments."""
+        if self._is_compared or not kind.is_sharded or self.context_ranks is None:
+            return self._check_call(input_ids, attention_mask, cache, kind)
+        checked = together(
+            lambda: self._check_call(input_ids, attention_mask, cache, kind), [self.context_ranks.group],
+            lambda _: {"input_ids": tuple(input_ids.shape), "seq": kind.seq, "cache": cache is not None}, self.device,
+        )  # fmt: skip
+        self._is_compared = True
+        return checked
 
     def _check_call(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind

@@ -25,7 +25,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, options: Options, step: int = 0, samples: int | None = None) -> "BatchSizes":
-        """Those of a run that begins after a step; samples: None for all of these steps at the full size."""
+        """The batch sizes of a run that begins after a step. samples: None for all of these steps at the full size."""
         samples = step * options.global_batch_size if samples is None else samples
         start, increment, ramp = map(int, options.rampup_batch_size or (0, 0, 0))
         return cls(options.global_batch_size, start, increment, ramp, step, samples)

@@ -42,6 +42,12 @@ def read_settings(options: Options, data_ranks: int, hidden_size: int) -> dict[s
     It has no train_batch_size, because DeepSpeed would count context ranks as replicas, and no clipping, because DeepSpeed
     would count gradients several times of which several tensor-parallel ranks have a copy: the trainer clips.
 
+    Keys that no option decides are passed on: reports of DeepSpeed's own (steps_per_print, flops_profiler, tensorboard and
+    others), communication_data_type, prescale_gradients, gradient_predivide_factor (except with stage 3, where gradients
+    would be wrong), and of zero_optimization the sizes, contiguous_gradients, reduce_scatter, allgather_partitions and
+    overlap_comm. The optimizer is always torch's AdamW, so torch_adam, zero_allow_untested_optimizer and
+    zero_force_ds_cpu_optimizer are ignored, as is stage3_gather_16bit_weights_on_model_save.
+
     Args:
         options: Those of the run.
         data_ranks: The number of replicas.
@@ -84,6 +90,9 @@ def _completed(given: dict[str, Any], options: Options, data_ranks: int, hidden_
                 raise ValueError(f"{key} {json.dumps(value)} contradicts {why}")
         elif not _is_known(key, value):
             raise ValueError(f"{key} is not supported by examples/pretrain.py")
+    steps = stated.get("steps_per_print", AUTO)
+    if steps != AUTO and not (isinstance(steps, int) and steps > 0):  # DeepSpeed would fail after the first step
+        raise ValueError(f"steps_per_print {json.dumps(steps)} is not a positive integer")
     is_bf16 = _keeps_bf16_parameters(stated, options)
     zero = _zero(stated, hidden_size)
     _check_stage(zero["stage"], is_bf16, options, stated.get("gradient_predivide_factor", 1))

@@ -53,6 +53,8 @@ from .indexed import Samples
 from .options import Options
 from .trainer import SequenceLoss, Trainer, entries, evaluate, gathered_state, torch_adamw, unfilled_state
 
+# How DeepSpeed refuses a value, on every rank.
+REFUSALS = (ValidationError, AssertionError, AttributeError, TypeError, ValueError, ZeroDivisionError)
 OLDEST = "0.19.8"  # version of DeepSpeed that skips steps that are not finite in every stage
 
 
@@ -90,7 +92,7 @@ class DeepSpeedTrainer(Trainer):
             self._engine, *_ = self._deepspeed.initialize(
                 model=loss, optimizer=optimizer, config=self._settings, mpu=self._mpu
             )
-        except (ValidationError, AssertionError) as error:  # how DeepSpeed refuses a value, on every rank
+        except REFUSALS as error:
             raise ValueError(f"{self.options.deepspeed_config}: {' '.join(str(error).split())}") from None
         self._stage = int(self._engine.zero_optimization_stage())
         for partition in self._partitions():

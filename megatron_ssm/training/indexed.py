@@ -100,7 +100,7 @@ def _bounds(split: str) -> tuple[float, float]:
 
 
 class _Tokenizer:
-    """What megatron-core asks of a tokenizer: the id after each document, and an identity. It pads with no id."""
+    """A tokenizer as megatron-core uses it: the id after each document, and an identity. There is no padding."""
 
     pad = -1
 

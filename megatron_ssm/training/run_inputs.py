@@ -120,12 +120,13 @@ class RunInputs:
     def fingerprint(self) -> dict[str, Any]:
         """The values that must be equal on all ranks; those most likely to differ come first."""
         options, held_out = self.options, self.corpus.held_out
+        held_out_text = (len(held_out.ids), _checksum(held_out.ids)) if isinstance(held_out, Tokens) else None
         training_text = self.requirements["training_tokens"], self.requirements["training_text"]
         return {
             "training tokens, checksum": training_text,
-            "held-out tokens, checksum": isinstance(held_out, Tokens) and (len(held_out.ids), _checksum(held_out.ids)),
+            "held-out tokens, checksum": held_out_text,
             "resumed step": self.first_step,
-            "options": {f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
+            **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in LOCAL_OPTIONS},
             "outputs": [bool(getattr(options, name)) for name in ("log", "tensorboard", "profile")],
             "requirements": self.requirements,
             "DeepSpeed's configuration": self.deepspeed,

@@ -115,7 +115,7 @@ class SparseFusion:
 
         All ranks call it at the same point between steps, with the same options, which they compare over the data-parallel
         group and over the ranks of a divided model. If some ranks cannot attach, or `copied` raises there, all ranks of
-        these groups raise the same error, and none is attached.
+        these groups raise the same error, and none is attached. A target of another kind is an error on its rank only.
 
         Raises:
             ValueError: The target is another object, or has a communication hook or another SparseFusion, ZeRO 2 or 3, a
@@ -171,7 +171,9 @@ class SparseFusion:
         )  # fmt: skip
 
     def detach(self) -> None:
-        """Let the target reduce its gradients itself again. Residuals are dropped. ValueError if it is not attached.
+        """Let the target reduce its gradients itself again. ValueError if it is not attached.
+
+        Residuals are dropped; to send them first, call `replan` and train one more step.
 
         torch's DDP accepts one communication hook in its lifetime: it works as without a hook, but accepts no other one.
         """
@@ -245,7 +247,9 @@ class SparseFusion:
         """Continue from `state_dict`, on all ranks together.
 
         The saved plan is kept, unless options differ, it would not send clearly less on these ranks, or the mode is auto and
-        the number of ranks has changed: then dense steps are profiled again.
+        the number of ranks has changed: then dense steps are profiled again. With a plan that is kept, the run is bitwise
+        equal to an uninterrupted one. In the modes dense and fp16, which use DDP's own buckets, this holds for two ranks
+        only: torch's DDP sums its first step in other buckets, which changes the order of a sum of more ranks.
 
         Args:
             state: This rank's own state, or the list of the states of all ranks, if their number has changed. From a list,

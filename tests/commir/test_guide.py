@@ -1,4 +1,4 @@
-"""The programs in docs/guides/schedules.md. Oracle: what they say themselves, that every rank's outputs are exact."""
+"""The programs of the guide to commir and its how-to pages. Oracle: what they say, that every rank's outputs are exact."""
 
 import re
 import runpy
@@ -13,15 +13,14 @@ import commir
 from ranks import run_agent
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "guides" / "schedules.md"
-END = "dist.destroy_process_group()\n"
+PAGES = ("guides/schedules.md", "how-to/schedule-by-hand.md", "how-to/lay-out-a-layer.md")
+GUIDE, BY_HAND, LAYER = (ROOT / "docs" / page for page in PAGES)
 
 
-def programs():
-    """The program of a new operator, and the lines that it gets before its end to run a layer."""
-    operator, layer = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert operator.endswith(END)
-    return operator, layer
+def program(page):
+    """The only complete program of a page."""
+    (found,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return found
 
 
 def printed(code, folder):
@@ -33,23 +32,22 @@ def printed(code, folder):
 
 
 def test_the_program_of_the_guide_runs(tmp_path):
-    first, *others = printed(programs()[0], tmp_path)
+    first, *others = printed(program(GUIDE), tmp_path)
     assert first.startswith("0 True\n") and others == [f"{rank} True\n" for rank in (1, 2, 3)]
-    assert "nearest on Mesh(" in first and "chosen: " in first
+    assert "attention on Mesh(" in first and "chosen: " in first
 
 
-def test_the_layer_of_the_guide_runs(tmp_path):
-    operator, layer = programs()
-    first, *others = printed(operator.removesuffix(END) + layer + END, tmp_path)
-    assert others == [f"{rank} True\nlayer on {rank}: True\n" for rank in (1, 2, 3)]
-    assert first.endswith("layer on 0: True\n") and re.search(r"\nup: \w+ on \w+; \w+ on \w+; .*\ndown: ", first)
+def test_the_layer_runs(tmp_path):
+    first, *others = printed(program(LAYER), tmp_path)
+    assert others == [f"layer on {rank}: True\n" for rank in (1, 2, 3)]
+    assert first.endswith("layer on 0: True\n") and re.match(r"up: \w+ on \w+; \w+ on \w+; .*\ndown: ", first)
 
 
 @pytest.mark.parametrize(
     "heading, end", [("Placements in its source", ".lower()"), ("Kernels of your own", ".verify(plan)")]
 )
-def test_the_examples_of_the_guide_make_right_plans(tmp_path, heading, end):
-    section = PAGE.read_text().partition(f"### {heading}\n")[2].partition("\n#")[0]
+def test_the_examples_by_hand_make_right_plans(tmp_path, heading, end):
+    section = BY_HAND.read_text().partition(f"## {heading}\n")[2].partition("\n#")[0]
     code = "\n".join(line for line in section.splitlines() if line.startswith("    "))
     assert code.startswith("    @commir.operator")
     names = "import commir, torch\nfrom commir import In, Out, grid, parallel, shift\n"
@@ -59,15 +57,16 @@ def test_the_examples_of_the_guide_make_right_plans(tmp_path, heading, end):
 
 def test_the_names_in_its_text_exist():
     """A user who has imported `commir` has its public names, and no sub-packages; others are imported as the text says."""
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
+    text = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     used = {name for span in spans for name in re.findall(r"(?<!from )\bcommir\.(\w+)", span)}
     assert {"search", "known", "GraphRunner"} <= used <= set(commir.__all__)
     imports = [span for span in spans if span.startswith("from ")]
-    assert len(imports) == 3
+    assert len(imports) == 1
     subprocess.run([sys.executable, "-c", "\n".join(imports)], check=True)
 
 
-def test_the_programs_of_the_guide_are_short():
-    for code, most in zip(programs(), (30, 20), strict=True):
-        lines = [line for line in code.splitlines() if line.strip() and not line.strip().startswith("#")]
-        assert len(lines) <= most
+def test_the_programs_are_short():
+    for page in (GUIDE, LAYER):
+        lines = [line for line in program(page).splitlines() if line.strip() and not line.strip().startswith("#")]
+        assert len(lines) <= 30, page

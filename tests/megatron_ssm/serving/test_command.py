@@ -29,10 +29,10 @@ finally:
 def test_help_loads_neither_torch_nor_the_server():
     result = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
-    page = (ROOT / "docs" / "guides" / "serving.md").read_text()
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     flags = re.findall(r"^  (--[\w-]+)", result.stdout, re.MULTILINE)
     assert len(flags) > 15
-    assert not [flag for flag in flags if flag not in page], "the guide names every flag"
+    assert not [flag for flag in flags if flag not in page], "the reference names every flag"
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def schedule(**changed):
          "gradient_accumulation_steps 4 contradicts --global-batch-size 12 / (--micro-batch-size 2 x 3 data-parallel ranks) "
          "= 2"),
         ({"gradient_clipping": 1.0}, {}, "gradient_clipping 1.0 contradicts --clip-grad 0.5"),
+        ({"steps_per_print": 0}, {}, "steps_per_print 0 is not a positive integer"),
         (params(lr=0.1), {}, "optimizer.params.lr 0.1 contradicts --lr 0.01"),
         (params(betas=[0.9, 0.999]), {},
          "optimizer.params.betas [0.9, 0.999] contradicts --adam-beta1 0.9 --adam-beta2 0.95"),
