@@ -79,8 +79,10 @@ class Options:
         "checkpoint in it",
         flag_alone="newest",
     )
-    valid_data_path: tuple[str, ...] = _option((), "held-out text files or folders (default: a share of the documents)")
-    held_out: float = _option(0.05, "share of the documents' bytes to hold out without --valid-data-path")
+    valid_data_path: tuple[str, ...] = _option(
+        (), "held-out text files or folders, or indexed datasets if the training data are (default: a share of the documents)"
+    )
+    held_out: float = _option(0.05, "share of the bytes of text to hold out without --valid-data-path")
     document_separator: str = _option("", "a line that separates documents within a file")
     tokenizer_model: str = _option("", "'byte', a tokenizer.json, or its folder (default: --init-from, else 'byte')")
     init_from: str = _option("", "Hugging Face directory of the model to start from, instead of a new one")
