@@ -8,13 +8,27 @@ from typing import Any
 
 SAME = {"--save": "out", "--tensorboard-dir": "tensorboard", "--wandb-project": "wandb"}  # another name of an option
 
-# Flags that ask for what happens anyway, with how many values each has.
+# Flags without effect: (how many values each has, what decides it).
 ANYWAY = {
-    "--use-mcore-models": 0, "--group-query-attention": 0, "--disable-bias-linear": 0, "--is-hybrid-model": 0,
-    "--log-throughput": 0, "--overlap-grad-reduce": 0, "--accumulate-allreduce-grads-in-fp32": 0,
-    "--exit-signal-handler": 0, "--deepspeed": 0, "--manual-gc": 0, "--tokenizer-type": 1, "--num-workers": 1,
-    "--transformer-impl": 1, "--distributed-backend": 1, "--max-position-embeddings": 1, "--overlap-param-gather": 0,
-    "--no-create-attention-mask-in-dataloader": 0,
+    "--use-mcore-models": (0, "all layers are this package's"),
+    "--transformer-impl": (1, "all layers are this package's"),
+    "--group-query-attention": (0, "--num-query-groups decides it"),
+    "--disable-bias-linear": (0, "the family of the model decides it"),
+    "--is-hybrid-model": (0, "--hybrid-override-pattern or --model-type decides it"),
+    "--max-position-embeddings": (1, "--seq-length decides it"),
+    "--tokenizer-type": (
+        1, "--tokenizer-model is 'byte' or a tokenizer.json; other files, such as SentencePiece's, are not read"
+    ),
+    "--no-create-attention-mask-in-dataloader": (0, "no mask is created"),
+    "--num-workers": (1, "no worker processes read data"),
+    "--log-throughput": (0, "it is always logged"),
+    "--overlap-grad-reduce": (0, "the engine decides it"),
+    "--overlap-param-gather": (0, "the engine decides it"),
+    "--accumulate-allreduce-grads-in-fp32": (0, "gradients have the dtype of the parameters, fp32"),
+    "--distributed-backend": (1, "--device decides it: NCCL for cuda, gloo for cpu"),
+    "--exit-signal-handler": (0, "SIGTERM always saves a checkpoint"),
+    "--manual-gc": (0, "Python decides when to collect garbage"),
+    "--deepspeed": (0, "--engine decides it"),
 }  # fmt: skip
 
 # Flags whose value decides an option, with the value's type.
@@ -22,10 +36,10 @@ DERIVED = {
     "--lr-warmup-samples": (int, "--lr-warmup-iters, times --global-batch-size"),
     "--lr-decay-samples": (int, "--lr-decay-iters, times --global-batch-size"),
     "--lr-warmup-fraction": (float, "--lr-warmup-iters, as a share of --lr-decay-iters"),
-    "--recompute-granularity": (str, "full: --recompute-activations"),
+    "--recompute-granularity": (str, "full: --recompute-activations; selective is refused"),
     "--hybrid-attention-ratio": (float, "--hybrid-override-pattern, as Megatron distributes the blocks"),
     "--hybrid-mlp-ratio": (float, "--hybrid-override-pattern, as Megatron distributes the blocks"),
-    "--load": (str, "equal to --out: --resume auto"),
+    "--load": (str, "the directory of --save: --resume auto; another one is refused"),
 }
 
 # Flags with the only value that is there, and the reason.
@@ -38,7 +52,7 @@ ONLY = {
     "--normalization": ("RMSNorm", "the family of the model decides it"),
     "--position-embedding-type": ("none", "the family of the model decides it"),
     "--optimizer": ("adam", "it is AdamW"),
-    "--ckpt-format": ("torch_dist", "checkpoints are torch's distributed ones; `megatron-ssm convert` reads others"),
+    "--ckpt-format": ("torch_dist", "checkpoints are torch's distributed ones"),
     "--spec": (
         "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
         "the family of the model decides its layers: --model-type or --model-config",
@@ -75,7 +89,7 @@ NOT_THERE = {
 
 def add_arguments(parser: Any, **hidden: Any) -> None:
     """Add ANYWAY, ONLY and DERIVED to an argparse parser; hidden: arguments of each."""
-    for name, values in ANYWAY.items():
+    for name, (values, _) in ANYWAY.items():
         action: dict[str, Any] = dict(nargs=values) if values else dict(action="store_true")
         parser.add_argument(name, **action, **hidden)
     for name, (only, _) in ONLY.items():
@@ -172,7 +186,7 @@ def answers() -> dict[str, str]:
     """{flag: what it stands for here, or why it is not there}, in Markdown."""
     rows = [
         *((flag, f"`--{name.replace('_', '-')}`") for flag, name in SAME.items()),
-        *((flag, "no effect: it is so anyway, or another option decides it") for flag in ANYWAY),
+        *((flag, f"no effect: {reason}") for flag, (_, reason) in ANYWAY.items()),
         *(
             (flag, f"`{only}`, which is so anyway; others are refused: {reason}")
             for flag, (only, reason) in ONLY.items()

@@ -131,7 +131,9 @@ class Options:
         choices=CONTEXT_SCHEDULES,
     )
     sequence_parallel: bool = _option(False, "between layers, give each tensor-parallel rank a share of the tokens")
-    recompute_activations: bool = _option(False, "compute each block's activations again in backward, to save memory")
+    recompute_activations: bool = _option(
+        False, "compute each block's activations again in backward, as Megatron's --recompute-granularity full"
+    )
     engine: str = _option("torch", "what averages gradients", choices=ENGINES)
     use_distributed_optimizer: bool = _option(False, "divide the optimizer's state over the replicas (megatron, CUDA)")
     deepspeed_config: str = _option("", 'DeepSpeed\'s JSON file; values that are "auto" come from these options')
