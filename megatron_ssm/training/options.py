@@ -80,7 +80,8 @@ class Options:
         flag_alone="newest",
     )
     valid_data_path: tuple[str, ...] = _option(
-        (), "held-out text files or folders, or indexed datasets if the training data are (default: a share of the documents)"
+        (),
+        "held-out text files or folders, or indexed datasets, as the training data (default: a share of the documents)",
     )
     held_out: float = _option(0.05, "share of the bytes of text to hold out without --valid-data-path")
     document_separator: str = _option("", "a line that separates documents within a file")
