@@ -1,7 +1,8 @@
 """The parts of SSFusion one by one, and how long planning takes (about 15 min; root).
 
 The claims: fusion brings most of the speed-up, and the choice of dense gradients some more; sending these while the others
-are selected brings nothing on a CPU. Planning 500 gradients in all modes, from measurements to JSON, takes at most 50 ms.
+are selected, or during the backward pass, brings nothing on a CPU. Planning 500 gradients in all modes, from measurements to
+JSON, takes at most 60 ms.
 
 Every contestant trains a copy of a Mamba-2 of 24 layers with 410 gradients. They take turns. A turn is a step that does not
 count and one that does, and is repeated if the hypervisor took the cores away meanwhile; the table shows medians. `dense`
