@@ -1,7 +1,7 @@
 """The time of each part of a block and of its messages: five families, a decoded token and a prompt (about 6 min).
 
 The claim: on two ranks, products with weights are the largest part of a decoded token, and messages through shared memory
-take less than a tenth of it; over gloo they take more than half. Shapes near 130m in fp32, one thread for each rank, batch
+take less than a third of it; over gloo they take more than half. Shapes near 130m in fp32, one thread for each rank, batch
 1. The operations of the model's tape are run one part after the other and timed on rank 0. A message includes the time
 until the other rank sends its own. Two ranks read prompts without a tape, so the parts of a prompt are those of one rank,
 and of two ranks only the messages are timed. Medians over TURNS turns.
