@@ -17,13 +17,15 @@ def supports_gated_delta(
 ) -> bool:
     """Return True if a kernel supports these arguments of `gated_delta.gated_delta`.
 
-    The kernel for chunks multiplies float32 in TF32. So torch computes float32, unless torch itself may use TF32.
+    The kernel for chunks multiplies float32 in TF32. So torch computes float32, unless torch itself may use TF32, or a lower
+    precision under autocast.
     """
     inputs = (q, k, v, g, beta, state)
     if _is_recurrent(v, one_by_one):
         return CUDA_GATED_DELTA_STEP.takes(k.shape[3], *inputs)
     fits = CUDA_GATED_DELTA.takes(k.shape[3], *inputs)
-    return fits and (cuda_kernels.may_use_tf32() or cuda_kernels.common_dtype(q, k, v) is not torch.float32)
+    may_round = cuda_kernels.may_use_tf32() or torch.is_autocast_enabled(v.device.type)
+    return fits and (may_round or cuda_kernels.common_dtype(q, k, v) is not torch.float32)
 
 
 def gated_delta(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from cases import oracle
 from megatron_ssm import generate, load
 from megatron_ssm.native import kernels
-from megatron_ssm.ops import cuda_convolution, cuda_kernels, cuda_scans
+from megatron_ssm.ops import cuda_convolution, cuda_gated_delta, cuda_kernels, cuda_scans
 from megatron_ssm.ops.convolution import causal_conv_ref
 from megatron_ssm.ops.gated_delta import gated_delta, gated_delta_ref
 from megatron_ssm.ops.optional_imports import OptionalImport
@@ -486,21 +486,27 @@ def test_gated_delta_rule(called, state):
 
 
 @torch.no_grad()
-def test_ssd_uses_tf32_only_where_torch_allows_it(called, monkeypatch):
+def test_tf32_only_where_torch_allows_it(called, monkeypatch):
     """A single token needs no matrix products, TF32 represents bfloat16 exactly, and autocast permits lower precision."""
     monkeypatch.undo()
     assert cuda_kernels.may_use_tf32() is False
-    inputs = detached(inputs_for("ssd"))
-    narrow = inputs | {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
+    ssd, delta = detached(inputs_for("ssd")), detached(delta_inputs(seq=21, dtype=torch.float32, state=True))
     monkeypatch.setattr(cuda_kernels, "on_cuda", lambda tensor: True)
     monkeypatch.setattr(cuda_kernels, "load_kernel", lambda name: OptionalImport("stand-in", mamba_chunk_scan_combined))
-    assert not cuda_scans.supports_ssd(**inputs) and cuda_scans.supports_ssd(**narrow)
+
+    def supported(dtype=None):
+        narrow = [inputs | {n: inputs[n].to(dtype) for n in names} for inputs, names in ((ssd, "xBC"), (delta, "qkv"))]
+        return cuda_scans.supports_ssd(**narrow[0]), cuda_gated_delta.supports_gated_delta(
+            **narrow[1], one_by_one=False
+        )
+
+    assert supported() == (False, False) and supported(torch.bfloat16) == (True, True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert cuda_scans.supports_ssd(**inputs)
-    assert cuda_scans.supports_ssd(**{n: t[:, :1] if n in SEQUENCES["ssd"] else t for n, t in inputs.items()})
+        assert supported() == (True, True)
+    assert cuda_scans.supports_ssd(**{n: t[:, :1] if n in SEQUENCES["ssd"] else t for n, t in ssd.items()})
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert cuda_kernels.may_use_tf32() is True and cuda_scans.supports_ssd(**inputs)
+        assert cuda_kernels.may_use_tf32() is True and supported() == (True, True)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
