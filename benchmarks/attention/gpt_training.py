@@ -117,7 +117,8 @@ def our_loss(cell: Cell, schedule: Attention2D) -> tuple[Callable, torch.nn.Modu
     model = random_model(
         schedule, model_type="granitemoehybrid", vocab_size=VOCABULARY, hidden_size=width, num_local_experts=0,
         shared_intermediate_size=8 * width // 3, num_hidden_layers=LAYERS, layers_block_type=["attention"] * LAYERS,
-        num_attention_heads=cell.heads, num_key_value_heads=cell.heads, position_embedding_type="rope",
+        num_attention_heads=cell.heads, num_key_value_heads=cell.heads, mamba_n_heads=cell.heads,
+        position_embedding_type="rope",
     )  # fmt: skip
 
     def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
