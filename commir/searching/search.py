@@ -45,9 +45,10 @@ def search(
     levels or the program more than three loops; one part per level of a deeper mesh), and each placement of the parts. Every
     plan begins and ends with the operands in their home layout, so the cost of any other layout is counted. Equally fast
     plans are sorted by bytes sent, number of mesh axes, known schedules before others, messages, memory, and text. The same
-    arguments give the same plans on every rank and in every process. All ranks are predicted to compute equally long. Under
-    a causal mask in contiguous order they do not: the last of P ranks that share the queries computes 2 - 1/P times the
-    mean. In zigzag order, the default, they do.
+    arguments give the same plans on every rank and in every process.
+
+    All ranks are predicted to compute equally long. Under a causal mask in contiguous order they do not: the last of P ranks
+    that share the queries computes 2 - 1/P times the mean. In zigzag order, the default, they do.
 
     Args:
         program: the program.
