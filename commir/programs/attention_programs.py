@@ -1,6 +1,5 @@
 """Attention as loop programs: forward, backward and decoding (paper, section 2.2)."""
 
-from attention2d.layout.attention_arguments import check_causal
 from commir.ir.program import REDUCED, SPATIAL, WHOLE, Axis, Operand, Program, Result
 
 
@@ -23,7 +22,8 @@ def attention(
     Raises:
         ValueError: kv_heads does not divide heads, a size is below 1, or an argument has an unknown value.
     """
-    check_causal(causal)
+    if causal not in (True, False):
+        raise ValueError(f"causal={causal!r}: expected True or False")
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} heads do not divide over {kv_heads} key/value heads")

@@ -7,6 +7,7 @@ ranks pass states (see `context.state_passing`). DDP sums the gradients of all d
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -158,10 +159,13 @@ def backward_sums(config: Stack, ranks: int, tokens: int) -> Iterator[Message]:
 
 
 def replicated_gradients(config: Stack, ranks: int) -> Iterator[Message]:
-    """The mean, once per step, of the gradients of parameters that every tensor-parallel rank has, such as norms."""
-    sizes = [math.prod(f.shape) for f in config.fields() if f.split is None and ".idle." not in f.name]
-    if ranks > 1:
-        yield Message("all_reduce", SUM_BYTES * sum(sizes), ranks)
+    """The means, once per step, of the gradients of parameters that several tensor-parallel ranks have, such as norms."""
+    sizes: Counter[int] = Counter()  # numbers of a rank, by the number of ranks that have them
+    for each in config.fields():
+        if ".idle." not in each.name:
+            copies = each.copies(ranks)
+            sizes[copies] += math.prod(each.shape) * copies // ranks
+    yield from (Message("all_reduce", SUM_BYTES * size, ranks) for copies, size in sizes.items() if copies > 1)
 
 
 def passed_states(config: Stack, tensor: int, context: int, batch: int, training: bool) -> Iterator[Message]:

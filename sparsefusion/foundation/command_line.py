@@ -110,12 +110,12 @@ def shortened(value: object, length: int = 60) -> str:
 def print_on_rank_0(line: str) -> None:
     """Print a line to stderr on rank 0, before all ranks exit for the same reason.
 
-    Launchers end all ranks when the first one exits. So the other ranks wait RANK_0_GRACE_S, in case rank 0 is late. A rank
-    that is still there has another reason than rank 0, and prints its own line.
+    Launchers end all ranks when the first one exits. So the other ranks wait RANK_0_GRACE_S, in case rank 0 is late.
     """
-    if this_rank() != 0:
+    if this_rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+    else:
         time.sleep(RANK_0_GRACE_S)
-    print(line, file=sys.stderr, flush=True)
 
 
 def silence_third_parties() -> None:
