@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From text to a chat with a model of your own: NN minutes on two processor cores, and nothing is downloaded.
+# From text to a chat with a model of your own, on two processor cores; nothing is downloaded.
 #     source .venv/bin/activate
 #     examples/speedrun.sh [DIRECTORY]      (default: speedrun)
-# It can be interrupted: started again, it continues the training run where it stopped. The numbers to expect are those of an AMD EPYC (Zen 4).
+# It can be interrupted: started again, it continues the training run where it stopped.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-speedrun}
@@ -10,33 +10,33 @@ mkdir -p "$out"
 cd "$out"
 export OMP_NUM_THREADS=1 # one for each of two ranks
 
-# 1. The text: Python's documentation and docstrings, 1.7 MB to train on and 8 topics that are held out. (8 s)
+# 1. The text: Python's documentation and docstrings, 1.7 MB to train on and 8 topics that are held out.
 python "$here/corpus.py" text
 
 # 2. Questions and answers: 4,131 lines like
 #    {"text": "Question: What does textwrap.dedent do?\nAnswer: Remove any common leading whitespace ..."}
-#    and a chat template that puts what you type into the same form. (2 s)
+#    and a chat template that puts what you type into the same form.
 python "$here/questions.py" questions
 
-# 3. A tokenizer with 2,048 tokens. A token is 3.1 bytes of this text. (2 s)
+# 3. A tokenizer with 2,048 tokens.
 python "$here/tokenizer.py" tokenizer 2048 text/train/*.txt
 
-# 4. Pretraining of a hybrid with Mamba-2, attention and MLP blocks, 2.6 M parameters, on two tensor-parallel ranks. (NN minutes)
-#    The loss falls from 7.7 to NN nats per token; on the held-out topics it is NN nats per byte at the end.
+# 4. Pretraining of a hybrid with Mamba-2, attention and MLP blocks, 2.6 M parameters, on two tensor-parallel ranks.
+#    The loss begins at 7.7 nats per token. At the end the held-out topics are evaluated, in nats per byte.
 train() { torchrun --standalone --nproc-per-node 2 -- "$here/pretrain.py" --tensor-model-parallel-size 2 --resume auto "$@"; }
 train --config "$here/configs/hybrid-small.yaml" --tokenizer-model tokenizer \
     --data text/train --valid-data-path text/held_out --seq-length 256 --micro-batch-size 8 --global-batch-size 8 \
     --train-iters 2000 --save-interval 250 --out base --log base.jsonl
 
-# 5. Learning to answer: the same model goes on with the questions. (NN minutes; NN nats per byte of questions that are held out)
+# 5. Learning to answer: the same model goes on with the questions, some of which are held out.
 train --init-from base --data questions/questions.jsonl --seq-length 256 --micro-batch-size 8 --global-batch-size 8 \
     --train-iters 400 --lr 1e-3 --lr-warmup-iters 20 --out chat --log chat.jsonl
 cp questions/chat_template.jinja chat
 
-# 6. A smaller file: matrices in 8 bits. (3 s; NN to NN MB)
+# 6. A smaller file: matrices in 8 bits.
 megatron-ssm convert --model chat --weights int8 --out chat-int8
 
-# 7. Ask it. It knows its text by heart, and makes up the rest: NN
+# 7. Ask it. So small a model answers in the style of the documentation, and is often wrong.
 python -m megatron_ssm generate --model chat-int8 --max-new-tokens 60 --prompt $'Question: What does textwrap.dedent do?\nAnswer:'
 
 # 8. Chat in the browser, at http://127.0.0.1:8000; Ctrl-C ends it.
