@@ -34,7 +34,7 @@ train --init-from base --data questions/questions.jsonl --seq-length 256 --micro
 cp questions/chat_template.jinja chat
 
 # 6. A smaller file: matrices in 8 bits.
-megatron-ssm convert --model chat --weights int8 --out chat-int8
+[ -e chat-int8 ] || megatron-ssm convert --model chat --weights int8 --out chat-int8
 
 # 7. Ask it. So small a model answers in the style of the documentation, and is often wrong.
 python -m megatron_ssm generate --model chat-int8 --max-new-tokens 60 --prompt $'Question: What does textwrap.dedent do?\nAnswer:'
