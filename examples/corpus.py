@@ -91,15 +91,12 @@ def documented_modules() -> Iterator[tuple[str, list[Path]]]:
     """(name, its Python files) of the public modules and packages of the standard library, in alphabetical order."""
     for name in sorted(sys.stdlib_module_names):
         if not name.startswith("_") and name not in EXCLUDED_MODULES:
-            files = [LIBRARY / f"{name}.py", *sorted((LIBRARY / name).rglob("*.py"))]
-            yield (
-                name,
-                [
-                    file
-                    for file in files
-                    if file.is_file() and EXCLUDED_MODULES.isdisjoint(file.relative_to(LIBRARY).parts)
-                ],
-            )
+            files = (LIBRARY / f"{name}.py", *sorted((LIBRARY / name).rglob("*.py")))
+            yield name, [file for file in files if file.is_file() and _is_documented(file)]
+
+
+def _is_documented(file: Path) -> bool:
+    return EXCLUDED_MODULES.isdisjoint(file.relative_to(LIBRARY).parts)
 
 
 def _docstrings_of(file: Path) -> list[str]:
