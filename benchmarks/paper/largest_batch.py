@@ -1,32 +1,26 @@
 """The batch raised until memory ends, beside the formula: five families, one rank and two (about 15 min).
 
-The claim: the largest batch that a rank with a limit of memory can read and decode is at least 0.9 and at most 1.2 times
-that of the formula of `megatron_ssm.sizing.memory`; two ranks with the same limit each take more than twice the batch of
-one. Shapes near 130m with random weights in bf16, states in fp32. A rank may have LIMIT bytes of data: its weights, and what
-it allocates to read prompts of PROMPT tokens and to decode NEW more. The kernel refuses more (RLIMIT_DATA), beyond what the
-process had before it loaded the model. The batch is raised by a twenty-fifth of the formula's until an allocation fails, and
-the last one that fitted counts. Ranks use gloo.
+The claim: the largest batch that a rank with LIMIT bytes can read and decode is at least 0.9 and at most 1.2 times that of
+the formula of `megatron_ssm.sizing.memory`. Shapes near 130m with random weights in bf16, states in fp32. A rank may have
+LIMIT bytes of anonymous memory: its weights, and the growth to its peak while it reads prompts of PROMPT tokens and decodes
+NEW more. The batch is raised by a twenty-fifth of the formula's until a rank has more, and the last one that fitted counts.
+Ranks use gloo.
 
 Arguments: families ("Zamba2"), to print their rows only.
 """
 
-import contextlib
 import os
-import resource
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-os.environ.update(
-    OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="262144", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1"
-)
+os.environ.update(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="262144", MALLOC_TRIM_THRESHOLD_="0")
 
 import torch
 import torch.distributed as dist
 
 import megatron_ssm
-from benchmarks.support.cells import cell_arguments, measure_cell
+from benchmarks.support.anonymous_memory import peak_growth
+from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import FIVE_FAMILIES, random_model
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import families
@@ -43,30 +37,32 @@ def formula(shape: str, ranks: int) -> int:
     return int((LIMIT - memory.weights) // each)
 
 
-def data_bytes() -> int:
-    """The bytes of this process that RLIMIT_DATA limits."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-
-
 @torch.no_grad()
-def cell(_out: str, directory: str, fitted: str, expected: str) -> None:
-    """Run one rank. Rank 0 writes every batch that fitted to the file `fitted`. A rank without memory ends the process."""
+def cell(out: str, directory: str, expected: str) -> None:
+    """Run one rank. Rank 0 writes the largest batch that fitted to `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = megatron_ssm.load(directory, group, dtype=torch.bfloat16, shared_memory=False)
     run(model, 1)  # allocates what does not depend on the batch, such as threads
-    before = data_bytes() - sum(parameter.nbytes for parameter in model.parameters())
-    resource.setrlimit(resource.RLIMIT_DATA, (before + int(LIMIT), resource.RLIM_INFINITY))
     step = max(1, int(expected) // STEPS)
-    batch = int(expected) - STEPS // 5 * step
-    while True:
+    fitted, batch = 0, int(expected) - 3 * step
+    while most_memory(model, batch) <= LIMIT:
+        fitted, batch = batch, batch + step
+    if dist.get_rank() == 0:
+        write_result(out, fitted)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def most_memory(model: megatron_ssm.Model, batch: int) -> int:
+    """The bytes of weights, and of the growth to the peak of `run`, on the rank that has most."""
+    with peak_growth() as growth:
         run(model, batch)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            Path(fitted).write_text(str(batch))
-        batch += step
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    most = torch.tensor(weights + growth.bytes)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def run(model: megatron_ssm.Model, batch: int) -> None:
@@ -78,14 +74,6 @@ def run(model: megatron_ssm.Model, batch: int) -> None:
         model(ids[:, :1], cache=cache)
 
 
-def largest(directory: str, ranks: int, expected: int) -> int:
-    """The largest batch that fitted; 0: not even the first."""
-    with tempfile.NamedTemporaryFile("r") as fitted:
-        with contextlib.suppress(subprocess.CalledProcessError):  # how every run ends
-            measure_cell(__file__, ranks, None, directory, fitted.name, expected)
-        return int(fitted.read() or 0)
-
-
 def main() -> None:
     """Measure and publish the table; print the rows of the families that the command line names."""
     rows = [PAPER]
@@ -93,7 +81,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             random_model(shape, directory)
             expected = [formula(shape, ranks) for ranks in DEGREES]
-            found = [largest(directory, *each) for each in zip(DEGREES, expected, strict=True)]
+            found = [measure_cell(__file__, n, None, directory, e) for n, e in zip(DEGREES, expected, strict=True)]
         cells = [f"{e} / {f} ({f / e - 1:+.0%})" for e, f in zip(expected, found, strict=True)]
         rows.append([shape, *cells, f"{found[1] / found[0]:.2f}x (by the formula {expected[1] / expected[0]:.2f}x)"])
     header = [

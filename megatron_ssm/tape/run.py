@@ -97,8 +97,8 @@ class BoundCall:
     """A tape with buffers for `tokens` tokens of each of `batch` sequences; an `operators.state.Pending`.
 
     Attributes:
-        cache: The cache of the last `bind`.
-        call: The `operators.call.Call`, if the tape stops for operators in Python.
+        cache: The cache of the last `bind`, until the run ends.
+        call: The `operators.call.Call`, if the tape stops for operators in Python, until the run ends.
     """
 
     def __init__(self, tape: FinishedTape, batch: int, tokens: int):
@@ -171,6 +171,12 @@ class BoundCall:
 
     def run(self, section: Section) -> int:
         """Run the operations of a section. Return 0, or UNUSUAL if C does not support the call and changed nothing."""
+        try:
+            return self._run(section)
+        finally:
+            self.cache = self.call = None  # a tape does not keep a cache in memory
+
+    def _run(self, section: Section) -> int:
         struct = self.struct
         struct.start = struct.at = section.start
         struct.stop, struct.threads = section.stop, torch.get_num_threads()

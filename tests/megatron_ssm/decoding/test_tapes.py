@@ -3,6 +3,7 @@
 import copy
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -334,6 +335,20 @@ def test_what_has_moved_cannot_be_accepted(tmp_path):
         cache.allocate(64)
         with pytest.raises(RuntimeError, match="reallocated since speculative_logits"):
             cache.accept([1, 1])
+
+
+@torch.no_grad()
+def test_a_cache_is_freed_when_its_user_drops_it(tmp_path):
+    """Though the tapes of its prompt, its tokens and its speculative tokens are kept."""
+    model = megatron_ssm.load(saved(tmp_path, "zamba2"))
+    cache = model.new_cache(2)
+    model.next_logits(IDS[:, :4], cache=cache, prompt=True)
+    model.next_logits(IDS[:, 4:5], cache=cache)
+    model.speculative_logits(IDS[:, 5:7], cache)
+    cache.accept([1, 1])
+    layout = weakref.ref(cache.layout)
+    del cache
+    assert layout() is None
 
 
 def test_ids_outside_the_vocabulary_change_nothing(tmp_path):
