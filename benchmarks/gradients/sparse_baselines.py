@@ -1,4 +1,4 @@
-"""SSFusion against other schemes, the parts of a step, densities and sparsifiers (about 15 min; root).
+"""SSFusion against other schemes, the parts of a step, densities and sparsifiers (about 28 min; root).
 
 The schemes are plans of `SparseFusion` for the same Mamba-2 of 24 layers with 410 gradients. So what differs is what is
 fused, what is selected together, and which collective sends it, but not the implementation:
