@@ -125,7 +125,7 @@ WITHOUT_FEEDBACK = {
     "bucket, no residuals": replace(MAIN["bucket"], keeps_residuals=False),
     "layerwise, no residuals": replace(MAIN["layerwise"], keeps_residuals=False),
 }
-DEGREES = {f"{count} buffers": Contestant(partial(fused_in, count)) for count in (1, 4, 16)}
+DEGREES = {f"buffers: {count}": Contestant(partial(fused_in, count)) for count in (1, 4, 16)}
 WARM = {f"{name}, warm-up": replace(MAIN[name], density_warmup=50) for name in ("bucket", "layerwise", "selective")}
 SPARSIFIERS = {
     f"{mode}, {sparsifier}": replace(MAIN[mode], sparsifier=sparsifier)

@@ -1,7 +1,7 @@
 """What naive sharding sends, beside the split by channel: five families, 2 and 4 ranks; exact counts (about 3 min).
 
 The claim: the split needs at most two collectives per mixer where naive sharding needs four (three in Zamba, if ranks hold
-whole heads), and sends at most a third of the bytes. Naive sharding is that of `benchmarks.support.naive`; its logits are
+whole heads), and sends at most 0.34 of the bytes. Naive sharding is that of `benchmarks.support.naive`; its logits are
 compared with those of the split. Shapes near 130m with random weights; one pass over TOKENS tokens, messages over gloo in
 fp32. Bytes are those that a rank of a ring sends.
 """

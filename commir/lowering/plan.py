@@ -169,7 +169,7 @@ class Plan:
         return "\n".join([*lines, *messages, f"chosen: {self.reason}"])
 
     def source(self, rank: int = 0) -> str:
-        """Print what a rank does as a Python program: blocks and their shapes, messages and their peers, and tiles.
+        """Return what a rank does as a Python program: blocks and their shapes, messages and their peers, and tiles.
 
         It has all steps in their order, for the program's sizes and dtype; `commir.lowering.source` lists its words. Plans
         that are grids of `attention2d` send the same messages, but `execute` runs them on `attention2d`.

@@ -66,7 +66,8 @@ def kernel(pattern: Operator | str) -> Callable[[Callable[..., Any]], Callable[.
 
     The kernel of an operator gets the blocks of its inputs in their order, and returns the block of the output. That of
     "attention" (or "attention_backward") gets the tile's inputs, its options, and `indices`, {axis: the elements of the
-    whole tensor that the tile has}, by keyword, and returns out and lse (or dq, dk and dv).
+    whole tensor that the tile has}, by keyword, and returns out and lse (or dq, dk and dv). Blocks are read only: they can
+    be views of the user's tensors.
 
     `verify` calls a kernel with small blocks in float64, and compares with the pattern in plain operations. Every rank
     registers the same kernels; plans have only their names. A later kernel of the same name takes the place of the first.

@@ -343,7 +343,10 @@ class LoopNest:
             + (f" with {shifted[mesh_axis]} shifted" if mesh_axis in shifted else "")
             for name, mesh_axis in self.parallel
         ]
-        parts += [f"{operand} kept along {axis or 'nothing'} on {mesh_axis}" for operand, mesh_axis, axis in self.homes]
+        parts += [
+            f"{operand} kept {f'along {axis}' if axis else 'whole'} on {mesh_axis}"
+            for operand, mesh_axis, axis in self.homes
+        ]
         parts += [f"loops {', '.join(self.order)}"] if self.order != self.default_order() else []
         parts += [f"{self.digit(self.chunked).axis} in {self.chunks} chunks"] if self.chunked else []
         return f"{self.program.name} on {self.mesh!r}: {'; '.join(parts) or 'one rank computes everything'}"

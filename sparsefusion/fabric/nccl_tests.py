@@ -89,7 +89,6 @@ def run_program(
     variables = environment(setting)
     try:
         command = list(map(str, words))
-        command = list(map(str, words))
         done = subprocess.run(command, capture_output=True, timeout=seconds, env=os.environ | variables)
         output = done.stdout.decode()
         if done.returncode:
