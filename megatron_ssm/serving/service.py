@@ -185,6 +185,6 @@ class Service:
         if len(self._open) + len(self._prepared) + count > room:
             seconds = min(LONGEST_RETRY_S, math.ceil(self._mean_s))
             raise ApiError(
-                429, f"{self.limits.waiting} requests are waiting; try again later", code="queue_full",
+                429, f"there is no room for {count} more replies to run or wait; try again later", code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )  # fmt: skip
