@@ -21,7 +21,7 @@ env: .venv/stamp
 
 # The stamp contains the line that `make env` prints.
 .venv/stamp: setup.py pyproject.toml Makefile $(wildcard */native/*.[ch])
-	@echo "env: installing $(TORCH), then megatron-ssm, into .venv (a minute or two)"
+	@echo "env: installing $(TORCH), then megatron-ssm, into .venv (two to four minutes, without a sign of progress)"
 	@test -x .venv/bin/pip || \
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'
