@@ -36,7 +36,7 @@ def results(output: str) -> list[str]:
     """The seconds of training, the held-out loss and the bigram baseline in nats/byte, as the demo prints them."""
     return [
         re.search(pattern, output)[1]
-        for pattern in (r"trained in (\d+) s", r"held-out loss ([\d.]+) nats/byte", r"bigram baseline ([\d.]+), ")
+        for pattern in (r"trained in (\d+) s", r"held-out loss ([\d.]+) nats/byte", r"bigram model has ([\d.]+)")
     ]
 
 
