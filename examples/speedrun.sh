@@ -37,8 +37,8 @@ cp questions/chat_template.jinja chat
 # 6. A smaller file: matrices in 8 bits, 2.8 instead of 10.5 MB.
 [ -e chat-int8 ] || megatron-ssm convert --model chat --weights int8 --out chat-int8
 
-# 7. Ask it. So small a model answers in the style of the documentation, and is often wrong: "Return the current file, returning a
-#    file object."
+# 7. Ask it. So small a model answers in the style of the documentation, and is mostly wrong: "Return the current value of the
+#    current frame."
 python -m megatron_ssm generate --model chat-int8 --max-new-tokens 60 --prompt $'Question: What does textwrap.dedent do?\nAnswer:'
 
 # 8. Chat in the browser, at http://127.0.0.1:8000; Ctrl-C ends it.
