@@ -189,8 +189,8 @@ def test_sums_while_decoding(ranks, tp, name, format, directory_of):
         assert by_python == (by_python_there if is_in_python else 0)
         assert by_python_there == 6 * (len(model.layers) * (of_a_mixer - subgroups) + others)
         assert counted[0]["all_reduce"] == 6 * (len(model.layers) * of_a_mixer + others)
-        # One number that is rounded to the neighbour in fp16 is amplified by the shared blocks of Zamba.
-        atol = 1e-2 if format == "fp16" and "zamba" in name else 1e-5
+        # The shared blocks of Zamba amplify rounding, above all a number that is rounded to the neighbour in fp16.
+        atol = 1e-5 if "zamba" not in name else 1e-2 if format == "fp16" else 5e-5
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
         return ours
 
