@@ -77,12 +77,11 @@ def pretraining(words):
     """(the number of ranks, the options) of a command that starts examples/pretrain.py; None for another command."""
     script = "examples/pretrain.py"
     if words[:1] == ["sbatch"]:  # the script says how many nodes, and how many GPUs each has
-        script = next(index for index, word in enumerate(words) if word.endswith(".sh"))
-        sizes = re.findall(
-            r"^#SBATCH --(?:nodes|gpus-per-node)=(\d+)$", (ROOT / words[script]).read_text(), re.MULTILINE
-        )
+        place = next(place for place, word in enumerate(words) if word.endswith(".sh"))
+        batch_script = (ROOT / words[place]).read_text()
+        sizes = re.findall(r"^#SBATCH --(?:nodes|gpus-per-node)=(\d+)$", batch_script, re.MULTILINE)
         assert len(sizes) == 2, words
-        return math.prod(map(int, sizes)), words[script + 1 :]
+        return math.prod(map(int, sizes)), words[place + 1 :]
     if words[:1] in (["launch/torchrun.sh"], ["launch/deepspeed.sh"]):
         return int(words[1]), words[2:]
     if script not in words:

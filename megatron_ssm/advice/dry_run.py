@@ -144,10 +144,9 @@ def _time(inputs: RunInputs, data: int) -> str:
         options.expert_model_parallel_size,
     )
     found = training_division(inputs.config, *sizes, job, Fabric.load(options.dry_run_fabric), device)
-    if found.excluded and options.divides_state:
-        return "not predicted: without what the engine divides over replicas, it " + found.excluded
     if found.excluded:
-        return f"none on {device.name}: {found.excluded}"
+        divided = ", if the engine divided nothing over replicas" if options.divides_state else ""
+        return f"none on {device.name}{divided}: {found.excluded}"
     hours = found.seconds * (options.train_iters - inputs.first_step) / 3600
     return f"{found.seconds * 1e3:.4g} ms a step, {hours:.3g} hours in all, predicted for {device.name}"
 
