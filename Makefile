@@ -19,18 +19,26 @@ BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*
 env: .venv/stamp
 	@cat .venv/stamp
 
-# The stamp contains the line that `make env` prints.
-.venv/stamp: setup.py pyproject.toml Makefile $(wildcard */native/*.[ch])
-	@echo "env: installing $(TORCH), then megatron-ssm, into .venv (two to four minutes, without a sign of progress)"
+# The library with its server. The C kernels are compiled while torch is downloaded.
+.venv/library: setup.py pyproject.toml Makefile $(wildcard */native/*.[ch])
+	@echo "env: installing $(TORCH) and megatron-ssm into .venv (two to three minutes, without a sign of progress)"
 	@test -x .venv/bin/pip || \
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'
-	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
+	@$(PIP_INSTALL) --no-deps -e . & compiled=$$!; \
+	    $(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"; torch=$$?; \
+	    wait $$compiled && exit $$torch
 	@$(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > .venv/constraints.txt
-	@$(PIP_INSTALL) -c .venv/constraints.txt -e '.[test,lint,docs,bench]'
+	@$(PIP_INSTALL) -c .venv/constraints.txt 'megatron-ssm[hf,serve]'
+	@touch $@
+
+# And what tests, checks, the site and benchmarks need. The stamp contains the line that `make env` prints.
+.venv/stamp: .venv/library
+	@echo "env: installing what tests and checks need (about a minute)"
+	@$(PIP_INSTALL) -c .venv/constraints.txt 'megatron-ssm[test,lint,docs,bench]'
 	@echo "env: $$(cat .venv/constraints.txt), .venv has $$(du -sm .venv | cut -f1) MB" > $@
 
-demo: .venv/stamp
+demo: .venv/library
 	@$(PYTHON) examples/demo.py
 
 test: .venv/stamp
