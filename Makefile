@@ -9,8 +9,10 @@ PYTHON := .venv/bin/python
 WORKERS := -n 2 --dist worksteal
 # The tests to run (files, or options of pytest); all if empty.
 TESTS ?=
-# -qq shows only errors: pip's warnings are about its own configuration.
-PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check
+# -qq shows only errors: pip's warnings are about its own configuration. Python compiles what it imports, at the first
+# import; pip would compile everything, which takes longer than the rest of the installation.
+PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*.py)))
 
 .PHONY: env demo test test-all lint docs bench
