@@ -21,7 +21,7 @@ from sparsefusion.foundation.command_line import run, silence_third_parties
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "If the argument is"
-VOCABULARY, STEPS = 1024, 650  # tokens of the byte-pair encoding; steps of the training
+VOCABULARY, STEPS = 1024, 700  # tokens of the byte-pair encoding; steps of the training
 TIMED = 64  # new tokens in the comparison of speeds
 SAMPLING = ["--temperature", "0.6", "--seed", "1", "--max-new-tokens", "200"]
 MAX_OVERLAP = 0.10  # share of the held-out text's n-grams that may occur in the training text
