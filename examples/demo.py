@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 PROMPT = "If the argument is"
 VOCABULARY, STEPS = 1024, 700  # tokens of the byte-pair encoding; steps of the training
 TIMED = 64  # new tokens in the comparison of speeds
-SAMPLING = ["--temperature", "0.6", "--seed", "1", "--max-new-tokens", "200"]
+SAMPLING = ["--temperature", "0.5", "--seed", "1", "--max-new-tokens", "200"]
 MAX_OVERLAP = 0.10  # share of the held-out text's n-grams that may occur in the training text
 MAX_LOSS, MARGIN = 1.25, 0.8  # held-out loss in nats/byte: its limit, and how far it must be below the bigram baseline
 

@@ -22,7 +22,7 @@ def terminal() -> Path:
     session = {
         "make demo; tail -n 1 demo/train.jsonl": log,
         'megatron-ssm generate --model demo/model --tp 2 \\\n    --prompt "If the argument is" --max-new-tokens 40 \\\n'
-        "    --temperature 0.6 --seed 2": sample,
+        "    --temperature 0.5 --seed 2": sample,
         "megatron-ssm serve --model demo/model --tp 2": served,
     }
     lines = []
