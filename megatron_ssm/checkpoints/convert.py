@@ -37,8 +37,8 @@ from .hf_directory import (
     open_tensors,
     weight_files,
 )
+from .quantized_files import BFLOAT16, write_quantized
 from .quantized_files import FILE_BYTES as QUANTIZED_BYTES
-from .quantized_files import write_quantized
 from .shards import new_file
 
 STATE_SPACES_EMBEDDING, HF_EMBEDDING, HEAD = "backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"
@@ -96,7 +96,7 @@ def convert(
         target: The directory to write, without a model in it. None: only check.
         file_bytes: The largest safetensors file to write.
         weights: "int8" or "int4" writes the matrices of a Hugging Face directory in 8 or 4 bits, for `load`, `generate` and
-            `serve` (see `quantized_files`).
+            `serve`; "bfloat16" writes an ordinary directory in bfloat16 (see `quantized_files`).
 
     Returns:
         One row per tensor.
@@ -247,9 +247,10 @@ def _from_deepspeed(source: Path, target: str | Path | None, file_bytes: int) ->
 
 
 def _to_quantized(source: Path, target: str | Path | None, weights: str, file_bytes: int) -> list[Row]:
-    """`convert` from a Hugging Face directory to one of quantized matrices."""
-    if weights not in QUANTIZATION:
-        raise ValueError(f"unknown weights={weights!r}: expected {' or '.join(QUANTIZATION)}")
+    """`convert` from a Hugging Face directory to one with quantized matrices, or in bfloat16."""
+    formats = (*QUANTIZATION, BFLOAT16)
+    if weights not in formats:
+        raise ValueError(f"unknown weights={weights!r}: expected {' or '.join(formats)}")
     with os_errors_as(f"cannot save to {target}", Failure):
         rows = write_quantized(
             source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)

@@ -8,6 +8,9 @@ row are multiplied (`ops.quantized_matrices` says how). Matrices of experts are 
 the source, but for Mamba-1's small matrices, which are bfloat16 if they were float32. What a rank quantizes at load, in the
 dtype of the files, has the same bits, so both generate the same tokens. Where ranks have parts of blocks, they keep the
 quantized numbers in floating point.
+
+The format "bfloat16" quantizes nothing: tensors become bfloat16, but for those that a bfloat16 model keeps in float32. The
+directory is an ordinary one of Hugging Face.
 """
 
 import json
@@ -35,6 +38,7 @@ from sparsefusion.collectives.counted import Counter
 
 from .hf_directory import FLOATS, Merged, Writer, file_plan, has_draft_head, match_tensors, open_tensors
 
+BFLOAT16 = "bfloat16"
 SCALES = ".scales"  # what is added to a matrix's name in the name of its scales
 FILE_BYTES = 10**9  # of tensors in a file, which are in memory together
 READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
@@ -208,9 +212,13 @@ def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
 # Writing
 
 
-def quantized_names(config: Stack) -> tuple[set[str], set[str]]:
-    """The names in files of the matrices that are quantized, and of the small ones that are kept in bfloat16."""
-    model = Model(config, Ranks.of(None, Counter()), device="meta")
+def quantized_names(config: Stack, format: str) -> tuple[set[str], set[str]]:
+    """The names in files of the matrices that are quantized, and of the tensors that become bfloat16."""
+    ranks = Ranks.of(None, Counter())
+    if format == BFLOAT16:
+        parameters = Model(config, ranks, dtype=torch.bfloat16, device="meta").parameters()
+        return set(), {field_of(parameter).hf for parameter in parameters if parameter.dtype is torch.bfloat16}
+    model = Model(config, ranks, device="meta")
     quantized: set[str] = set()
     small: set[str] = set()
     for module in model.modules():
@@ -220,6 +228,10 @@ def quantized_names(config: Stack) -> tuple[set[str], set[str]]:
                 quantized |= {field_of(parameter).hf for parameter in parameters}
         elif isinstance(module, Operator):
             small |= {field_of(module.get_parameter(name)).hf for name in module.small_matrices}
+    if not quantized:
+        raise ValueError(
+            f"nothing of this model can be quantized: no matrix has rows of a multiple of {BLOCK} elements"
+        )
     return quantized, small
 
 
@@ -232,21 +244,18 @@ def write_quantized(
     can be quantized, and errors as `load`.
     """
     config = families.read(source)
-    bits = QUANTIZED_FORMATS[format].bits
     with ExitStack() as stack:
         slices = open_tensors(source, stack)
         config = config.with_draft_head() if has_draft_head(config, slices) else config
-        quantized, small = quantized_names(config)
-        if not quantized:
-            raise ValueError(
-                f"nothing of {source} can be quantized: no matrix has rows of a multiple of {BLOCK} elements"
-            )
+        quantized, small = quantized_names(config, format)
         names = match_tensors(config, slices, source)
         shapes = {hf: tuple(slices[name].get_shape()) for hf, name in names.items()}
         sizes = {}
         for hf, name in names.items():
             count, itemsize = torch.Size(shapes[hf]).numel(), FLOATS[slices[name].get_dtype()].itemsize
-            sizes[hf] = count * bits // 8 + count // BLOCK * 4 if hf in quantized else count * itemsize
+            sizes[hf] = count * itemsize
+            if hf in quantized:
+                sizes[hf] = count * QUANTIZED_FORMATS[format].bits // 8 + count // BLOCK * 4
         if target is not None:
             writer, plan = Writer(target), file_plan(sizes, file_bytes)
             try:
@@ -254,7 +263,9 @@ def write_quantized(
                 _write(writer, slices, names, quantized, small, plan, format, config, source)
             finally:
                 writer.abandon()
-        kinds = {hf: format if hf in quantized else slices[name].get_dtype() for hf, name in names.items()}
+        kinds = {hf: slices[name].get_dtype() for hf, name in names.items()} | dict.fromkeys(quantized, format)
+        if format == BFLOAT16:
+            kinds |= dict.fromkeys(small, BFLOAT16)
     return [(hf, shapes[hf], kinds[hf]) for hf in names]
 
 
@@ -271,13 +282,19 @@ def _write(
             for name, tensor in _apart(hf, slices[names[hf]], apart.get(hf, ())):
                 if hf in quantized:
                     tensors[name], tensors[name + SCALES] = _quantized(tensor, format)
+                elif hf in small:
+                    tensors[name] = tensor[:].bfloat16() if format == BFLOAT16 else narrowed(tensor[:])
                 else:
-                    tensors[name] = narrowed(tensor[:]) if hf in small else tensor[:].contiguous()
+                    tensors[name] = tensor[:].contiguous()
         writer.write(file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
     stored = str(FLOATS[slices[next(iter(names.values()))].get_dtype()]).removeprefix("torch.")
-    written = config.to_dict(config.raw.get("dtype") or config.raw.get("torch_dtype") or stored)
-    writer.close(written | {"quantization_config": QUANTIZATION[format]}, source, weight_map)
+    if format == BFLOAT16:
+        written = config.to_dict(BFLOAT16)
+    else:
+        written = config.to_dict(config.raw.get("dtype") or config.raw.get("torch_dtype") or stored)
+        written |= {"quantization_config": QUANTIZATION[format]}
+    writer.close(written, source, weight_map)
 
 
 def _apart(hf: str, tensor: Any, apart: tuple[str, ...]) -> list[tuple[str, Any]]:

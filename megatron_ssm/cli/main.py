@@ -45,7 +45,9 @@ def parser() -> Parser:
     convert.add_argument("--model", required=True, metavar="DIR", help="the checkpoint; its format is recognized")
     convert.add_argument("--out", metavar="DIR", help="directory of the result (not needed with --dry-run)")
     convert.add_argument(
-        "--weights", choices=("int8", "int4"), help="write a Hugging Face directory's matrices in 8 or 4 bits"
+        "--weights",
+        choices=("int8", "int4", "bfloat16"),
+        help="write a Hugging Face directory's matrices in 8 or 4 bits, or all of it in bfloat16",
     )
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
     about = (
