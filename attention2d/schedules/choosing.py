@@ -61,6 +61,9 @@ def choose(
     grids are overlapped only if they would not fit into memory otherwise: overlapping splits the work into more, smaller
     kernel calls. Ranks that call it with the same arguments get the same schedule.
 
+    With k key/value heads per query head, a ring sends less than Ulysses on fewer than about 1 + 1/k ranks, and a grid sends
+    less than a ring from about 4/k ranks on.
+
     Args:
         group: the ranks (None: one rank).
         heads, kv_heads, head_dim: The number of heads of q, the number of heads of k and v, and the size of a head, in the

@@ -5,6 +5,7 @@ cache changes; `parallel.tracked` and the addresses of tensors show changes. Buf
 tokens: the token ids and, with attention, the positions. The number of keys that attention reads is rounded up to a power of
 two (at least MIN_KEYS, at most the capacity of the cache), and each number of keys has its own graph. The mask is computed
 from the positions on the GPU. Before a capture, WARM_UPS tokens are computed without a graph by the same function.
+Captured code must not read a value on the host, copy one to the GPU, or have a shape that depends on one.
 
 A token is decoded without a graph if
 

@@ -98,7 +98,10 @@ def regex(text: str) -> Grammar:
 
 
 def lark(text: str) -> Grammar:
-    """A grammar from llguidance's variant of the notation of Lark. ValueError for a wrong grammar."""
+    """A grammar from llguidance's variant of the notation of Lark. ValueError for a wrong grammar.
+
+    An ambiguous grammar slows down all replies that are generated at the same time.
+    """
     return Grammar("lark", text)
 
 

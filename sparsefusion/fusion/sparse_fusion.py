@@ -45,7 +45,8 @@ class SparseFusion:
             a replica do, they wait for the others.
         copied: copied(parameter) returns True if several of these ranks hold copies of the parameter, which must stay equal.
             By default, parameters without the attribute tensor_model_parallel or model_parallel.
-        budget: The compensation of the density for gradients that are sent dense: "none", "bytes" or "paper".
+        budget: The compensation of the density for gradients that are sent dense: "none", "bytes" (the density falls at
+            most to half) or "paper" (at most to 0.001).
         exchange: How selected elements are summed. all_gather: every rank receives all elements of all ranks, so a rank
             sends P - 1 times its elements. sparse_all_reduce: every rank receives only the largest sums, as many as it has
             selected; the others stay in residuals. A rank sends at most twice its elements on any number of ranks. auto:
@@ -62,12 +63,13 @@ class SparseFusion:
     | fp16 | all elements in float16, times a power of two that follows the largest mean of the last such step |
     | layerwise | a share of every tensor |
     | bucket | a share of every buffer |
-    | selective | gradients whose selection costs more than it saves are sent dense |
+    | selective | small gradients, and those whose selection costs more than it saves, are sent dense |
     | interleaved | as selective; dense gradients are sent before elements of the others are selected |
     | offload | as selective; another thread selects (not on CUDA) |
     | auto | the fastest of these on this machine, dense if none is faster |
 
-    In fp16, gradients that are float16 already have no factor, and a bucket that overflows is sent again.
+    In fp16, gradients that are float16 already have no factor, and a bucket that overflows is sent again. In selective,
+    interleaved and offload, gradients with fewer than 2,048 elements or one dimension are always sent dense.
 
     In each step, the modes dense and fp16 send an all-reduce of each of the framework's buckets. The other modes send, for
     each buffer of the plan, an all-gather of k values and indices (randomk: an all-reduce of values;
