@@ -161,6 +161,10 @@ class Division:
         """The number of copies of the model that reply to prompts of their own."""
         return self.data // self.expert
 
+    def throughput(self, job: "Generation") -> float:
+        """New tokens per second of all replicas, each of which replies to one batch after another."""
+        return self.replicas * job.batch * job.new / self.seconds
+
 
 def training_divisions(config: Stack, ranks: int, job: Training, fabric: Fabric, device: Processor) -> list[Division]:
     """All divisions for training: the possible ones, the fastest first, then the excluded ones."""

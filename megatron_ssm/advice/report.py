@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from .divisions import Division, Generation, Training
@@ -30,6 +31,9 @@ def as_json(divisions: list[Division], job: Training | Generation) -> dict[str, 
     contents = [
         asdict(division) | {"seconds": division.seconds} | dict.fromkeys(inapplicable) for division in divisions
     ]
+    if isinstance(job, Generation):
+        for content, division in zip(contents, divisions, strict=True):
+            content["tokens_per_s"] = None if division.excluded else division.throughput(job)
     for content in contents:
         if content["excluded"]:
             content |= dict.fromkeys(UNKNOWN) | {"memory": content["memory"] or None}
@@ -78,13 +82,16 @@ def generation_text(divisions: list[Division], job: Generation, is_bf16: bool) -
     options += [f"--ep {best.expert}"] * (best.expert > 1)
     options += [f"--reduce {best.format}"] if best.tensor * best.expert > 1 and best.format != "fp32" else []
     options += ["--draft-head"] * job.draft_head + ["--dtype bfloat16"] * is_bf16
-    facts = [_reply(best), f"{best.memory / 1e9:.3g} GB"]
+    if best.excluded:
+        return _text("generation", divisions, job, [], options, "", str)
+    facts = [_reply(best, job), f"{best.memory / 1e9:.3g} GB"]
     facts += [f"attention in a grid of {best.attention}"] if best.attention else []
-    text = _text("generation", divisions, job, facts, options, "TTFT, TPOT", _reply)
-    if best.replicas == 1 or best.excluded:
-        return text
+    text = _text("generation", divisions, job, facts, options, "TTFT, TPOT, throughput", partial(_reply, job=job))
     first, command, *rest = text.splitlines()
-    return "\n".join([first, command, f"  {_replicas(best)}", *rest])
+    most = max((division for division in divisions if not division.excluded), key=lambda d: d.throughput(job))
+    notes = [f"  {_replicas(best)}"] * (best.replicas > 1)
+    notes += [f"  most tokens per second: {most.sizes}: {_reply(most, job)}"] * (most is not best)
+    return "\n".join([first, command, *notes, *rest])
 
 
 def _replicas(best: Division) -> str:
@@ -94,8 +101,9 @@ def _replicas(best: Division) -> str:
     return f"{count} replicas: start `serve` or `generate` {count} times, {where}, and divide the requests"
 
 
-def _reply(division: Division) -> str:
-    return f"TTFT {division.ttft * MILLI:.4g} ms, TPOT {division.tpot * MILLI:.4g} ms"
+def _reply(division: Division, job: Generation) -> str:
+    times = f"TTFT {division.ttft * MILLI:.4g} ms, TPOT {division.tpot * MILLI:.4g} ms"
+    return f"{times}, {division.throughput(job):.4g} tokens/s"
 
 
 def _text(

@@ -216,8 +216,8 @@ def quantized_names(config: Stack, format: str) -> tuple[set[str], set[str]]:
     """The names in files of the matrices that are quantized, and of the tensors that become bfloat16."""
     ranks = Ranks.of(None, Counter())
     if format == BFLOAT16:
-        parameters = Model(config, ranks, dtype=torch.bfloat16, device="meta").parameters()
-        return set(), {field_of(parameter).hf for parameter in parameters if parameter.dtype is torch.bfloat16}
+        narrow = Model(config, ranks, dtype=torch.bfloat16, device="meta")
+        return set(), {field_of(each).hf for each in narrow.parameters() if each.dtype is torch.bfloat16}
     model = Model(config, ranks, device="meta")
     quantized: set[str] = set()
     small: set[str] = set()

@@ -467,6 +467,20 @@ def test_replicas_come_with_how_to_start_them():
     assert "replica" not in generation_text([one], Generation(64, 32), False)
 
 
+def test_the_most_tokens_per_second_are_named():
+    """Here tensor parallelism shortens a reply, and replicas answer more of them. Oracle: by hand, from TTFT and TPOT."""
+    by_ranks = type("ByRanks", (Fixed,), {"token": lambda self, config, ranks, *_: 1e-3 / ranks**0.5})()
+    job = Generation(64, 32, batch=3)
+    found = generation_divisions(config_of(hidden_size=64), 4, job, fabric(), by_ranks)
+    (most,) = [each for each in found if each.data == 4]
+    throughput = 4 * 3 * 32 / (most.ttft + 31 * most.tpot)
+    assert found[0].tensor == 4 and found[0].throughput(job) < throughput == pytest.approx(most.throughput(job))
+    lines = generation_text(found, job, False).splitlines()
+    assert lines[2].startswith("  most tokens per second: TP 1 x CP 1 x DP 4: TTFT ")
+    assert lines[2].endswith(f", {throughput:.4g} tokens/s")
+    assert as_json(found, job)["best"]["tokens_per_s"] == found[0].throughput(job)
+
+
 def test_the_memory_of_a_draft_head():
     """Of the head, its copy of the vocabulary, its keys and values, and the hidden states that it reads."""
     raw = dict(tiny.RAW["qwen3_5_text"], hidden_size=64, mtp_num_hidden_layers=1)
