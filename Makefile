@@ -23,7 +23,7 @@ env: .venv/stamp
 
 # The library with its server. The C kernels are compiled while torch is downloaded.
 .venv/library: setup.py pyproject.toml Makefile $(wildcard */native/*.[ch])
-	@echo "env: installing $(TORCH) and megatron-ssm into .venv (two to three minutes, without a sign of progress)"
+	@echo "env: installing $(TORCH) and megatron-ssm into .venv (one to three minutes, without a sign of progress)"
 	@test -x .venv/bin/pip || \
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'

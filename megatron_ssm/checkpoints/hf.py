@@ -87,8 +87,8 @@ def load(
         context: A schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
             The model then takes and returns this rank's tokens, `context.shard(input_ids)`. The schedule computes the
             attention of a hybrid model.
-        dtype: Of parameters and activations, or "auto" for the dtype that config.json names, else that of the stored
-            embeddings. A_log, D and the dt bias are at least fp32.
+        dtype: Of parameters and activations, also by name ("bfloat16"), or "auto" for the dtype that config.json names, else
+            that of the stored embeddings. A_log, D and the dt bias are at least fp32.
         device: Of the parameters.
         reduce: The wire format in which block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or
             auto (see `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group)
@@ -128,13 +128,14 @@ def load(
     part = f"part {0 if group is None else group.rank()} of the model"
 
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
-        _check_arguments(dtype, reduce, weights)
+        _check_arguments(reduce, weights)
+        asked = dtype_of(dtype)
         with os_errors_as(f"cannot read {directory}", ValueError):
             config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)
         if weights or format_of(config.raw):
             config = config.in_granules(BLOCK, _size(group))
-        return config, tensors, dtype if isinstance(dtype, torch.dtype) else _stored_dtype(config, tensors)
+        return config, tensors, _stored_dtype(config, tensors) if asked == "auto" else asked
 
     def same(opened: tuple[Stack, dict[str, Any], torch.dtype]) -> dict[str, object]:
         config, _, found = opened
@@ -171,10 +172,10 @@ def _size(group: ProcessGroup | None) -> int:
 
 
 def dtype_of(name: object) -> Any:
-    """The floating-point torch.dtype of a name, or "auto"; ValueError for any other name."""
-    found = name if name == "auto" else getattr(torch, str(name), None)
+    """The floating-point torch.dtype of itself or of its name, or "auto"; ValueError for anything else."""
+    found = name if name == "auto" else getattr(torch, str(name).removeprefix("torch."), None)
     if found not in ("auto", *FLOATS.values()):
-        raise ValueError(f"dtype={name} is neither auto nor the name of a floating-point torch dtype")
+        raise ValueError(f"dtype={name} is neither auto nor a floating-point torch dtype")
     return found
 
 
@@ -184,14 +185,12 @@ def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
     return FLOATS[next(iter(tensors.values())).get_dtype()] if named == "auto" else named
 
 
-def _check_arguments(dtype: object, reduce: object, weights: str | None) -> None:
+def _check_arguments(reduce: object, weights: str | None) -> None:
     """ValueError for arguments of `load` that are not supported."""
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, *QUANTIZED_FORMATS):
         raise ValueError(f"weights={weights!r} is neither None nor one of {', '.join(QUANTIZED_FORMATS)}")
-    if dtype not in ("auto", *FLOATS.values()):
-        raise ValueError(f"dtype={dtype!r} is neither auto nor a floating-point torch dtype")
 
 
 def _check_quantized(

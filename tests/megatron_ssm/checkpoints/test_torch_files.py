@@ -97,6 +97,7 @@ def test_the_dtype_of_a_checkpoint(tmp_path, changes, dtype):
     model = megatron_ssm.load(tmp_path, dtype="auto")
     assert model.dtype == model.embeddings.weight.dtype == dtype
     assert megatron_ssm.load(tmp_path).dtype == torch.float32
+    assert megatron_ssm.load(tmp_path, dtype="float16").dtype == torch.float16
 
 
 @pytest.mark.parametrize("name", ("int8", "bf16", "float8_e4m3fn", 3))
@@ -104,7 +105,7 @@ def test_dtypes_that_are_not_one(tmp_path, name):
     """In config.json, or as an argument."""
     save_hf(tmp_path, "mamba", num_hidden_layers=1)
     edit_config(tmp_path, dtype=name)
-    with pytest.raises(ValueError, match=f"dtype={name} is neither auto nor the name of a floating-point torch dtype"):
+    with pytest.raises(ValueError, match=f"dtype={name} is neither auto nor a floating-point torch dtype"):
         megatron_ssm.load(tmp_path, dtype="auto")
-    with pytest.raises(ValueError, match=f"dtype={name!r} is neither auto nor a floating-point torch dtype"):
+    with pytest.raises(ValueError, match=f"dtype={name} is neither auto nor a floating-point torch dtype"):
         megatron_ssm.load(tmp_path, dtype=name)

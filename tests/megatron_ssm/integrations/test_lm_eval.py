@@ -171,7 +171,7 @@ def test_what_it_refuses(tasks):
     directory = str(checkpoint("mamba2"))
     for arguments, message in (
         (dict(trust_remote_code=True, prefix_token_id=0), "not implemented: prefix_token_id, trust_remote_code"),
-        (dict(dtype="fp32", tp=2), "dtype=fp32 is neither auto nor the name of a floating-point torch dtype"),
+        (dict(dtype="fp32", tp=2), "dtype=fp32 is neither auto nor a floating-point torch dtype"),
         (dict(dtype="int8"), "dtype=int8 is neither auto nor"),
         (dict(tp=0), "tp=0 must be an integer of at least 1"),
         (dict(tp="two"), "tp=two must be an integer of at least 1"),
