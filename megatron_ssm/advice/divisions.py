@@ -209,9 +209,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def training_division(
-    config: Stack, tensor: int, context: int, data: int, expert: int, job: Training, fabric: Fabric, device: Processor
-) -> Division:
-    """The prediction of a division for training."""
+    config: Stack, tensor: int, context: int, data: int, expert: int, job: Training, fabric: Fabric, device: Processor,
+    recompute: bool | None = None,
+) -> Division:  # fmt: skip
+    """The prediction of a division for training. recompute: of activations; None: only if they need too much memory."""
     sizes, per_step = (tensor, context, data, expert), job.micro_batch * data
     try:
         config.check_ranks(tensor)
@@ -227,7 +228,8 @@ def training_division(
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
     memory = TrainingMemory(config, tensor, expert_ranks=expert)
-    recompute = memory.step(job.micro_batch, tokens) > device.memory
+    if recompute is None:
+        recompute = memory.step(job.micro_batch, tokens) > device.memory
     memory = replace(memory, recompute=recompute)
     needed = memory.step(job.micro_batch, tokens)
     if needed > device.memory:

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from megatron_ssm.parallel.groups import check_world, shut_down
 from megatron_ssm.sizing.advise import block_outputs
@@ -80,13 +81,19 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
     yield f"  disk: {_checkpoints(inputs) / GB:.3g} GB for checkpoints and the model in {inputs.out}{less}"
 
 
-def _memory(inputs: RunInputs) -> str:
-    """The memory of a rank, by the formula of --memory-budget."""
+def _bytes_of_rank(inputs: RunInputs) -> tuple[int, int]:
+    """(activations, all) in bytes on a rank, by the formula of --memory-budget."""
     options = inputs.options
     memory = training_memory(options, inputs.config, options.expert_model_parallel_size)
     tokens = local_tokens(inputs.config, options.seq_length, options.context_parallel_size)
     activations = memory.peak(options.micro_batch_size, tokens)
-    total = memory.step(options.micro_batch_size, tokens, has_residuals(options))
+    return activations, memory.step(options.micro_batch_size, tokens, has_residuals(options))
+
+
+def _memory(inputs: RunInputs) -> str:
+    """The memory of a rank and its parts."""
+    options = inputs.options
+    activations, total = _bytes_of_rank(inputs)
     less = ", less what the engine divides over replicas" if options.divides_state else ""
     less += ", less with --lora-rank" if options.lora_rank else ""
     state = (total - activations) / GB
@@ -143,10 +150,13 @@ def _time(inputs: RunInputs, data: int) -> str:
         data,
         options.expert_model_parallel_size,
     )
-    found = training_division(inputs.config, *sizes, job, Fabric.load(options.dry_run_fabric), device)
-    if found.excluded:
+    fabric, (_, needed) = Fabric.load(options.dry_run_fabric), _bytes_of_rank(inputs)
+    if needed > device.memory:
         divided = ", if the engine divided nothing over replicas" if options.divides_state else ""
-        return f"none on {device.name}{divided}: {found.excluded}"
+        has = f"a rank has {device.memory / GB:.3g} GB"
+        return f"none on {device.name}{divided}: needs {needed / GB:.3g} GB; {has}"
+    unbounded, recompute = replace(device, memory=math.inf), options.recompute_activations
+    found = training_division(inputs.config, *sizes, job, fabric, unbounded, recompute)
     hours = found.seconds * (options.train_iters - inputs.first_step) / 3600
     return f"{found.seconds * 1e3:.4g} ms a step, {hours:.3g} hours in all, predicted for {device.name}"
 

@@ -27,6 +27,11 @@ ANYWAY = {
     "--accumulate-allreduce-grads-in-fp32": (0, "gradients have the dtype of the parameters, fp32"),
     "--distributed-backend": (1, "--device decides it: NCCL for cuda, gloo for cpu"),
     "--exit-signal-handler": (0, "SIGTERM always saves a checkpoint"),
+    "--attention-backend": (1, "--context-schedule and --device decide it"),
+    "--attention-softmax-in-fp32": (0, "it is always so"),
+    "--cross-entropy-loss-fusion": (0, "the loss is computed without the whole vocabulary's logits"),
+    "--no-gradient-accumulation-fusion": (0, "PyTorch accumulates gradients"),
+    "--no-persist-layer-norm": (0, "norms are this package's"),
     "--manual-gc": (0, "Python decides when to collect garbage"),
     "--deepspeed": (0, "--engine decides it"),
 }  # fmt: skip
@@ -61,6 +66,7 @@ ONLY = {
 
 NOT_THERE = {
     "--swiglu": "the family of the model decides the activation",
+    "--squared-relu": "the family of the model decides the activation",
     "--mamba-num-heads": "it is 2 x --hidden-size / --mamba-head-dim",
     "--vocab-size": "the tokenizer decides it, or --model-config",
     "--vocab-file": "--tokenizer-model names a tokenizer.json",

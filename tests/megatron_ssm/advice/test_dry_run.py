@@ -11,6 +11,8 @@ from megatron_ssm.advice import dry_run as module
 from megatron_ssm.advice.dry_run import dry_run
 from megatron_ssm.training.options import parse_options
 from megatron_ssm.training.pretraining import pretrain
+from sparsefusion import Fabric
+from sparsefusion.fabric.curve import Curve
 from sparsefusion.foundation.command_line import Failure
 
 TINY = """--data text --out out --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16
@@ -63,9 +65,30 @@ def test_messages_that_are_not_counted(capsys, words, line):
     assert line in capsys.readouterr().out.splitlines()
 
 
-def test_time_is_that_of_advise(capsys):
-    fabric = {"description": {}, "curves": []}
-    Path("fabric.json").write_text(json.dumps(fabric))
+def timed(capsys, *words):
+    """What a dry run on 2 ranks says of its time."""
+    Fabric((Curve.fit("all_reduce", 2, [(1, 1e-3), (2**20, 2e-3)]),)).save("fabric.json")
+    dry_run(parse_options([*TINY, "--dry-run", "2", "--dry-run-fabric", "fabric.json", *words]))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  time: "))
+    return line
+
+
+def test_time_counts_the_recomputation(capsys):
+    plain, again = (
+        float(timed(capsys, "--dry-run-device", "h100", *words).split()[1])
+        for words in ((), ["--recompute-activations"])
+    )
+    assert 1.05 * plain < again < 1.5 * plain
+
+
+def test_no_time_where_memory_is_short(capsys):
+    device = dict(name="small", memory_gb=1e-6, tflops=1, bandwidth_gb_s=1)
+    Path("small.json").write_text(json.dumps(device))
+    assert timed(capsys, "--dry-run-device", "small.json").startswith("  time: none on small: needs ")
+
+
+def test_a_fabric_without_curves():
+    Path("fabric.json").write_text(json.dumps({"description": {}, "curves": []}))
     with pytest.raises(ValueError, match=r"fabric\.json"):
         dry_run(parse_options([*TINY, "--dry-run", "2", "--dry-run-fabric", "fabric.json"]))
 
