@@ -9,6 +9,7 @@ from sparsefusion.foundation.lazy import lazy_exports
 
 _HOME = {name: "schedules.family" for name in ("Attention2D", "Ring", "AllGather", "Ulysses", "USP")} | {
     "Tree": "schedules.tree",
+    "candidates": "schedules.choosing",
     "choose": "schedules.choosing",
     "attention": "schedules.sdpa",
     "CoreAttention": "schedules.megatron",

@@ -124,7 +124,7 @@ class Options:
 
     tensor_model_parallel_size: int = _option(1, "ranks that split one replica of the model")
     context_parallel_size: int = _option(1, "ranks that share each sequence")
-    expert_model_parallel_size: int = _option(1, "ranks that divide the experts, of those with other tokens")
+    expert_model_parallel_size: int = _option(1, "data x context ranks that divide the experts among them")
     context_schedule: str = _option(
         "auto",
         "how these compute attention; search: by commir's best plan, which is verified, and it also decides "
