@@ -27,8 +27,8 @@ env: .venv/stamp
 	@test -x .venv/bin/pip || \
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'
-	@$(PIP_INSTALL) --no-deps -e . & compiled=$$!; \
-	    $(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"; torch=$$?; \
+	@$(PIP_INSTALL) --no-deps -e . & compiled=$$!; trap "kill $$compiled" INT TERM; \
+	    $(PIP_INSTALL) --no-warn-conflicts $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"; torch=$$?; \
 	    wait $$compiled && exit $$torch
 	@$(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > .venv/constraints.txt
 	@$(PIP_INSTALL) -c .venv/constraints.txt 'megatron-ssm[hf,serve]'

@@ -89,21 +89,22 @@ def generation_text(divisions: list[Division], job: Generation, is_bf16: bool) -
     text = _text("generation", divisions, job, facts, options, "TTFT, TPOT, throughput", partial(_reply, job=job))
     first, command, *rest = text.splitlines()
     most = max((division for division in divisions if not division.excluded), key=lambda d: d.throughput(job))
-    notes = [f"  {_replicas(best)}"] * (best.replicas > 1)
-    notes += [f"  most tokens per second: {most.sizes}: {_reply(most, job)}"] * (most is not best)
+    notes = [f"  {_start(best)}"] * (best.replicas > 1)
+    if most is not best:
+        notes += [f"  most tokens per second: {most.sizes}: {_reply(most, job)}, {_gigabytes(most)} GB; {_start(most)}"]
     return "\n".join([first, command, *notes, *rest])
 
 
-def _replicas(best: Division) -> str:
-    """A sentence that says how to start the replicas, each with a command of its own."""
-    ranks, count = best.tensor * best.context * best.expert, best.replicas
-    where = f"each on {ranks} rank{'s' * (ranks > 1)} of its own"
-    return f"{count} replicas: start `serve` or `generate` {count} times, {where}, and divide the requests"
+def _start(division: Division) -> str:
+    """How to start the replicas of a division, each of which answers its share of the requests."""
+    count, ranks = division.replicas, division.tensor * division.context * division.expert
+    where = f"{count} replicas, each on {ranks} rank{'s' * (ranks > 1)} of its own"
+    return where if division.context > 1 else f"{where}: serve --replicas {count}"
 
 
 def _reply(division: Division, job: Generation) -> str:
     times = f"TTFT {division.ttft * MILLI:.4g} ms, TPOT {division.tpot * MILLI:.4g} ms"
-    return f"{times}, {division.throughput(job):.4g} tokens/s"
+    return f"{times}, {division.throughput(job):,.0f} tokens/s"
 
 
 def _text(

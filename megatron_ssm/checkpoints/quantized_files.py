@@ -244,6 +244,8 @@ def write_quantized(
     can be quantized, and errors as `load`.
     """
     config = families.read(source)
+    if held := format_of(config.raw):
+        raise ValueError(f"{source} holds matrices in {held}: convert the original directory")
     with ExitStack() as stack:
         slices = open_tensors(source, stack)
         config = config.with_draft_head() if has_draft_head(config, slices) else config

@@ -47,7 +47,7 @@ def parser() -> Parser:
     convert.add_argument(
         "--weights",
         choices=("int8", "int4", "bfloat16"),
-        help="write a Hugging Face directory's matrices in 8 or 4 bits, or all of it in bfloat16",
+        help="write a Hugging Face directory's matrices in 8 or 4 bits, or its model in bfloat16",
     )
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
     about = (

@@ -14,6 +14,7 @@ ANYWAY = {
     "--transformer-impl": (1, "all layers are this package's"),
     "--group-query-attention": (0, "--num-query-groups decides it"),
     "--disable-bias-linear": (0, "the family of the model decides it"),
+    "--squared-relu": (0, "the family of the model decides the activation; Nemotron-H has this one"),
     "--is-hybrid-model": (0, "--hybrid-override-pattern or --model-type decides it"),
     "--max-position-embeddings": (1, "--seq-length decides it"),
     "--tokenizer-type": (
@@ -30,6 +31,7 @@ ANYWAY = {
     "--attention-backend": (1, "--context-schedule and --device decide it"),
     "--attention-softmax-in-fp32": (0, "it is always so"),
     "--cross-entropy-loss-fusion": (0, "the loss is computed without the whole vocabulary's logits"),
+    "--cross-entropy-fusion-impl": (1, "the loss is computed without the whole vocabulary's logits"),
     "--no-gradient-accumulation-fusion": (0, "PyTorch accumulates gradients"),
     "--no-persist-layer-norm": (0, "norms are this package's"),
     "--manual-gc": (0, "Python decides when to collect garbage"),
@@ -66,7 +68,6 @@ ONLY = {
 
 NOT_THERE = {
     "--swiglu": "the family of the model decides the activation",
-    "--squared-relu": "the family of the model decides the activation",
     "--mamba-num-heads": "it is 2 x --hidden-size / --mamba-head-dim",
     "--vocab-size": "the tokenizer decides it, or --model-config",
     "--vocab-file": "--tokenizer-model names a tokenizer.json",

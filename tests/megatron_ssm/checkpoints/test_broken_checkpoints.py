@@ -292,7 +292,7 @@ def test_ranks_that_cannot_split_a_model(ranks, tp, good, tmp_path):
         (dict(context=object()), "context"),
         (dict(reduce="int3"), "reduce='int3'"),
         (dict(dtype=torch.int8), "dtype=torch.int8"),
-        (dict(dtype="float32"), "dtype='float32'"),
+        (dict(dtype="fp32"), "dtype=fp32"),
     ],
 )
 def test_arguments_of_load(arguments, words, good):
