@@ -99,7 +99,11 @@ def _start(division: Division) -> str:
     """How to start the replicas of a division, each of which answers its share of the requests."""
     count, ranks = division.replicas, division.tensor * division.context * division.expert
     where = f"{count} replicas, each on {ranks} rank{'s' * (ranks > 1)} of its own"
-    return where if division.context > 1 else f"{where}: serve --replicas {count}"
+    if division.context > 1:
+        return f"{where}: start generate {count} times"
+    return f"{where}: serve --replicas {count} --tp {division.tensor}" + f" --ep {division.expert}" * (
+        division.expert > 1
+    )
 
 
 def _reply(division: Division, job: Generation) -> str:

@@ -336,7 +336,7 @@ def test_replicas_whose_experts_ranks_divide():
     config, job = config_of(**EXPERTS), Generation(64, 32)
     found = {each.sizes: each for each in generation_divisions(config, 4, job, fabric(), Fixed())}
     text = generation_text([found["TP 1 x CP 1 x DP 4, EP 2"]], job, False)
-    assert "--ep 2" in text and "2 replicas, each on 2 ranks of its own" in text
+    assert "--ep 2" in text and "2 replicas, each on 2 ranks of its own: serve --replicas 2 --tp 1 --ep 2\n" in text
     assert not any("EP" in sizes for sizes in found if "CP 1" not in sizes)  # `generate` has one of them
 
 
@@ -459,9 +459,9 @@ def test_replicas_come_with_how_to_start_them():
     config, slow = config_of(hidden_size=64), fabric(1.0)
     found = generation_divisions(config, 4, Generation(64, 32), slow, Fixed())
     text = generation_text(found, Generation(64, 32), False)
-    assert "\n  4 replicas, each on 1 rank of its own: serve --replicas 4\n" in text
+    assert "\n  4 replicas, each on 1 rank of its own: serve --replicas 4 --tp 1\n" in text
     (shared,) = [each for each in found if (each.tensor, each.data) == (2, 2)]
-    assert "2 replicas, each on 2 ranks of its own: serve --replicas 2\n" in generation_text(
+    assert "2 replicas, each on 2 ranks of its own: serve --replicas 2 --tp 2\n" in generation_text(
         [shared], Generation(64, 32), False
     )
     (one,) = [each for each in found if each.tensor == 4]
@@ -478,7 +478,7 @@ def test_the_most_tokens_per_second_are_named():
     assert found[0].tensor == 4 and found[0].throughput(job) < throughput == pytest.approx(most.throughput(job))
     lines = generation_text(found, job, False).splitlines()
     assert lines[2].startswith("  most tokens per second: TP 1 x CP 1 x DP 4: TTFT ")
-    assert f", {throughput:,.0f} tokens/s, " in lines[2] and lines[2].endswith("own: serve --replicas 4")
+    assert f", {throughput:,.0f} tokens/s, " in lines[2] and lines[2].endswith("own: serve --replicas 4 --tp 1")
     assert as_json(found, job)["best"]["tokens_per_s"] == found[0].throughput(job)
 
 
