@@ -93,7 +93,10 @@ def candidates(
     ranks: int, heads: int, kv_heads: int, head_dim: int, seq: int, training: bool = True, fabric: Fabric | None = None,
     batch: int = 1, itemsize: int = 2, memory: int | None = None, on_cuda: bool = False,
 ) -> list[Candidate]:  # fmt: skip
-    """All grids of `ranks` ranks over which the heads divide, the cheapest first. Arguments and errors as in `choose`."""
+    """All grids of `ranks` ranks over which the heads divide, with their costs, the cheapest first. No rank needs to run.
+
+    Arguments and errors as in `choose`.
+    """
     check_sizes(seq=seq, head_dim=head_dim, batch=batch, itemsize=itemsize)
     check_heads(heads, kv_heads)
     slots = orders.local_length("zigzag", seq, ranks)

@@ -1,8 +1,7 @@
 """`make demo` from a fresh clone of HEAD, on two cores (about 4 min).
 
-The claim: `make demo` takes at most 3.5 minutes, installation included. Its held-out
-loss is at most 1.25 nats/byte and at least 0.8 below the bigram baseline; otherwise the demo itself fails. pip uses its
-cache of packages, if there is one.
+The claim: `make demo` takes at most 3.5 minutes, installation included. Its held-out loss is at most 1.25 nats/byte and at
+least 0.8 below the bigram baseline; otherwise the demo itself fails. pip uses its cache of packages, if there is one.
 """
 
 import os

@@ -150,13 +150,14 @@ def _time(inputs: RunInputs, data: int) -> str:
         data,
         options.expert_model_parallel_size,
     )
-    fabric, (_, needed) = Fabric.load(options.dry_run_fabric), _bytes_of_rank(inputs)
+    fabric = Fabric.load(options.dry_run_fabric)
+    _, needed = _bytes_of_rank(inputs)
     if needed > device.memory:
         divided = ", if the engine divided nothing over replicas" if options.divides_state else ""
-        has = f"a rank has {device.memory / GB:.3g} GB"
-        return f"none on {device.name}{divided}: needs {needed / GB:.3g} GB; {has}"
-    unbounded, recompute = replace(device, memory=math.inf), options.recompute_activations
-    found = training_division(inputs.config, *sizes, job, fabric, unbounded, recompute)
+        sizes_in_gb = f"needs {needed / GB:.3g} GB; a rank has {device.memory / GB:.3g} GB"
+        return f"none on {device.name}{divided}: {sizes_in_gb}"
+    roomy = replace(device, memory=math.inf)  # whether it fits is decided above, by all options of the run
+    found = training_division(inputs.config, *sizes, job, fabric, roomy, options.recompute_activations)
     hours = found.seconds * (options.train_iters - inputs.first_step) / 3600
     return f"{found.seconds * 1e3:.4g} ms a step, {hours:.3g} hours in all, predicted for {device.name}"
 

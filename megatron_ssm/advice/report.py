@@ -78,8 +78,7 @@ def training_text(divisions: list[Division], job: Training, is_bf16: bool) -> st
 def generation_text(divisions: list[Division], job: Generation, is_bf16: bool) -> str:
     """The advice for generation as lines. If `is_bf16`, its options include --dtype bfloat16."""
     best, *_ = divisions
-    options = [f"--tp {best.tensor}"] + [f"--cp {best.context}"] * (best.context > 1)
-    options += [f"--ep {best.expert}"] * (best.expert > 1)
+    options = _options_of_ranks(best)
     options += [f"--reduce {best.format}"] if best.tensor * best.expert > 1 and best.format != "fp32" else []
     options += ["--draft-head"] * job.draft_head + ["--dtype bfloat16"] * is_bf16
     if best.excluded:
@@ -98,12 +97,15 @@ def generation_text(divisions: list[Division], job: Generation, is_bf16: bool) -
 def _start(division: Division) -> str:
     """How to start the replicas of a division, each of which answers its share of the requests."""
     count, ranks = division.replicas, division.tensor * division.context * division.expert
-    where = f"{count} replicas, each on {ranks} rank{'s' * (ranks > 1)} of its own"
-    if division.context > 1:
-        return f"{where}: start generate {count} times"
-    return f"{where}: serve --replicas {count} --tp {division.tensor}" + f" --ep {division.expert}" * (
-        division.expert > 1
-    )
+    served = f"serve --replicas {count} {' '.join(_options_of_ranks(division))}"
+    command = served if division.context == 1 else f"start generate {count} times"  # `serve` has no context ranks
+    return f"{count} replicas, each on {ranks} rank{'s' * (ranks > 1)} of its own: {command}"
+
+
+def _options_of_ranks(division: Division) -> list[str]:
+    """The options of `generate` and `serve` for the ranks of a replica."""
+    options = [f"--tp {division.tensor}"] + [f"--cp {division.context}"] * (division.context > 1)
+    return options + [f"--ep {division.expert}"] * (division.expert > 1)
 
 
 def _reply(division: Division, job: Generation) -> str:

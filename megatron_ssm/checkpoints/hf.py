@@ -171,11 +171,11 @@ def _size(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def dtype_of(name: object) -> Any:
-    """The floating-point torch.dtype of itself or of its name, or "auto"; ValueError for anything else."""
-    found = name if name == "auto" else getattr(torch, str(name).removeprefix("torch."), None)
+def dtype_of(dtype: object) -> Any:
+    """A floating-point torch.dtype, given as it is or by name, or "auto"; ValueError for anything else."""
+    found = dtype if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
     if found not in ("auto", *FLOATS.values()):
-        raise ValueError(f"dtype={name} is neither auto nor a floating-point torch dtype")
+        raise ValueError(f"dtype={dtype} is neither auto nor a floating-point torch dtype")
     return found
 
 

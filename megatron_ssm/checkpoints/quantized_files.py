@@ -213,7 +213,10 @@ def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def quantized_names(config: Stack, format: str) -> tuple[set[str], set[str]]:
-    """The names in files of the matrices that are quantized, and of the tensors that become bfloat16."""
+    """The names in files of the matrices that are quantized, and of the tensors that become bfloat16.
+
+    ValueError if int8 or int4 can quantize none.
+    """
     ranks = Ranks.of(None, Counter())
     if format == BFLOAT16:
         narrow = Model(config, ranks, dtype=torch.bfloat16, device="meta")
@@ -290,10 +293,10 @@ def _write(
                     tensors[name] = tensor[:].contiguous()
         writer.write(file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
-    stored = str(FLOATS[slices[next(iter(names.values()))].get_dtype()]).removeprefix("torch.")
     if format == BFLOAT16:
         written = config.to_dict(BFLOAT16)
     else:
+        stored = str(FLOATS[slices[next(iter(names.values()))].get_dtype()]).removeprefix("torch.")
         written = config.to_dict(config.raw.get("dtype") or config.raw.get("torch_dtype") or stored)
         written |= {"quantization_config": QUANTIZATION[format]}
     writer.close(written, source, weight_map)
