@@ -23,13 +23,30 @@ from sparsefusion.foundation.command_line import (
     silence_third_parties,
 )
 from sparsefusion.foundation.launcher import adopt_launcher, this_rank
+from sparsefusion.foundation.lazy import version
 
 EP_HELP = "expert-parallel ranks, which split the experts only (default: 1)"
+# {command: the command lines that end its --help}
+EXAMPLES = {
+    "main": ['megatron-ssm generate --model DIR --prompt "Once upon a time"', "megatron-ssm serve --model DIR"],
+    "generate": ['megatron-ssm generate --model DIR --prompt "The sea" --temperature 0.7',
+                 "megatron-ssm generate --model DIR --prompt-file F --tp 2"],
+    "serve": ["megatron-ssm serve --model DIR", "megatron-ssm serve --model DIR --tp 2 --weights int8 --port 8080"],
+    "convert": ["megatron-ssm convert --model DIR --weights int4 --out DIR-int4",
+                "megatron-ssm convert --model mamba2-130m --out mamba2-130m-hf"],
+    "advise": ["megatron-ssm advise --model DIR --fabric fabric.json --ranks 8"],
+    "prepare": ["megatron-ssm prepare --input texts --tokenizer-model DIR --out corpus"],
+    "new": ["megatron-ssm new my-model"],
+    "doctor": ["megatron-ssm doctor"],
+}  # fmt: skip
 
 
 def parser() -> Parser:
     """The parser of the command line. Formats and dtypes are strings, so that --help does not import torch."""
-    main = Parser(prog="megatron_ssm", description="State-space language models on one or many ranks.")
+    main = Parser(
+        EXAMPLES["main"], prog="megatron_ssm", description="State-space language models on one or many ranks."
+    )
+    main.add_argument("--version", action="version", version=f"megatron-ssm {version()}", help="print the version")
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands.add_parser("generate", help="continue a prompt", description="Continue a prompt."))
@@ -50,6 +67,7 @@ def parser() -> Parser:
         help="write a Hugging Face directory's matrices in 8 or 4 bits, or its model in bfloat16",
     )
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
+    convert.add_argument("-v", "--verbose", action="store_true", help="print the table of tensors")
     about = (
         "How to divide a model over ranks: predicted times and memory of every division, and why one is the fastest."
     )
@@ -62,6 +80,8 @@ def parser() -> Parser:
     about = "Versions, the kernels that run on this machine and why, and known problems: for a bug report."
     doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, command in commands.choices.items():
+        command.examples = EXAMPLES.get(name, ())
     return main
 
 
@@ -126,15 +146,17 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     """The flags of `generate`."""
     generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-file", metavar="F", help="a file that is one prompt, UTF-8")
-    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
-    generate.add_argument("--top-k", type=int, metavar="K")
-    generate.add_argument("--top-p", type=float, metavar="P")
-    generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    generate.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (default: all)")
+    generate.add_argument("--top-p", type=float, metavar="P",
+                          help="sample from the likeliest tokens, of together P (default: all)")  # fmt: skip
+    generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R",
+                          help="above 1: tokens that have occurred become less likely (default: 1)")  # fmt: skip
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
-    generate.add_argument("--seed", type=int, metavar="S")
+    generate.add_argument("--seed", type=int, metavar="S", help="of sampling (default: a new one in each run)")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share the prompt (default: 1)")
     generate.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
