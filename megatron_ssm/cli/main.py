@@ -152,7 +152,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
     generate.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (default: all)")
     generate.add_argument("--top-p", type=float, metavar="P",
-                          help="sample from the likeliest tokens, of together P (default: all)")  # fmt: skip
+                          help="sample from the likeliest tokens up to a probability of P (default: 1)")  # fmt: skip
     generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R",
                           help="above 1: tokens that have occurred become less likely (default: 1)")  # fmt: skip
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
