@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_ssm import families
-from megatron_ssm.families import read_json
+from megatron_ssm.families import check_directory, read_json
 from megatron_ssm.stack.reader import QUANTIZATION, FieldReader
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Failure
@@ -106,6 +106,7 @@ def convert(
         FileNotFoundError: A file does not exist. Nothing is written.
         Failure: The target cannot be written. Nothing of what was written is left.
     """
+    check_directory(source)
     source = Path(source)
     if target is not None:
         _check_target(Path(target))
