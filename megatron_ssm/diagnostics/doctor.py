@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,29 +258,40 @@ def _matrix_name(stored: Any) -> str:
 
 
 def page(parts: dict[str, Any]) -> str:
-    """A report as text."""
+    """A report as text of at most 80 columns, which ends in a verdict. Longer words, such as paths, are not cut."""
     titles = {"kernels": "C kernels", "operations": "what runs each operation"}
     sections = [f"{titles.get(name, name).capitalize()}\n{_section(part)}" for name, part in parts.items()]
-    return "megatron-ssm doctor\n\n" + "\n\n".join(sections) + "\n"
+    lines = parts["warnings"] if isinstance(parts["warnings"], list) else []
+    count = len(lines) + json.dumps(parts).count('"unknown (')
+    verdict = f"{count} problem{'s' * (count > 1)}, listed above." if count else "No problems found."
+    return "\n\n".join(["megatron-ssm doctor", *sections, verdict]) + "\n"
 
 
 def _section(part: Any) -> str:
     """The text of a part, which is a string, {name: value}, rows of a table, or lines."""
-    if isinstance(part, dict):
-        return _aligned([(name, _library_line(v) if isinstance(v, dict) else str(v)) for name, v in part.items()])
     if isinstance(part, list) and part and isinstance(part[0], dict):
-        return _aligned([tuple(part[0]), *(tuple(row.values()) for row in part)])
-    return "\n".join("  " + line for line in ([part] if isinstance(part, str) else part or ["none"]))
+        part = dict(map(_operation, part))
+    if isinstance(part, dict):
+        begin = max(map(len, part)) + 4
+        texts = {name: _library_line(value) if isinstance(value, dict) else str(value) for name, value in part.items()}
+        return "\n".join(_wrapped(text, f"  {name}".ljust(begin), begin) for name, text in texts.items())
+    return "\n".join(_wrapped(line, "  ", 4) for line in ([part] if isinstance(part, str) else part or ["none"]))
+
+
+def _wrapped(text: str, begin: str, indent: int) -> str:
+    """A text in lines, of which the first begins with `begin` and the others with spaces."""
+    return textwrap.fill(text, 80, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def _operation(row: dict[str, str]) -> tuple[str, str]:
+    """A name and a text for a row of `operations`."""
+    training = f"; training: {row['training']}" * (row["training"] != row["inference"])
+    name = row["operation"] + f", {row['device']}" * (row["device"] != "cpu")
+    return name, f"{row['inference']}{training} ({row['why']})"
 
 
 def _library_line(library: dict[str, Any]) -> str:
     """A value of `libraries` as text."""
     file = f", {library['file']}" if library["file"] else ""
     return f"C ({library['variant']}){file}" if library["loaded"] else f"torch ({library['why not']}){file}"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    """The rows of a table as lines, with columns two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join("  " + line.rstrip() for line in lines)
