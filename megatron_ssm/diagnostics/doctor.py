@@ -36,9 +36,14 @@ def start_line(model: "Model") -> str:
     """The line that a command prints when it has loaded a model: its kernels, dtype, and the memory of its weights."""
     nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     dtypes = f"{_name(model.dtype)}{f' with matrices in {model.weights}' if model.weights else ''}"
-    size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
-    of_rank = " on each rank" if model.num_ranks > 1 else ""
-    return f"{kernels_line(model.device, model.dtype, model.ranks.transport)}; {dtypes}, {size} of weights{of_rank}"
+    size = f"{size_text(nbytes)} of weights{' on each rank' if model.num_ranks > 1 else ''}"
+    return f"{kernels_line(model.device, model.dtype, model.ranks.transport)}; {dtypes}, {size}"
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in GB, MB or KB."""
+    unit, divisor = ("GB", 1e9) if nbytes >= 1e8 else ("MB", 1e6) if nbytes >= 1e5 else ("KB", 1e3)
+    return f"{nbytes / divisor:.2f} {unit}"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
