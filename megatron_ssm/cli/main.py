@@ -29,9 +29,8 @@ from sparsefusion.foundation.lazy import version
 EP_HELP = "expert-parallel ranks, which split the experts only (default: 1)"
 # {command: the command lines that end its --help}
 EXAMPLES = {
-    "main": ['megatron-ssm generate --model DIR --prompt "Once upon a time"', "megatron-ssm serve --model DIR"],
-    "generate": ['megatron-ssm generate --model DIR --prompt "The sea" --temperature 0.7',
-                 "megatron-ssm generate --model DIR --prompt-file F --tp 2"],
+    "main": ["megatron-ssm chat DIR", "megatron-ssm serve --model DIR"],
+    "generate": ['megatron-ssm generate --model DIR --prompt "The sea" --temperature 0.7 --tp 2'],
     "chat": ["megatron-ssm chat DIR", 'megatron-ssm chat DIR --system "Answer in French." --temperature 0'],
     "serve": ["megatron-ssm serve --model DIR", "megatron-ssm serve --model DIR --tp 2 --weights int8 --port 8080"],
     "convert": ["megatron-ssm convert --model DIR --weights int4 --out DIR-int4",

@@ -275,7 +275,8 @@ def page(parts: dict[str, Any]) -> str:
 def _section(part: Any) -> str:
     """The text of a part, which is a string, {name: value}, rows of a table, or lines."""
     if isinstance(part, list) and part and isinstance(part[0], dict):
-        part = dict(map(_operation, part))
+        part = {row["operation"] + f", {row['device']}" * (row["device"] != "cpu"):
+                f"{row['inference']}; training: {row['training']} ({row['why']})" for row in part}  # fmt: skip
     if isinstance(part, dict):
         begin = max(map(len, part)) + 4
         texts = {name: _library_line(value) if isinstance(value, dict) else str(value) for name, value in part.items()}
@@ -287,13 +288,6 @@ def _wrapped(text: str, begin: str, indent: int) -> str:
     """A text in lines, of which the first begins with `begin` and the others with spaces."""
     return textwrap.fill(text, 80, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
                          break_on_hyphens=False)  # fmt: skip
-
-
-def _operation(row: dict[str, str]) -> tuple[str, str]:
-    """A name and a text for a row of `operations`."""
-    training = f"; training: {row['training']}" * (row["training"] != row["inference"])
-    name = row["operation"] + f", {row['device']}" * (row["device"] != "cpu")
-    return name, f"{row['inference']}{training} ({row['why']})"
 
 
 def _library_line(library: dict[str, Any]) -> str:

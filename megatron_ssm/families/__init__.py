@@ -31,7 +31,8 @@ _ALL = (
     MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2, NEMOTRON_H, GRANITE, BAMBA, FALCON_H1, JAMBA, QWEN3_5, QWEN3_5_TEXT,
     QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT, OLMO_HYBRID,
 )  # fmt: skip
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # organization/name
+# organization/name, and not a path to a file
+HUB_ID = re.compile(r"\w[\w.-]*/(?!.*\.(json|safetensors|bin)$)\w[\w.-]*", re.ASCII)
 FAMILIES: dict[str, Family] = {each.name: each for each in _ALL}
 
 
@@ -97,10 +98,9 @@ def check_directory(model: str | Path) -> None:
         raise ValueError(f"{model}: GGUF files cannot be read yet; give a Hugging Face directory with safetensors")
     if path.exists():
         raise ValueError(f"{model} is a file; give its directory, {path.parent}")
-    is_file_name = path.suffix in (".json", ".safetensors", ".bin")
-    if HUB_ID.fullmatch(str(model)) and not is_file_name and not path.parent.exists():
-        fetch = f"hf download {model} --local-dir {path.name}"
-        raise FileNotFoundError(f"{model} is not a directory; to fetch it: {fetch}")
+    if HUB_ID.fullmatch(str(model)) and not path.parent.exists():
+        fetch = f"to fetch it: hf download {model} --local-dir {path.name}"
+        raise FileNotFoundError(f"{model} is not a directory; {fetch}")
     raise FileNotFoundError(f"{model} does not exist")
 
 

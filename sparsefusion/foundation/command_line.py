@@ -50,14 +50,9 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Like argparse's method, but the error for an unknown flag suggests a similar one.
-
-        Without any word, a parser of commands prints its help and exits with code 0.
-        """
+        """Like argparse's method, but an unknown flag is an error; a parser of commands without any word prints its help."""
         words = sys.argv[1:] if args is None else list(args)
-        if self._subparsers and not words:
-            self.print_help()
-            sys.exit(0)
+        words = words or ["--help"] * bool(self._subparsers)
         arguments, unknown = self.parse_known_args(words, namespace)
         before = dict(zip(words, ["", *words], strict=False)).get(unknown[0]) if unknown else None
         if before in self._switches():
