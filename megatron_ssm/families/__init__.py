@@ -99,8 +99,7 @@ def check_directory(model: str | Path) -> None:
     if path.exists():
         raise ValueError(f"{model} is a file; give its directory, {path.parent}")
     if HUB_ID.fullmatch(str(model)) and not path.parent.exists():
-        fetch = f"to fetch it: hf download {model} --local-dir {path.name}"
-        raise FileNotFoundError(f"{model} is not a directory; {fetch}")
+        raise FileNotFoundError(f"{model} is not a directory; to fetch it: hf download {model} --local-dir {path.name}")
     raise FileNotFoundError(f"{model} does not exist")
 
 

@@ -225,8 +225,10 @@ def test_without_kernels_it_says_torch_and_why(harmed):
     page, _ = harmed
     for package in ("sparsefusion", "megatron_ssm"):
         assert re.search(rf"^  {package} +torch \(MEGATRON_SSM_SKIP_NATIVE is set\)", page, re.MULTILINE)
-    assert lines_of(page, "selective scan", "torch (MEGATRON_SSM_SKIP_NATIVE is set)")
-    assert lines_of(page, "all-reduce between ranks", "gloo (no C kernels: MEGATRON_SSM_SKIP_NATIVE is set)")
+    assert lines_of(page, "selective scan", "torch; training: torch (MEGATRON_SSM_SKIP_NATIVE is set)")
+    assert lines_of(
+        page, "all-reduce between ranks", "gloo; training: gloo (no C kernels: MEGATRON_SSM_SKIP_NATIVE is set)"
+    )
     assert "  MEGATRON_SSM_SKIP_NATIVE is set, so torch" in page and "reinstall" not in page
 
 
