@@ -242,9 +242,7 @@ def convert_checkpoint(arguments: Namespace) -> None:
         return out.print(f"{len(rows)} tensors, nothing written (--dry-run)\n")
     target, seconds = Path(arguments.out), time.perf_counter() - start
     sizes = [sum(path.stat().st_size for path in weight_files(Path(each))) for each in (arguments.model, target)]
-    change = " -> ".join(
-        size_text(size) for size in sizes if size
-    )  # DeepSpeed's checkpoint also holds optimizer states
+    change = " -> ".join(size_text(size) for size in sizes if size)  # 0: a checkpoint of DeepSpeed's
     out.print(f"{len(rows)} tensors, {change}, in {seconds:.1f} s, written to {target}\n")
     if arguments.weights is not None:
         kept = [("tensors", "not in " + arguments.weights, "dtype", "size"), *_kept(target, arguments.weights)]
