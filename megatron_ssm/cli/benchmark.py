@@ -31,6 +31,7 @@ from sparsefusion.foundation.command_line import Printer
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS, FEWEST, MOST = 60, 3, 10  # as many repetitions as fit into these seconds, within these limits
+LLAMA_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 WARM_UP = 32  # tokens of the prompt that is not timed
 
 PAGE = """\
@@ -104,7 +105,8 @@ def transformers(directory: str, dtype: torch.dtype, device: str) -> Engine:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    model = model.to(device).eval()
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters  # Bamba's does not count them
 
     def begin() -> Read:
@@ -147,7 +149,7 @@ def llama_cpp(path: str, length: int, device: str) -> Engine:
 
     @llama.llama_log_callback
     def keep(level: int, text: bytes, _: Any) -> None:
-        errors.extend([text.decode("utf-8", "replace")] * (level == llama.GGML_LOG_LEVEL_ERROR))
+        errors.extend([text.decode("utf-8", "replace")] * (level == LLAMA_ERROR))
 
     llama.llama_log_set(keep, None)
     options, sizes = llama.llama_model_default_params(), llama.llama_context_default_params()
