@@ -64,7 +64,7 @@ def test_the_table_alone(directory):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        pytest.param("--against llama.cpp=x.gguf", "--against llama.cpp: pip install llama-cpp-python", marks=LLAMA),
+        pytest.param("--against llama.cpp=x.gguf", "no package llama_cpp: pip install llama-cpp-python", marks=LLAMA),
         ("--against llama.cpp", "--against llama.cpp: expected transformers or llama.cpp=FILE.gguf"),
         ("--weights fp32,fp8", "--weights fp8: expected some of fp32,bf16,int8,int4"),
         ("--repetitions 2", "--repetitions 2 must be at least 3"),
