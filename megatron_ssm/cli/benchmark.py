@@ -1,7 +1,7 @@
 """`megatron-ssm bench`: the speed of a model by format of its weights, beside transformers and llama.cpp.
 
 All models are in memory and take turns with the same random tokens: a prompt, then the new tokens one by one. A turn begins
-with a short prompt that is not timed. The first turn of each model is not counted; its logits are compared.
+with a short prompt that is not timed. The first turn of each model is not counted.
 """
 
 import ctypes
@@ -160,7 +160,7 @@ def llama_cpp(path: str, length: int, device: str) -> Engine:
     if not context:
         raise ValueError(f"llama.cpp cannot read {path}: {' '.join(errors)}")
     vocabulary, text = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)), ctypes.create_string_buffer(256)
-    llama.llama_model_desc(model, text, len(text))  # such as "mamba 130M Q4_K - Medium"
+    llama.llama_model_desc(model, text, len(text))  # such as "mamba 130M Q4_K - Medium", or "... all F32"
 
     def begin() -> Read:
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
@@ -176,7 +176,7 @@ def llama_cpp(path: str, length: int, device: str) -> Engine:
             (ctypes.c_float * vocabulary).from_address(ctypes.addressof(first)), dtype=torch.float32
         )
 
-    weights = text.value.decode().split(maxsplit=2)[-1].split(" - ")[0]
+    weights = text.value.decode().split(maxsplit=2)[-1].removeprefix("all ").split(" - ")[0]
     return Engine("llama.cpp", weights, vocabulary, llama.llama_model_size(model), begin)
 
 
@@ -213,7 +213,7 @@ def _measure(arguments: Namespace) -> dict[str, Any]:
         each.turn(tokens)
     seconds = time.perf_counter() - start
     base = next((each for each in engines if each.name in arguments.against), engines[0])
-    exact = next((each for each in engines if (each.name, each.weights) == ("transformers", "fp32")), base)
+    exact = max(engines, key=lambda each: (each.name == "transformers", each.weights == "fp32"))
     repetitions = arguments.repetitions or max(FEWEST, min(MOST, int(SECONDS / seconds)))
     log.info(f"{repetitions} repetitions: about {repetitions * seconds:.0f} s")
     for _ in range(repetitions):
