@@ -25,16 +25,33 @@ from sparsefusion.foundation.command_line import (
     silence_third_parties,
 )
 from sparsefusion.foundation.launcher import adopt_launcher, this_rank
+from sparsefusion.foundation.lazy import version
 
 WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of bench
 # Of bench --against: the module, and the package to install
 PEERS = {"transformers": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
 EP_HELP = "expert-parallel ranks, which split the experts only (default: 1)"
+# {command: the command lines that end its --help}
+EXAMPLES = {
+    "main": ["megatron-ssm chat DIR", "megatron-ssm serve --model DIR"],
+    "generate": ['megatron-ssm generate --model DIR --prompt "The sea" --temperature 0.7 --tp 2'],
+    "chat": ["megatron-ssm chat DIR", 'megatron-ssm chat DIR --system "Answer in French." --temperature 0'],
+    "serve": ["megatron-ssm serve --model DIR", "megatron-ssm serve --model DIR --tp 2 --weights int8 --port 8080"],
+    "convert": ["megatron-ssm convert --model DIR --weights int4 --out DIR-int4",
+                "megatron-ssm convert --model mamba2-130m --out mamba2-130m-hf"],
+    "advise": ["megatron-ssm advise --model DIR --fabric fabric.json --ranks 8"],
+    "prepare": ["megatron-ssm prepare --input texts --tokenizer-model DIR --out corpus"],
+    "new": ["megatron-ssm new my-model"],
+    "doctor": ["megatron-ssm doctor"],
+}  # fmt: skip
 
 
 def parser() -> Parser:
     """The parser of the command line. Formats and dtypes are strings, so that --help does not import torch."""
-    main = Parser(prog="megatron_ssm", description="State-space language models on one or many ranks.")
+    main = Parser(
+        EXAMPLES["main"], prog="megatron_ssm", description="State-space language models on one or many ranks."
+    )
+    main.add_argument("--version", action="version", version=f"megatron-ssm {version()}", help="print the version")
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands.add_parser("generate", help="continue a prompt", description="Continue a prompt."))
@@ -57,6 +74,7 @@ def parser() -> Parser:
         help="write a Hugging Face directory's matrices in 8 or 4 bits, or its model in bfloat16",
     )
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
+    convert.add_argument("-v", "--verbose", action="store_true", help="print the table of tensors")
     about = (
         "How to divide a model over ranks: predicted times and memory of every division, and why one is the fastest."
     )
@@ -71,6 +89,8 @@ def parser() -> Parser:
     about = "Versions, the kernels that run on this machine and why, and known problems: for a bug report."
     doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, command in commands.choices.items():
+        command.examples = EXAMPLES.get(name, ())
     return main
 
 
