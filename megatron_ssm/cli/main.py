@@ -40,6 +40,7 @@ EXAMPLES = {
     "convert": ["megatron-ssm convert --model DIR --weights int4 --out DIR-int4",
                 "megatron-ssm convert --model mamba2-130m --out mamba2-130m-hf"],
     "advise": ["megatron-ssm advise --model DIR --fabric fabric.json --ranks 8"],
+    "bench": ["megatron-ssm bench DIR --against transformers", "megatron-ssm bench DIR --weights bf16,int8,int4"],
     "prepare": ["megatron-ssm prepare --input texts --tokenizer-model DIR --out corpus"],
     "new": ["megatron-ssm new my-model"],
     "doctor": ["megatron-ssm doctor"],
