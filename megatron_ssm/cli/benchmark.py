@@ -41,7 +41,7 @@ PAGE = """\
 
 GB: size of the weights. prefill, decode: tokens per second, median of {repetitions} repetitions,
 in brackets (largest - smallest) / median; {ratio_to} is 1.00x.
-logits: largest difference from {logits_reference}; same dtype: from transformers in the row's dtype."""
+logits: largest difference from {logits_reference}."""
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,12 +52,10 @@ class Engine:
 
     Attributes:
         name, weights: The names of the engine and of the format of its weights.
-        vocabulary: The number of its logits.
         nbytes: Bytes of its weights.
         begin: Begins a sequence; returns a function that appends tokens (1, tokens) and returns the logits (vocabulary,)
             after the last one. The next call may overwrite them.
-        dtype: The dtype of its activations; None for llama.cpp.
-        prefill, decode: The seconds of each repetition.
+        seconds: Those of the prompt and of the new tokens in each turn.
         logits: (1 + new tokens, vocabulary), after the prompt and after each new token.
     """
 
@@ -66,25 +64,18 @@ class Engine:
     vocabulary: int
     nbytes: int
     begin: Callable[[], Read]
-    dtype: torch.dtype | None = None
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
+    seconds: list[tuple[float, float]] = field(default_factory=list)
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def turn(self, tokens: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """The seconds of the prompt and of the new tokens. `logits` are those after each of `tokens`."""
-        times, logits = [time.perf_counter()], []
-        read = self.begin()
+    def turn(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Read a prompt and new tokens."""
+        self.begin()(tokens[0][:, :WARM_UP])
+        times, logits, read = [time.perf_counter()], [], self.begin()
         for ids in tokens:
             logits.append(read(ids).to("cpu", torch.float32, copy=True))
             times.append(time.perf_counter())
         self.logits = torch.stack(logits)
-        return times[1] - times[0], times[-1] - times[1]
-
-    def difference(self, other: "Engine") -> float:
-        """The largest difference between the logits of two engines, in the vocabulary that both have."""
-        width = min(self.vocabulary, other.vocabulary)
-        return (self.logits[:, :width] - other.logits[:, :width]).abs().max().item()
+        self.seconds.append((times[1] - times[0], times[-1] - times[1]))
 
 
 def ours(model: Model, length: int) -> Engine:
@@ -94,8 +85,8 @@ def ours(model: Model, length: int) -> Engine:
         cache = model.new_cache(1, length)
         return lambda ids: model(ids, cache=cache, logits_to_keep=1)[0, -1]
 
-    name = model.weights or short_name(model.dtype)
-    return Engine("megatron-ssm", name, model.config.vocab_size, _nbytes(model), begin, model.dtype)
+    weights = model.weights or _name(model.dtype)
+    return Engine("megatron-ssm", weights, model.config.vocab_size, _nbytes(model), begin)
 
 
 def transformers(directory: str, dtype: torch.dtype, device: str) -> Engine:
@@ -118,27 +109,13 @@ def transformers(directory: str, dtype: torch.dtype, device: str) -> Engine:
             if takes_positions:
                 state["position_ids"] = torch.arange(length, length + ids.shape[1], device=device)[None]
             output = model(ids, use_cache=True, logits_to_keep=1, **state)
-            name = next(
-                n for n in ("cache", "past_key_values", "cache_params") if n in output
-            )  # depends on the version
-            state, length = {name: output[name]}, length + ids.shape[1]
+            names = {"cache", "past_key_values", "cache_params"}  # depends on the version
+            state, length = {n: output[n] for n in names & output.keys()}, length + ids.shape[1]
             return output.logits[0, -1]
 
         return read
 
-    vocabulary = model.config.get_text_config().vocab_size
-    return Engine("transformers", short_name(dtype), vocabulary, _nbytes(model), begin, dtype)
-
-
-def check_transformers(raw: dict[str, Any]) -> None:
-    """ValueError if transformers cannot read the model of this config.json."""
-    from transformers import __version__
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-
-    if raw["model_type"] not in NAMES:
-        raise ValueError(f"--against transformers: version {__version__} has no model of type {raw['model_type']}")
-    if stored := format_of(raw):
-        raise ValueError(f"--against transformers: it does not read matrices in {stored}")
+    return Engine("transformers", _name(dtype), model.config.get_text_config().vocab_size, _nbytes(model), begin)
 
 
 def llama_cpp(path: str, length: int, device: str) -> Engine:
@@ -171,17 +148,14 @@ def llama_cpp(path: str, length: int, device: str) -> Engine:
         tokens = (llama.llama_token * ids.numel())(*ids.flatten().tolist())
         if llama.llama_decode(context, llama.llama_batch_get_one(tokens, len(tokens))):
             raise RuntimeError(f"llama.cpp could not decode: {' '.join(errors)}")
-        first = llama.llama_get_logits_ith(context, -1).contents
-        return torch.frombuffer(
-            (ctypes.c_float * vocabulary).from_address(ctypes.addressof(first)), dtype=torch.float32
-        )
+        first = ctypes.addressof(llama.llama_get_logits_ith(context, -1).contents)
+        return torch.frombuffer((ctypes.c_float * vocabulary).from_address(first), dtype=torch.float32)
 
     weights = text.value.decode().split(maxsplit=2)[-1].removeprefix("all ").split(" - ")[0]
     return Engine("llama.cpp", weights, vocabulary, llama.llama_model_size(model), begin)
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as a format of weights, such as bf16."""
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
@@ -204,7 +178,7 @@ def _measure(arguments: Namespace) -> dict[str, Any]:
     """The report of --json."""
     prompt, new = arguments.prompt_tokens, arguments.new_tokens
     engines = _load(arguments, prompt + new)
-    vocabulary = min(each.vocabulary for each in engines)
+    vocabulary = min(each.vocabulary for each in engines)  # that all of them have
     ids = torch.randint(vocabulary, (1, prompt + new), generator=torch.Generator().manual_seed(0))
     tokens = ids.to(arguments.device).split([prompt] + [1] * new, dim=1)
     start = time.perf_counter()
@@ -212,20 +186,26 @@ def _measure(arguments: Namespace) -> dict[str, Any]:
         log.info(f"first turn: {each.name} {each.weights}")
         each.turn(tokens)
     seconds = time.perf_counter() - start
-    base = next((each for each in engines if each.name in arguments.against), engines[0])
-    exact = max(engines, key=lambda each: (each.name == "transformers", each.weights == "fp32"))
     repetitions = arguments.repetitions or max(FEWEST, min(MOST, int(SECONDS / seconds)))
     log.info(f"{repetitions} repetitions: about {repetitions * seconds:.0f} s")
-    for _ in range(repetitions):
-        for each in engines:
-            each.begin()(tokens[0][:, :WARM_UP])
-            for times, value in zip((each.prefill, each.decode), each.turn(tokens), strict=True):
-                times.append(value)
+    for each in engines * repetitions:
+        each.turn(tokens)
+    base = next((each for each in engines if each.name in arguments.against), engines[0])
+    exact = max(engines, key=lambda each: (each.name == "transformers", each.weights == "fp32"))
+    rows = []
+    for each in engines:
+        row: dict[str, Any] = {"engine": each.name, "weights": each.weights, "weights_bytes": each.nbytes}
+        for index, (phase, count) in enumerate((("prefill", prompt), ("decode", new))):
+            times, others = ([pair[index] for pair in engine.seconds[1:]] for engine in (each, base))
+            row[f"{phase}_tokens_per_s"] = count / median(times)
+            row[f"{phase}_ratio"] = median(others) / median(times)
+            row[f"{phase}_spread"] = (max(times) - min(times)) / median(times)
+        difference = each.logits[:, :vocabulary] - exact.logits[:, :vocabulary]
+        rows.append(row | {"logits_difference": difference.abs().max().item()})
     return {
         "model": arguments.model, "device": arguments.device, "threads": torch.get_num_threads(), "prompt_tokens": prompt,
         "new_tokens": new, "repetitions": repetitions, "ratio_to": f"{base.name} {base.weights}",
-        "logits_reference": f"{exact.name} {exact.weights}",
-        "rows": [_row(each, engines, base, exact, {"prefill": prompt, "decode": new}) for each in engines],
+        "logits_reference": f"{exact.name} {exact.weights}", "rows": rows,
     }  # fmt: skip
 
 
@@ -238,48 +218,38 @@ def _load(arguments: Namespace, length: int) -> list[Engine]:
     theirs: dict[str, list[Engine]] = dict.fromkeys(arguments.against, [])
     config = read_for_ranks(directory, 1)
     if "transformers" in theirs:
-        check_transformers(config.raw)
+        from transformers import __version__
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+        if (kind := config.raw["model_type"]) not in NAMES:
+            raise ValueError(f"--against transformers: version {__version__} has no model of type {kind}")
+        if stored := format_of(config.raw):
+            raise ValueError(f"--against transformers: it does not read matrices in {stored}")
     if "llama.cpp" in theirs:
         theirs["llama.cpp"] = [llama_cpp(arguments.against["llama.cpp"], length, device)]
-    own = []
-    for name in arguments.weights or [None]:
-        dtype, weights = (DTYPES[name], None) if name in DTYPES else ("auto", name)
-        own.append(ours(load(directory, dtype=dtype, device=device, weights=weights), length))
-    log.info(kernels_line(device, own[0].dtype))
+    models = []
+    for name in arguments.weights or ["auto"]:
+        weights = name if name.startswith("int") else None
+        models.append(load(directory, dtype=DTYPES.get(name, "auto"), device=device, weights=weights))
+    log.info(kernels_line(device, models[0].dtype))
     if "transformers" in theirs:
-        dtypes = dict.fromkeys(each.dtype for each in own)
-        needed = sum(each.nbytes for each in own) + 2 * Memory(config, itemsize=4).weights
-        if needed < own_memory(1, torch.device(device)) / 2:
+        dtypes = dict.fromkeys(model.dtype for model in models)
+        if sum(map(_nbytes, models)) + 2 * Memory(config, itemsize=4).weights < own_memory(1, torch.device(device)) / 2:
             dtypes[torch.float32] = None
-        theirs["transformers"] = [transformers(directory, dtype, device) for dtype in dtypes if dtype]
-    return own + sum(theirs.values(), [])
-
-
-def _row(engine: Engine, engines: list[Engine], base: Engine, exact: Engine, counts: dict[str, int]) -> dict[str, Any]:
-    """What was measured with an engine. base, exact: those whose times and logits it is compared with."""
-    row: dict[str, Any] = {"engine": engine.name, "weights": engine.weights, "weights_bytes": engine.nbytes}
-    for phase, count in counts.items():
-        times = getattr(engine, phase)
-        row[f"{phase}_tokens_per_s"] = count / median(times)
-        row[f"{phase}_ratio"] = median(getattr(base, phase)) / median(times)
-        row[f"{phase}_spread"] = (max(times) - min(times)) / median(times)
-    peers = [each for each in engines if each.name == "transformers" and each.dtype == engine.dtype]
-    row["logits_difference"] = engine.difference(exact)
-    row["logits_difference_same_dtype"] = engine.difference(peers[0]) if peers else None
-    return row
+        theirs["transformers"] = [transformers(directory, dtype, device) for dtype in dtypes]
+    return [ours(model, length) for model in models] + sum(theirs.values(), [])
 
 
 def _page(report: dict[str, Any]) -> str:
     """A report as text."""
-    table = [("", "weights", "GB", "prefill", "", "decode", "", "logits", "same dtype")]
+    table = [("", "weights", "GB", "prefill", "", "decode", "", "logits")]
     for row in report["rows"]:
         cells = [row["engine"], row["weights"], f"{row['weights_bytes'] / 1e9:.3f}"]
         for phase in ("prefill", "decode"):
             speed = row[f"{phase}_tokens_per_s"]
             cells.append(f"{speed:,.{1 if speed < 100 else 0}f} ({row[f'{phase}_spread']:.0%})")
             cells.append(f"{row[f'{phase}_ratio']:.2f}x")
-        same = row["logits_difference_same_dtype"]
-        table.append((*cells, f"{row['logits_difference']:.1e}", "" if same is None else f"{same:.1e}"))
+        table.append((*cells, f"{row['logits_difference']:.1e}"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join([*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in table]
     return PAGE.format(table="\n".join(map(str.rstrip, lines)), **report)
