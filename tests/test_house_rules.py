@@ -214,15 +214,32 @@ def definitions(node, owner=None):
                 yield from definitions(child, child)
 
 
+@cache
+def documented_methods(name):
+    """The names of the documented methods of the packages' classes of that name, and of their bases."""
+    classes = [node for _, node in nodes(PACKAGE_FILES, ast.ClassDef) if node.name == name]
+    methods = [each for node in classes for each in node.body if isinstance(each, ast.FunctionDef)]
+    own = {each.name for each in methods if ast.get_docstring(each)}
+    return own.union(*(documented_methods(base) for node in classes for base in bases(node) - {name}))
+
+
+def bases(owner):
+    """The names of the base classes of a class."""
+    return {ast.unparse(base).split("[")[0].split(".")[-1] for base in owner.bases}
+
+
 def needs_no_docstring(owner, node):
-    """Whether this is a property of one line, or a method that a documented torch.autograd.Function overrides."""
+    """True for short methods, one-line properties, and methods that override a documented one, also of autograd.Function."""
     if owner is None or isinstance(node, ast.ClassDef):
         return False
     decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
+    if node.body[-1].end_lineno - node.body[0].lineno < 2:
+        return True
     if decorators & {"property", "cached_property"}:
         return len(node.body) == 1
-    bases = {ast.unparse(base).split(".")[-1] for base in owner.bases}
-    return "Function" in bases and ast.get_docstring(owner) and node.name in {"forward", "backward", "setup_context"}
+    if "Function" in bases(owner):
+        return ast.get_docstring(owner) and node.name in {"forward", "backward", "setup_context"}
+    return any(node.name in documented_methods(base) for base in bases(owner))
 
 
 def is_overload(node):

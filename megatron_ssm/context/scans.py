@@ -73,7 +73,6 @@ class ScanInputs:
     dt_bias: torch.Tensor | None
 
     def summary(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `summaries.selective_summary`."""
         return selective_summary(self.x, self.dt, self.A_log, self.B, self.dt_bias)
 
     def first(self, n: int, kept: torch.Tensor | None) -> "ScanInputs":

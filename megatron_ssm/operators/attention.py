@@ -73,7 +73,6 @@ class AttentionSpec(Spec):
 
     @property
     def attention(self) -> AttentionSizes:
-        """See `Spec`."""
         return AttentionSizes(self.heads, self.kv_heads, self.head_dim)
 
     def fields(self) -> Iterator[Field]:
@@ -90,14 +89,12 @@ class AttentionSpec(Spec):
         yield from row_parallel("o_proj", (self.hidden_size, self.heads * dim), self.heads, self.bias)
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         divides(self.heads, size, "attention heads")
         divide_either_way(self.kv_heads, size, "key/value heads")
         if self.whole_norms:
             divides(self.kv_heads, size, "key/value heads")
 
     def build(self, place: Place) -> "Attention":
-        """See `Spec`."""
         return Attention(self, place)
 
     def rows(self, ranks: int) -> dict[str, int]:
@@ -207,12 +204,10 @@ class Attention(Operator):
         return apply_layer(self.qkv, x, adapter_of_parts(self.lora, adapted))
 
     def mix(self, projected: torch.Tensor, call: Call, state: State | None = None) -> Partial:
-        """See `Operator`."""
         out = apply_layer(self.o_proj, self.attended(projected, call, state), adapter_of(self.lora, "o_proj"))
         return Partial(out, bias=bias_of(self.o_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
-        """See `Operator`."""
         adapted = self.attention_spec.adapted(self.ranks.size)
         qkv = lowered_linear(tape, self.qkv, x, adapter_of_parts(self.lora, adapted))
         y = self.lower_attention(tape, qkv)

@@ -55,7 +55,6 @@ class ExpertsSpec(Spec):
 
     @property
     def experts(self) -> int:
-        """See `Spec`."""
         return self.router.experts
 
     @property
@@ -106,12 +105,10 @@ class ExpertsSpec(Spec):
         return {"fc1": (self.latent, hidden), "fc2": (hidden, self.latent)} if self.latent else {}
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         if self.granule == 1:
             divides(self.channels, size, "channels of an expert")
 
     def build(self, place: Place) -> "Experts":
-        """See `Spec`."""
         return Experts(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
@@ -232,7 +229,6 @@ class Experts(Operator):
         return apply_experts(x, weights, index, count, self.up.matrix(), self.down.matrix(), self.activated)
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
-        """See `Operator`."""
         spec, is_wide = self.spec, self.router.weight.dtype is not tape.dtype
         converted = tape.converted(x, self.router.weight.dtype) if is_wide else x
         logits = tape.matmul(converted, self.router.weight)

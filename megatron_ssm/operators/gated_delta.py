@@ -80,12 +80,10 @@ class GatedDeltaSpec(Spec):
 
     @property
     def history(self) -> int:
-        """See `Spec`."""
         return self.conv_kernel - 1
 
     @property
     def recurrence(self) -> RecurrenceSizes:
-        """See `Spec`."""
         return RecurrenceSizes(self.value_heads, self.value_dim, self.key_dim, self.key_heads, "value heads", True)
 
     def rows(self, ranks: int) -> dict[str, int]:
@@ -123,12 +121,10 @@ class GatedDeltaSpec(Spec):
         return {name: sum(rows[p] for p in parts) for name, parts in tensors if (parts[0] in "ba") == gates}
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         divides(self.value_heads, size, "value heads")
         divide_either_way(self.key_heads, size, "key heads")
 
     def build(self, place: Place) -> "GatedDelta":
-        """See `Spec`."""
         return GatedDelta(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
@@ -225,7 +221,6 @@ class GatedDelta(Operator):
         return Partial(apply_layer(self.out_proj, normed, adapter_of(self.lora, "out_proj")))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
-        """See `Operator`."""
         spec, ranks, (q, v) = self.spec, self.ranks.size, (self.rows["q"], self.rows["v"])
         lora = adapter_of_parts(self.lora, spec.adapted(ranks, gates=False))
         large = lowered_linear(tape, self.in_proj, x, lora)

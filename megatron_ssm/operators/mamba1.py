@@ -80,7 +80,6 @@ class Mamba1Spec(Spec):
 
     @property
     def history(self) -> int:
-        """See `Spec`."""
         return self.conv_kernel - 1
 
     @property
@@ -110,13 +109,11 @@ class Mamba1Spec(Spec):
         yield from row_parallel("out_proj", (self.hidden_size, inner), inner, self.bias, init="mixer_out_proj")
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         divides(self.channels, size, "channels")
         if self.heads > 1:
             divide_either_way(self.heads, size, "mamba heads")
 
     def build(self, place: Place) -> "MambaMixer":
-        """See `Spec`."""
         return MambaMixer(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
@@ -202,7 +199,6 @@ class MambaMixer(Operator):
         return Partial(out, bias=bias_of(self.out_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
-        """See `Operator`."""
         channels, heads, (rank, N, _) = self.channels, self.heads, self.splits
         width, head_width = rank + 2 * N, channels // heads
         if heads > 1 and head_width % 2:

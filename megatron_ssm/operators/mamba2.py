@@ -96,12 +96,10 @@ class Mamba2Spec(Spec):
 
     @property
     def history(self) -> int:
-        """See `Spec`."""
         return self.conv_kernel - 1
 
     @property
     def recurrence(self) -> RecurrenceSizes:
-        """See `Spec`."""
         return RecurrenceSizes(self.heads, self.head_dim, self.state_size, self.groups)
 
     def fields(self) -> Iterator[Field]:
@@ -120,12 +118,10 @@ class Mamba2Spec(Spec):
         yield from row_parallel("out_proj", (self.hidden_size, inner), heads, self.has_out_bias, init="mixer_out_proj")
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         divides(self.heads, size, "heads")
         divide_either_way(self.groups, size, "groups")
 
     def build(self, place: Place) -> "Mamba2Mixer":
-        """See `Spec`."""
         return Mamba2Mixer(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
@@ -233,7 +229,6 @@ class Mamba2Mixer(Operator):
         return Partial(out, squares, None if squares is None else self._finished, bias_of(self.out_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
-        """See `Operator`."""
         if not (self.local_norm or self.fused_norm):
             raise NotLowered("a norm over a group that spans some of the ranks")
         if self.norm == NORM_FIRST:

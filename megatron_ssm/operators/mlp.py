@@ -86,11 +86,9 @@ class MlpSpec(Spec):
             yield Field("score.weight", "score.weight", (1, self.hidden_size), adaptable=False)
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         divides(self.channels, size, "channels of the MLP")
 
     def build(self, place: Place) -> "Mlp":
-        """See `Spec`."""
         return Mlp(self, place)
 
     def rows(self, ranks: int) -> dict[str, int]:
@@ -145,13 +143,11 @@ class Mlp(Operator):
         return (projected, self.score(x)) if self.mlp_spec.scored else projected
 
     def mix(self, projected: Any, call: Call, state: State | None = None) -> Partial:
-        """See `Operator`."""
         projected, score = projected if self.mlp_spec.scored else (projected, None)
         out = apply_layer(self.down_proj, self.activated(projected), adapter_of(self.lora, "down_proj"))
         return Partial(out if score is None else score.sigmoid() * out, bias=bias_of(self.down_proj))
 
     def lower(self, tape: Builder, x: Buffer) -> Lowered:
-        """See `Operator`."""
         inner = self.lower_activated(tape, lowered_linear(tape, self.gate_up, x, self.input_adapter(self.lora)))
         out = lowered_linear(tape, self.down_proj, inner, adapter_of(self.lora, "down_proj"))
         tape.release(inner)

@@ -50,11 +50,9 @@ class SharedBlockSpec(Spec):
 
     @property
     def attention(self) -> AttentionSizes:
-        """See `Spec`."""
         return self.attended.attention
 
     def fields(self) -> Iterator[Field]:
-        """See `Spec`."""
         hidden = self.mlp.hidden_size
         yield Field("norm.weight", "input_layernorm.weight", (2 * hidden,), init="one")
         yield from (replace(field, hf="self_attn." + field.hf) for field in self.attended.fields())
@@ -62,12 +60,10 @@ class SharedBlockSpec(Spec):
         yield from (replace(field, hf="feed_forward." + field.hf) for field in self.mlp.fields())
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         self.attended.check_ranks(size)
         self.mlp.check_ranks(size)
 
     def build(self, place: Place) -> "SharedBlock":
-        """See `Spec`."""
         return SharedBlock(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
@@ -97,7 +93,6 @@ class SharedBlockInvocationSpec(Spec):
 
     @property
     def attention(self) -> AttentionSizes:
-        """See `Spec`."""
         return self.block.attention
 
     def fields(self) -> Iterator[Field]:
@@ -128,11 +123,9 @@ class SharedBlockInvocationSpec(Spec):
             yield Field(f"idle.{index}_{part}_up", f"block.{files}.{index}.1.weight", (wide[part], rank))
 
     def check_ranks(self, size: int) -> None:
-        """See `Spec`."""
         self.block.check_ranks(size)
 
     def build(self, place: Place) -> "SharedBlockInvocation":
-        """See `Spec`."""
         return SharedBlockInvocation(self, place)
 
     def sizes(self, work: Workload) -> Sizes:

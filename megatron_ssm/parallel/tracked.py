@@ -56,22 +56,18 @@ class TrackedModule(nn.Module):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """See torch."""
         changed(self)
         super().register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """See torch."""
         changed(self)
         super().add_module(name, module)
 
     def register_forward_hook(self, *arguments: Any, **options: Any) -> Any:
-        """See torch."""
         changed(self)
         return super().register_forward_hook(*arguments, **options)
 
     def register_forward_pre_hook(self, *arguments: Any, **options: Any) -> Any:
-        """See torch."""
         changed(self)
         return super().register_forward_pre_hook(*arguments, **options)
 

@@ -109,7 +109,6 @@ class DividedMegatronTrainer(MegatronTrainer):
         return self._divided._get_main_param_and_optimizer_states(parameter) if part.stop > part.start else {}
 
     def checkpoint_state(self) -> GatheredState:
-        """See `Trainer.checkpoint_state`."""
         steps = (int(held["step"]) for held in self.optimizer.state.values())
         return gathered_state(self.model, self.groups, self._gathered, next(steps, 0))
 

@@ -110,7 +110,6 @@ class SequenceLoss(nn.Module):
         self.model, self.bf16 = model, bf16
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """See `sequence_loss`."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
             return sequence_loss(self.model, inputs, labels)
 
