@@ -175,8 +175,8 @@ class Snapshot:
             open_shards(hidden, checksum)
         except DamagedCheckpoint as error:
             is_missing = isinstance(error.__cause__, FileNotFoundError)
-            reason = "rank 0 does not find all ranks' files in a directory that they share" if is_missing else "damaged"
-            raise OSError(f"{reason} ({error})") from None
+            shared = "rank 0 does not find all ranks' files in a directory that they share"
+            raise OSError(f"{shared if is_missing else 'it cannot be read back'} ({error})") from None
         training = description_text({**self.training, "metadata_crc32": checksum})
         with new_file(hidden / "training.json") as file:
             file.write(training.encode())
