@@ -150,7 +150,7 @@ def _load(path: Path) -> dict[str, Any]:
         unknown = {*torch.serialization.get_unsafe_globals_in_checkpoint(path)} - {"builtins.getattr"}
         if foreign := [name for name in unknown if not name.startswith("deepspeed.")]:
             raise ValueError(f"it holds an object of {foreign[0]}, which is not loaded because that could run any code")
-        replaced = [(_enum_member, "builtins.getattr"), *((Placeholder, name) for name in unknown)]
+        replaced: list[Any] = [(_enum_member, "builtins.getattr"), *((Placeholder, name) for name in unknown)]
         with torch.serialization.safe_globals(replaced):
             return {**torch.load(path, map_location="cpu", mmap=True, weights_only=True)}
     except Exception as error:  # a damaged or foreign pickle may raise anything

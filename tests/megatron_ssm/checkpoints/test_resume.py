@@ -565,7 +565,9 @@ def test_metadata_may_call_getattr_for_nothing_else(tmp_path, owner, name):
     assert callable(pickle.loads(data))
     (tmp_path / ".metadata").write_bytes(data)
     line = refusals(tiny.trainer(options()), [tmp_path])[0]
-    assert re.search(rf"it calls getattr\(<.*{owner[1]}.*>, '{name}'\), which is not a member of a permitted Enum$", line)
+    assert re.search(
+        rf"it calls getattr\(<.*{owner[1]}.*>, '{name}'\), which is not a member of a permitted Enum$", line
+    )
 
 
 def test_metadata_that_cannot_be_read_back(tmp_path, monkeypatch):
