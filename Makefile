@@ -27,8 +27,8 @@ env: .venv/stamp
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'
 ifeq ($(TORCH_INDEX),)
-	@echo "env: installing $(TORCH) into .venv from pip's own index, usually with CUDA: 2.5 GB to download, 5 GB of disk."
-	@echo "env: For the build without CUDA, 1 GB of disk, press Ctrl-C and run:"
+	@echo "env: installing $(TORCH) into .venv from pip's own index, usually with CUDA: 2.7 GB to download, 5 GB on disk."
+	@echo "env: For the build without CUDA, 0.2 GB and 1 GB, press Ctrl-C and run:"
 	@echo "env:     make $(or $(MAKECMDGOALS),env) TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 else
 	@echo "env: installing $(TORCH) into .venv from $(TORCH_INDEX)"
