@@ -194,8 +194,8 @@ class _Unpickler(pickle.Unpickler):
 def enum_member(owner: object, name: str) -> object:
     """The member `name` of an Enum, which Python 3.11.0 to 3.11.3 pickle as getattr(class, name).
 
-    Restricted readers put this function in place of getattr. UnpicklingError if it is called with anything else.
+    Restricted readers put this function in place of getattr. ValueError if it is called with anything else.
     """
     if isinstance(owner, EnumMeta) and name in owner.__members__:
         return owner[name]
-    raise pickle.UnpicklingError(f"it calls getattr({owner!r}, {name!r}), which is not a member of a permitted Enum")
+    raise ValueError(f"it calls getattr({owner!r}, {name!r}), which is not a member of a permitted Enum")
