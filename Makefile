@@ -38,7 +38,7 @@ endif
 	@echo "env: installing megatron-ssm, whose C kernels are compiled now if there is a C compiler (half a minute)"
 	@$(PIP_INSTALL) -c .venv/constraints.txt -e '.[hf,serve]'
 	@ls */native/libkernels.so > /dev/null 2>&1 || echo "env: the C kernels were not compiled, and PyTorch does the same more \
-	slowly. Is there a C compiler (sudo apt install gcc)? With one, make -B env compiles them."
+	slowly. Is there a C compiler (sudo apt install gcc)? With one, make -B $(or $(MAKECMDGOALS),env) compiles them."
 	@touch $@
 
 # And what tests, checks, the site and benchmarks need. The stamp contains the line that `make env` prints.
