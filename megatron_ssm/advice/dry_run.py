@@ -8,7 +8,6 @@ from dataclasses import replace
 from megatron_ssm.parallel.groups import check_world, shut_down
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
-from megatron_ssm.stack.stack import Stack
 from megatron_ssm.training.indexed import IndexedBatches
 from megatron_ssm.training.memory_budget import has_residuals, training_memory
 from megatron_ssm.training.options import Options
@@ -47,7 +46,7 @@ def dry_run(options: Options) -> None:
             inputs.batches.open()
         inputs.batches.samples(inputs.batch_sizes.samples, options.micro_batch_size)
     finally:
-        shut_down()
+        shut_down(wait=False)
     Printer(is_enabled=True).print("\n".join(["dry run:", *_lines(inputs, data), "nothing was trained", ""]))
     needed, free = _checkpoints(inputs), shutil.disk_usage(inputs.out).free
     if not options.lora_rank and needed > free:
