@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ssm.context.affine_states import entering_states
+from affine_states import entering_states
 from megatron_ssm.families.common import layer_count, stack_of
 from megatron_ssm.operators import AttentionSpec, Operator, Partial, State
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+from affine_states import entering_states
 from hf import Float64
-from megatron_ssm.context.affine_states import entering_states
 from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.context.channel_exchange import gated_delta_by_heads
 from megatron_ssm.context.scans import gated_delta_over_context

@@ -8,10 +8,9 @@ A_t.)
 
 import torch
 
+from megatron_ssm.context.blocks import ContextRanks
 from megatron_ssm.parallel.operators import differentiable
 from sparsefusion.collectives import counted
-
-from .blocks import ContextRanks
 
 
 def entering_states(
