@@ -14,13 +14,12 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.live_memory import peak_allocated
-from benchmarks.support.plans import link_speeds, median_seconds, random_blocks
+from benchmarks.support.plans import all_plans, link_speeds, median_seconds, random_blocks
 from benchmarks.support.tables import markdown, print_or_publish
 from commir import Mesh, execute, programs, search
 from commir.execution.state import Count
 from commir.ir.program import Program
 from commir.scheduling.known_schedules import known_as
-from commir.searching.search import all_plans
 from commir.searching.tile_times import measure_overlap, measure_tile
 
 REPETITIONS, BURST = 10, "16kb"

@@ -11,10 +11,10 @@ TFLOP/s. Times are predictions.
 from functools import partial
 
 from benchmarks.support import charts
+from benchmarks.support.plans import all_plans
 from benchmarks.support.tables import markdown, publish
 from commir import Mesh, Plan, pareto, programs
 from commir.scheduling.known_schedules import known_as
-from commir.searching.search import all_plans
 
 MESH = Mesh(node=2, gpu=4, speeds={"node": (1e-5, 12.5e9), "gpu": (3e-6, 450e9)})
 PROGRAM = programs.attention(heads=32, seq=65536, head_dim=128, dtype="bfloat16")

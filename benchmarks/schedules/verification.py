@@ -13,11 +13,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from benchmarks.support.plans import corrupted, effect, random_inputs
+from benchmarks.support.plans import all_plans, corrupted, effect, random_inputs
 from benchmarks.support.tables import markdown, publish
 from commir import Mesh, Plan, Program, Schedule, interpret, place, programs, search, verify
 from commir.execution.verifier import VerificationError, smallest, unscheduled
-from commir.searching.search import all_plans
 
 RANKS = range(2, 13)
 CORRUPTIONS = 30  # of each program

@@ -18,6 +18,9 @@ from commir.ir.program import Program
 from commir.lowering.plan_steps import Place, Step
 from commir.programs.scan_programs import with_lasting_states
 from commir.scheduling.loop_nest import IllegalSchedule
+from commir.searching.candidates import candidates
+from commir.searching.cost import CostModel
+from commir.searching.search import _lowered, check_homes_divide
 from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
 from sparsefusion.collectives.counted import exchange
 from sparsefusion.fabric.measurement import repetitions, timed
@@ -146,6 +149,21 @@ class Comparison:
             overlap,
             spread,
         ]
+
+
+def all_plans(
+    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0,
+    with_chunks: bool = False,
+) -> list[Plan]:  # fmt: skip
+    """The plans of all candidates in their fixed order. with_chunks=True adds the plans in chunks. Other arguments as in
+    `search`.
+    """
+    check_homes_divide(program, mesh)
+    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    chosen = list(candidates(program, mesh))
+    if with_chunks:
+        chosen += [part for candidate in chosen for part in candidate.in_chunks(program)]
+    return _lowered(model, chosen)
 
 
 def placed(plan: Plan) -> str:

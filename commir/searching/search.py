@@ -92,21 +92,6 @@ def search(
     return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]
 
 
-def all_plans(
-    program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0,
-    with_chunks: bool = False,
-) -> list[Plan]:  # fmt: skip
-    """The plans of all candidates in their fixed order. with_chunks=True adds the plans in chunks. Other arguments as in
-    `search`.
-    """
-    check_homes_divide(program, mesh)
-    model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
-    chosen = list(candidates(program, mesh))
-    if with_chunks:
-        chosen += [part for candidate in chosen for part in candidate.in_chunks(program)]
-    return _lowered(model, chosen)
-
-
 def pareto(
     program: Program, mesh: Mesh, point_seconds: float = 0.0, call_seconds: float = 0.0, overlap: float = 1.0
 ) -> list[Plan]:

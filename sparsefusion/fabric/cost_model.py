@@ -10,8 +10,6 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from .curve import Curve, wire
 from .fitting import Segment
 
@@ -158,27 +156,6 @@ class Fabric:
     def bus_bandwidth(self, operation: str, nbytes: float, ranks: int, mode: str = "eager") -> float:
         """Bytes per second over a rank's link, predicted by the fit, if the algorithm is a ring; 0 for one rank."""
         return 0.0 if ranks == 1 else self.curve(operation, ranks, mode).bus_bandwidth(nbytes)
-
-    def crossover(self, a: str, b: str, ranks: int, mode: str = "eager") -> int | None:
-        """The message size from which on operation b takes less time than a; None if it takes longer at the largest size.
-
-        Only sizes that both curves cover are compared. ValueError if there are none.
-        """
-        ours, theirs = self.curve(a, ranks, mode), self.curve(b, ranks, mode)
-        first, last = max(ours.nbytes[0], theirs.nbytes[0]), min(ours.nbytes[-1], theirs.nbytes[-1])
-        if first > last:
-            raise ValueError(f"{a} and {b} have no common range of measured sizes on {ranks} ranks")
-        knots = {size for curve in (ours, theirs) for s in curve.segments for size in (s.first, s.last)}
-        sizes = sorted({first, last} | {size for size in knots if first <= size <= last})
-        gains = np.array([ours.time(size) - theirs.time(size) for size in sizes])  # straight lines in between
-        if gains[-1] <= 0:
-            return None
-        slower = np.flatnonzero(gains <= 0)
-        if not len(slower):
-            return first
-        i = slower[-1]
-        share = gains[i] / (gains[i] - gains[i + 1])
-        return math.floor(sizes[i] + share * (sizes[i + 1] - sizes[i])) + 1
 
     def table(self) -> str:
         """The curves as a Markdown table: segments, errors of the fit, latency floor, bus bandwidth."""

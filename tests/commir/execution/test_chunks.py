@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from attention_problems import Problem
+from benchmarks.support.plans import all_plans
 from commir import Mesh, Plan, Schedule, differentiable, execute, interpret, programs, search, verify
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import Placement, in_chunks, place
-from commir.searching.search import all_plans
 from loop_programs import UP_TO_TWELVE, assert_close, cases, mesh_of
 
 RING_KV, RING_Q = Placement("q", True), Placement("kv", True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import commir
-from benchmarks.support.plans import corrupted, effect
+from benchmarks.support.plans import all_plans, corrupted, effect
 from commir import In, Mesh, Out, Schedule, grid, programs, verify
 from commir.execution.verifier import VerificationError, smallest
 from commir.lowering.plan_steps import (
@@ -21,7 +21,6 @@ from commir.lowering.plan_steps import (
     SendPartial,
 )
 from commir.scheduling.placements import Placement, place
-from commir.searching.search import all_plans
 from loop_programs import HEADS, UP_TO_TWELVE, attention_cases, cases, mesh_of, plans, with_steps
 
 MESHES = [(4,), (2, 2), (2, 3)]

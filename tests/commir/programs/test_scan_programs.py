@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.plans import all_plans
 from commir import Mesh, Plan, Schedule, execute, interpret, programs, search, verify
 from commir.execution import loop_steps
 from commir.execution.state import Count
@@ -15,7 +16,6 @@ from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
-from commir.searching.search import all_plans
 from loop_programs import assert_close, mesh_of, one_rank_scan, plans, random_inputs
 
 

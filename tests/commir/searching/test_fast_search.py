@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import pytest
 
+from benchmarks.support.plans import all_plans
 from commir import Axis, Mesh, Operand, Program, programs, search
 from commir.ir.program import Result
 from commir.lowering.operand_layouts import digits_of, digits_of_chunk
@@ -11,7 +12,7 @@ from commir.scheduling.loop_nest import IllegalSchedule
 from commir.searching.candidates import Candidate, candidates
 from commir.searching.cost import CostModel
 from commir.searching.fast_costs import FastCosts
-from commir.searching.search import _order, all_plans, ranked
+from commir.searching.search import _order, ranked
 from loop_programs import cases
 from sparsefusion import Fabric
 from sparsefusion.fabric.curve import Curve

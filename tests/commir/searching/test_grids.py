@@ -6,13 +6,14 @@ import pytest
 
 from attention2d.cost.volume import messages
 from attention2d.layout.grid import Grid
+from benchmarks.support.plans import all_plans
 from commir import Mesh, best_grid, programs
 from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
 from commir.scheduling.placements import placements_of
 from commir.searching import grids
 from commir.searching.grids import leaving_lse
-from commir.searching.search import all_plans, rounded
+from commir.searching.search import rounded
 
 FAST, SLOW = (1e-6, 1e11), (1e-5, 1e9)
 

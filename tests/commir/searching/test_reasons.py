@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.support.plans import all_plans
 from commir import Mesh, Placement, Plan, Schedule, place, programs, search
 from commir.scheduling.known_schedules import known_as
 from commir.scheduling.placements import in_chunks
-from commir.searching.search import TIES, _order, all_plans, longer
+from commir.searching.search import TIES, _order, longer
 
 MESHES = [Mesh(gpu=4), Mesh(gpu=8), Mesh(node=2, gpu=2, speeds={"node": (1e-4, 1e8), "gpu": (1e-6, 1e11)})]
 PROGRAMS = [

@@ -12,6 +12,7 @@ from itertools import islice
 import pytest
 from chosen import by_default
 
+from benchmarks.support.plans import all_plans
 from commir import Axis, Mesh, Operand, Program, Result, Schedule, pareto, programs, search, verify
 from commir.execution.verifier import VerificationError
 from commir.scheduling.known_schedules import known, known_as, known_schedules
@@ -20,7 +21,6 @@ from commir.scheduling.placements import Placement, in_chunks, place, placements
 from commir.searching import search as searching
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
-from commir.searching.search import all_plans
 from loop_programs import cases, mesh_of
 from sparsefusion import Fabric
 from sparsefusion.fabric.curve import Curve

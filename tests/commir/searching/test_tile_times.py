@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from benchmarks.support.plans import all_plans
 from commir import Mesh, Plan, Schedule, measure_overlap, measure_tile, programs, search
 from commir.lowering.plan import CHANGED
 from commir.lowering.timeline import collective_seconds
 from commir.scheduling.placements import Placement, place
 from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
-from commir.searching.search import all_plans
 from commir.searching.tile_times import LEAST_OVERLAP, tile_program
 
 PROGRAMS = [

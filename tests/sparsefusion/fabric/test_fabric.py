@@ -232,21 +232,6 @@ def test_an_empty_message_without_latency():
     assert fabric.interval("all_reduce", 0, 8, extrapolate=True) == (0, 0)
 
 
-def test_crossovers():
-    fabric = Fabric(
-        (curve_of("a", alpha=10e-6, beta=1e-9), curve_of("b", alpha=20e-6, beta=0.5e-9), curve_of("c", alpha=1e-6))
-    )
-    size = fabric.crossover("a", "b", 4)
-    assert size == pytest.approx(20_000, rel=1e-3)
-    assert fabric.time("b", size, 4) < fabric.time("a", size, 4)
-    assert fabric.time("b", size - 2, 4) > fabric.time("a", size - 2, 4)
-    assert fabric.crossover("b", "a", 4) is None
-    assert fabric.crossover("a", "c", 4) == 8
-    apart = Curve.fit("d", 4, line(1e-6, 1e-9, [1 << 40, 1 << 41, 1 << 42]))
-    with pytest.raises(ValueError, match="no common range"):
-        Fabric((*fabric.curves, apart)).crossover("a", "d", 4)
-
-
 # The file
 
 
