@@ -57,7 +57,6 @@ class ChunkLayout:
         return [buffer[slots] for _, slots in self._slots[index]]
 
     def write(self, index: int, chunk: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy `chunk`, which is number `index` of the layout, into a buffer."""
         for piece, view in zip(self.chunk_pieces(index, chunk), self.buffer_pieces(index, buffer), strict=True):
             view.copy_(piece)
 
@@ -93,7 +92,6 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """The number of ranks along the axis."""
         return len(self.peers)
 
     def peer(self, step: int) -> int:

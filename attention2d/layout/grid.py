@@ -33,12 +33,10 @@ class Grid:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks in the grid."""
         return self.ulysses * self.rows * self.cols
 
     @property
     def cells(self) -> int:
-        """The number of cells."""
         return self.rows * self.cols
 
     @property
@@ -48,12 +46,10 @@ class Grid:
 
     @property
     def cell(self) -> int:
-        """The number of this rank's cell."""
         return self.rank // self.ulysses
 
     @property
     def row(self) -> int:
-        """The row of this rank's cell."""
         return self.cell % self.rows
 
     @property
@@ -70,5 +66,4 @@ class Grid:
         return self.member + self.ulysses * cell
 
     def cell_ranks(self) -> tuple[int, ...]:
-        """All ranks of this rank's cell."""
         return tuple(range(self.cell * self.ulysses, (self.cell + 1) * self.ulysses))

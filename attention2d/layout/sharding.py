@@ -71,7 +71,6 @@ class SequenceSharding:
         return orders.positions(self._segments(orders.local_length(self.order, seq, self.ranks), seq))
 
     def _segments(self, local: int, seq: int) -> tuple[orders.Segment, ...]:
-        """The segments in this rank's `local` slots."""
         return orders.segments(self.order, self.rank, self.ranks, local, seq)
 
     def _sequence_length(self, local: int, seq: int | None) -> int:

@@ -177,7 +177,6 @@ class _Whole:
         self._x = x
 
     def block(self, to: int) -> Tensor:
-        """The block for rank `to`."""
         return self._x
 
 

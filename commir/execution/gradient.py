@@ -93,7 +93,6 @@ class _Pair:
     counter: Counter | None
 
     def state(self, plan: Plan, inputs: dict[str, Tensor]) -> RankState:
-        """This rank at the beginning of a plan."""
         return RankState(plan, 0 if self.group is None else self.group.rank(), inputs, self.count)
 
 

@@ -94,12 +94,10 @@ class _Chunks:
         return flat(select(x, sizes, self._fixed(number)), sizes, self._fixed(number)).clone()
 
     def write_chunk(self, operand: Operand, whole: Tensor, x: Tensor, number: int) -> None:
-        """Write a chunk of an output into the output at home."""
         sizes = local_sizes(self._digits, operand, self._digits.home(operand))
         select(whole, sizes, self._fixed(number)).copy_(expand(x, sizes, self._fixed(number)))
 
     def copied_operands(self, names: Iterable[str]) -> set[str]:
-        """The operands that `copy_chunk` copies."""
         return {name for name in names if self._axis in self._plan.program.operand(name).axes}
 
     def join_chunks(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

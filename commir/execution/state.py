@@ -152,7 +152,6 @@ class RankState:
         self.count.drop(*(x for x, _ in changed))
 
     def outputs(self, result: int) -> list[Operand]:
-        """The outputs of a result of the program."""
         return [self.program.operand(name) for name in self.program.results[result].outputs]
 
     # Dtypes
@@ -188,16 +187,13 @@ class RankState:
     # Messages
 
     def size(self, axis: str) -> int:
-        """The number of ranks along a mesh axis."""
         return self.plan.mesh.size(axis)
 
     def peer(self, axis: str, distance: int) -> int:
-        """The rank `distance` further along a mesh axis."""
         there = (self.coordinates[axis] + distance) % self.size(axis)
         return self.plan.mesh.rank_at({**self.coordinates, axis: there})
 
     def begin_messages(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Messages:
-        """Messages of contiguous tensors to begin, counted."""
         self.count.sent += sum(x.nbytes for x, _ in sends)
         return Messages(sends, receives)
 

@@ -219,7 +219,6 @@ class _Points:
         return math.prod(self._axes[result.outputs].values())
 
     def coordinates(self, result: Result, point: int) -> dict[str, int]:
-        """{axis: index} of a point."""
         sizes = self._axes[result.outputs]
         return dict(zip(sizes, list(itertools.product(*map(range, sizes.values())))[point], strict=True))
 

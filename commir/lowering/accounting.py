@@ -45,12 +45,10 @@ class Account:
 
     @property
     def sent(self) -> int:
-        """Bytes of all messages."""
         return sum(nbytes for _, nbytes in self.sent_along)
 
     @property
     def messages(self) -> int:
-        """The number of messages."""
         return sum(message.count for step in self.by_step for message in step)
 
     @property
@@ -118,7 +116,6 @@ class _Ledger:
         return count * itemsize
 
     def _send(self, axis: str, nbytes: int) -> None:
-        """Count a message."""
         self.messages[-1].append(Message(axis, nbytes))
 
     def _exchange(self, axis: str, nbytes: int, arriving: int, leaving: int) -> int:
@@ -209,7 +206,6 @@ class _Ledger:
         pass
 
     def free(self, step: kinds.Free) -> None:
-        """Release blocks."""
         self.held -= sum(self._remove_register(name, step.key)[1] for name in step.operands)
 
     def compute(self, step: kinds.Compute) -> None:

@@ -48,7 +48,6 @@ class Digits:
         return self._piece_at(digit.axis, outer, digit.size, f"the schedule's digit {name}")
 
     def parallel(self) -> Layout:
-        """{mesh axis: the digit that is parallelized on it}."""
         return {m: self.piece(name) for name, m in self.nest.parallel if self.nest.mesh.size(m) > 1}
 
     def home(self, operand: Operand) -> Layout:

@@ -69,6 +69,5 @@ def _heads(digits: Digits, name: str) -> Place:
 
 
 def _local_heads(nest: LoopNest, digits: Digits) -> int:
-    """The number of heads that a rank computes."""
     placed = [nest.mesh.size(m) for name, m in nest.parallel if nest.digit(name).axis == "heads"]
     return nest.program.axis("heads").size // math.prod(placed)

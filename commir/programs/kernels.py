@@ -43,7 +43,6 @@ class Kernel:
     function: Callable[..., Any]
 
     def matches(self, program: Program) -> bool:
-        """Return True if the tile of a program has the pattern."""
         return _operands_of(self.pattern, program) is not None
 
     def tile(self, program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -248,7 +248,6 @@ class _Reader:
         )
 
     def _axes_of(self, node: ast.Subscript) -> tuple[str, ...]:
-        """The axes in the brackets of an operand."""
         return indices_of(node, self._sizes)
 
     def _grid(self, node: ast.For) -> dict[str, str]:
@@ -366,7 +365,6 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _operands_of(node: ast.expr) -> list[str]:
-    """The operands in an expression, with their indices."""
     return [ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Subscript)]
 
 

@@ -160,7 +160,6 @@ class _Run(NamedTuple):
 
     @property
     def slots(self) -> slice:
-        """The slots of the positions."""
         return slice(self.start, self.start + self.length)
 
 

@@ -270,11 +270,9 @@ class LoopNest:
         raise IllegalSchedule(f"{self.program.name} has no digit {name!r}: expected {names}")
 
     def digits_of(self, axis: str) -> list[Digit]:
-        """The digits of an axis, outermost first."""
         return [digit for digit in self.digits if digit.axis == axis]
 
     def digit_on(self, mesh_axis: str) -> Digit | None:
-        """The digit that is parallelized on a mesh axis."""
         return next((self.digit(name) for name, used in self.parallel if used == mesh_axis), None)
 
     def home(self, operand: str) -> dict[str, str]:

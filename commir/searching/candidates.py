@@ -130,7 +130,6 @@ def _placed(
 
 
 def _part_name(mesh: Mesh, axis: str, number: int) -> str:
-    """A name for a part of an axis that no axis of the mesh has."""
     name = f"{axis}{number}"
     while name in mesh.names:
         name += "_"

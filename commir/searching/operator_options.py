@@ -161,7 +161,6 @@ def _shifts(operator: GraphNode, mesh: Mesh, axes: Sequence[str]) -> list[tuple[
 
 
 def _tile_of(plan: Plan) -> Program:
-    """The program of one tile of a plan."""
     nest = plan.schedule
     outside = {*dict(nest.parallel), *nest.order}
     sizes = {axis: math.prod(digit.size for digit in nest.digits_of(axis) if digit.name not in outside)
@@ -193,7 +192,6 @@ def _kept(nest: Nest, homes: Mapping[str, Sharding]) -> Nest:
 
 
 def _divides(program: Program, mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Return True if the ranks along each mesh axis divide its axis."""
     ranks = {name: math.prod(m.size for m, axis in zip(mesh.axes, axes, strict=True) if axis == name) for name in axes}
     return all(program.most_blocks(name) % number == 0 for name, number in ranks.items())
 

@@ -83,7 +83,6 @@ class DirectoryLock:
             self.is_held = False
 
     def release(self) -> None:
-        """Release the lock."""
         os.close(self._descriptor)
 
 

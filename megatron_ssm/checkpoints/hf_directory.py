@@ -87,7 +87,6 @@ class StoredTensor:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
-        """The sizes of its dimensions."""
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
@@ -152,11 +151,9 @@ class CutElsewhere:
         self._parts, self._start, self._shape = parts, start, shape
 
     def get_shape(self) -> list[int]:
-        """The sizes of its dimensions."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """Its dtype, as safetensors names it."""
         return self._parts[0].get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -175,12 +172,10 @@ class Merged:
         self.parts = parts
 
     def get_shape(self) -> list[int]:
-        """The sizes of its dimensions."""
         rows, *rest = self.parts[0][0].get_shape()
         return [len(self.parts), len(self.parts[0]) * rows, *rest]
 
     def get_dtype(self) -> str:
-        """Its dtype, as safetensors names it."""
         return self.parts[0][0].get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -285,7 +280,6 @@ def left_out_note(config: Stack, tensors: Iterable[str]) -> str:
 
 
 def _absent_layers(config: Stack, tensors: Iterable[str]) -> list[int]:
-    """The layers of which there is no tensor at all."""
     stored = {int(number[1]) for name in tensors if (number := _LAYER.search(name))}
     return [layer for layer in range(config.num_layers) if layer not in stored]
 
@@ -331,7 +325,6 @@ class Writer:
 
     @property
     def hidden(self) -> Path:
-        """The hidden folder, after `open`."""
         assert self._hidden is not None, "`open` makes the hidden folder"
         return self._hidden.path
 

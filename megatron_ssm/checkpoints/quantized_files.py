@@ -64,7 +64,6 @@ class QuantizedTensor:
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """The format: int8 or int4."""
         return self.format
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:

@@ -175,7 +175,6 @@ def bench(arguments: Namespace) -> None:
 
 
 def _measure(arguments: Namespace) -> dict[str, Any]:
-    """The report of --json."""
     prompt, new = arguments.prompt_tokens, arguments.new_tokens
     engines = _load(arguments, prompt + new)
     vocabulary = min(each.vocabulary for each in engines)  # that all of them have
@@ -241,7 +240,6 @@ def _load(arguments: Namespace, length: int) -> list[Engine]:
 
 
 def _page(report: dict[str, Any]) -> str:
-    """A report as text."""
     table = [("", "weights", "GB", "prefill", "", "decode", "", "logits")]
     for row in report["rows"]:
         cells = [row["engine"], row["weights"], f"{row['weights_bytes'] / 1e9:.3f}"]

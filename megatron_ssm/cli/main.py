@@ -96,7 +96,6 @@ def parser() -> Parser:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options of loading and computing a model."""
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="auto",
                         help="of weights and activations (default: auto, the checkpoint's)")  # fmt: skip
     parser.add_argument(
@@ -139,7 +138,6 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
-    """The flags of `serve`."""
     serve.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     serve.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
@@ -185,7 +183,6 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
-    """The flags of `generate`."""
     generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
@@ -203,7 +200,6 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 
 def _add_advise(advise: argparse.ArgumentParser) -> None:
-    """The flags of `advise`."""
     advise.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory, or its config.json")
     advise.add_argument(
         "--fabric", required=True, metavar="F", help="from `sparsefusion measure` or `sparsefusion fit`"
@@ -238,7 +234,6 @@ def _add_advise(advise: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    """The flags of `bench`."""
     bench.add_argument("model", metavar="DIR", help="Hugging Face directory")
     bench.add_argument("--against", type=lambda text: dict(each.partition("=")[::2] for each in text.split(",")),
                        default={}, metavar="PEERS", help="transformers,llama.cpp=FILE.gguf, or one of them")  # fmt: skip
@@ -253,7 +248,6 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 
 
 def _add_prepare(prepare: argparse.ArgumentParser) -> None:
-    """The flags of `prepare`."""
     prepare.add_argument("--input", nargs="+", default=[], metavar="FILE",
                          help="files or folders: JSON lines (also .gz), Parquet, or UTF-8 text")  # fmt: skip
     prepare.add_argument("--out", required=True, metavar="PREFIX", help="the result's path without its suffix")

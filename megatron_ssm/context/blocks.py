@@ -47,12 +47,10 @@ class ContextRanks:
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
         return 1 if self.group is None else self.group.size()
 
     @cached_property
     def rank(self) -> int:
-        """This rank's number in the group."""
         return 0 if self.group is None else self.group.rank()
 
     @cached_property
@@ -62,7 +60,6 @@ class ContextRanks:
 
     @cached_property
     def blocks(self) -> int:
-        """The number of blocks of a sequence."""
         return self.blocks_per_rank * self.size
 
     def blocks_of_rank(self, rank: int) -> tuple[int, ...]:
@@ -78,7 +75,6 @@ class ContextRanks:
         return x.reshape(x.shape[0] * self.blocks_per_rank, x.shape[1] // self.blocks_per_rank, *x.shape[2:])
 
     def from_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_blocks`."""
         return x.reshape(x.shape[0] // self.blocks_per_rank, x.shape[1] * self.blocks_per_rank, *x.shape[2:])
 
 

@@ -27,7 +27,6 @@ def _tokens_to_channels(x, partition):
 
 
 def _channels_to_tokens(y, partition):
-    """The inverse of `_tokens_to_channels`."""
     return _exchanged(y, partition, _to_tokens, _to_channels)
 
 

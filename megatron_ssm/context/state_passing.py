@@ -39,7 +39,6 @@ class ChannelPartition:
 
     @property
     def own(self) -> slice:
-        """The channels of this rank."""
         return self.of_rank(self.context.rank)
 
     def blocks_to_channels(self, values: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,6 @@ class PromptReader:
         return min(length, self.block - slot.tokens_read % self.block) if self.prefix_cache.max_bytes else length
 
     def _read(self, slots: Sequence[Slot], length: int) -> None:
-        """Read the next `length` tokens of each prompt."""
         run_model(self.model, self.cache, slots, [slot.next_of_prompt(length) for slot in slots], prompt=True)
 
     def _read_with_logprobs(self, slots: Sequence[Slot], length: int) -> None:

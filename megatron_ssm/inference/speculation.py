@@ -167,7 +167,6 @@ class SpeculativeDecoder:
 
     @property
     def bytes_of_draft(self) -> int:
-        """The bytes that this rank has sent for the draft model."""
         return self._draft.model.ranks.counter.sent if isinstance(self._draft, Draft) else 0
 
     @cached_property

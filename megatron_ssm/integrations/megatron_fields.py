@@ -96,7 +96,6 @@ def _inner_size(config: Any, expand: float) -> int:
 
 
 def _expand(inner: int, hidden: int) -> int | float:
-    """The factor `expand` for which int(expand * hidden) is `inner`."""
     if inner % hidden == 0:
         return inner // hidden
     factor = inner / hidden

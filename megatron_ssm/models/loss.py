@@ -120,7 +120,6 @@ class _InPieces(torch.autograd.Function):
 
 
 def _piece_size(weight: torch.Tensor) -> int:
-    """The number of tokens in a piece."""
     return max(1, LOGITS_PIECE // len(weight))
 
 

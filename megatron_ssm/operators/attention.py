@@ -104,7 +104,6 @@ class AttentionSpec(Spec):
 
     @property
     def _units(self) -> dict[str, int]:
-        """{part of qkv: its heads}."""
         return {"q": self.heads, "gate": self.heads, "k": self.kv_heads, "v": self.kv_heads}
 
     def adapted(self, ranks: int) -> dict[str, int]:

@@ -100,7 +100,6 @@ class ExpertsSpec(Spec):
         return replace(self, granule=granule) if is_possible and count % ranks else self
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """{projection around the experts: its shape}."""
         hidden = self.hidden_size
         return {"fc1": (self.latent, hidden), "fc2": (hidden, self.latent)} if self.latent else {}
 

@@ -259,7 +259,6 @@ class MambaMixer(Operator):
         return context.from_blocks(y)
 
     def _head_slices(self) -> list[slice]:
-        """The channels of each head on this rank."""
         width = self.channels // self.heads
         return [slice(h * width, (h + 1) * width) for h in range(self.heads)] if self.heads > 1 else [slice(None)]
 

@@ -86,12 +86,10 @@ class Mamba2Spec(Spec):
 
     @property
     def channels(self) -> int:
-        """The number of channels of all heads."""
         return self.heads * self.head_dim
 
     @property
     def has_out_bias(self) -> bool:
-        """True if out_proj has a bias."""
         return self.bias if self.out_bias is None else self.out_bias
 
     @property
@@ -309,7 +307,6 @@ class Mamba2Mixer(Operator):
         return x.unflatten(2, (self.heads, self.head_dim)), B, C
 
     def _step_sizes(self, dt: torch.Tensor, decoding: bool = False) -> torch.Tensor:
-        """softplus(dt + bias), clamped to the limits, except while decoding."""
         dt = F.softplus(dt + self.dt_bias)
         return dt if decoding or self.dt_limit == NO_LIMIT else dt.clamp(*self.dt_limit)
 

@@ -47,7 +47,6 @@ class Place:
 
     @property
     def where(self) -> dict[str, Any]:
-        """The dtype and the device, as arguments of a layer."""
         return dict(dtype=self.dtype, device=self.device)
 
     @property

@@ -43,11 +43,9 @@ class State:
     pending: Pending | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor of this name."""
         return self.fixed[name] if name in self.fixed else self.per_token[name]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors."""
         return [*self.fixed.values(), *self.per_token.values()]
 
     def update(self, rows: Rows, **new: torch.Tensor) -> None:

@@ -76,12 +76,10 @@ class QuantizedMatrix(nn.Module):
 
     @property
     def shape(self) -> torch.Size:
-        """(out, in)."""
         return torch.Size((len(self.values), products.columns_of(self.values)))
 
     @property
     def device(self) -> torch.device:
-        """The device of values and scales."""
         return self.values.device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedMatrix":

@@ -89,7 +89,6 @@ class Packed(TrackedModule):
 
     @property
     def fields(self) -> list[nn.Parameter]:
-        """The fields in order."""
         return [field for field in self._parameters.values() if field is not None]
 
     def forward(self) -> torch.Tensor:
@@ -102,7 +101,6 @@ class Packed(TrackedModule):
         return _Pack.apply(whole, self._split_gradient, *fields)
 
     def _split_gradient(self, grad: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients of the fields from the gradient of the packed tensor."""
         grads = dict(zip(self.sizes, grad.split(list(self.sizes.values())), strict=True))
         if self.shared:
             own = torch.cat([grads[name] for name in self.shared])

@@ -76,7 +76,6 @@ class Norm:
     offset: float = 0.0
 
     def field(self, path: str, size: int) -> Field:
-        """The weight. path: the path of the layer."""
         return norm_field(f"{path}{self.name}.weight", self.hf, size, self.offset)
 
 

@@ -43,11 +43,9 @@ class Buffer:
 
     @property
     def view(self) -> View:
-        """The C struct."""
         return View(self.offset, self.first, self.stride or self.width)
 
     def columns(self, first: int, width: int) -> "Buffer":
-        """The `width` columns from column `first` on."""
         return Buffer(self.offset, width, self.dtype, self.first + first, self.stride or self.width)
 
     def tensor(self, arena: Tensor, rows: int) -> Tensor:

@@ -81,7 +81,6 @@ class MegatronDDP:
         type(group).register_grad_ready(group, parameter, *arguments, **named)
 
     def _mean_factor(self, bucket: Any) -> float:
-        """The factor of the mean with which Megatron scales gradients."""
         ranks = 1 if self._config.average_in_collective else get_world_size(self.group)
         return round(bucket.gradient_scaling_factor * ranks, 12)  # 49 * (1 / 49) is not 1
 

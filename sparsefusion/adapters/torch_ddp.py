@@ -34,12 +34,10 @@ class HookState(NotCopied):
 
     @property
     def adapter(self) -> "TorchDDP | None":
-        """The adapter that receives the gradients, or None."""
         return None if self._adapter is None else self._adapter()
 
     @adapter.setter
     def adapter(self, adapter: "TorchDDP | None") -> None:
-        """Set the adapter, by a weak reference."""
         self._adapter = None if adapter is None else weakref.ref(adapter)
 
 

@@ -164,7 +164,6 @@ class _Failure(NamedTuple):
         return cls(name, text if kind is type(error) else f"{type(error).__name__}: {text}", suffix)
 
     def as_error(self) -> Exception:
-        """Construct the error."""
         return pkgutil.resolve_name(self.class_path)(f"{self.text}{self.suffix}")
 
 

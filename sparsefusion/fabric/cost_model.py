@@ -207,7 +207,6 @@ def size_name(nbytes: int) -> str:
 
 
 def _row(curve: Curve, description: dict) -> list[str]:
-    """The row of a curve in the table."""
     lines = [f"{s.alpha * 1e6:.1f} us + {s.beta * 1e12:.3g} us/MB to {size_name(s.last)}" for s in curve.segments]
     mean, worst = curve.fit_errors
     floor = "-" if curve.floor is None else f"{curve.floor * 1e6:.1f} us"

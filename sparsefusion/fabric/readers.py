@@ -163,7 +163,6 @@ def read_latency(path: str | Path, text: str) -> list[Section]:
 
 
 def _csv_section(path: str | Path, text: str) -> Section:
-    """The run of a CSV file."""
     section = Section()
     rows = csv.DictReader(text.splitlines())
     for row in rows:

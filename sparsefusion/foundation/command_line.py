@@ -40,12 +40,10 @@ class Parser(argparse.ArgumentParser):
         self.examples = examples
 
     def format_help(self) -> str:
-        """argparse's text, and the examples."""
         lines = ["", "examples:", *(f"  {line}" for line in self.examples)] if self.examples else []
         return super().format_help() + "".join(f"{line}\n" for line in lines)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message on rank 0 and exit with code 2."""
         print_on_rank_0(f"{self.prog}: {message}")
         sys.exit(2)
 
@@ -77,7 +75,6 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def _refuse(self, unknown: Sequence[str]) -> None:
-        """Exit with an error if there is an unknown flag."""
         if unknown:
             self.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0], self.flags())}")
 
@@ -94,7 +91,6 @@ class Parser(argparse.ArgumentParser):
         return own + [flag for parser in self._commands() for flag in parser.flags()]
 
     def _commands(self) -> list["Parser"]:
-        """The parsers of its commands."""
         return [parser for a in self._actions if isinstance(a.choices, dict) for parser in a.choices.values()]
 
     def _switches(self) -> set[str]:

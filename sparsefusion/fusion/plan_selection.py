@@ -132,12 +132,10 @@ class PlanSelection:
         )
 
     def report_once(self, text: str) -> None:
-        """Report a text on the first of all ranks."""
         if all(group is None or group.rank() == 0 for group in self.model.groups):
             self.options.report(text)
 
     def _plan_from_profile(self, timeline: Timeline) -> None:
-        """Plan on the first rank, for all ranks."""
         session, group, options = self.session, self.session.reducer.group, self.options
         costs = measure_costs(
             group, session.device, self.model.dtype, timeline.numel, options.compression, self.model.dense_operation,
@@ -163,7 +161,6 @@ class PlanSelection:
         return {"dense": timeline.step, "plans": texts}
 
     def _modes(self) -> list[str]:
-        """The modes for which plans are made."""
         if self.options.mode != "auto":
             return [self.options.mode]
         modes = ["dense", "fp16"] if self.model.dtype.itemsize == 4 else ["dense"]  # float64 is not rounded
@@ -194,7 +191,6 @@ class PlanSelection:
         session.observers.append(trial)
 
     def adopt_final(self, plan: Plan) -> None:
-        """Activate a plan from a checkpoint."""
         self.session.plan, self.is_final = plan.for_ranks(self.model.ranks), True
         self._warm_up([self.session.plan])
 

@@ -90,7 +90,6 @@ class SparseMessage:
         return starts, numel
 
     def _decode_values(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Decode rows of values; returns (rows, elements)."""
         format = wire_format(self.wire, self._dtype)
         return format.undo_scaling(format.decode(encoded, self._dtype), self.ranks)
 

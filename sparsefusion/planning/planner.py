@@ -113,7 +113,6 @@ def _buffer_loads(
 def _buffer_load(
     buffer: Buffer, compression: CompressionSettings, tensors: Mapping[str, Tensor], itemsize: int, costs: Costs
 ) -> Load:
-    """The cost of a buffer."""
     early = [unit for unit in buffer.units if unit.early]
     sent_early = sum(unit.numel for unit in early) * itemsize
     dense = sum(unit.numel for unit in buffer.units if not unit.k) * itemsize
@@ -244,7 +243,6 @@ def _is_cheaper_dense(
 
 
 def _send_dense(buffer: Buffer, names: Collection[str]) -> Buffer:
-    """The buffer with these parameters dense."""
     return Buffer(tuple(replace(u, k=0) if u.k and u.names[0] in names else u for u in buffer.units))
 
 

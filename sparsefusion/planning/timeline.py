@@ -51,11 +51,9 @@ class Timeline:
 
     @property
     def numel(self) -> int:
-        """The number of elements of all gradients."""
         return sum(tensor.numel for tensor in self.tensors)
 
     def by_name(self) -> dict[str, Tensor]:
-        """{name: tensor} of all gradients."""
         return {tensor.name: tensor for tensor in self.tensors}
 
 

@@ -152,7 +152,6 @@ def _segments(gradients: Sequence[torch.Tensor | None], residuals: Sequence[torc
 def _take_native(
     functions: Any, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], k: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`take` by the C kernel."""
     numel = sum(r.numel() for r in residuals)
     capacity = 2 * k + SLICE + min(numel // SAMPLED, MOST_SAMPLED)
     workspace, values = torch.empty(2, capacity, dtype=torch.int32), torch.empty(k, dtype=torch.float32)

@@ -45,7 +45,6 @@ def index_bytes(k: int, numel: int) -> int:
 
 
 def _blocked_bytes(k: int, numel: int) -> int:
-    """Bytes of k indices packed by blocks."""
     return INDEX_BYTES * k + 4 * -(-numel // BLOCK)
 
 
