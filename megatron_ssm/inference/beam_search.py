@@ -51,11 +51,7 @@ class BeamSearch:
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        settings: BeamSettings,
+        self, model: LanguageModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, settings: BeamSettings
     ):
         self.model, self.settings = model, settings
         self.input_ids, self.attention_mask = input_ids, attention_mask

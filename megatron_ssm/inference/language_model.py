@@ -54,10 +54,7 @@ class LanguageModel(Protocol):
         """An empty cache for `batch` sequences; max_length: the most tokens per sequence (None: it grows)."""
 
     def check_inputs(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, cache: Cache | None = None
     ) -> torch.Tensor | None:
         """Raise ValueError for invalid input, before anything is sent; returns the mask as (batch, seq, 1), or None."""
 

@@ -83,10 +83,7 @@ class Penalties:
 
 
 def choose_tokens(
-    local: torch.Tensor,
-    sampling: Sampling,
-    generators: Sequence[torch.Generator | None],
-    ranks: Ranks,
+    local: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator | None], ranks: Ranks
 ) -> torch.Tensor:
     """(batch,) token ids on the CPU, the same on every rank; -1 where a logit is NaN.
 

@@ -301,12 +301,7 @@ class Attention(Operator):
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    mask: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v on one rank, exact: (batch, seq, heads, head_dim). Sends nothing.
 
@@ -324,12 +319,7 @@ def attend(
 
 
 def attend_with_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    call: Call,
-    state: State | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call, state: State | None
 ) -> torch.Tensor:
     """`attend` to the keys and values in the state, after adding those of the call; without a state, only to those."""
     positions = call.positions

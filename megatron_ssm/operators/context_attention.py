@@ -34,13 +34,7 @@ class ContextAttention:
         return self  # process groups are handles
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        call: Call,
-        state: State | None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call, state: State | None
     ) -> torch.Tensor:
         """q (batch, tokens, heads, head_dim) -> the same shape. k, v: (batch, tokens, kv_heads, head_dim).
 

@@ -291,12 +291,7 @@ class VocabularyParallel(TrackedModule):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        ranks: Ranks,
-        dtype: torch.dtype | None = None,
-        device: Device = None,
+        self, vocab_size: int, hidden_size: int, ranks: Ranks, dtype: torch.dtype | None = None, device: Device = None
     ):
         super().__init__()
         self.ranks = ranks
@@ -345,12 +340,7 @@ class ReplicatedLinear(TrackedModule):
     """
 
     def __init__(
-        self,
-        shape: tuple[int, int],
-        bias: bool,
-        ranks: Ranks,
-        dtype: torch.dtype | None = None,
-        device: Device = None,
+        self, shape: tuple[int, int], bias: bool, ranks: Ranks, dtype: torch.dtype | None = None, device: Device = None
     ):
         super().__init__()
         self.ranks = ranks

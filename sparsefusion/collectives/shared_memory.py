@@ -126,12 +126,7 @@ class SharedMemory:
 
     @overload
     def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        format: str = ...,
-        counter: Counter | None = ...,
-        exact: None = ...,
-        op: str = ...,
+        self, tensor: torch.Tensor, format: str = ..., counter: Counter | None = ..., exact: None = ..., op: str = ...
     ) -> torch.Tensor:
         """One tensor."""
 

@@ -43,11 +43,7 @@ class Reducer:
         self.counter, self.fp16_scale = Counter(), Fp16Scale()
 
     def start(
-        self,
-        units: Sequence[Unit],
-        gradients: dict[str, torch.Tensor],
-        scale: float = 1.0,
-        interleaved: bool = False,
+        self, units: Sequence[Unit], gradients: dict[str, torch.Tensor], scale: float = 1.0, interleaved: bool = False
     ) -> "Reduction":
         """Start averaging the gradients of `units` over all ranks; `wait()` writes the means.
 
