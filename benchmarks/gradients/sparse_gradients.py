@@ -30,7 +30,7 @@ from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
 from sparsefusion import SparseFusion
 from sparsefusion.fabric.measurement import repetitions, timed
-from sparsefusion.fusion.trial import longest_trial_steps
+from sparsefusion.fusion.trial import MOST_PLANS, ROUNDS, STEPS
 
 TURNS, CLOSE_TURNS, DENSITY, LAYERS = 5, 10, 0.01, 4  # turns of each copy
 CLOSE = 1.5  # contestants that take less than this many times the fastest one's seconds have more turns
@@ -115,7 +115,7 @@ class SparseFusionCopy(Copy):
     def _decision_seconds(self) -> float:
         """Seconds that auto took to decide: those of its measurements, and of steps of plans slower than its choice."""
         profiled, turns = [self.steps(1) for _ in range(PROFILED)], {}
-        for _ in range(longest_trial_steps() + 2):
+        for _ in range(MOST_PLANS * ROUNDS * STEPS + 2):
             turns.setdefault(self._fusion.plan.mode, []).append(self.steps(1))
         chosen = mean(turns[self._fusion.plan.mode])
         return profiled[-1] - median(profiled[:-1]) + sum(sum(each) - len(each) * chosen for each in turns.values())

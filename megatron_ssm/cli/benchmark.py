@@ -48,24 +48,17 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class Engine:
-    """A model in one of the engines, and what was measured with it.
-
-    Attributes:
-        name, weights: The names of the engine and of the format of its weights.
-        nbytes: Bytes of its weights.
-        begin: Begins a sequence; returns a function that appends tokens (1, tokens) and returns the logits (vocabulary,)
-            after the last one. The next call may overwrite them.
-        seconds: Those of the prompt and of the new tokens in each turn.
-        logits: (1 + new tokens, vocabulary), after the prompt and after each new token.
-    """
+    """A model in one of the engines, and what was measured with it."""
 
     name: str
-    weights: str
+    weights: str  # their format
     vocabulary: int
-    nbytes: int
+    nbytes: int  # of the weights
+    # Begins a sequence; returns a function that appends tokens (1, tokens) and returns the logits (vocabulary,) after the
+    # last one, which the next call may overwrite.
     begin: Callable[[], Read]
-    seconds: list[tuple[float, float]] = field(default_factory=list)
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    seconds: list[tuple[float, float]] = field(default_factory=list)  # of the prompt and the new tokens, in each turn
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (1 + new tokens, vocabulary)
 
     def turn(self, tokens: Sequence[torch.Tensor]) -> None:
         """Read a prompt and new tokens."""

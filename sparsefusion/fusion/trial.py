@@ -22,11 +22,6 @@ CERTAIN_SHARE = 0.75  # if this share of the rounds reaches WORTHWHILE_RATIO, de
 LEAST_ROUNDS = 3  # the number of rounds before that, unless dense takes CLOSE_RATIO times as long
 
 
-def longest_trial_steps() -> int:
-    """The number of steps of the longest trial."""
-    return MOST_PLANS * ROUNDS * STEPS
-
-
 def close_modes(seconds: Mapping[str, float]) -> list[str]:
     """The modes whose plans take turns, best first, from the predictions {mode: seconds}.
 

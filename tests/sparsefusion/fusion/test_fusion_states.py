@@ -237,7 +237,7 @@ def test_a_resumed_trial_continues(ranks, monkeypatch, tmp_path, world):
             if steps == 34:
                 assert state["candidates"]["trial"]["rounds"]
                 assert resumed.state_dict()["candidates"] == state["candidates"]
-            for step in range(steps, 17 + 32 + trial.longest_trial_steps()):
+            for step in range(steps, 17 + 32 + trial.MOST_PLANS * trial.ROUNDS * trial.STEPS):
                 backward(fresh, step, rank)
             assert resumed._selection.is_final and resumed.state_dict()["sparse_since"] == 5
         return reports
