@@ -18,14 +18,7 @@ from megatron_ssm.ops.scan import selective_scan, ssd
 
 from .blocks import ContextRanks
 from .state_passing import PassedStates, pass_matrix_states, pass_states
-from .summaries import (
-    delta_adjoint,
-    delta_summary,
-    selective_adjoint,
-    selective_summary,
-    ssd_adjoint,
-    ssd_summary,
-)
+from .summaries import delta_adjoint, delta_summary, selective_adjoint, selective_summary, ssd_adjoint, ssd_summary
 
 NO_STEP = -1e4  # a value of dt for which softplus(dt + dt_bias) is zero
 

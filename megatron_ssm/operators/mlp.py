@@ -7,13 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_ssm.parallel.layers import (
-    ColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-    apply_layer,
-    bias_of,
-)
+from megatron_ssm.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, apply_layer, bias_of
 from megatron_ssm.stack.fields import Field, divides, packed, row_parallel, rows_of
 from megatron_ssm.stack.sizes import Sizes, Workload
 from megatron_ssm.stack.stack import Spec

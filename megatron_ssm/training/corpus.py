@@ -9,12 +9,7 @@ import numpy as np
 
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
-from megatron_ssm.inference.text import (
-    BYTE_END_OF_TEXT_ID,
-    load_tokenizer,
-    write_byte_tokenizer,
-    write_whole_files,
-)
+from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, load_tokenizer, write_byte_tokenizer, write_whole_files
 from megatron_ssm.models.initialization import MEGATRON
 from megatron_ssm.stack.stack import Stack
 

@@ -42,13 +42,7 @@ from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.foundation.command_line import Failure
 
 from .batches import Tokens
-from .gradients import (
-    Gradients,
-    average_divided_gradients,
-    average_replicated_gradients,
-    clip_gradients,
-    grad_norm,
-)
+from .gradients import Gradients, average_divided_gradients, average_replicated_gradients, clip_gradients, grad_norm
 from .indexed import Samples
 from .options import Options
 from .trainer import SequenceLoss, Trainer, entries, evaluate, gathered_state, torch_adamw, unfilled_state

@@ -21,15 +21,7 @@ from megatron_ssm.models.adapters import add_lora
 from megatron_ssm.models.context import scan_plan, schedule_of
 from megatron_ssm.models.initialization import initialize as initialize_parameters
 from megatron_ssm.models.model import Model
-from megatron_ssm.parallel.groups import (
-    Groups,
-    check_device,
-    check_world,
-    device_of_rank,
-    initialize,
-    join,
-    shut_down,
-)
+from megatron_ssm.parallel.groups import Groups, check_device, check_world, device_of_rank, initialize, join, shut_down
 from megatron_ssm.parallel.heartbeat import watched
 from megatron_ssm.stack.fields import field_of
 from megatron_ssm.stack.stack import Stack

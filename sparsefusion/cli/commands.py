@@ -37,11 +37,7 @@ def parser() -> Parser:
 def _add_measure(measure: Parser) -> None:
     measure.add_argument("--out", required=True, metavar="F", help="the fabric file to write")
     measure.add_argument(
-        "--sizes",
-        type=_sizes,
-        default="8:16M",
-        metavar="A:B",
-        help="sizes from A to B, doubling; default: 8:16M",
+        "--sizes", type=_sizes, default="8:16M", metavar="A:B", help="sizes from A to B, doubling; default: 8:16M"
     )
     measure.add_argument(
         "--seconds", type=_positive, default=60.0, metavar="S", help="time for all measurements; default: 60"
