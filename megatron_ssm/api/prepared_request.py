@@ -84,7 +84,7 @@ class ServedModel:
         return most_characters(self.tokenizer, self.max_length)
 
     def adapter_of(self, name: str) -> str:
-        """The adapter that the name of a model means: "" for the model itself, which "" means too. ApiError 404 for others."""
+        """The adapter that a request's `model` names; "": the model itself, also without a name. ApiError 404 for others."""
         if name and name not in self.roots:
             names = ", ".join(map(repr, self.roots))
             raise ApiError(404, f"there is no model {name[:100]!r} here, only {names}", "model", "model_not_found")

@@ -181,8 +181,8 @@ class ChatCompletionChunk(Reply):
 class ModelCard(ReplyModel):
     """The served model, or one of its adapters.
 
-    root: the name of the directory. parent: of an adapter, the id of the model. max_model_len: the maximum number of tokens of
-    a request.
+    root: the name of the directory. parent: the id of an adapter's model. max_model_len: the maximum number of tokens of a
+    request.
     """
 
     id: str

@@ -102,8 +102,7 @@ def convert(
         file_bytes: The largest safetensors file to write.
         weights: "int8" or "int4" writes the matrices of a Hugging Face directory in 8 or 4 bits, for `load`, `generate` and
             `serve`; "bfloat16" writes an ordinary directory in bfloat16 (see `quantized_files`).
-        lora: A directory of LoRA adapters. Writes the Hugging Face directory with the adapters merged into its weights, which
-            keep their dtype. Cannot be combined with `weights`.
+        lora: A directory of LoRA adapters to merge into the weights of a Hugging Face directory. Not with `weights`.
 
     Returns:
         One row per tensor.
@@ -273,11 +272,11 @@ def _to_merged(source: Path, target: str | Path | None, lora: str | Path, file_b
     model = load(source, dtype="auto")
     load_lora(model, lora)
     merge_lora(model)
-    rows = [Row(hf, hf, shape, str(model.dtype).removeprefix("torch.")) for hf, shape in hf_shapes(model.config.fields()).items()]
+    dtype = str(model.dtype).removeprefix("torch.")
     if target is not None:
         with os_errors_as(f"cannot save to {target}", Failure):
             save(model, target, file_bytes, left_out=True)
-    return rows
+    return [Row(hf, hf, shape, dtype) for hf, shape in hf_shapes(model.config.fields()).items()]
 
 
 def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> list[Row]:

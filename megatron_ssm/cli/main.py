@@ -399,16 +399,16 @@ def _check(arguments: argparse.Namespace, name: str, minimum: float, limit: floa
         parser().error(str(error))
 
 
-def _check_lora(arguments: argparse.Namespace) -> None:
-    """Exit with an error for adapters of a model that is quantized at load; `check_lora` finds quantized directories."""
+def _check_lora(arguments: argparse.Namespace, rule: str = "LoRA adapters need a model that is not quantized") -> None:
+    """Exit with an error if --lora and --weights are both given. Quantized directories are found by `peft.check_lora`."""
     if arguments.lora and arguments.weights:
-        parser().error(f"--lora with --weights {arguments.weights}: LoRA adapters need a model that is not quantized")
+        parser().error(f"--lora and --weights {arguments.weights}: {rule}")
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     if arguments.out is None and not arguments.dry_run:
         parser().error("convert needs --out DIR, or --dry-run")
-    _check_lora(arguments)
+    _check_lora(arguments, "convert with --lora first, and its result with --weights")
     silence_third_parties()
 
     def command() -> None:

@@ -26,8 +26,8 @@ def add_lora(model: Model, rank: int, alpha: float, targets: Iterable[str], seed
     """Add LoRA adapters to a model in place, and freeze all other parameters.
 
     As in PEFT, A is drawn uniformly in +-1/sqrt(inputs), with the same values on any number of ranks, and B is zero, so the
-    outputs of the model do not change; both are at least float32. All ranks use the same arguments. Sends nothing. The first rank logs a warning if
-    PEFT does not load such adapters.
+    outputs of the model do not change; both are at least float32. All ranks use the same arguments. Sends nothing. The first
+    rank logs a warning if PEFT does not load such adapters.
 
     Args:
         model: The model.
