@@ -211,6 +211,8 @@ def _open(config: Stack, directory: Path, stack: ExitStack) -> tuple[Lora, dict[
 
 def _read_configuration(path: Path) -> dict[str, Any]:
     """adapter_config.json; ValueError for a value that is not implemented."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
     try:
         raw = {**json.loads(path.read_text(encoding="utf-8"))}
     except (ValueError, TypeError, RecursionError) as error:

@@ -83,7 +83,9 @@ def test_parameters_are_shared(ranks, world):
 
     def run(model):
         before = megatron_ssm.generate(model, torch.tensor([PROMPT]), max_new_tokens=6).tolist()
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
         adapted = megatron_ssm.with_lora(model, adapters(family, "a"))
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
         own = {name: p for name, p in adapted.named_parameters() if ".lora." not in name}
         assert all(p is own[name] for name, p in model.named_parameters()) and len(own) < len([*adapted.parameters()])
         after = megatron_ssm.generate(adapted, torch.tensor([PROMPT]), max_new_tokens=6).tolist()
