@@ -39,6 +39,8 @@ OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file im
     ("lm_eval",): {"megatron_ssm/integrations/lm_eval.py"},
     ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
     ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},
+    ("transformers",): {"megatron_ssm/cli/benchmark.py", "megatron_ssm/integrations/lm_eval.py"},
+    ("llama_cpp",): {"megatron_ssm/cli/benchmark.py"},
     ("pyarrow", "datasets"): {"megatron_ssm/training/prepare.py"},
 }
 # Pages of the design, which are not part of the repository.
@@ -223,12 +225,17 @@ def needs_no_docstring(owner, node):
     return "Function" in bases and ast.get_docstring(owner) and node.name in {"forward", "backward", "setup_context"}
 
 
+def is_overload(node):
+    """True for a signature of typing.overload, whose docstring stands at the implementation."""
+    return any(isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list)
+
+
 def test_public_names_have_docstrings():
     missing = [
         f"{at(path, node)} {node.name}"
         for path in PACKAGE_FILES
         for owner, node in definitions(tree(path))
-        if not ast.get_docstring(node) and not needs_no_docstring(owner, node)
+        if not ast.get_docstring(node) and not needs_no_docstring(owner, node) and not is_overload(node)
     ]
     assert_none(missing)
 
