@@ -1,14 +1,12 @@
 """A server with LoRA adapters, and the other commands. Oracle: transformers' greedy tokens with PEFT."""
 
-import io
 import json
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from adapters import adapters, greedy_tokens
-from programs import PYTHON, Fork
+from programs import completed
 
 import megatron_ssm
 from megatron_ssm.checkpoints.convert import convert
@@ -64,22 +62,20 @@ def test_requests_choose_adapters_by_the_name_of_the_model(lora, tmp_path, tp):
             assert f"there is no model 'c' here, only '{FAMILY}', 'adapter-a', 'adapter-b'" in reply.text
 
 
-def test_generate_and_chat(tmp_path, monkeypatch):
+def test_generate_and_chat():
     directory = with_template(FAMILY)
 
-    def output(command, *flags):
-        with open(tmp_path / "log", "w") as log:
-            flags = [command, *flags, "--lora", adapters(FAMILY, "a"), "--dtype", "float32", "--device", "cpu"]
-            process = Fork([*PYTHON, *map(str, flags)], stdout=subprocess.PIPE, stderr=log)
-            text = process.stdout.read().decode()
-        assert process.wait() == 0, (tmp_path / "log").read_text()
-        return text
+    def output(command, *flags, stdin=b""):
+        flags = [command, *flags, "--lora", adapters(FAMILY, "a"), "--dtype", "float32", "--device", "cpu"]
+        result = completed(list(map(str, flags)), stdin=stdin)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.decode()
 
     flags = ["--model", directory, "--prompt", PROMPT, "--max-new-tokens", NEW, "--ignore-eos", "--json", "--tp", 2]
     assert json.loads(output("generate", *flags))["tokens"] == greedy_tokens(FAMILY, "a", IDS, NEW)
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
     reply = greedy_tokens(FAMILY, "a", [256, *b"[user]Hi[assistant]"], NEW)
-    assert output("chat", directory, "--temperature", 0, "--max-new-tokens", NEW) == text_of(reply) + "\n"
+    flags = ["--temperature", 0, "--max-new-tokens", NEW]
+    assert output("chat", directory, *flags, stdin=b"Hi\n") == text_of(reply) + "\n"
 
 
 def test_convert_writes_the_merged_model(tmp_path):
