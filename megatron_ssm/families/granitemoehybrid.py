@@ -41,8 +41,8 @@ EXPERT_NAMES = {"experts.gate_up_proj": "input_linear.weight", "experts.down_pro
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    embedding, logits, residual, scale = (fields.number(name) for name in MULTIPLIERS)
-    scale = None if "attention_multiplier" in fields.nulls else scale
+    embedding, logits, residual, multiplier = (fields.number(name) for name in MULTIPLIERS)
+    scale = None if "attention_multiplier" in fields.nulls else multiplier
     if not logits:
         raise ValueError("config.json: logits_scaling must not be 0")
     rotated = fields.choice("position_embedding_type", ("none", "nope", "rope")) == "rope"
