@@ -30,7 +30,7 @@ deepspeed --num_accelerators "$ranks" --master_port "$port" "$here/examples/pret
 launcher=$!
 set +m
 code=0
-wait "$launcher" || code=$? # a signal ends the wait, too
+wait "$launcher" || { code=$?; wait "$launcher" || true; } # a signal ends the first wait, before the launcher ends
 exec 2>&3 3>&-
 # Processes that have ended may stay as zombies (state Z), if the first process of a container does not collect them.
 while awk -v group="$launcher" '$3 == group && $1 != "Z" { runs = 1 } END { exit !runs }' \

@@ -111,7 +111,7 @@ def test_json_lines(tmp_path):
         ('{"text": "a"}\n{"text": 3}', r"line 2 of \S*f.jsonl is not a JSON object with a string `text`$"),
         ('\n{"content": "a"}', r"line 2 of \S*f.jsonl is not a JSON object with a string `text`$"),
         ('["text"]', r"line 1 of \S*f.jsonl is not a JSON object"),
-        ('{"text": "a"}\nfree text', r"line 2 of \S*f.jsonl is not JSON: Expecting value"),
+        ('{"text": "a"}\nfree text', r"line 2 of \S*f.jsonl is not JSON: "),
         ('{\n"text": "a"\n}', r"line 1 of \S*f.jsonl is not JSON"),
         ("[" * 10**5, r"line 1 of \S*f.jsonl is not JSON"),
         (r'{"text": "a\ud800"}', r"line 1 of \S*f.jsonl: `text` has half of a surrogate pair"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,9 @@ from megatron_ssm.training.prepare import prepare
 
 SEQ, BATCH, SEED = 8, 4, 7
 CORPUS = SimpleNamespace(vocab_size=257, end_of_text_id=256, bytes_of=len)
+needs_helper = pytest.mark.skipif(
+    not find_spec("megatron.core.datasets.helpers_cpp"), reason="megatron-core was installed without its C++ helper"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +84,7 @@ def read(batches, steps, ranks):
     return [torch.cat([row, label[-1:]]).tolist() for pair in parts for row, label in zip(*pair, strict=True)]
 
 
+@needs_helper
 def test_two_epochs_of_a_split_in_megatrons_order(tmp_path):
     prefix, documents = dataset(tmp_path, "a", 60)
     train, held_out = documents[:48], documents[48:57]
@@ -95,6 +100,7 @@ def test_two_epochs_of_a_split_in_megatrons_order(tmp_path):
         assert valid.inputs.tolist() == [each[:-1] for each in one_dataset(held_out, 2 * BATCH)[: 2 * BATCH]]
 
 
+@needs_helper
 def test_blend_in_megatrons_order(tmp_path):
     (a, first), (b, second) = dataset(tmp_path, "a", 40), dataset(tmp_path, "bb", 90)
     samples = 160

