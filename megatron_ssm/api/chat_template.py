@@ -6,8 +6,8 @@ from typing import Any
 
 import jinja2  # noqa: F401 - for the template's process; if it is missing, this import names the extra
 
-from megatron_ssm.inference.special_tokens import read_tokenizer_config, special_tokens
-from megatron_ssm.inference.text import read_text
+from megatron_ssm.inference.special_tokens import special_tokens
+from megatron_ssm.inference.text import read_chat_template
 from megatron_ssm.inference.thinking import END
 
 from .errors import bad_request
@@ -26,14 +26,8 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: str | Path):
-        config = read_tokenizer_config(directory)
-        path = Path(directory) / "chat_template.jinja"
-        if path.is_file():
-            text: str | None = read_text(path)
-        else:
-            path = Path(directory) / "tokenizer_config.json"
-            text = _default(config.get("chat_template"), path)
-        self.path, self.text = None if text is None else path, text or ""
+        path, text = read_chat_template(directory)
+        self.path, self.text = path, text or ""
         self.reasons = END in self.text
         self._special_tokens = special_tokens(directory)
         if text is not None and len(text) > LONGEST:
@@ -60,19 +54,3 @@ class ChatTemplate:
             )
         except ValueError as error:
             raise bad_request(f"the chat template refuses the messages: {error}", param) from None
-
-
-def _default(template: Any, path: Path) -> str | None:
-    """The template itself, or the one named "default" in a list or an object of named templates; None if there is none."""
-    if isinstance(template, dict):
-        template = [{"name": name, "template": text} for name, text in template.items()]
-    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
-    if template is None:
-        return None
-    if not all(isinstance(each, dict) and _are_texts(each.get("name"), each.get("template")) for each in named):
-        raise ValueError(f"{path}: chat_template must be a text, or a list of objects with the texts name and template")
-    return {each["name"]: each["template"] for each in named}.get("default")
-
-
-def _are_texts(*values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)

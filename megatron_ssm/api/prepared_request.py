@@ -2,8 +2,8 @@
 
 import re
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class ServedModel:
         fingerprint: A name of the model, the software and its settings.
         tool_parser: The parser for the model's format of tool calls; None if the format is not known.
         hidden_size: The dimension of embeddings.
+        defaults: Parameters of requests that leave them out, from generation_config.json (see `sampling_defaults`).
     """
 
     name: str
@@ -66,6 +67,7 @@ class ServedModel:
     fingerprint: str = ""
     tool_parser: type[CallParser] | None = None
     hidden_size: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def max_prompt_characters(self) -> int | None:
@@ -131,6 +133,8 @@ def prepare_request(
         ApiError: 400, or 404 for another model.
     """
     parsed = parse_body(model, text)
+    left_out = served.defaults.keys() - parsed.model_fields_set
+    parsed = parsed.model_copy(update={name: served.defaults[name] for name in left_out})
     body = ResponseChat.of(parsed) if isinstance(parsed, ResponseRequest) else parsed
     served.check_name(body.model)
     _check_combinations(body, served.vocab_size)

@@ -63,7 +63,7 @@ def load(
     directory: str | Path,
     group: ProcessGroup | None = None,
     context: Attention2D | None = None,
-    dtype: torch.dtype | str = torch.float32,
+    dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     reduce: str | Callable[[torch.Tensor, ProcessGroup], torch.Tensor] = "fp32",
     data_group: ProcessGroup | None = None,
@@ -87,8 +87,9 @@ def load(
         context: A schedule of `attention2d`, over whose ranks each sequence is spread (None: each rank has whole sequences).
             The model then takes and returns this rank's tokens, `context.shard(input_ids)`. The schedule computes the
             attention of a hybrid model.
-        dtype: Of parameters and activations, also by name ("bfloat16"), or "auto" for the dtype that config.json names, else
-            that of the stored embeddings. A_log, D and the dt bias are at least fp32.
+        dtype: Of parameters and activations, also by name ("bfloat16"). "auto" is the dtype that config.json names, else
+            that of the stored embeddings, as in transformers. To train, pass torch.float32. A_log, D and the dt bias are at
+            least fp32.
         device: Of the parameters.
         reduce: The wire format in which block outputs (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or
             auto (see `sparsefusion.all_reduce`; auto measures the group's links here, once), or a callable (tensor, group)

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from megatron_ssm.checkpoints.convert import STATE_SPACES_EMBEDDING, convert
 from megatron_ssm.checkpoints.hf import dtype_of, load
-from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.diagnostics.doctor import start_line
 from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.generation import stream
-from megatron_ssm.inference.text import TextStream, check_fits, load_tokenizer, stop_tokens
+from megatron_ssm.inference.generation_config import sampling_defaults
+from megatron_ssm.inference.text import TextStream, check_fits, load_tokenizer, read_chat_template, stop_tokens
 from megatron_ssm.models.context import schedule_of
 from megatron_ssm.parallel.groups import (
     check_device,
@@ -81,6 +82,7 @@ class _Inputs:
     tokenizer: "Tokenizer"
     prompt: list[int]
     stop_tokens: tuple[int, ...]
+    hints: list[str]
 
     @classmethod
     def read(cls, arguments: Namespace, tensor_ranks: int) -> "_Inputs":
@@ -90,7 +92,7 @@ class _Inputs:
         tokenizer = load_tokenizer(directory)
         prompt = _prompt_ids(arguments, tokenizer, config)
         stops = () if arguments.ignore_eos else stop_tokens(directory, config, tokenizer)
-        return cls(config, tokenizer, prompt, stops)
+        return cls(config, tokenizer, prompt, stops, _hints(arguments))
 
     def fingerprint(self) -> dict[str, object]:
         """The values that must be equal on all ranks."""
@@ -108,10 +110,39 @@ def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> 
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 (byte {error.start})") from None
     check_fits(tokenizer, config)
-    ids = tokenizer.encode(text).ids
+    if arguments.chat:
+        text = _chat_text(arguments.model, text)
+    ids = tokenizer.encode(text, add_special_tokens=not arguments.chat).ids
     if not ids:
         raise ValueError("the prompt is empty")
     return ids
+
+
+def _chat_text(directory: str, message: str) -> str:
+    """The text that the chat template makes of one message. ValueError if there is no template, or if it refuses."""
+    from megatron_ssm.api.chat_template import ChatTemplate  # these need the extra serve
+    from megatron_ssm.api.errors import ApiError
+
+    template = ChatTemplate(directory)
+    if template.path is None:
+        raise ValueError(f"--chat: {directory} has no chat template; without --chat, the text is continued")
+    try:
+        return template.render([{"role": "user", "content": message}])
+    except ApiError as error:
+        raise ValueError(str(error)) from None
+
+
+def _hints(arguments: Namespace) -> list[str]:
+    """What the directory offers and the command line does not use: its chat template, and its settings of sampling."""
+    hints, sampling = [], sampling_defaults(arguments.model)
+    if read_chat_template(arguments.model)[0] is not None and not arguments.chat:
+        hints.append(
+            "the model has a chat template: --chat applies it to the prompt; megatron-ssm chat DIR is a conversation"
+        )
+    if sampling.get("temperature") and all(getattr(arguments, name) is None for name in sampling):
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in sampling.items())
+        hints.append(f"generation_config.json suggests {options}; without options, generate is greedy")
+    return hints
 
 
 @dataclass
@@ -142,10 +173,12 @@ def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, i
     progress = _Progress()
     start = time.perf_counter()
     columns = stream(
-        model, torch.tensor([inputs.prompt], device=model.device), None, arguments.max_new_tokens, arguments.temperature,
-        arguments.top_k, arguments.top_p, arguments.repetition_penalty, inputs.stop_tokens, arguments.stop, arguments.seed,
+        model, torch.tensor([inputs.prompt], device=model.device), None, arguments.max_new_tokens,
+        arguments.temperature or 0.0, arguments.top_k, arguments.top_p,
+        1.0 if arguments.repetition_penalty is None else arguments.repetition_penalty, inputs.stop_tokens, arguments.stop,
+        arguments.seed, min_p=arguments.min_p,
     )  # fmt: skip
-    log.info(kernels_line(model.device, model.dtype, model.ranks.transport))  # after the last possible error
+    log.info("\n".join([start_line(model), *inputs.hints]))  # after the last possible error
     for column in columns:
         progress.times.append(time.perf_counter())
         progress.sent.append(model.counter.nbytes)
@@ -180,8 +213,8 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
 
 def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
     """The bytes of one decoded token, measured with the second token after a prompt of one token."""
-    steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 2, arguments.temperature,
-                   arguments.top_k, seed=0)  # fmt: skip
+    steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 2,
+                   arguments.temperature or 0.0, arguments.top_k, seed=0)  # fmt: skip
     next(steps)
     before = model.counter.nbytes
     next(steps)

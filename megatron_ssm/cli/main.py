@@ -7,8 +7,9 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from megatron_ssm.api.tool_calls import PARSERS
@@ -33,6 +34,8 @@ def parser() -> Parser:
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands.add_parser("generate", help="continue a prompt", description="Continue a prompt."))
+    about = "Talk with a model in the terminal. Each line of stdin is a message, also from a pipe."
+    _add_chat(commands.add_parser("chat", help="a conversation in the terminal", description=about))
     about = "Serve a model over HTTP, with OpenAI's interface."
     _add_serve(commands.add_parser("serve", help="an HTTP server with OpenAI's interface", description=about))
     about = (
@@ -67,13 +70,45 @@ def parser() -> Parser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of loading and computing a model."""
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32",
-                        help="of weights and activations; auto: the checkpoint's (default: float32)")  # fmt: skip
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="auto",
+                        help="of weights and activations (default: auto, the checkpoint's)")  # fmt: skip
     parser.add_argument(
         "--weights", choices=("int8", "int4"), help="keep the matrices in 8 or 4 bits (default: in --dtype)"
     )
     parser.add_argument("--reduce", choices=FORMATS, default="fp32", help="format of the block outputs' all-reduce")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, default: str) -> None:
+    """The options of sampling. default: what the help says of options that are left out."""
+    parser.add_argument("--temperature", type=float, metavar="T", help=f"0: greedy search (default: {default})")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
+    parser.add_argument("--top-p", type=float, metavar="P",
+                        help="sample from the most likely tokens only, up to this sum of probabilities")  # fmt: skip
+    parser.add_argument("--min-p", type=float, metavar="P",
+                        help="leave out tokens that are less likely than P times the most likely one")  # fmt: skip
+    parser.add_argument("--repetition-penalty", type=float, metavar="R",
+                        help="above 1, tokens that occurred before become less likely (default: 1)")  # fmt: skip
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
+    parser.add_argument("--seed", type=int, metavar="S", help="of the random numbers (default: another one each time)")
+
+
+def _add_chat(chat: argparse.ArgumentParser) -> None:
+    """The flags of `chat`. The engine has the defaults of `serve` for one conversation."""
+    chat.add_argument("model", metavar="DIR", help="Hugging Face directory with a chat template")
+    chat.add_argument("--system", metavar="TEXT", help="a system message")
+    chat.add_argument("--max-new-tokens", type=int, metavar="N", help="of a reply (default: up to the context)")
+    chat.add_argument("--max-length", type=int, default=8192, metavar="N",
+                      help="tokens of the conversation; then the oldest messages are dropped (default: 8192)")  # fmt: skip
+    _add_sampling_options(chat, "that of generation_config.json, else 1")
+    chat.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
+    chat.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
+    _add_model_options(chat)
+    chat.set_defaults(
+        slots=1, token_budget=512, prefix_gb=1, speculate=0, draft=None, draft_head=False, share_prefixes=True,
+        served_model_name=None, tool_parser=None, lost_rank_timeout=15,
+    )  # fmt: skip
+    _add_hidden(chat, "--local_rank", "--local-rank", "--rendezvous")
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
@@ -126,15 +161,11 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     """The flags of `generate`."""
     generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="F", help="a file that is one prompt, UTF-8")
-    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
-    generate.add_argument("--top-k", type=int, metavar="K")
-    generate.add_argument("--top-p", type=float, metavar="P")
-    generate.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
-    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
-    generate.add_argument("--seed", type=int, metavar="S")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", metavar="F", help="a file that is one prompt, UTF-8; -: stdin")
+    generate.add_argument("--chat", action="store_true", help="the prompt is a message: apply the chat template to it")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    _add_sampling_options(generate, "0")
     generate.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     generate.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share the prompt (default: 1)")
     generate.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
@@ -207,8 +238,8 @@ def main(argv: list[str] | None = None) -> int:
     if code := run("megatron_ssm", adopt_launcher):
         return code
     arguments = parser().parse_args(argv)
-    if arguments.command in ("generate", "serve"):
-        return {"generate": _generate, "serve": _serve}[arguments.command](arguments, argv)
+    if arguments.command in ("generate", "chat", "serve"):
+        return {"generate": _generate, "chat": _chat, "serve": _serve}[arguments.command](arguments, argv)
     commands = {"convert": _convert, "doctor": _doctor, "advise": _advise, "prepare": _prepare, "new": _new}
     return commands[arguments.command](arguments)
 
@@ -221,6 +252,13 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
         parser().error(f"--cp {arguments.cp} and --ep {arguments.ep}: generate has one of them")
     tensor = arguments.tp or 1
     world = tensor * arguments.cp * arguments.ep
+    if arguments.prompt_file == "-":
+        if "WORLD_SIZE" in os.environ:
+            parser().error("--prompt-file -: the ranks of a launcher have no stdin of their own, so name a file")
+        with tempfile.NamedTemporaryFile(prefix="stdin-") as file:
+            file.write(sys.stdin.buffer.read())
+            file.flush()
+            return main([*argv, "--prompt-file", file.name])
     if "WORLD_SIZE" not in os.environ and world > 1:
         code = _check_models("megatron_ssm generate", [arguments.model], tensor, arguments.ep)
         return code or run_local_ranks(argv, world)
@@ -228,11 +266,47 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
     silence_third_parties()
 
     def command() -> None:
-        from .commands import generate
+        with _naming_the_extra():
+            from .commands import generate
 
-        generate(arguments)
+            generate(arguments)
 
     return run("megatron_ssm generate", command)
+
+
+def _chat(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Chat on this rank or, without a launcher, start the local ranks of --tp and --ep."""
+    for name in ("tp", "ep", "max_new_tokens"):
+        _check(arguments, name, 1)
+    _check(arguments, "max_length", 2)
+    world = (arguments.tp or 1) * arguments.ep
+    if "WORLD_SIZE" not in os.environ and world > 1:
+        code = _check_models("megatron_ssm chat", [arguments.model], arguments.tp or 1, arguments.ep)
+        return code or run_local_ranks(argv, world, passes_signals=True)
+    leave_on_interrupt()
+    if arguments.rendezvous and this_rank() == 0:  # from run_local_ranks
+        accept_passed_interrupts()
+    silence_third_parties()
+
+    def command() -> None:
+        with _naming_the_extra():
+            from .chat import chat
+        chat(arguments)
+
+    return run("megatron_ssm chat", command)
+
+
+@contextmanager
+def _naming_the_extra() -> Iterator[None]:
+    """Turn the error for a missing package of the server into a ValueError that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
+            raise
+        raise ValueError(
+            f"there is no package {error.name}: pip install '.[serve]' in a checkout of megatron-ssm"
+        ) from None
 
 
 def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -269,18 +343,12 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     silence_third_parties()
 
     def command() -> None:
-        try:
+        with _naming_the_extra():
             if is_router:
                 from megatron_ssm.serving.replicated import serve_replicas
 
                 return serve_replicas(arguments, argv)
             from megatron_ssm.serving.command import serve
-        except ModuleNotFoundError as error:
-            if error.name not in ("starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
-                raise
-            raise ValueError(
-                f"there is no package {error.name}: pip install '.[serve]' in a checkout of megatron-ssm"
-            ) from None
         serve(arguments)
 
     return run("megatron_ssm serve", command)

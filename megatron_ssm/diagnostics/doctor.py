@@ -19,6 +19,7 @@ from sparsefusion.native.library import Library, file_of
 from .known_problems import LIBRARIES, find_problems, torch_build, usable_cores, value_or_unknown
 
 if TYPE_CHECKING:
+    from megatron_ssm.models.model import Model
     from megatron_ssm.ops.implementations import Implementation
 
 PACKAGES = (
@@ -28,6 +29,15 @@ PACKAGES = (
 )  # fmt: skip
 TYPES = ("float32", "bfloat16", "float64")
 NOT_TRAINED = "none: quantized matrices are not trained"
+
+
+def start_line(model: "Model") -> str:
+    """The line that a command prints when it has loaded a model: its kernels, dtype, and the memory of its weights."""
+    nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    dtypes = f"{_name(model.dtype)}{f' with matrices in {model.weights}' if model.weights else ''}"
+    size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
+    of_rank = " on each rank" if model.num_ranks > 1 else ""
+    return f"{kernels_line(model.device, model.dtype, model.ranks.transport)}; {dtypes}, {size} of weights{of_rank}"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:

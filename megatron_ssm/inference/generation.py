@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Iterator
+from typing import Any, overload
 
 import torch
 
@@ -11,11 +12,17 @@ from .engine import Engine
 from .language_model import LanguageModel, draw_seed
 from .request import Request
 from .sampling import Sampling, nan_error
+from .text import TextStream, check_fits, load_tokenizer
+from .text import stop_tokens as checkpoint_stop_tokens
 
 
+@overload
+def generate(model: LanguageModel, input_ids: str, *arguments: Any, **options: Any) -> str: ...
+@overload
+def generate(model: LanguageModel, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor: ...
 def generate(
     model: LanguageModel,
-    input_ids: torch.Tensor,
+    input_ids: torch.Tensor | str,
     attention_mask: torch.Tensor | None = None,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -30,14 +37,16 @@ def generate(
     frequency_penalty: float = 0.0,
     presence_penalty: float = 0.0,
     min_p: float | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | str:
     """The tokens that follow input_ids (batch, seq): (batch, new), int64 on the CPU, the same on every rank.
 
     Generation ends when all rows have ended. top_k, top_p and min_p restrict the sampled tokens in this order.
+    With a text in place of input_ids, it returns the text that follows, up to a token that ends a text (`stop_tokens`, else
+    those of the checkpoint) or a stop string.
 
     Args:
         model: The model.
-        input_ids: The prompts (batch, seq).
+        input_ids: The prompts (batch, seq), or one prompt as a text, for which the model's directory needs a tokenizer.json.
         attention_mask: (batch, seq), with zeros only on the left.
         max_new_tokens: The largest number of new tokens of a row.
         temperature: 0 is greedy search, with the lowest id among equal logits. Otherwise tokens are sampled.
@@ -59,11 +68,42 @@ def generate(
         ValueError: On every rank, before the model runs, if arguments are invalid or differ across ranks.
         FloatingPointError: On every rank, if the model's logits are NaN.
     """
+    text = None
+    if isinstance(input_ids, str):
+        prompt = input_ids
+        text = together(
+            lambda: _Text(model, prompt, stop_tokens, stop_strings), model.generating_groups, device=model.device
+        )
+        input_ids, attention_mask, stop_tokens = torch.tensor([text.ids], device=model.device), None, text.stop_tokens
     columns = list(
         stream(model, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, repetition_penalty,
                stop_tokens, stop_strings, seed, pad_token_id, min_new_tokens, frequency_penalty, presence_penalty, min_p)
     )  # fmt: skip
+    if text is not None:
+        return text.of([int(column[0]) for column in columns])
     return torch.stack(columns, dim=1) if columns else torch.empty(0, 0, dtype=torch.int64)
+
+
+class _Text:
+    """A prompt that is a text, as ids, and the text of the tokens after it. ValueError or OSError without a tokenizer."""
+
+    def __init__(
+        self, model: LanguageModel, prompt: str, stop_tokens: int | Iterable[int], stop_strings: str | Iterable[str]
+    ) -> None:
+        if model.directory is None:
+            raise ValueError(
+                "a prompt that is a text needs the tokenizer.json of the directory that the model is loaded from"
+            )
+        tokenizer = load_tokenizer(model.directory)
+        check_fits(tokenizer, model.config)
+        ends = (stop_tokens,) if isinstance(stop_tokens, int) else tuple(stop_tokens)
+        self.stop_tokens = ends or checkpoint_stop_tokens(model.directory, model.config, tokenizer)
+        self.ids = tokenizer.encode(prompt).ids
+        self._stream = TextStream(tokenizer, stop_strings, self.stop_tokens, self.ids)
+
+    def of(self, tokens: list[int]) -> str:
+        """The text of new tokens, up to a stop string."""
+        return "".join(map(self._stream.push, tokens)) + self._stream.finish()
 
 
 def stream(

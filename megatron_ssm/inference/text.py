@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ssm.stack.reader import token_ids
 from megatron_ssm.stack.stack import Stack
 
-from .special_tokens import add_tokens, special_tokens
+from .generation_config import read_generation_config
+from .special_tokens import add_tokens, read_tokenizer_config, special_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,12 +64,11 @@ def stop_tokens(directory: str | Path, config: Stack, tokenizer: "Tokenizer | No
 
     tokenizer: The tokenizer, or None to use the configurations only. ValueError names an invalid file.
     """
-    path = Path(directory) / "generation_config.json"
+    configured = read_generation_config(directory).get("eos_token_id")
     try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        ids = token_ids(values.get("eos_token_id")) or config.eos_token_ids
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is not a generation configuration") from None
+        ids = token_ids(configured) or config.eos_token_ids
+    except ValueError as error:
+        raise ValueError(f"{Path(directory) / 'generation_config.json'}: {error}") from None
     name = special_tokens(directory).get("eos_token")
     end = None if name is None or tokenizer is None else tokenizer.token_to_id(name)
     return ids if end is None or end in ids else (*ids, end)
@@ -80,6 +80,35 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a text in UTF-8") from None
+
+
+def read_chat_template(directory: str | Path) -> tuple[Path, str] | tuple[None, None]:
+    """The chat template and the file that has it; (None, None) if there is none.
+
+    It is chat_template.jinja, or the field chat_template of tokenizer_config.json. ValueError names a wrong file.
+    """
+    path = Path(directory) / "chat_template.jinja"
+    if path.is_file():
+        return path, read_text(path)
+    path = Path(directory) / "tokenizer_config.json"
+    text = _default_template(read_tokenizer_config(directory).get("chat_template"), path)
+    return (None, None) if text is None else (path, text)
+
+
+def _default_template(template: Any, path: Path) -> str | None:
+    """The template itself, or the one named "default" in a list or an object of named templates; None if there is none."""
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    if template is None:
+        return None
+    if not all(isinstance(each, dict) and _are_texts(each.get("name"), each.get("template")) for each in named):
+        raise ValueError(f"{path}: chat_template must be a text, or a list of objects with the texts name and template")
+    return {each["name"]: each["template"] for each in named}.get("default")
+
+
+def _are_texts(*values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def most_characters(tokenizer: "Tokenizer", tokens: int) -> int | None:

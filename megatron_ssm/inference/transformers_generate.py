@@ -1,7 +1,6 @@
 """`model.generate` with the arguments, defaults and result of transformers' `generate`."""
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from sparsefusion.collectives.agreement import together
 
 from .beam_search import BeamSearch, BeamSettings
 from .generation import generate
+from .generation_config import read_generation_config
 from .language_model import LanguageModel
 from .request import Request
 from .sampling import Sampling
@@ -194,13 +194,9 @@ def _new_tokens(values, length) -> int:
 
 def _checkpoint_configuration(model) -> dict[str, Any]:
     """The checkpoint's generation_config.json; without one, the fields of its config.json that concern generation."""
-    path = Path(model.directory or ".") / "generation_config.json"
-    if model.directory is None or not path.is_file():
-        return {name: value for name, value in model.config.raw.items() if name in DEFAULTS or name in _NOT_IMPLEMENTED}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a generation configuration") from None
+    if model.directory is not None and (Path(model.directory) / "generation_config.json").is_file():
+        return read_generation_config(model.directory)
+    return {name: value for name, value in model.config.raw.items() if name in DEFAULTS or name in _NOT_IMPLEMENTED}
 
 
 def _as_dict(generation_config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command `megatron-ssm serve`, on every rank."""
+"""The command `megatron-ssm serve`, on every rank, and its engine, which `megatron-ssm chat` runs too."""
 
 import hashlib
 import logging
@@ -6,11 +6,11 @@ import re
 import signal
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.tool_calls import PARSERS, detect_parser
 from megatron_ssm.checkpoints.hf import dtype_of, load
-from megatron_ssm.diagnostics.doctor import kernels_line
+from megatron_ssm.diagnostics.doctor import start_line
 from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.generation_config import sampling_defaults
 from megatron_ssm.inference.speculation import check_vocabularies
 from megatron_ssm.inference.text import check_fits, load_tokenizer, stop_tokens
 from megatron_ssm.models.model import Model
@@ -47,16 +48,36 @@ from .service import Limits, Service
 
 log = logging.getLogger(__name__)
 
+I = TypeVar("I", bound="ModelInputs")  # noqa: E741
+
 EXTRA_TOKENS = 1  # per slot: with max_tokens=0, the engine generates a token that the reply leaves out
 
 
 def serve(arguments: Namespace) -> None:
-    """Load the model, and serve it until a signal ends the server. Rank 0 answers requests; the other ranks step their
-    engines in lockstep with it.
+    """Load the model, and serve it over HTTP until a signal ends the server; see `run_engine`.
 
-    ValueError or OSError on every rank, before the model is loaded, if an input is wrong on any rank. Also ValueError if a
-    rank has no memory for the caches of the slots, and on rank 0 if another server has taken the address while the model was
-    loaded. RuntimeError: a rank was lost.
+    Also ValueError on rank 0 if another server has taken the address while the model was loaded.
+    """
+    run_engine(arguments, _Inputs.read, _serve_on_rank_0)
+
+
+def run_engine(
+    arguments: Namespace,
+    read: Callable[[Namespace, int, int, ExitStack], I],
+    on_rank_0: Callable[[Engine, Channel, I, Namespace, Watch], None],
+) -> None:
+    """Load the model on all ranks, and run an engine. Rank 0 gives it requests; other ranks step theirs in lockstep.
+
+    Args:
+        arguments: The options of `serve` or `chat`.
+        read: Reads the inputs, which are compared across ranks, from the arguments, the number of tensor-parallel ranks,
+            this rank, and a stack that closes what it opens.
+        on_rank_0: Called on rank 0 when the engine is ready.
+
+    Raises:
+        ValueError, OSError: On every rank: before the model is loaded, if an input is wrong on any rank; later, if a rank
+            has no memory for the caches of the slots.
+        RuntimeError: A rank was lost.
     """
     ranks = launched_ranks()
     tensor = arguments.tp or max(1, ranks // arguments.ep)
@@ -71,7 +92,7 @@ def serve(arguments: Namespace) -> None:
         group = dist.group.WORLD
         rank, place = 0 if group is None else dist.get_rank(), device_of_rank(device)
         inputs = together(
-            lambda: _Inputs.read(arguments, tensor, rank, opened), [group], lambda read: read.fingerprint, place
+            lambda: read(arguments, tensor, rank, opened), [group], lambda inputs: inputs.fingerprint, place
         )
         groups = replicas(tensor, device, expert=arguments.ep)
         models = [
@@ -89,8 +110,8 @@ def serve(arguments: Namespace) -> None:
                 _leave_signals_to_rank_0()
                 run_follower(engine, channel)
             else:
-                log.info(kernels_line(model.device, model.dtype, model.ranks.transport))
-                _serve_on_rank_0(engine, channel, inputs, arguments, watch)
+                log.info(start_line(model))
+                on_rank_0(engine, channel, inputs, arguments, watch)
     finally:
         opened.close()
         shut_down()
@@ -111,27 +132,21 @@ def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """The inputs of the server besides the weights.
+class ModelInputs:
+    """What is read of a model before its weights.
 
     Args:
-        listener: The bound socket of rank 0. Other ranks have None, and no keys.
         engine: The options of the engine.
         fingerprint: The inputs that must be equal on all ranks.
     """
 
     served: ServedModel
-    keys: Keys
-    hosts: Hosts
-    listener: socket.socket | None
     engine: dict[str, Any]
     fingerprint: tuple
 
     @classmethod
-    def read(cls, arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> "_Inputs":
-        """Read the inputs on this rank; ValueError or OSError if one of them is wrong. opened: The stack that closes the
-        listener.
-        """
+    def of(cls, arguments: Namespace, ranks: int) -> "ModelInputs":
+        """Read them. ranks: the number of tensor-parallel ranks. ValueError or OSError if one of them is wrong."""
         if arguments.draft is not None and arguments.draft_head:
             raise ValueError(
                 f"--draft {arguments.draft} and --draft-head: one of them proposes tokens, so give only one"
@@ -140,6 +155,26 @@ class _Inputs:
         config = read_for_ranks(arguments.model, ranks, arguments.ep)
         served = _served(arguments, directory, config, ranks)
         draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
+        checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+        engine = dict(
+            slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,
+            prefix_bytes=int(arguments.prefix_gb * 2**30), speculate=arguments.speculate,
+        )  # fmt: skip
+        return cls(served, engine, (config, draft, checksum, engine))
+
+
+@dataclass(frozen=True)
+class _Inputs(ModelInputs):
+    """The inputs of the server. listener: the bound socket of rank 0. Other ranks have None, and no keys."""
+
+    keys: Keys
+    hosts: Hosts
+    listener: socket.socket | None
+
+    @classmethod
+    def read(cls, arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> "_Inputs":
+        """Read the inputs on this rank. opened: the stack that closes the listener. Raises like `ModelInputs.of`."""
+        model = ModelInputs.of(arguments, ranks)
         is_first = rank == 0
         keys = Keys.read(arguments.api_key_file) if is_first and arguments.api_key_file else Keys()
         if is_first:
@@ -147,12 +182,7 @@ class _Inputs:
         listener = opened.enter_context(_listener(arguments)) if is_first else None
         host = arguments.host if listener is None or arguments.socket else listener.getsockname()[0]
         hosts = Hosts(host, arguments.allowed_host, arguments.allowed_origin)
-        checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
-        engine = dict(
-            slots=arguments.slots, max_length=arguments.max_length + EXTRA_TOKENS, token_budget=arguments.token_budget,
-            prefix_bytes=int(arguments.prefix_gb * 2**30), speculate=arguments.speculate,
-        )  # fmt: skip
-        return cls(served, keys, hosts, listener, engine, (config, draft, checksum, engine))
+        return cls(**vars(model), keys=keys, hosts=hosts, listener=listener)
 
 
 def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) -> ServedModel:
@@ -175,7 +205,7 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
     return ServedModel(
         arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
         stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
-        parser, config.hidden_size,
+        parser, config.hidden_size, sampling_defaults(directory),
     )  # fmt: skip
 
 

@@ -1,0 +1,221 @@
+"""`megatron-ssm chat DIR`: a conversation in the terminal. Each line of stdin is a message, also when stdin is a pipe."""
+
+import json
+import queue
+import re
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron_ssm.api.errors import ApiError
+from megatron_ssm.api.prepared_request import TOO_LONG, PreparedRequest, ServedModel, prepare_request
+from megatron_ssm.api.replies import Replies
+from megatron_ssm.api.request_models import ChatRequest, parse_body
+from megatron_ssm.api.sequences import Update
+from megatron_ssm.inference.engine import Engine
+from megatron_ssm.parallel.heartbeat import Watch
+from megatron_ssm.serving.channel import Channel
+from megatron_ssm.serving.command import ModelInputs, run_engine
+from megatron_ssm.serving.driver import Driver
+from sparsefusion.foundation.command_line import Printer
+
+HELP = "/reset: a new conversation; /system TEXT: a new one with this system message; /exit or Ctrl-D: leave"
+COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")
+CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+LEAST_ROOM = 4  # a prompt leaves at least this part of the context, 1/4, to the reply
+# Parameters of a request that are options of the command, too
+OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+
+
+def chat(arguments: Namespace) -> None:
+    """Run `chat` on every rank: rank 0 reads messages and prints replies. Raises like `run_engine`."""
+    run_engine(arguments, _read, _chat_on_rank_0)
+
+
+def _read(arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> ModelInputs:
+    """The inputs of `run_engine`. ValueError if the model has no chat template, or an option is out of range."""
+    inputs = ModelInputs.of(arguments, ranks)
+    if inputs.served.template.path is None:
+        raise ValueError(
+            f"{arguments.model} has no chat template, so it cannot chat; it can continue a text: "
+            f"megatron-ssm generate --model {arguments.model} --prompt TEXT"
+        )
+    try:
+        parse_body(ChatRequest, json.dumps(_body(arguments, [{"role": "user", "content": ""}])))
+    except ApiError as error:
+        raise ValueError(str(error)) from None
+    return inputs
+
+
+def _body(arguments: Namespace, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """The request for the next reply, as a client of the server would send it."""
+    options = {name: getattr(arguments, name) for name in OPTIONS}
+    return {"messages": messages, "max_tokens": arguments.max_new_tokens, **options}
+
+
+def _chat_on_rank_0(engine: Engine, channel: Channel, inputs: ModelInputs, arguments: Namespace, watch: Watch) -> None:
+    updates: queue.SimpleQueue[Update | BaseException | None] = queue.SimpleQueue()
+
+    def deliver(news: list[Update]) -> None:
+        for update in news:
+            updates.put(update)
+
+    driver = Driver(engine, channel, deliver, updates.put)
+    driver.start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        Chat(inputs.served, arguments, driver, updates).run()
+    finally:
+        driver.stop()
+        driver.join()
+
+
+class Chat:
+    """A conversation. messages: with the fields "role" and "content", the system message first if there is one."""
+
+    def __init__(
+        self, served: ServedModel, arguments: Namespace, driver: Driver,
+        updates: "queue.SimpleQueue[Update | BaseException | None]",
+    ) -> None:  # fmt: skip
+        self._served, self._arguments, self._driver, self._updates = served, arguments, driver, updates
+        self._out, self._is_terminal = Printer(True), sys.stdout is not None and sys.stdout.isatty()
+        self.messages: list[dict[str, str]] = []
+        self.reset(arguments.system)
+
+    def reset(self, system: str | None) -> None:
+        """Begin a new conversation. system: its system message, or None."""
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def run(self) -> None:
+        """Answer each line until stdin ends. KeyboardInterrupt after Ctrl-C, except in a reply, which it stops."""
+        if sys.stdin.isatty():
+            _note(HELP)
+        for line in _lines():
+            command = COMMAND.fullmatch(line)
+            if command is None:
+                self.reply(line)
+            elif command[1] == "exit":
+                return
+            elif command[1] in ("reset", "system"):
+                system = self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+                self.reset(command[2] if command[1] == "system" else system)
+            else:
+                _note(HELP)
+
+    def reply(self, text: str) -> None:
+        """Print the reply to a message, and add both to the conversation; without a reply, neither is added."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            request = self._prepare()
+            content = self._print_reply(request)
+        except ApiError as error:
+            self.messages.pop()
+            _note(f"error: {error}")
+            return
+        self.messages.append({"role": "assistant", "content": content})
+
+    def _prepare(self) -> PreparedRequest:
+        """The request for a reply, after the oldest messages were dropped if there is little room. Raises ApiError."""
+        while True:
+            error = None
+            try:
+                body = json.dumps(_body(self._arguments, self.messages))
+                request = prepare_request(ChatRequest, body, "", self._served)
+                room = self._served.max_length - len(request.prompts[0][1])
+                if room * LEAST_ROOM >= self._served.max_length:
+                    return request
+            except ApiError as raised:
+                if raised.code != TOO_LONG:
+                    raise
+                error = raised
+            turns = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+            if len(turns) > 1:
+                del self.messages[turns[0] : turns[1]]
+                _note(f"the context of {self._served.max_length} tokens is full: the oldest message was dropped")
+            elif error is not None:
+                raise error
+            else:
+                return request
+
+    def _print_reply(self, request: PreparedRequest) -> str:
+        """Print a reply as it comes, and its speed; returns its text. ApiError if it cannot be made."""
+        replies, sequence, text, times, tokens = Replies(request, self._served), request.sequences[0], "", [], 0
+        start, is_dim = time.perf_counter(), False
+
+        def stop(*_: object) -> None:
+            self._driver.cancel(sequence)
+            self._updates.put(None)
+
+        finished: str | None = "stopped"
+        with _handler(signal.SIGINT, stop):
+            self._driver.add(sequence)
+            while (update := self._updates.get()) is not None:
+                if isinstance(update, BaseException):
+                    raise update
+                if update.sequence is not sequence:  # the rest of a reply that was stopped
+                    continue
+                if update.error is not None:
+                    raise update.error
+                times.append(time.perf_counter())
+                tokens += len(update.tokens)
+                piece = replies.add_update(update)
+                if piece.reasoning and self._is_terminal:
+                    self._print((DIM if not is_dim else "", piece.reasoning))
+                    is_dim = True
+                if piece.text:
+                    self._print((f"{NORMAL}\n" if is_dim else "", piece.text))
+                    is_dim, text = False, text + piece.text
+                if update.finished is not None:
+                    finished = update.finished
+                    break
+        self._out.print(f"{NORMAL if is_dim else ''}\n")
+        speed = f", {(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
+        first = f", the first after {times[0] - start:.2f} s" if times else ""
+        ended = {"stopped": ", stopped", "length": ", cut at the limit", "error": ", ended by NaN"}.get(
+            finished or "", ""
+        )
+        _note(f"[{tokens} tokens{speed}{first}{ended}]")
+        return text
+
+    def _print(self, parts: tuple[str, str]) -> None:
+        """Print a style, which may have control characters, and text, which loses them."""
+        style, text = parts
+        self._out.print(style + text.translate(CONTROL))
+
+
+@contextmanager
+def _handler(number: signal.Signals, handler: Any) -> Iterator[None]:
+    """Use another handler of a signal in this block."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _lines() -> Iterator[str]:
+    """The lines of stdin that are not blank; at a terminal, with a prompt and the editing of GNU Readline."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    import readline  # noqa: F401 - `input` then uses it
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if line:
+            yield line
+
+
+def _note(text: str) -> None:
+    """Print a line about the conversation to stderr."""
+    is_terminal = sys.stderr.isatty()
+    print(f"{DIM}{text}{NORMAL}" if is_terminal else text, file=sys.stderr, flush=True)

@@ -1,0 +1,38 @@
+"""generation_config.json: the tokens that end a text, and how the model's authors sample from it. Does not import torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Fields that are defaults of `serve` and `chat`.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def read_generation_config(directory: str | Path) -> dict[str, Any]:
+    """The fields of directory/generation_config.json that are not null; {} without the file. ValueError names a bad file."""
+    path = Path(directory) / "generation_config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return {name: value for name, value in values.items() if value is not None}
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is not a generation configuration") from None
+
+
+def sampling_defaults(directory: str | Path) -> dict[str, Any]:
+    """The fields SAMPLING of directory/generation_config.json, as parameters of a request to the server.
+
+    `do_sample: false` is greedy search, temperature 0. ValueError names the file and a value that is out of range.
+    """
+    from .sampling import Sampling
+
+    values = read_generation_config(directory)
+    found = {name: values[name] for name in SAMPLING if name in values}
+    if values.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if found.get("top_k") == 0:  # transformers' way to switch it off
+        del found["top_k"]
+    try:
+        Sampling(**found)
+    except ValueError as error:
+        raise ValueError(f"{Path(directory) / 'generation_config.json'}: {error}") from None
+    return found
