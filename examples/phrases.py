@@ -1,7 +1,7 @@
 """Dates, times and amounts in words, each with its standard form: a skill whose answers anybody can check.
 
-python examples/phrases.py DIRECTORY writes DIRECTORY/train/phrases.jsonl and DIRECTORY/held_out/phrases.jsonl, one short
-conversation on each line, and DIRECTORY/chat_template.jinja, which puts what a user types into the same form.
+python examples/phrases.py DIRECTORY writes DIRECTORY/train/phrases.jsonl and DIRECTORY/held_out/phrases.jsonl: on each line
+a conversation. TEMPLATE is the chat template, which puts what a user types into the same form.
 
 A phrase is made of two numbers (day and month, hour and minute, units and hundredths) and one of several phrasings. If their
 sum is a multiple of RESERVED, it is held out. So training has every number, every phrasing and every pair of them, but never
@@ -14,11 +14,11 @@ import random
 import sys
 from pathlib import Path
 
-TRAIN, HELD_OUT, RESERVED = 30_000, 500, 6  # conversations of each kind; one combination in so many is held out
+TRAIN, HELD_OUT, RESERVED = 40_000, 500, 6  # conversations of each kind; one combination in so many is held out
 # As in a stream of documents, an end of text comes before each phrase and ends each reply.
 TEMPLATE = (
-    "{% for each in messages %}{{ '<|endoftext|>' if each['role'] == 'user' }}{{ each['content'] }}"
-    "{{ '\\n' if each['role'] == 'user' }}{% endfor %}"
+    "{% for each in messages if each['role'] != 'system' %}{{ '<|endoftext|>' if each['role'] == 'user' }}"
+    "{{ each['content'] }}{{ '\\n' if each['role'] == 'user' }}{% endfor %}"
 )
 
 ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
@@ -108,13 +108,12 @@ def conversations(count: int, held_out: bool, seed: int) -> dict[str, str]:
 
 
 def write_phrases(directory: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Write the three files; return {phrase: standard form} of training and of those that are held out."""
+    """Write the two files; return {phrase: standard form} of training and of those that are held out."""
     kinds = conversations(TRAIN, held_out=False, seed=1), conversations(HELD_OUT, held_out=True, seed=2)
     for name, pairs in zip(("train", "held_out"), kinds, strict=True):
         path = Path(directory) / name / "phrases.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps({"text": f"{phrase}\n{form}"}) + "\n" for phrase, form in pairs.items()))
-    (Path(directory) / "chat_template.jinja").write_text(TEMPLATE)
     return kinds
 
 

@@ -3,6 +3,7 @@
 python examples/tokenizer.py DIRECTORY SIZE FILE ... writes DIRECTORY/tokenizer.json with SIZE tokens.
 """
 
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,9 @@ def train_tokenizer(directory: str | Path, size: int, texts: Iterable[str | Path
     tokenizer.train(list(map(str, texts)), trainer)
     Path(directory).mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(Path(directory) / "tokenizer.json"))
+    config = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
+    text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    (Path(directory) / "tokenizer_config.json").write_text(text)  # for transformers
 
 
 if __name__ == "__main__":
