@@ -89,10 +89,12 @@ def _split(command):
     return command[place + 1], command[place + 2 :]
 
 
-def completed(arguments, timeout=120):
-    """The subprocess.CompletedProcess of the command line, without input."""
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = Fork([*PYTHON, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+def completed(arguments, timeout=120, stdin=b""):
+    """The subprocess.CompletedProcess of the command line. stdin: what it can read there."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        given.write(stdin)
+        given.seek(0)
+        process = Fork([*PYTHON, *arguments], stdin=given, stdout=stdout, stderr=stderr)
         try:
             code = process.wait(timeout)
         finally:
@@ -116,6 +118,7 @@ def _begin_anew(env, streams):
         if stream is not None:
             os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
     faulthandler.enable(2)  # a crash then says where
     if env is not None:

@@ -11,6 +11,8 @@ from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.request_models import ChatRequest, CompletionRequest
+from megatron_ssm.api.response_request import ResponseRequest
+from megatron_ssm.inference.generation_config import sampling_defaults
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
 
 CHAT, COMPLETIONS = ChatRequest, CompletionRequest
@@ -183,3 +185,25 @@ def test_how_many_log_probabilities_there_may_be(tmp_path, monkeypatch, endpoint
     with pytest.raises(ApiError, match=f"exceed the limit of {count - 1};") as refused:
         prepared(endpoint, body, model)
     assert refused.value.param == ("top_logprobs" if endpoint == CHAT else "logprobs")
+
+
+def test_the_generation_config_has_the_defaults_of_sampling(tmp_path):
+    """transformers samples with them, too; `do_sample: false` is its greedy search, and top_k 0 switches top_k off."""
+
+    def sampled(config, endpoint=CHAT, **body):
+        plain = served(tmp_path, "a")
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        model = replace(plain, defaults=sampling_defaults(tmp_path))
+        found = prepared(endpoint, body if endpoint is not CHAT else CHATTING | body, model).sequences[0].arguments
+        return found.temperature, found.top_k, found.top_p, found.min_p, found.repetition_penalty
+
+    config = dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    assert sampled(config) == (0.6, 20, 0.9, 0.1, 1.1)
+    assert sampled(config, ResponseRequest, input="Hi") == sampled(config, COMPLETIONS, prompt="Hi") == sampled(config)
+    replaced = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    assert sampled(config, **replaced) == (1.0, None, None, None, 1.0)
+    assert sampled(config, temperature=None, top_p=0.5) == (0.6, 20, 0.5, 0.1, 1.1)  # null is left out
+    assert sampled(config | dict(do_sample=False))[0] == 0.0
+    assert sampled(dict(temperature=None, top_k=0)) == (1.0, None, None, None, 1.0)
+    with pytest.raises(ValueError, match="generation_config.json: temperature=-1 must be"):
+        sampled(dict(temperature=-1))

@@ -94,9 +94,9 @@ def test_the_dtype_of_a_checkpoint(tmp_path, changes, dtype):
     """config.json says it, else the tensors have it."""
     save_hf(tmp_path, "mamba", num_hidden_layers=1, dtype=torch.bfloat16)
     edit_config(tmp_path, **changes)
-    model = megatron_ssm.load(tmp_path, dtype="auto")
+    model = megatron_ssm.load(tmp_path)
     assert model.dtype == model.embeddings.weight.dtype == dtype
-    assert megatron_ssm.load(tmp_path).dtype == torch.float32
+    assert megatron_ssm.load(tmp_path, dtype=torch.float32).dtype == torch.float32
     assert megatron_ssm.load(tmp_path, dtype="float16").dtype == torch.float16
 
 
@@ -106,6 +106,6 @@ def test_dtypes_that_are_not_one(tmp_path, name):
     save_hf(tmp_path, "mamba", num_hidden_layers=1)
     edit_config(tmp_path, dtype=name)
     with pytest.raises(ValueError, match=f"dtype={name} is neither auto nor a floating-point torch dtype"):
-        megatron_ssm.load(tmp_path, dtype="auto")
+        megatron_ssm.load(tmp_path)
     with pytest.raises(ValueError, match=f"dtype={name} is neither auto nor a floating-point torch dtype"):
         megatron_ssm.load(tmp_path, dtype=name)
