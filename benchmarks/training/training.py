@@ -1,6 +1,6 @@
-"""Training speed of the demo with the C kernels and without them (about 8 min).
+"""Training speed with the C kernels and without them (about 8 min).
 
-The claim: with them it trains >= 1.3x as many tokens per second. Two tensor-parallel ranks with the options of mamba2-small.yaml, Mamba-2
+The claim: with them it trains >= 1.3x as many tokens per second. Two tensor-parallel ranks of mamba2-small.yaml, Mamba-2
 and Mamba-1. Runs of 100 steps take turns, with MEGATRON_SSM_SKIP_NATIVE=1 (torch and gloo) and without (C and shared
 memory). The tokens per second of the last 50 steps count.
 """
