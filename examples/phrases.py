@@ -14,7 +14,7 @@ import random
 import sys
 from pathlib import Path
 
-TRAIN, HELD_OUT, RESERVED = 40_000, 500, 6  # conversations of each kind; one combination in so many is held out
+TRAIN, HELD_OUT, RESERVED = 80_000, 500, 6  # conversations of each kind; one combination in so many is held out
 # As in a stream of documents, an end of text comes before each phrase and ends each reply.
 TEMPLATE = (
     "{% for each in messages if each['role'] != 'system' %}{{ '<|endoftext|>' if each['role'] == 'user' }}"

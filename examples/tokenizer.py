@@ -9,12 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def train_tokenizer(directory: str | Path, size: int, texts: Iterable[str | Path]) -> None:
-    """Write a byte-level byte-pair encoding of `size` tokens; the first one, <|endoftext|>, ends a document."""
+def train_tokenizer(directory: str | Path, size: int, texts: Iterable[str | Path], digits: bool = False) -> None:
+    """Write a byte-level byte-pair encoding of `size` tokens; the first one, <|endoftext|>, ends a document.
+
+    With `digits`, each digit is a token of its own, so that numbers are easier to copy.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    splits = [pre_tokenizers.Digits(individual_digits=True)] * digits
+    splits += [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(splits), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
