@@ -39,6 +39,8 @@ OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file im
     ("lm_eval",): {"megatron_ssm/integrations/lm_eval.py"},
     ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
     ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},
+    ("transformers",): {"megatron_ssm/cli/benchmark.py", "megatron_ssm/integrations/lm_eval.py"},
+    ("llama_cpp",): {"megatron_ssm/cli/benchmark.py"},
     ("pyarrow", "datasets"): {"megatron_ssm/training/prepare.py"},
 }
 # Pages of the design, which are not part of the repository.

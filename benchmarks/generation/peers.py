@@ -55,7 +55,7 @@ def engines(shape: str, directory: Path) -> dict[str, tuple[Any, Any]]:
         path = directory / f"{format}.gguf"
         if format != "F32":
             gguf_files.quantize(directory / "F32.gguf", path, format)
-        theirs = gguf_files.LlamaModel(path, SHAPES[shape].vocab_size, max(PROMPTS))
+        theirs = gguf_files.LlamaModel(path, max(PROMPTS))
         found[format] = megatron_ssm.load(directory / "hf", **options), theirs
     return found
 

@@ -46,7 +46,7 @@ def engines(shape: str, directory: Path) -> tuple[dict[str, tuple[Any, Any]], An
         path = directory / f"{format}.gguf"
         if format != "F32":
             gguf_files.quantize(directory / "F32.gguf", path, format)
-        llama = gguf_files.LlamaModel(path, theirs.config.vocab_size, max(*CONTEXTS, *PROMPTS.get(shape, ())) + 64)
+        llama = gguf_files.LlamaModel(path, max(*CONTEXTS, *PROMPTS.get(shape, ())) + 64)
         found[format] = megatron_ssm.load(directory / "hf", **options), llama
     return found, theirs
 

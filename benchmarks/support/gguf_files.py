@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from megatron_ssm.cli import benchmark
+
 FORMATS = {"F32": "ALL_F32", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_K": "MOSTLY_Q4_K_S"}
 NAMES = {  # of a layer's tensors, in transformers and in GGUF
     "norm.weight": "attn_norm.weight",
@@ -83,33 +85,23 @@ def quantize(source: Path, target: Path, format: str) -> None:
 
 
 class LlamaModel:
-    """A GGUF file in llama.cpp, with a cache of one sequence. vocabulary: how many logits it has."""
+    """A GGUF file in llama.cpp, with a cache of one sequence, and prompts of up to `longest` tokens."""
 
-    def __init__(self, path: Path, vocabulary: int, longest: int):
-        silence()
-        self._vocabulary = vocabulary
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        parameters = llama_cpp.llama_context_default_params()
-        parameters.n_ctx, parameters.n_batch, parameters.no_perf = 2 * longest, longest, True
-        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
-        if not self._context:
-            raise RuntimeError(f"llama.cpp could not load {path}")
+    def __init__(self, path: Path, longest: int):
+        self._begin = benchmark.llama_cpp(str(path), 2 * longest, "cpu").begin
+        self.reset()
 
     def use_threads(self, count: int) -> None:
         """Threads of prompts and of single tokens."""
-        llama_cpp.llama_set_n_threads(self._context, count, count)
+        torch.set_num_threads(count)
 
     def reset(self) -> None:
         """Begin a new sequence."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        self._read = self._begin()
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         """Reads tokens -> the logits after the last one, (vocabulary,)."""
-        array = (llama_cpp.llama_token * len(tokens))(*tokens)
-        if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(tokens))):
-            raise RuntimeError("llama.cpp could not decode")
-        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
-        return torch.from_numpy(np.ctypeslib.as_array(logits, (self._vocabulary,)).copy())
+        return self._read(torch.tensor([tokens])).clone()
 
 
 @llama_cpp.llama_log_callback

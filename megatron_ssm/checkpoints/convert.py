@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from megatron_ssm import families
-from megatron_ssm.families import read_json
+from megatron_ssm.families import check_directory, read_json
 from megatron_ssm.stack.reader import QUANTIZATION, FieldReader
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Failure
@@ -106,6 +107,7 @@ def convert(
         FileNotFoundError: A file does not exist. Nothing is written.
         Failure: The target cannot be written. Nothing of what was written is left.
     """
+    check_directory(source)
     source = Path(source)
     if target is not None:
         _check_target(Path(target))
@@ -287,7 +289,8 @@ def _row(source: str, target: str, tensor: torch.Tensor) -> Row:
 def _write_files(writer: Writer, tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str, str]:
     """Write Hugging Face tensors in files of at most `file_bytes`; returns {tensor: file}."""
     weight_map: dict[str, str] = {}
-    for file, names in file_plan({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes).items():
+    plan = file_plan({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes)
+    for file, names in tqdm(plan.items(), "writing", unit=" files", disable=None):  # None: only at a terminal
         writer.write(file, {name: tensors[name].contiguous() for name in names})
         weight_map.update(dict.fromkeys(names, file))
     return weight_map

@@ -131,6 +131,7 @@ def load(
     def open_files() -> tuple[Stack, dict[str, Any], torch.dtype]:
         _check_arguments(reduce, weights)
         asked = dtype_of(dtype)
+        families.check_directory(directory)
         with os_errors_as(f"cannot read {directory}", ValueError):
             config, tensors = _open(Path(directory), groups, context, exchange_channels, draft_head, stack)
         _check_quantized(config, directory, weights, sequence_parallel, device)

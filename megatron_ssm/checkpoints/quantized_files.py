@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from megatron_ssm import families
 from megatron_ssm.models.model import Model
@@ -283,7 +284,7 @@ def _write(
     apart = {field.hf: field.apart for field in config.fields()}
     for file, held in plan.items():
         tensors: dict[str, Tensor] = {}
-        for hf in held:
+        for hf in tqdm(held, f"converting {file}", unit=" tensors", disable=None):  # None: only at a terminal
             for name, tensor in _apart(hf, slices[names[hf]], apart.get(hf, ())):
                 if hf in quantized:
                     tensors[name], tensors[name + SCALES] = _quantized(tensor, format)

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import re
 import shlex
 import time
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,9 @@ import torch.distributed as dist
 
 from megatron_ssm.checkpoints.convert import STATE_SPACES_EMBEDDING, convert
 from megatron_ssm.checkpoints.hf import dtype_of, load
-from megatron_ssm.diagnostics.doctor import start_line
+from megatron_ssm.checkpoints.hf_directory import FLOATS, open_tensors, stored_bytes, weight_files
+from megatron_ssm.checkpoints.quantized_files import SCALES
+from megatron_ssm.diagnostics.doctor import size_text, start_line
 from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.generation import stream
 from megatron_ssm.inference.generation_config import sampling_defaults
@@ -228,19 +232,51 @@ TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json"
 
 
 def convert_checkpoint(arguments: Namespace) -> None:
-    """Run `convert`: print a table of tensors, the path of the result, and how to fetch a missing tokenizer."""
+    """Run `convert`: print the table of tensors if asked to, a summary, and the next command."""
+    start, out = time.perf_counter(), Printer(True)
     rows = convert(arguments.model, None if arguments.dry_run else arguments.out, weights=arguments.weights)
-    table = [("tensor", "becomes", "shape", "dtype")]
-    table += [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    out = Printer(True)
-    for line in table:
-        out.print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")
-    done = "nothing written (--dry-run)" if arguments.dry_run else f"written to {arguments.out}"
-    out.print(f"{len(rows)} tensors, {done}\n")
-    is_from_state_spaces = any(row.source == STATE_SPACES_EMBEDDING for row in rows)
-    if is_from_state_spaces and not arguments.dry_run and not (Path(arguments.out) / "tokenizer.json").exists():
+    if arguments.dry_run or arguments.verbose:
+        names = [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]
+        out.print(_table([("tensor", "becomes", "shape", "dtype"), *names]))
+    if arguments.dry_run:
+        return out.print(f"{len(rows)} tensors, nothing written (--dry-run)\n")
+    target, seconds = Path(arguments.out), time.perf_counter() - start
+    sizes = [sum(path.stat().st_size for path in weight_files(Path(each))) for each in (arguments.model, target)]
+    change = " -> ".join(size_text(size) for size in sizes if size)  # 0: a checkpoint of DeepSpeed's
+    out.print(f"{len(rows)} tensors, {change}, in {seconds:.1f} s, written to {target}\n")
+    if arguments.weights is not None:
+        kept = [("tensors", "not in " + arguments.weights, "dtype", "size"), *_kept(target, arguments.weights)]
+        out.print(f"\n{_table(kept)}")
+    has_tokenizer, place = (target / "tokenizer.json").exists(), shlex.quote(arguments.out)
+    if any(row.source == STATE_SPACES_EMBEDDING for row in rows) and not has_tokenizer:
         out.print(
             f"there is no tokenizer; state-spaces' own models use that of {TOKENIZER}, which this command fetches:\n"
-            f"hf download {TOKENIZER} {TOKENIZER_FILES} --local-dir {shlex.quote(arguments.out)}\n"
+            f"hf download {TOKENIZER} {TOKENIZER_FILES} --local-dir {place}\n"
         )
+    elif has_tokenizer and not any(row.target == STATE_SPACES_EMBEDDING for row in rows):
+        can_chat = read_chat_template(target)[0] is not None
+        command = f"chat {place}" if can_chat else f'generate --model {place} --prompt "Once upon a time"'
+        out.print(f"\nnext: megatron-ssm {command}\n")
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as lines, with columns two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _kept(directory: Path, weights: str) -> list[tuple[str, ...]]:
+    """(count, name, dtype, size) of the tensors in a directory that are not in the format `weights`, by name, largest first.
+
+    Layers and experts, whose names differ in a number, are one row.
+    """
+    totals: dict[tuple[str, str], list[int]] = {}
+    with ExitStack() as files:
+        for name, tensor in open_tensors(directory, files).items():
+            dtype = str(FLOATS.get(tensor.get_dtype())).removeprefix("torch.")
+            if dtype not in (weights, "None") and not name.endswith(SCALES):
+                sizes = totals.setdefault((re.sub(r"(?<=\.)\d+(?=\.)", "N", name), dtype), [])
+                sizes.append(stored_bytes(tensor))
+    largest = sorted(totals.items(), key=lambda each: -sum(each[1]))
+    return [(str(len(sizes)), name, dtype, size_text(sum(sizes))) for (name, dtype), sizes in largest]

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import NoReturn
 
 from megatron_ssm.api.tool_calls import PARSERS
@@ -24,13 +25,33 @@ from sparsefusion.foundation.command_line import (
     silence_third_parties,
 )
 from sparsefusion.foundation.launcher import adopt_launcher, this_rank
+from sparsefusion.foundation.lazy import version
 
+WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of bench
+# Of bench --against: the module, and the package to install
+PEERS = {"transformers": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
 EP_HELP = "expert-parallel ranks, which split the experts only (default: 1)"
+# {command: the command lines that end its --help}
+EXAMPLES = {
+    "main": ["megatron-ssm chat DIR", "megatron-ssm serve --model DIR"],
+    "generate": ['megatron-ssm generate --model DIR --prompt "The sea" --temperature 0.7 --tp 2'],
+    "chat": ["megatron-ssm chat DIR", 'megatron-ssm chat DIR --system "Answer in French." --temperature 0'],
+    "serve": ["megatron-ssm serve --model DIR", "megatron-ssm serve --model DIR --tp 2 --weights int8 --port 8080"],
+    "convert": ["megatron-ssm convert --model DIR --weights int4 --out DIR-int4",
+                "megatron-ssm convert --model mamba2-130m --out mamba2-130m-hf"],
+    "advise": ["megatron-ssm advise --model DIR --fabric fabric.json --ranks 8"],
+    "prepare": ["megatron-ssm prepare --input texts --tokenizer-model DIR --out corpus"],
+    "new": ["megatron-ssm new my-model"],
+    "doctor": ["megatron-ssm doctor"],
+}  # fmt: skip
 
 
 def parser() -> Parser:
     """The parser of the command line. Formats and dtypes are strings, so that --help does not import torch."""
-    main = Parser(prog="megatron_ssm", description="State-space language models on one or many ranks.")
+    main = Parser(
+        EXAMPLES["main"], prog="megatron_ssm", description="State-space language models on one or many ranks."
+    )
+    main.add_argument("--version", action="version", version=f"megatron-ssm {version()}", help="print the version")
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands.add_parser("generate", help="continue a prompt", description="Continue a prompt."))
@@ -53,10 +74,13 @@ def parser() -> Parser:
         help="write a Hugging Face directory's matrices in 8 or 4 bits, or its model in bfloat16",
     )
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
+    convert.add_argument("-v", "--verbose", action="store_true", help="print the table of tensors")
     about = (
         "How to divide a model over ranks: predicted times and memory of every division, and why one is the fastest."
     )
     _add_advise(commands.add_parser("advise", help="how to divide a model over ranks", description=about))
+    about = "Measure prefill and decoding of a model, also beside transformers and llama.cpp, which take turns with it."
+    _add_bench(commands.add_parser("bench", help="measure the speed of a model", description=about))
     about = "Tokenize text into a Megatron indexed dataset, PREFIX.bin and PREFIX.idx; run again, it continues."
     _add_prepare(commands.add_parser("prepare", help="text to an indexed dataset for training", description=about))
     about = "Write a training project into a new directory: configuration, data recipe and launch scripts."
@@ -65,6 +89,8 @@ def parser() -> Parser:
     about = "Versions, the kernels that run on this machine and why, and known problems: for a bug report."
     doctor = commands.add_parser("doctor", help="what is installed and which kernels run", description=about)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, command in commands.choices.items():
+        command.examples = EXAMPLES.get(name, ())
     return main
 
 
@@ -210,6 +236,21 @@ def _add_advise(advise: argparse.ArgumentParser) -> None:
     advise.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    """The flags of `bench`."""
+    bench.add_argument("model", metavar="DIR", help="Hugging Face directory")
+    bench.add_argument("--against", type=lambda text: dict(each.partition("=")[::2] for each in text.split(",")),
+                       default={}, metavar="PEERS", help="transformers,llama.cpp=FILE.gguf, or one of them")  # fmt: skip
+    bench.add_argument("--weights", type=lambda text: text.split(","), metavar="FORMATS",
+                       help=f"some of {','.join(WEIGHTS)} (default: as they are stored)")  # fmt: skip
+    bench.add_argument("--threads", type=int, metavar="N", help="of every engine (default: PyTorch's number)")
+    bench.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="default: 512")
+    bench.add_argument("--new-tokens", type=int, default=32, metavar="N", help="default: 32")
+    bench.add_argument("--repetitions", type=int, metavar="N", help="default: 3 to 10, about a minute in all")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _add_prepare(prepare: argparse.ArgumentParser) -> None:
     """The flags of `prepare`."""
     prepare.add_argument("--input", nargs="+", default=[], metavar="FILE",
@@ -241,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command in ("generate", "chat", "serve"):
         return {"generate": _generate, "chat": _chat, "serve": _serve}[arguments.command](arguments, argv)
     commands = {"convert": _convert, "doctor": _doctor, "advise": _advise, "prepare": _prepare, "new": _new}
-    return commands[arguments.command](arguments)
+    return (commands | {"bench": _bench})[arguments.command](arguments)
 
 
 def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -401,6 +442,27 @@ def _advise(arguments: argparse.Namespace) -> int:
         advise(arguments)
 
     return run("megatron_ssm advise", command)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    for name, minimum in dict(threads=1, prompt_tokens=1, new_tokens=1, repetitions=3).items():
+        _check(arguments, name, minimum)
+    if unknown := set(arguments.weights or ()) - set(WEIGHTS):
+        parser().error(f"--weights {min(unknown)}: expected some of {','.join(WEIGHTS)}")
+    for name, file in arguments.against.items():
+        if name not in PEERS or bool(file) != (name == "llama.cpp"):
+            parser().error(f"--against {name}: expected transformers or llama.cpp=FILE.gguf")
+        if find_spec(PEERS[name][0]) is None:
+            parser().error(f"--against {name}: there is no package {PEERS[name][0]}: pip install {PEERS[name][1]}")
+    leave_on_interrupt()
+    silence_third_parties()
+
+    def command() -> None:
+        from .benchmark import bench
+
+        bench(arguments)
+
+    return run("megatron_ssm bench", command)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

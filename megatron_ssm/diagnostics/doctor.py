@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,14 @@ def start_line(model: "Model") -> str:
     """The line that a command prints when it has loaded a model: its kernels, dtype, and the memory of its weights."""
     nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     dtypes = f"{_name(model.dtype)}{f' with matrices in {model.weights}' if model.weights else ''}"
-    size = f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
-    of_rank = " on each rank" if model.num_ranks > 1 else ""
-    return f"{kernels_line(model.device, model.dtype, model.ranks.transport)}; {dtypes}, {size} of weights{of_rank}"
+    size = f"{size_text(nbytes)} of weights{' on each rank' if model.num_ranks > 1 else ''}"
+    return f"{kernels_line(model.device, model.dtype, model.ranks.transport)}; {dtypes}, {size}"
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in GB, MB or KB."""
+    unit, divisor = ("GB", 1e9) if nbytes >= 1e8 else ("MB", 1e6) if nbytes >= 1e5 else ("KB", 1e3)
+    return f"{nbytes / divisor:.2f} {unit}"
 
 
 def kernels_line(device: object, dtype: object, all_reduce: str | None = None, trains: bool = False) -> str:
@@ -257,29 +263,34 @@ def _matrix_name(stored: Any) -> str:
 
 
 def page(parts: dict[str, Any]) -> str:
-    """A report as text."""
+    """A report as text of at most 80 columns, which ends in a verdict. Longer words, such as paths, are not cut."""
     titles = {"kernels": "C kernels", "operations": "what runs each operation"}
     sections = [f"{titles.get(name, name).capitalize()}\n{_section(part)}" for name, part in parts.items()]
-    return "megatron-ssm doctor\n\n" + "\n\n".join(sections) + "\n"
+    lines = parts["warnings"] if isinstance(parts["warnings"], list) else []
+    count = len(lines) + json.dumps(parts).count('"unknown (')
+    verdict = f"{count} problem{'s' * (count > 1)}, listed above." if count else "No problems found."
+    return "\n\n".join(["megatron-ssm doctor", *sections, verdict]) + "\n"
 
 
 def _section(part: Any) -> str:
     """The text of a part, which is a string, {name: value}, rows of a table, or lines."""
-    if isinstance(part, dict):
-        return _aligned([(name, _library_line(v) if isinstance(v, dict) else str(v)) for name, v in part.items()])
     if isinstance(part, list) and part and isinstance(part[0], dict):
-        return _aligned([tuple(part[0]), *(tuple(row.values()) for row in part)])
-    return "\n".join("  " + line for line in ([part] if isinstance(part, str) else part or ["none"]))
+        part = {row["operation"] + f", {row['device']}" * (row["device"] != "cpu"):
+                f"{row['inference']}; training: {row['training']} ({row['why']})" for row in part}  # fmt: skip
+    if isinstance(part, dict):
+        begin = max(map(len, part)) + 4
+        texts = {name: _library_line(value) if isinstance(value, dict) else str(value) for name, value in part.items()}
+        return "\n".join(_wrapped(text, f"  {name}".ljust(begin), begin) for name, text in texts.items())
+    return "\n".join(_wrapped(line, "  ", 4) for line in ([part] if isinstance(part, str) else part or ["none"]))
+
+
+def _wrapped(text: str, begin: str, indent: int) -> str:
+    """A text in lines, of which the first begins with `begin` and the others with spaces."""
+    return textwrap.fill(text, 80, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
 
 
 def _library_line(library: dict[str, Any]) -> str:
     """A value of `libraries` as text."""
     file = f", {library['file']}" if library["file"] else ""
     return f"C ({library['variant']}){file}" if library["loaded"] else f"torch ({library['why not']}){file}"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    """The rows of a table as lines, with columns two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join("  " + line.rstrip() for line in lines)

@@ -4,6 +4,7 @@ In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family from ou
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ _ALL = (
     MAMBA, FALCON_MAMBA, MAMBA2, ZAMBA, ZAMBA2, NEMOTRON_H, GRANITE, BAMBA, FALCON_H1, JAMBA, QWEN3_5, QWEN3_5_TEXT,
     QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT, OLMO_HYBRID,
 )  # fmt: skip
+# organization/name, and not a path to a file
+HUB_ID = re.compile(r"\w[\w.-]*/(?!.*\.(json|safetensors|bin)$)\w[\w.-]*", re.ASCII)
 FAMILIES: dict[str, Family] = {each.name: each for each in _ALL}
 
 
@@ -75,7 +78,9 @@ def read_json(directory: str | Path) -> Any:
     FileNotFoundError or ValueError, with one line, if the file does not exist or is not JSON.
     """
     path = Path(directory)
-    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file() or path.suffix == ".gguf":
+        check_directory(directory)
+        path = path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no model configuration: {path} does not exist{adapters_in(path.parent)}")
     try:
@@ -84,14 +89,26 @@ def read_json(directory: str | Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
+def check_directory(model: str | Path) -> None:
+    """FileNotFoundError or ValueError, which says what to give instead, unless `model` is a directory."""
+    path = Path(model)
+    if path.is_dir():
+        return
+    if path.suffix == ".gguf":
+        raise ValueError(f"{model}: GGUF files cannot be read yet; give a Hugging Face directory with safetensors")
+    if path.exists():
+        raise ValueError(f"{model} is a file; give its directory, {path.parent}")
+    if HUB_ID.fullmatch(str(model)) and not path.parent.exists():
+        raise FileNotFoundError(f"{model} is not a directory; to fetch it: hf download {model} --local-dir {path.name}")
+    raise FileNotFoundError(f"{model} does not exist")
+
+
 def read_for_ranks(model: str, ranks: int, experts: int = 1) -> Stack:
     """The stack of --model DIR; a one-line ValueError unless `ranks` tensor-parallel ranks can split the model.
 
     experts: The number of expert-parallel ranks, over which its experts must divide.
     """
-    if not Path(model).is_dir():
-        fetch = f"hf download {model} --local-dir {Path(model).name or 'model'}"
-        raise ValueError(f"{model} is not a directory; to fetch it: {fetch}")
+    check_directory(model)
     stack = read(model)
     stack.check_ranks(ranks, experts)
     return stack

@@ -1,6 +1,5 @@
 """`model.generate` with the arguments, defaults and result of transformers' `generate`."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 
 from megatron_ssm.stack.reader import token_ids
 from sparsefusion.collectives.agreement import together
+from sparsefusion.foundation.command_line import did_you_mean
 
 from .beam_search import BeamSearch, BeamSettings
 from .generation import generate
@@ -148,8 +148,7 @@ def _merged_arguments(model, generation_config, arguments) -> dict[str, Any]:
                 and name not in _IGNORED
                 and source is not checkpoint
             ):
-                close = difflib.get_close_matches(name, DEFAULTS, 1)
-                raise ValueError(f"generate has no argument {name}" + (f" (did you mean {close[0]}?)" if close else ""))
+                raise ValueError(f"generate has no argument {name}{did_you_mean(name, DEFAULTS)}")
             if name in DEFAULTS and (value is not None or source is arguments):
                 values[name] = value
     for name in ("temperature", "repetition_penalty", "length_penalty", "early_stopping", "do_sample", "min_length"):

@@ -10,7 +10,6 @@ the same rules, so results are comparable.
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_ssm.checkpoints.hf import dtype_of
+from megatron_ssm.families import check_directory
 from megatron_ssm.inference.text import stop_tokens
 from sparsefusion.foundation.command_line import run
 from sparsefusion.foundation.launcher import adopt_launcher
@@ -74,8 +74,7 @@ class MegatronSsmLM(TemplateLM):
         if others:
             raise ValueError(f"model arguments that are not implemented: {', '.join(sorted(others))}")
         pretrained = str(pretrained)  # lm-eval converts a directory called 5 to a number
-        if not Path(pretrained).is_dir():
-            raise ValueError(f"pretrained={pretrained} is not a directory")
+        check_directory(pretrained)
         check_integer("tp", tp)
         check_integer("max_gen_toks", max_gen_toks)
         if max_length is not None:

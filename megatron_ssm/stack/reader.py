@@ -1,11 +1,12 @@
 """A family of models, and the fields of its Hugging Face config.json: names, defaults, supported values, types."""
 
-import difflib
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from sparsefusion.foundation.command_line import did_you_mean
 
 # The values of quantization_config, by format of the matrices, in directories that `convert --weights` writes.
 QUANTIZATION = {
@@ -138,10 +139,7 @@ class Family:
 
     def describe_unknown(self, names: tuple[str, ...]) -> str:
         """One line about unknown fields, with suggestions of known fields; "" if there are none."""
-        notes = []
-        for name in names:
-            close = difflib.get_close_matches(name, sorted(self.known), 1)
-            notes.append(f"{name} (did you mean {close[0]}?)" if close else name)
+        notes = [name + did_you_mean(name, sorted(self.known)) for name in names]
         return f"config.json: ignored unknown field{'s' * (len(notes) > 1)} {', '.join(notes)}" if notes else ""
 
 

@@ -467,7 +467,9 @@ def parse_options(argv: Sequence[str] | None = None, prog: str = "pretrain.py") 
         prog: The name of the program in errors.
     """
     usage = f"{prog} [--config F.yaml] --data PATH ... --out DIR [OPTIONS]"
-    parser = _Parser(prog=prog, usage=usage, description="Pretrain a state-space language model on text.")
+    script = "python examples/pretrain.py"
+    examples = (f"{script} --data corpus.txt --out OUT --train-iters 500", f"{script} --config run.yaml --dry-run 8")
+    parser = _Parser(examples, prog=prog, usage=usage, description="Pretrain a state-space language model on text.")
     parser.add_argument("--config", metavar="F.yaml", help="options in YAML, under the same names")
     group: Any = parser
     for option in fields(Options):

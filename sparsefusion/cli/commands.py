@@ -8,8 +8,13 @@ from typing import TypeVar
 from sparsefusion.fabric.nccl import parse_setting
 from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
 from sparsefusion.foundation.launcher import adopt_launcher
+from sparsefusion.foundation.lazy import version
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+# Examples of the commands
+MEASURE = "torchrun --nproc-per-node 2 -m sparsefusion measure --out fabric.json"
+FIT = "sparsefusion fit --all-reduce all_reduce_perf.txt --ranks 8 --out fabric.json"
+REPORT = "sparsefusion report --fabric fabric.json --out report"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 Value = TypeVar("Value")
@@ -17,11 +22,13 @@ Value = TypeVar("Value")
 
 def parser() -> Parser:
     """The parser of the command line: one sub-parser for each command."""
-    main = Parser(prog="sparsefusion", description="The costs of messages between ranks.")
+    main = Parser(prog="sparsefusion", description="The costs of messages between ranks.", examples=[MEASURE, FIT])
+    main.add_argument("--version", action="version", version=f"sparsefusion {version()}", help="print the version")
     commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    _add_measure(commands.add_parser("measure", help="measure collectives on these ranks (under torchrun)"))
-    _add_fit(commands.add_parser("fit", help="fit measurements of nccl-tests"))
-    report = commands.add_parser("report", help="write a page with plots")
+    about = "measure collectives on these ranks (under torchrun)"
+    _add_measure(commands.add_parser("measure", help=about, examples=[MEASURE]))
+    _add_fit(commands.add_parser("fit", help="fit measurements of nccl-tests", examples=[FIT]))
+    report = commands.add_parser("report", help="write a page with plots", examples=[REPORT])
     report.add_argument("--fabric", required=True, metavar="F", help="from measure or fit")
     report.add_argument("--out", required=True, metavar="DIR", help="receives fabric.md and three PNGs")
     return main

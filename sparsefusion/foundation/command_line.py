@@ -30,10 +30,19 @@ class Failure(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line from rank 0, with exit code 2 and a suggestion for a misspelled flag."""
+    """An argparse parser whose errors are one line from rank 0, with exit code 2 and a suggestion for a misspelled word.
 
-    def __init__(self, **options: Any) -> None:
+    examples: Command lines that end its help.
+    """
+
+    def __init__(self, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.examples = examples
+
+    def format_help(self) -> str:
+        """argparse's text, and the examples."""
+        lines = ["", "examples:", *(f"  {line}" for line in self.examples)] if self.examples else []
+        return super().format_help() + "".join(f"{line}\n" for line in lines)
 
     def error(self, message: str) -> NoReturn:
         """Print the message on rank 0 and exit with code 2."""
@@ -41,8 +50,9 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Like argparse's method, but the error for an unknown flag suggests a similar one."""
+        """Like argparse's method, but an unknown flag is an error; a parser of commands without any word prints its help."""
         words = sys.argv[1:] if args is None else list(args)
+        words = words or ["--help"] * bool(self._subparsers)
         arguments, unknown = self.parse_known_args(words, namespace)
         before = dict(zip(words, ["", *words], strict=False)).get(unknown[0]) if unknown else None
         if before in self._switches():
@@ -58,6 +68,13 @@ class Parser(argparse.ArgumentParser):
         args = sys.argv[1:] if args is None else list(args)
         self._refuse(self._unknown_flags(args))
         return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Like argparse's method, but the error for an unknown command suggests a similar one."""
+        if isinstance(action.choices, dict) and value not in action.choices:
+            hint = did_you_mean(value, action.choices)
+            self.error(f"unknown command {shortened(value)}{hint}: expected one of {', '.join(action.choices)}")
+        super()._check_value(action, value)
 
     def _refuse(self, unknown: Sequence[str]) -> None:
         """Exit with an error if there is an unknown flag."""
@@ -87,9 +104,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' for the known name that is most similar to `name`; '' if none is similar."""
-    close = difflib.get_close_matches(name.split("=")[0], list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """' (did you mean X?)' for the known name of which `name` is a misspelling or the beginning; '' if there is none."""
+    bare = name.split("=")[0].lstrip("-")
+    names = {each.lstrip("-"): each for each in known}
+    begun = [each for each in names if len(bare) > 2 and each.startswith(bare)]
+    close = difflib.get_close_matches(bare, names, 1, 0.75) or begun
+    return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
 def check_number(name: str, value: float, least: float, limit: float = LIMIT) -> None:

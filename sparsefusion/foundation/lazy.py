@@ -6,10 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
+def version() -> str:
+    """The version of all packages, which are installed together; "0+unknown" in a checkout that is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("megatron-ssm")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
 def lazy_exports(
     package: str, modules: Mapping[str, str], *own: str
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """(__all__, __getattr__, __dir__) for the `__init__.py` of `package`.
+    """(__all__, __getattr__, __dir__) for the `__init__.py` of `package`, which thereby has a `__version__`, too.
 
     Args:
         package: The name of the package.
@@ -19,6 +29,8 @@ def lazy_exports(
     names = sorted([*own, *modules])
 
     def attribute(name: str) -> Any:
+        if name == "__version__":
+            return version()
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{modules[name]}", package), name)

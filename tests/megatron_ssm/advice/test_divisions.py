@@ -736,7 +736,7 @@ def test_text_measured_on_this_machine(files, capsys):
             ["--fabric", "nofab.json"],
             "cannot read --fabric nofab.json: No such file or directory; torchrun --nproc-per",
         ),
-        (["--model", "nowhere"], "no model configuration"),
+        (["--model", "nowhere"], "nowhere does not exist"),
         (["--draft-head"], "draft_head=True: config.json of this zamba2 model declares no supported draft head"),
         (["--model", "l1"], "l1 holds LoRA adapters of the model base"),
         (

@@ -1,12 +1,14 @@
 """`convert`. Oracles: transformers' logits, and the names and configurations of state-spaces/mamba, written out here."""
 
 import errno
+import io
 import json
 import math
 import os
 import pickle
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hf import INDEX, hf_model
 from megatron_ssm import families
 from megatron_ssm.checkpoints.convert import Row, convert, hugging_face_config, state_spaces_config
 from megatron_ssm.cli.main import main
+from megatron_ssm.inference.text import write_byte_tokenizer
 from sparsefusion.foundation.command_line import Failure
 
 # What MambaLMHeadModel.save_pretrained writes for such models (mamba_ssm/models/config_mamba.py, modules/mamba*.py).
@@ -329,7 +332,7 @@ def test_converting_into_a_directory_with_other_files(theirs, tmp_path):
 
 
 def test_command(theirs, tmp_path, capsys):
-    """A table with one line per tensor; --dry-run writes nothing; wrong use is one line and exit code 2."""
+    """--dry-run and -v print a table with one line per tensor; wrong use is one line and exit code 2."""
     assert main(["convert", "--model", str(theirs), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["tensor", "becomes", "shape", "dtype"]
@@ -344,8 +347,10 @@ def test_command(theirs, tmp_path, capsys):
     )
     assert capsys.readouterr().out.splitlines()[-1] == f"{fetch} {tmp_path / 'out'}"
     (theirs / "tokenizer.json").write_text("{}")  # then it is copied, and there is nothing to fetch
-    assert main(["convert", "--model", str(theirs), "--out", str(tmp_path / "complete")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"tensors, written to {tmp_path / 'complete'}")
+    assert main(["convert", "--model", str(theirs), "--out", str(tmp_path / "complete"), "-v"]) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again[: len(lines) - 1] == lines[:-1]
+    assert again[-1] == f'next: megatron-ssm generate --model {tmp_path / "complete"} --prompt "Once upon a time"'
     shutil.rmtree(theirs)
     capsys.readouterr()
     assert main(["convert", "--model", str(theirs), "--dry-run"]) == 2
@@ -353,6 +358,37 @@ def test_command(theirs, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         main(["convert", "--model", str(theirs)])
     assert left.value.code == 2
+
+
+def test_summary(tmp_path, monkeypatch, capsys):
+    """Sizes of the files, what is not quantized, and the next command; at a terminal, stderr shows the progress."""
+    model = hf_model("mamba2", num_hidden_layers=2, hidden_size=64, num_heads=16, vocab_size=300)
+    model.save_pretrained(tmp_path / "hf")
+    write_byte_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    out = tmp_path / "a b"
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    capsys.readouterr()
+    assert main(["convert", "--model", str(tmp_path / "hf"), "--weights", "int4", "--out", str(out)]) == 0
+    assert "converting model.safetensors: 100%" in terminal.getvalue()
+    first, _, head, *rows, _, last = capsys.readouterr().out.splitlines()
+    count = len(load_file(tmp_path / "hf" / "model.safetensors"))
+    before, after = ((each / "model.safetensors").stat().st_size / 1e3 for each in (tmp_path / "hf", out))
+    sizes = f"{before / 1e3:.2f} MB -> {after:.2f} KB"
+    assert re.fullmatch(rf"{count} tensors, {sizes}, in \d+\.\d s, written to {re.escape(str(out))}", first)
+    assert re.split("  +", head) == ["tensors", "not in int4", "dtype", "size"]
+    kept: dict[str, list[int]] = {}
+    for name, tensor in model.state_dict().items():
+        if not name.endswith(("_proj.weight", "embeddings.weight", "lm_head.weight")):
+            kept.setdefault(re.sub(r"\.\d+\.", ".N.", name), []).append(tensor.nbytes)
+    expected = {name: (str(len(sizes)), f"{sum(sizes) / 1e3:.2f} KB") for name, sizes in kept.items()}
+    found = [re.split("  +", row) for row in rows]
+    assert {name: (count, size) for count, name, dtype, size in found if dtype == "float32"} == expected
+    sizes = [float(row[-1].split()[0]) for row in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert last == f"next: megatron-ssm chat '{out}'"
 
 
 def test_rows(case):

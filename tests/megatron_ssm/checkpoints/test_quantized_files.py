@@ -99,14 +99,14 @@ def test_in_bfloat16_it_is_the_model_that_is_loaded_in_bfloat16(family, tmp_path
     """Also what such a model keeps in float32; transformers loads the directory, too."""
     source, target = saved(tmp_path / "source", family, torch.float32), tmp_path / "bfloat16"
     assert main(["convert", "--model", str(source), "--weights", "bfloat16", "--out", str(target)]) in (0, None)
-    found, expected = megatron_ssm.load(target, dtype="auto"), megatron_ssm.load(source, dtype=torch.bfloat16)
+    found, expected = megatron_ssm.load(target), megatron_ssm.load(source, dtype=torch.bfloat16)
     for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
         assert one.dtype == other.dtype and one.equal(other), name
     size, whole = ((d / "model.safetensors").stat().st_size for d in (target, source))
     assert size < 0.6 * whole
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(IDS).logits, megatron_ssm.load(target)(IDS), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(theirs(IDS).logits, megatron_ssm.load(target, dtype=torch.float32)(IDS), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_refused(tmp_path):

@@ -271,7 +271,10 @@ def test_errors_of_flags(flags, pattern):
         ("megatron_ssm generate --model x --promt=y", "unknown argument --promt=y (did you mean --prompt?)"),
         ("megatron_ssm generate --model x --prompt y --json yes", "unknown argument yes: --json takes no value"),
         ("megatron_ssm --modl x generate", "unknown argument --modl (did you mean --model?)"),
-        ("megatron_ssm genrate --modl x", "argument COMMAND: invalid choice: 'genrate' .*"),
+        (
+            "megatron_ssm genrate --modl x",
+            "unknown command genrate (did you mean generate?): expected one of generate, .*",
+        ),
         ("megatron_ssm generate --model x -- --promt", "one of the arguments --prompt --prompt-file is required"),
         ("pretrain.py --dat x --out y", "unknown argument --dat (did you mean --data?)"),
     ],
@@ -312,7 +315,7 @@ def test_errors_of_values(directory, flags, pattern):
 def test_local_ranks_are_not_started_for_a_model_they_cannot_share(directory, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(__main__, "run_local_ranks", None)
-    for model, pattern in ((directory, r"8 heads do not divide over 16 .*"), ("none", "none is not a directory; .*")):
+    for model, pattern in ((directory, r"8 heads do not divide over 16 .*"), ("none", "none does not exist")):
         assert __main__.main(["generate", "--model", str(model), "--prompt", "a", "--tp", "16"]) == 2
         assert re.fullmatch(f"megatron_ssm generate: {pattern}\n", capsys.readouterr().err)
 
@@ -408,9 +411,31 @@ def test_errors_of_checkpoints(directory, tmp_path, harm, pattern):
     assert_one_line(completed(["generate", "--model", tmp_path / "harmed", "--prompt", PROMPT]), pattern)
 
 
-def test_a_missing_directory_suggests_a_download(tmp_path):
-    pattern = r"some/model-130m is not a directory; .*hf download some/model-130m --local-dir model-130m"
-    assert_one_line(run("--model", "some/model-130m", "--tp", 2), pattern)
+def test_an_id_of_the_hub_suggests_a_download():
+    for model, name in (("some/model-130m", "model-130m"), ("Qwen/Qwen3.5-0.8B", "Qwen3.5-0.8B")):
+        pattern = rf"{model} is not a directory; to fetch it: hf download {model} --local-dir {name}"
+        assert_one_line(completed(["generate", "--model", model, "--prompt", "a", "--tp", 2]), pattern)
+
+
+def test_other_paths_that_are_no_directory(directory, tmp_path, monkeypatch, capsys):
+    """Every command says what to give instead; a download only for what may be an id of the Hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "out").mkdir()
+    gguf = "GGUF files cannot be read yet; give a Hugging Face directory with safetensors"
+    expected = {
+        f"{directory}/config.json": f"{directory}/config.json is a file; give its directory, {directory}",
+        "model.gguf": f"model.gguf: {gguf}",
+        "TheBloke/model.gguf": f"TheBloke/model.gguf: {gguf}",
+    }
+    for missing in "/some/model ./some/model ../model ~/model a/b/c model out/model a/config.json".split():
+        expected[missing] = f"{missing} does not exist"
+    for model, line in expected.items():
+        for command in ("generate --prompt a --model", "chat", "serve --model", "convert --dry-run --model"):
+            assert __main__.main([*command.split(), model]) == 2
+            assert capsys.readouterr().err == f"megatron_ssm {command.split()[0]}: {line}\n"
+        with pytest.raises((ValueError, FileNotFoundError), match=re.escape(line)):
+            load(model)
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,15 @@ def installed(package):
         return "not installed"
 
 
+def unwrapped(page):
+    """The page with each entry on one line; continued lines begin with more spaces than an entry."""
+    return re.sub(r"\n {4,}(?=\S)", " ", page)
+
+
 def lines_of(page, *words):
-    """The page's lines of these words, however far apart."""
+    """The page's entries of these words, however far apart."""
     pattern = " +".join(re.escape(str(word)) for word in words if word)
-    return re.findall(rf"^ *{pattern}$", page, re.MULTILINE)
+    return re.findall(rf"^ *{pattern}$", unwrapped(page), re.MULTILINE)
 
 
 def apex(directory, version="0.9.8.dev0", optimizers=()):
@@ -85,10 +90,15 @@ def test_the_page_and_the_json_say_the_same():
     assert text.count("\n") == 1 and text.isascii()
     for part in ("versions", "launchers", "threads"):
         assert all(lines_of(page, name, value) for name, value in found[part].items()), part
-    assert len(found["operations"]) >= 11 and all(lines_of(page, *row.values()) for row in found["operations"])
+    assert len(found["operations"]) >= 11
+    for row in found["operations"]:
+        name = row["operation"] + f", {row['device']}" * (row["device"] != "cpu")
+        (line,) = re.findall(rf"^  {re.escape(name)}  .*$", unwrapped(page), re.MULTILINE)
+        assert all(row[part] in line for part in ("inference", "training", "why")), row
     assert all(lines_of(page, line) for line in found["warnings"] or ["none"])
     for package, library in found["kernels"].items():
-        assert re.search(rf"^  {package} +(C|torch) \(.*{re.escape(library['file'] or '')}$", page, re.MULTILINE)
+        line = rf"^  {package} +(C|torch) \(.*{re.escape(library['file'] or '')}$"
+        assert re.search(line, unwrapped(page), re.MULTILINE)
 
 
 def test_each_operation_has_one_row_on_this_machine():
@@ -194,26 +204,30 @@ def harmed(tmp_path_factory):
 def test_an_apex_that_is_not_nvidias(harmed):
     page, directory = harmed
     line = rf"^  apex 0\.9\.8\.dev0 \({directory}/site/apex\) is not NVIDIA's: `pip uninstall apex`; .*NVIDIA/apex`$"
-    assert re.search(line, page, re.MULTILINE)
+    assert re.search(line, unwrapped(page), re.MULTILINE)
 
 
 def test_old_locks_but_not_new_ones(harmed):
     page, directory = harmed
-    named = re.findall(rf"^  {directory}/extensions/(\S+) is 60 minutes old, .*delete it", page, re.MULTILINE)
+    named = re.findall(
+        rf"^  {directory}/extensions/(\S+) is 60 minutes old, .*delete it", unwrapped(page), re.MULTILINE
+    )
     assert named == ["old/lock", "py311_cu130/deep/lock"]
 
 
 def test_more_threads_than_cores(harmed):
-    assert re.search(r"^  OMP_NUM_THREADS=4096 is more than the \d+ cores .* set it to", harmed[0], re.MULTILINE)
+    assert re.search(
+        r"^  OMP_NUM_THREADS=4096 is more than the \d+ cores .* set it to", unwrapped(harmed[0]), re.MULTILINE
+    )
 
 
 def test_without_kernels_it_says_torch_and_why(harmed):
     page, _ = harmed
     for package in ("sparsefusion", "megatron_ssm"):
         assert re.search(rf"^  {package} +torch \(MEGATRON_SSM_SKIP_NATIVE is set\)", page, re.MULTILINE)
-    assert lines_of(page, "selective scan", "cpu", "torch", "torch", "MEGATRON_SSM_SKIP_NATIVE is set")
+    assert lines_of(page, "selective scan", "torch; training: torch (MEGATRON_SSM_SKIP_NATIVE is set)")
     assert lines_of(
-        page, "all-reduce between ranks", "cpu", "gloo", "gloo", "no C kernels: MEGATRON_SSM_SKIP_NATIVE is set"
+        page, "all-reduce between ranks", "gloo; training: gloo (no C kernels: MEGATRON_SSM_SKIP_NATIVE is set)"
     )
     assert "  MEGATRON_SSM_SKIP_NATIVE is set, so torch" in page and "reinstall" not in page
 
@@ -242,7 +256,19 @@ def test_a_broken_torch_and_no_kernels(compiler, remedy, tmp_path):
         assert library == {"loaded": False, "variant": "", "file": None, "why not": why}
         assert [line for line in found["warnings"] if line.startswith(f"{package} has no C kernels ({why}): {remedy}")]
     assert not [line for line in found["warnings"] if re.search("apex|lock|unknown", line)]
-    assert unknown in run(root=path, **settings)
+    page = run(root=path, **settings)
+    assert unknown in unwrapped(page)
+    # What is not known counts as a problem: torch's build, the operations, and torch's threads.
+    assert page.endswith(f"\n\n{len(found['warnings']) + 3} problems, listed above.\n")
+
+
+def test_the_page_fits_80_columns_and_ends_in_a_verdict(harmed):
+    for page in (healthy(), harmed[0]):
+        assert all(len(line) <= 80 or len(line.split()) == 1 for line in page.splitlines())  # or one long path
+        _, warnings, verdict = re.split(r"^Warnings\n|\n\n(?=.*\n\Z)", unwrapped(page), flags=re.MULTILINE)
+        count = 0 if warnings == "  none" else warnings.count("\n") + 1
+        known = f"{count} problem{'s' * (count > 1)}, listed above."
+        assert verdict == (known if count else "No problems found.") + "\n"
 
 
 @pytest.mark.parametrize("threads,lines", [("", 0), ("1", 0), ("1,4", 0), ("many", 1), ("4096,1", 1)])

@@ -166,7 +166,7 @@ def test_the_dtype_of_the_configuration(tmp_path, field, name):
 def test_what_it_refuses(tasks):
     from megatron_ssm.integrations.lm_eval import MegatronSsmLM
 
-    with pytest.raises(ValueError, match="pretrained=nowhere is not a directory"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         MegatronSsmLM("nowhere")
     directory = str(checkpoint("mamba2"))
     for arguments, message in (
@@ -185,7 +185,7 @@ def test_what_it_refuses(tasks):
     ):
         with pytest.raises(ValueError, match=message):
             MegatronSsmLM(directory, **arguments)
-    with pytest.raises(ValueError, match="pretrained=5 is not a directory"):
+    with pytest.raises(FileNotFoundError, match="5 does not exist"):
         MegatronSsmLM(5)
     model = MegatronSsmLM(directory, max_length=30, batch_size="auto")
     for options, message in (

@@ -76,7 +76,7 @@ def test_what_does_not_start(tmp_path):
     assert "keys has no API keys" in refusal(directory, "--api-key-file", tmp_path / "keys")
     assert "nowhere" in refusal(directory, "--api-key-file", tmp_path / "nowhere")
     assert "there are 1 ranks, and a server uses all of them" in refusal(directory, "--tp", 2)
-    assert "is not a directory" in refusal(tmp_path / "missing")
+    assert "missing does not exist" in refusal(tmp_path / "missing")
     error = refusal(directory, "--port", 0, "--allowed-host", "name:80")
     assert error == "--allowed-host name:80 must be a host name or an address, without a port"
     with bind("127.0.0.1", 0) as taken:

@@ -66,7 +66,7 @@ def test_drafts_that_are_refused(model_and_draft, tmp_path, monkeypatch):
     """Before a model is loaded."""
     directory, draft = model_and_draft
     monkeypatch.setattr("megatron_ssm.serving.command.load", lambda *given, **options: pytest.fail("it was loaded"))
-    assert f"{tmp_path / 'missing'} is not a directory" in refusal(directory, tmp_path / "missing")
+    assert f"{tmp_path / 'missing'} does not exist" in refusal(directory, tmp_path / "missing")
     other = tmp_path / "other"
     save_hf(other, "mamba", num_hidden_layers=1, vocab_size=VOCAB + 1)
     message = "the draft model has a vocabulary of 258, the model one of 257: they must be equal"
@@ -88,4 +88,4 @@ def test_a_draft_that_is_missing_is_one_line(model_and_draft, tmp_path, tp, capf
     flags = ["--model", str(model_and_draft[0]), "--draft", missing, "--device", "cpu", "--tp", tp, "--port", "0"]
     assert cli.main(["serve", *flags]) == 2
     error = capfd.readouterr().err
-    assert f"{missing} is not a directory" in error and error.count("\n") == 1
+    assert f"{missing} does not exist" in error and error.count("\n") == 1

@@ -7,7 +7,25 @@ import os
 import pytest
 import torch
 
-from sparsefusion.foundation.command_line import Failure, check_number, run, shortened
+from sparsefusion.foundation.command_line import Failure, check_number, did_you_mean, run, shortened
+
+
+@pytest.mark.parametrize(
+    "name, known, suggested",
+    [
+        ("--prot", ["--host", "--port"], "--port"),
+        ("--max-new=3", ["--model", "--max-new-tokens"], "--max-new-tokens"),
+        ("hidden_sise", ["hidden_size", "hidden"], "hidden_size"),
+        ("genrate", ["serve", "generate"], "generate"),
+        ("--lora", ["--port", "--tp", "--model"], ""),
+        ("--version", ["--json", "--help"], ""),
+        ("--cp", ["--tp", "--ep"], ""),
+        ("to", ["top_k", "top_p"], ""),
+    ],
+)
+def test_only_a_near_name_is_suggested(name, known, suggested):
+    """A misspelling of few letters, or the beginning of the name."""
+    assert did_you_mean(name, known) == (f" (did you mean {suggested}?)" if suggested else "")
 
 
 @pytest.mark.parametrize("allocate", (lambda: bytearray(2**60), lambda: torch.empty(2**60)))
