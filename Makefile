@@ -9,9 +9,9 @@ PYTHON := .venv/bin/python
 WORKERS := -n 2 --dist worksteal
 # The tests to run (files, or options of pytest); all if empty.
 TESTS ?=
-# -qq shows only errors: pip's warnings are about its own configuration. Python compiles what it imports, at the first
-# import; pip would compile everything, which takes longer than the rest of the installation.
-PIP_INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check --no-compile
+# One pip at a time: torch brings another setuptools. Its progress bars need its whole output. Python compiles what it
+# imports, at the first import; pip would compile everything, which takes longer than the rest of the installation.
+PIP_INSTALL := $(PYTHON) -m pip install --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*.py)))
 
@@ -21,17 +21,24 @@ BENCHMARKS := $(filter-out benchmarks/support/%,$(sort $(wildcard benchmarks/*/*
 env: .venv/stamp
 	@cat .venv/stamp
 
-# The library with its server. The C kernels are compiled while torch is downloaded.
+# The library with its server.
 .venv/library: setup.py pyproject.toml Makefile $(wildcard */native/*.[ch])
-	@echo "env: installing $(TORCH) and megatron-ssm into .venv (one to three minutes, without a sign of progress)"
 	@test -x .venv/bin/pip || \
 	    $$(python3.11 -c 'import ensurepip' 2>/dev/null && echo python3.11 || echo python3) -m venv .venv
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "env: needs Python 3.10 or newer")'
-	@$(PIP_INSTALL) --no-deps -e . & compiled=$$!; trap "kill $$compiled" INT TERM; \
-	    $(PIP_INSTALL) --no-warn-conflicts $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"; torch=$$?; \
-	    wait $$compiled && exit $$torch
+ifeq ($(TORCH_INDEX),)
+	@echo "env: installing $(TORCH) into .venv from pip's own index, usually with CUDA: 2.7 GB to download, 5 GB on disk."
+	@echo "env: For the build without CUDA, 0.2 GB and 1 GB, press Ctrl-C and run:"
+	@echo "env:     make $(or $(MAKECMDGOALS),env) TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+else
+	@echo "env: installing $(TORCH) into .venv from $(TORCH_INDEX)"
+endif
+	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	@$(PYTHON) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > .venv/constraints.txt
-	@$(PIP_INSTALL) -c .venv/constraints.txt 'megatron-ssm[hf,serve]'
+	@echo "env: installing megatron-ssm, whose C kernels are compiled now if there is a C compiler (half a minute)"
+	@$(PIP_INSTALL) -c .venv/constraints.txt -e '.[hf,serve]'
+	@ls */native/libkernels.so > /dev/null 2>&1 || echo "env: the C kernels were not compiled, and PyTorch does the same more \
+	slowly. Is there a C compiler (sudo apt install gcc)? With one, make -B $(or $(MAKECMDGOALS),env) compiles them."
 	@touch $@
 
 # And what tests, checks, the site and benchmarks need. The stamp contains the line that `make env` prints.

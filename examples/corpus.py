@@ -114,6 +114,7 @@ def _write(directory: Path, texts: dict[str, str]) -> list[Path]:
         for stale in directory.glob(pattern):
             stale.unlink()
     for name, text in texts.items():
+        text = text.replace("\0", "\\0")  # read_documents takes a file with a NUL for a binary one
         (directory / f"{name}.txt").write_text(text, encoding="utf-8", newline="\n")
     return sorted(directory / f"{name}.txt" for name in texts)
 

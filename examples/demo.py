@@ -28,7 +28,7 @@ import megatron_ssm
 from sparsefusion.foundation.command_line import run, silence_third_parties
 
 HERE = Path(__file__).resolve().parent
-VOCABULARY = 768  # tokens of the byte-pair encoding
+VOCABULARY = 512  # tokens of the byte-pair encoding
 # There is one right reply, so the most likely token is taken; the first token, 0, ends a text.
 GREEDY = '{"do_sample": false, "eos_token_id": 0, "pad_token_id": 0}\n'
 LEAST = 0.9  # share of the replies that must be right
@@ -56,7 +56,7 @@ def main(directory: str | Path = "demo") -> None:
 def train(text: Path, model: Path) -> None:
     """Train a tokenizer, and then the model on two tensor-parallel ranks."""
     tokenizer = text.parent / "tokenizer"
-    train_tokenizer(tokenizer, VOCABULARY, sorted((text / "train").iterdir()), digits=True)
+    train_tokenizer(tokenizer, VOCABULARY, [text / "train" / "phrases.jsonl"], digits=True)
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
     (tokenizer / "generation_config.json").write_text(GREEDY)
     scripts = [os.path.relpath(HERE / name) for name in ("pretrain.py", "demo.yaml")]

@@ -140,6 +140,7 @@ def main() -> None:
     AttentionMaskInterface.register("attention2d", no_mask)
     model.set_attn_implementation("attention2d")
     train(model, schedule, ids.to(device), arguments.steps)
+    dist.barrier()
     dist.destroy_process_group()
     # gloo aborts the process if Python still holds a reference to the group when it exits: drop the schedule.
     AttentionInterface.register("attention2d", no_mask)

@@ -33,7 +33,8 @@ code=0
 wait "$launcher" || code=$? # a signal ends the wait, too
 exec 2>&3 3>&-
 # Processes that have ended may stay as zombies (state Z), if the first process of a container does not collect them.
-while ps -A -o pgid= -o stat= | awk -v group="$launcher" '$1 == group && $2 !~ /^Z/ { runs = 1 } END { exit !runs }'; do
+while awk -v group="$launcher" '$3 == group && $1 != "Z" { runs = 1 } END { exit !runs }' \
+    < <(cat /proc/[0-9]*/stat 2>/dev/null | sed 's/.*) //'); do # state, parent, process group, ...
     sleep 0.2
 done
 exit "$code"

@@ -19,6 +19,7 @@ _HOME = {
     "parameter_groups": "models.parameters",
     "load_lora": "checkpoints.peft",
     "save_lora": "checkpoints.peft",
+    "with_lora": "checkpoints.peft",
     "Stack": "stack.stack",
     "Model": "models.model",
     "Cache": "operators.cache",

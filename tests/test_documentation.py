@@ -112,6 +112,24 @@ def test_training_commands_on_the_pages_fit_their_ranks(monkeypatch):
     assert count > 15
 
 
+def test_ranks_wait_for_each_other_before_they_destroy_their_groups():
+    """Otherwise scripts that have just trained with DDP abort now and then."""
+    folders = ("examples", "launch", "benchmarks", *PACKAGES)
+    files = [
+        *PAGES,
+        *(path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")),
+    ]
+    found, missing = 0, []
+    for path in files:
+        lines = path.read_text().splitlines()
+        for index in (index for index, line in enumerate(lines) if "destroy_process_group()" in line):
+            found += 1
+            if "barrier()" not in "".join(lines[max(0, index - 4) : index + 1]):
+                missing.append(f"{path.relative_to(ROOT)}:{index + 1}")
+    assert found > 40
+    assert_none(missing)
+
+
 def test_relative_links_lead_to_files():
     links = re.compile(r"(?:\]\(|src(?:set)?=\")(?!\w+:|#)([^)#\s\"]+)")
     found = [(path, link) for path in PAGES for link in links.findall(path.read_text())]

@@ -105,6 +105,7 @@ def cell(out: str) -> None:
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         write_result(out, dict(zip(found, most.tolist(), strict=True)))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -43,6 +43,7 @@ def cell(out: str) -> None:
         found[name] = list(zip(measured.tolist(), (formula.saved, formula.forward, formula.backward), strict=True))
     if dist.get_rank() == 0:
         write_result(out, found)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -194,6 +194,7 @@ def measure(out: str, number: str) -> None:
             "counted": counted, "on_wire": on_wire,
             "grids": {name: point(schedule) for name, (schedule, _, _) in found.items()},
         })  # fmt: skip
+    dist.barrier()
     dist.destroy_process_group()
 
 

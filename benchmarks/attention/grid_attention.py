@@ -122,6 +122,7 @@ def measure(out: str, number: str) -> None:
             "grids": {name: point(schedule) for name, schedule in schedules.items()},
             "chosen": next(name for name, schedule in schedules.items() if repr(schedule) == repr(chosen)),
         })  # fmt: skip
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -121,6 +121,7 @@ def cell(out: str, directory: str, *held_out: str) -> None:
             results[format] = compare(alone, other, labels)
     if is_first:
         write_result(out, results)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -42,6 +42,7 @@ def cell(out: str) -> None:
         rows.append({"nbytes": nbytes, "chosen": chosen, "seconds": dict(zip(choices, seconds, strict=True))})
     if dist.get_rank() == 0:
         write_result(out, rows)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -38,6 +38,7 @@ def cell(out: str) -> None:
         rows.append([nbytes, measured, fabric.time(*asked), *fabric.interval(*asked)])
     if dist.get_rank() == 0:
         write_result(out, rows)
+    dist.barrier()
     dist.destroy_process_group()
 
 

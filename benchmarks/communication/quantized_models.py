@@ -52,6 +52,7 @@ def cell(out: str, directory: str) -> None:
         seconds[phase.__name__] = dict(zip(models, medians, strict=True))
     if dist.get_rank() == 0:
         write_result(out, seconds)
+    dist.barrier()
     dist.destroy_process_group()
 
 

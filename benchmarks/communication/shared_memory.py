@@ -60,6 +60,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
         torch.save(measured, Path(folder, "measured"))
     dist.barrier()
     memory.close()
+    dist.barrier()
     dist.destroy_process_group()
 
 

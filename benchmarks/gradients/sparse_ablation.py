@@ -152,6 +152,7 @@ def measure(out: str) -> None:
     seconds, sent = rows.median(0).values.tolist(), [contestant.sent() for contestant in contestants.values()]
     if dist.get_rank() == 0:
         write_result(out, [each | {"seconds": s} for each, s in zip(sent, seconds, strict=True)])
+    dist.barrier()
     dist.destroy_process_group()
 
 

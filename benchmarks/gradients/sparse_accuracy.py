@@ -293,6 +293,7 @@ def time_steps(out: str, model: str) -> None:
     dist.barrier()
     copies.clear()  # with their groups, before the default group goes
     turns.clear()
+    dist.barrier()
     dist.destroy_process_group()
 
 

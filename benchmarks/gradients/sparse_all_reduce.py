@@ -55,6 +55,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         torch.set_num_threads(1)
         write_result(arguments[0], measure())
+        dist.barrier()
         dist.destroy_process_group()
         return
     rows = []

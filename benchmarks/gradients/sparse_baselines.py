@@ -174,6 +174,7 @@ def measure(out: str, number: str) -> None:
     if dist.get_rank() == 0:
         found = dict(zip(("forward", "alone", "dense", *ours), seconds, strict=True))
         write_result(out, {"seconds": found, "sent": sent})
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -68,6 +68,7 @@ def measure(out: str, data: str, number: str) -> None:
     held_out = evaluate(model, corpus.held_out, groups, replace(options, micro_batch_size=16))
     if dist.get_rank() == 0:
         write_result(out, {"losses": losses, "seconds": seconds, "held_out": held_out})
+    dist.barrier()
     dist.destroy_process_group()
 
 

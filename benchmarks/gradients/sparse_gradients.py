@@ -170,6 +170,7 @@ def measure(out, number) -> None:
             "finding_out": median(copy.finding_out for copy in ours),
             "numel": sum(p.numel() for p in ours[0].loss.parameters()),
         })  # fmt: skip
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -87,6 +87,7 @@ def cell(out: str, link: str, directory: str, count: str) -> None:
     if dist.get_rank() == 0:
         write_result(out, seconds)
     dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -52,6 +52,7 @@ def cell(out: str, directory: str, expected: str) -> None:
     if dist.get_rank() == 0:
         write_result(out, fitted)
     dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
 
 

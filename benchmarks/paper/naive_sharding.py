@@ -34,6 +34,7 @@ def cell(out: str, *directories: str) -> None:
     if dist.get_rank() == 0:
         write_result(out, found)
     dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -142,6 +142,7 @@ def cell(out: str, link: str, directory: str) -> None:
             results["prompt, one rank"] = measure(lambda: read(alone), timed_parts)
         write_result(out, results)
     dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -95,6 +95,7 @@ def cell(out: str, directory: str) -> None:
     if dist.get_rank() == 0:
         write_result(out, [memory.prefill(batch, prompt), grown.item()])
     dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -91,6 +91,7 @@ def measure(out: str, number: str) -> None:
         sent = volume.forward + volume.backward * cell.backward
         same = sent == plan.bytes_per_rank + backward_plan(plan).bytes_per_rank * cell.backward
         write_result(out, {"hand": hand, "steps": steps, "again": again, "sent": sent, "same": same})
+    dist.barrier()
     dist.destroy_process_group()
 
 

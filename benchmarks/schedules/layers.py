@@ -92,6 +92,7 @@ def measure(out: str, number: str) -> None:
             "sent": {name: sum(plan.bytes_per_rank for plan in each.values()) for name, each in plans.items()},
             "placements": {name: graph.explain() for name, graph in graphs.items()},
         })  # fmt: skip
+    dist.barrier()
     dist.destroy_process_group()
 
 

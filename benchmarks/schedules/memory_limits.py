@@ -86,6 +86,7 @@ def measure(out: str, number: str) -> None:
             "sent": {name: plan.bytes_per_rank for name, plan in plans.items()},
             "placement": {name: str(plan.schedule).partition(": ")[2] for name, plan in plans.items()},
         })  # fmt: skip
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -62,6 +62,7 @@ def measure(out: str, number: str) -> None:
     first, ring, again = repetitions(calls, group, "cpu", REPETITIONS).median(0).values.tolist()
     if dist.get_rank() == 0:
         write_result(out, {"gathered": first, "ring": ring, "again": again, "sent": gathered.bytes_per_rank})
+    dist.barrier()
     dist.destroy_process_group()
 
 

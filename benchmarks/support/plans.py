@@ -121,6 +121,7 @@ class Comparison:
                 "speeds": speeds,
                 "tile": tile,
             })  # fmt: skip
+        dist.barrier()
         dist.destroy_process_group()
 
     def _row(self, cell: AttentionCell, measured: dict) -> list[str]:

@@ -82,6 +82,7 @@ def measure(out: str, number: str) -> None:
     if groups.rank == 0:
         write_result(out, [int(most), formula])
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -323,6 +323,7 @@ def main() -> None:
         found = run([int(number) for number in arguments[1:]])
         if dist.get_rank() == 0:
             Path(arguments[0]).write_text(json.dumps(found))
+        dist.barrier()
         dist.destroy_process_group()
         return
     numbers = [int(number) for number in sys.argv[1:]] or range(len(ROWS))

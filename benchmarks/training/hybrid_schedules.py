@@ -83,6 +83,7 @@ def measure(out: str, number: str) -> None:
     if dist.get_rank() == 0:
         auto = next(name for name, schedule in found.items() if repr(schedule) == repr(chosen))
         write_result(out, {"seconds": dict(zip(found, seconds, strict=True)), "auto": auto, "point": repr(chosen)})
+    dist.barrier()
     dist.destroy_process_group()
 
 

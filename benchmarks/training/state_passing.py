@@ -72,6 +72,7 @@ def measure(out: str, number: str) -> None:
     seconds = repetitions([timed(step) for step in steps.values()], group, "cpu", REPETITIONS)
     if dist.get_rank() == 0:
         write_result(out, {"seconds": seconds.tolist(), "sent": sent})
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_ssm import families
+from megatron_ssm.checkpoints.quantized_files import format_of
 from megatron_ssm.parallel.groups import device_of_rank, join, shut_down
 from megatron_ssm.stack.stack import Stack
 from sparsefusion import Fabric
@@ -108,7 +109,9 @@ def advise(arguments: Namespace) -> None:
         shut_down()
     printer = Printer(is_enabled=this_rank() == 0)
     if arguments.json:
-        content = {"device": device.name, "ranks": ranks, "training": as_json(for_training, training)}
+        content = {"device": device.name, "ranks": ranks, "parameters": config.elements}
+        content |= {"active_parameters": config.active_elements, "weights": format_of(config.raw)}
+        content["training"] = as_json(for_training, training)
         content["generation"] = as_json(for_generation, generation)
         printer.print(json.dumps(content) + "\n")
     else:
@@ -118,9 +121,18 @@ def advise(arguments: Namespace) -> None:
             training_text(for_training, training, is_bf16),
             generation_text(for_generation, generation, is_bf16),
         )
-        printer.print("\n".join([title, *texts, ""]))
+        printer.print("\n".join([title, _parameters(config), *texts, ""]))
     if all(division.excluded for division in (*for_training, *for_generation)):
         raise Failure(f"no division over {ranks} rank{'s' * (ranks > 1)} is possible")
+
+
+def _parameters(config: Stack) -> str:
+    """A line about the number of parameters, and about quantized matrices."""
+    active = f", {config.active_elements:,} of them active for a token" * (config.active_elements < config.elements)
+    line = f"{config.elements:,} parameters{active}"
+    stored = format_of(config.raw)
+    note = f"; matrices in {stored}, which only CPUs compute: memory as stored, times as if they were not quantized"
+    return line + note * (stored is not None)
 
 
 def _check_numbers(arguments: Namespace) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
+from megatron_ssm.checkpoints.quantized_files import format_of
 from megatron_ssm.context.blocks import check_sequence_length
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
@@ -48,6 +49,7 @@ from .traffic import (
 FORMAT_TIME_RATIO = 0.9  # a less exact format is chosen if it reduces the time of a step to this share
 SPARSE_SHARE = 0.2  # sparse gradients are recommended if sums of gradients take more than this share of a step
 FP32 = 4  # bytes
+QUANTIZED_BITS = {"int8": 8, "int4": 4, None: 0}
 
 
 class Processor(Protocol):
@@ -283,7 +285,8 @@ def _generation(
         )
     except ValueError as error:
         return Division(*sizes, excluded=str(error))
-    memory = Memory(config, tensor, device.itemsize, expert_ranks=expert)
+    bits = QUANTIZED_BITS[format_of(config.raw)]
+    memory = Memory(config, tensor, device.itemsize, quantized_bits=bits, expert_ranks=expert)
     needed = _memory_of_reply(memory, job, tokens, context)
     if needed > device.memory:
         return Division(*sizes, memory=needed, excluded=_too_large(needed, device))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from megatron_ssm.parallel.groups import check_world, shut_down
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
-from megatron_ssm.stack.stack import Stack
 from megatron_ssm.training.indexed import IndexedBatches
 from megatron_ssm.training.memory_budget import has_residuals, training_memory
 from megatron_ssm.training.options import Options
@@ -47,7 +46,7 @@ def dry_run(options: Options) -> None:
             inputs.batches.open()
         inputs.batches.samples(inputs.batch_sizes.samples, options.micro_batch_size)
     finally:
-        shut_down()
+        shut_down(wait=False)
     Printer(is_enabled=True).print("\n".join(["dry run:", *_lines(inputs, data), "nothing was trained", ""]))
     needed, free = _checkpoints(inputs), shutil.disk_usage(inputs.out).free
     if not options.lora_rank and needed > free:
@@ -66,10 +65,11 @@ def _lines(inputs: RunInputs, data: int) -> Iterator[str]:
     if data > SHOWN:
         yield f"    ... {data - SHOWN} more replicas"
     tokens = inputs.requirements["training_tokens"]
-    yield f"  model: {config.family}, {_parameters(config):,} parameters, vocabulary of {config.vocab_size:,}"
+    yield f"  model: {config.family}, {config.elements:,} parameters, vocabulary of {config.vocab_size:,}"
     yield f"  data: {tokens:,} training tokens; tokenizer of {inputs.corpus.vocab_size:,} ids"
     batch = f"{options.global_batch_size} x {options.seq_length} tokens"
     yield f"  steps: {inputs.first_step} to {options.train_iters}, of {batch}"
+    yield from (f"    {line}" for line in inputs.unread_samples())
     yield f"  memory: {_memory(inputs)}"
     messages = [f"{nbytes / 1e6:,.3g} MB for {name}" for name, nbytes in _messages(inputs, data).items()]
     for message in messages or ["none"]:
@@ -165,8 +165,4 @@ def _time(inputs: RunInputs, data: int) -> str:
 def _checkpoints(inputs: RunInputs) -> float:
     """Bytes of all checkpoints that exist at once, one more than --keep, and of the model."""
     options = inputs.options
-    return options.itemsize * _parameters(inputs.config) * (STATES * (options.keep + 1) + 1)
-
-
-def _parameters(config: Stack) -> int:
-    return sum(math.prod(field.shape) for field in config.fields())
+    return options.itemsize * inputs.config.elements * (STATES * (options.keep + 1) + 1)

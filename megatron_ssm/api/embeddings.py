@@ -28,13 +28,13 @@ class PreparedEmbeddings:
         ]
         tokens = sum(len(sequence.arguments.prompt) for sequence in self.sequences)
         usage = EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens)
-        return EmbeddingReply(object="list", data=data, model=served.name, usage=usage)
+        return EmbeddingReply(object="list", data=data, model=self.body.model or served.name, usage=usage)
 
 
 def prepare_embeddings(text: bytes | str, served: ServedModel) -> PreparedEmbeddings:
     """Check a request, given as JSON, and tokenize its texts. ApiError 400, or 404 for another model."""
     body = parse_body(EmbeddingRequest, text)
-    served.check_name(body.model)
+    adapter = served.adapter_of(body.model)
     if body.dimensions not in (None, served.hidden_size):
         rule = f"it must be the model's hidden size, {served.hidden_size}"
         raise bad_request(f"dimensions={body.dimensions} is not implemented: {rule}", "dimensions")
@@ -44,7 +44,7 @@ def prepare_embeddings(text: bytes | str, served: ServedModel) -> PreparedEmbedd
     longest = max(map(len, prompts))
     if longest > served.max_length:
         raise too_many(longest, "input", served.max_length)
-    arguments = partial(Arguments, max_new_tokens=1, seed=0, pooling=body.pooling)
+    arguments = partial(Arguments, max_new_tokens=1, seed=0, pooling=body.pooling, adapter=adapter)
     return PreparedEmbeddings(body, [Sequence(arguments(ids), i) for i, ids in enumerate(prompts)])
 
 

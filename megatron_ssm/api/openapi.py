@@ -47,8 +47,8 @@ COMPUTING: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
 # {path: (summary, media type, the JSON of the reply, errors)}
 READING: dict[str, tuple[str, str, type[BaseModel] | None, tuple[str, ...]]] = {
     "/": ("A chat page for browsers.", "text/html", None, ()),
-    "/v1/models": ("The served model, in a list.", "application/json", ModelList, ("401",)),
-    "/v1/models/{model}": ("The served model.", "application/json", ModelCard, ("401", "404")),
+    "/v1/models": ("The served model and its adapters.", "application/json", ModelList, ("401",)),
+    "/v1/models/{model}": ("The served model, or one of its adapters.", "application/json", ModelCard, ("401", "404")),
     "/health": ("Status 200 while the process runs.", "application/json", Status, ()),
     "/ready": ("Status 200 while requests are taken, else 503.", "application/json", Status, ()),
     "/metrics": ("Metrics in Prometheus' text format.", "text/plain", None, ()),

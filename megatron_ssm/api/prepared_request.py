@@ -44,10 +44,10 @@ Prompt = tuple[str, list[int]]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that a server serves.
+    """The model that a server serves, with its LoRA adapters.
 
     Args:
-        name: What clients call it.
+        name: The name of the model without adapters.
         stop_tokens: The ids that end a text.
         max_length: The maximum number of tokens of a request.
         shares_prefixes: True if the users of different API keys share the prefix cache.
@@ -55,6 +55,8 @@ class ServedModel:
         tool_parser: The parser for the model's format of tool calls; None if the format is not known.
         hidden_size: The dimension of embeddings.
         defaults: Parameters of requests that leave them out, from generation_config.json (see `sampling_defaults`).
+        root: The name of the model's directory.
+        adapters: {name of an adapter: the name of its directory}.
     """
 
     name: str
@@ -68,18 +70,25 @@ class ServedModel:
     tool_parser: type[CallParser] | None = None
     hidden_size: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    root: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """{name that requests may give as their model: the name of its directory}, the model without adapters first."""
+        return {self.name: self.root, **self.adapters}
 
     @cached_property
     def max_prompt_characters(self) -> int | None:
         """The number of characters beyond which a prompt certainly has too many tokens; None: there is none."""
         return most_characters(self.tokenizer, self.max_length)
 
-    def check_name(self, name: str) -> None:
-        """Raise ApiError 404 if `name` is not this model's; "" matches any model."""
-        if name and name != self.name:
-            raise ApiError(
-                404, f"there is no model {name[:100]!r} here, only {self.name!r}", "model", "model_not_found"
-            )
+    def adapter_of(self, name: str) -> str:
+        """The adapter that a request's `model` names; "": the model itself, also without a name. ApiError 404 for others."""
+        if name and name not in self.roots:
+            names = ", ".join(map(repr, self.roots))
+            raise ApiError(404, f"there is no model {name[:100]!r} here, only {names}", "model", "model_not_found")
+        return name if name in self.adapters else ""
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """ApiError 400 if the vocabulary does not have one of the token ids."""
@@ -136,7 +145,7 @@ def prepare_request(
     left_out = served.defaults.keys() - parsed.model_fields_set
     parsed = parsed.model_copy(update={name: served.defaults[name] for name in left_out})
     body = ResponseChat.of(parsed) if isinstance(parsed, ResponseRequest) else parsed
-    served.check_name(body.model)
+    adapter = served.adapter_of(body.model)
     _check_combinations(body, served.vocab_size)
     if isinstance(body, ChatRequest):
         _check_tools(body, served)
@@ -162,6 +171,7 @@ def prepare_request(
         grammar=None if grammar is None else (grammar.kind, grammar.text),
         thinking=_thinking_arguments(body, is_thinking, grammar, served),
         prefix_key="" if served.shares_prefixes else owner,
+        adapter=adapter,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
     rows = [(ids, new) for (_, ids), new in zip(prompts, new_tokens, strict=True) for _ in range(body.n)]

@@ -160,7 +160,7 @@ class Replies:
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": served.name,
+            "model": request.body.model or served.name,
             "system_fingerprint": served.fingerprint,
         }
         self._new, self._reused = 0, {}

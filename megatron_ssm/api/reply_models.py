@@ -179,18 +179,24 @@ class ChatCompletionChunk(Reply):
 
 
 class ModelCard(ReplyModel):
-    """The served model. max_model_len: the maximum number of tokens of a request."""
+    """The served model, or one of its adapters.
+
+    root: the name of the directory. parent: the id of an adapter's model. max_model_len: the maximum number of tokens of a
+    request.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: int
     has_chat_template: bool
 
 
 class ModelList(ReplyModel):
-    """The served models."""
+    """The served model and its adapters."""
 
     object: Literal["list"]
     data: list[ModelCard]

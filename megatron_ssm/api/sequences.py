@@ -20,7 +20,7 @@ class Arguments:
     """The arguments of `Engine.add`. seed is never None, because each rank would draw a different one.
 
     grammar: the kind and the text of a `Grammar`, or None. thinking: the values of a `Thinking`, or None.
-    pooling: as in `Request`.
+    pooling, adapter: as in `Request`.
     """
 
     prompt: list[int]
@@ -43,6 +43,7 @@ class Arguments:
     prefix_key: str = ""
     thinking: tuple[tuple[int, ...], bool, int | None] | None = None
     pooling: str | None = None
+    adapter: str = ""
 
     def request(self, engine: Engine, matcher: GrammarMatcher | None = None) -> Request:
         """Make the request without queueing it. matcher: a matcher of its grammar, if it is compiled already.
@@ -69,6 +70,7 @@ class Arguments:
             matcher=matcher,
             thinking=None if self.thinking is None else Thinking(*self.thinking),
             pooling=self.pooling,
+            adapter=self.adapter,
         )
 
     def to_json(self) -> dict[str, Any]:

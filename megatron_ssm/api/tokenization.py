@@ -9,7 +9,7 @@ from .request_models import DetokenizeRequest, TokenizeRequest, parse_body
 def tokenize(text: bytes | str, served: ServedModel) -> TokenizeReply:
     """Return the ids of the text or the conversation in a body. ApiError 400, or 404 for another model."""
     body = parse_body(TokenizeRequest, text)
-    served.check_name(body.model)
+    served.adapter_of(body.model)
     if (body.prompt is None) == (not body.messages):
         raise bad_request("give one of prompt and messages", "prompt")
     is_text = body.prompt is not None
@@ -23,6 +23,6 @@ def tokenize(text: bytes | str, served: ServedModel) -> TokenizeReply:
 def detokenize(text: bytes | str, served: ServedModel) -> DetokenizeReply:
     """Return the text of the ids in a body, with special tokens. ApiError 400, or 404 for another model."""
     body = parse_body(DetokenizeRequest, text)
-    served.check_name(body.model)
+    served.adapter_of(body.model)
     served.check_ids(body.tokens, "tokens")
     return DetokenizeReply(prompt=served.tokenizer.decode_batch([body.tokens], skip_special_tokens=False)[0])

@@ -19,6 +19,8 @@ from tqdm import tqdm
 
 from megatron_ssm import families
 from megatron_ssm.families import check_directory, read_json
+from megatron_ssm.models.adapters import merge_lora
+from megatron_ssm.stack.fields import hf_shapes
 from megatron_ssm.stack.reader import QUANTIZATION, FieldReader
 from megatron_ssm.stack.stack import Stack
 from sparsefusion.foundation.command_line import Failure
@@ -26,6 +28,7 @@ from sparsefusion.foundation.command_line import Failure
 from .deepspeed_files import is_deepspeed
 from .deepspeed_models import hugging_face_tensors
 from .failures import os_errors_as
+from .hf import load, save
 from .hf_directory import (
     BIN,
     BIN_INDEX,
@@ -38,6 +41,7 @@ from .hf_directory import (
     open_tensors,
     weight_files,
 )
+from .peft import check_lora, load_lora
 from .quantized_files import BFLOAT16, write_quantized
 from .quantized_files import FILE_BYTES as QUANTIZED_BYTES
 from .shards import new_file
@@ -85,8 +89,9 @@ class Row:
 
 
 def convert(
-    source: str | Path, target: str | Path | None = None, file_bytes: int = FILE_BYTES, weights: str | None = None
-) -> list[Row]:
+    source: str | Path, target: str | Path | None = None, file_bytes: int = FILE_BYTES, weights: str | None = None,
+    lora: str | Path | None = None,
+) -> list[Row]:  # fmt: skip
     """Convert a directory with a model into another format.
 
     A Hugging Face directory of a mamba or mamba2 model becomes a state-spaces directory, and the other way round; a
@@ -98,6 +103,7 @@ def convert(
         file_bytes: The largest safetensors file to write.
         weights: "int8" or "int4" writes the matrices of a Hugging Face directory in 8 or 4 bits, for `load`, `generate` and
             `serve`; "bfloat16" writes an ordinary directory in bfloat16 (see `quantized_files`).
+        lora: A directory of LoRA adapters to merge into the weights of a Hugging Face directory. Not with `weights`.
 
     Returns:
         One row per tensor.
@@ -111,6 +117,10 @@ def convert(
     source = Path(source)
     if target is not None:
         _check_target(Path(target))
+    if lora is not None and weights is not None:
+        raise ValueError(f"lora={lora} and weights={weights!r}: convert with lora first, and the result with weights")
+    if lora is not None:
+        return _to_merged(source, target, lora, file_bytes)
     if weights is not None:
         return _to_quantized(source, target, weights, file_bytes)
     if is_deepspeed(source) and not weight_files(source):
@@ -258,6 +268,19 @@ def _to_quantized(source: Path, target: str | Path | None, weights: str, file_by
             source, None if target is None else Path(target), weights, min(file_bytes, QUANTIZED_BYTES)
         )
     return [Row(name, name, shape, kind) for name, shape, kind in rows]
+
+
+def _to_merged(source: Path, target: str | Path | None, lora: str | Path, file_bytes: int) -> list[Row]:
+    """`convert` from a Hugging Face directory and adapters to a Hugging Face directory; target None: only check."""
+    check_lora(families.read(source), lora)
+    model = load(source, dtype="auto")
+    load_lora(model, lora)
+    merge_lora(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    if target is not None:
+        with os_errors_as(f"cannot save to {target}", Failure):
+            save(model, target, file_bytes, left_out=True)
+    return [Row(hf, hf, shape, dtype) for hf, shape in hf_shapes(model.config.fields()).items()]
 
 
 def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> list[Row]:

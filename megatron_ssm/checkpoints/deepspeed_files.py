@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .failures import first_line
+from .shards import enum_member
 from .training import MOMENTS
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -41,6 +42,11 @@ class Placeholder:
     def __new__(cls, *_: object) -> "Placeholder":
         """Accept any arguments."""
         return super().__new__(cls)
+
+
+def _enum_member(owner: object, name: str) -> object:
+    """`enum_member`, also of a class that Placeholder replaces."""
+    return Placeholder() if owner is Placeholder else enum_member(owner, name)
 
 
 @dataclass(frozen=True)
@@ -141,10 +147,11 @@ def _load(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:
             if (changed := file.testzip()) is not None:
                 raise ValueError(f"it is damaged: {changed} does not have its checksum")
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        unknown = {*torch.serialization.get_unsafe_globals_in_checkpoint(path)} - {"builtins.getattr"}
         if foreign := [name for name in unknown if not name.startswith("deepspeed.")]:
             raise ValueError(f"it holds an object of {foreign[0]}, which is not loaded because that could run any code")
-        with torch.serialization.safe_globals([(Placeholder, name) for name in unknown]):
+        replaced: list[Any] = [(_enum_member, "builtins.getattr"), *((Placeholder, name) for name in unknown)]
+        with torch.serialization.safe_globals(replaced):
             return {**torch.load(path, map_location="cpu", mmap=True, weights_only=True)}
     except Exception as error:  # a damaged or foreign pickle may raise anything
         raise ValueError(f"cannot read {path}: {first_line(error)}") from None

@@ -41,7 +41,7 @@ def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Res
     except Failure:
         raise
     except Exception as error:
-        raise DamagedCheckpoint(prefix + (str(error).partition("\n")[0] or type(error).__name__), path) from None
+        raise DamagedCheckpoint(prefix + (str(error).partition("\n")[0] or type(error).__name__), path) from error
 
 
 def find_checkpoints(directory: str | Path, is_complete: bool = True) -> list[Path]:

@@ -433,7 +433,7 @@ class Source:
 
     Attributes:
         raw: The fields of its config.json.
-        names: {tensor of the model: its name in these files, if that differs}.
+        names: {tensor of the model, or each of `Field.apart`: its name in these files, if that differs}.
         left: {tensor that the model does not use: slice object}.
         companions: Further files to copy.
     """
@@ -449,8 +449,12 @@ def _source(model: Model, files: ExitStack) -> Source:
     if model.directory is None:
         raise ValueError("left_out=True: the model was not loaded from a directory")
     tensors = open_tensors(model.directory, files)
-    names = match_tensors(model.config, tensors, model.directory)
-    used = {name for hf in names for name in model.config.names_in_files(hf)}
+    config = model.config
+    names = match_tensors(config, tensors, model.directory)
+    used = {name for hf in names for name in config.names_in_files(hf)}
+    for field in config.fields():
+        spelling = list(config.names_in_files(field.hf)).index(names[field.hf])
+        names |= {each: list(config.names_in_files(each))[spelling] for each in field.apart}
     raw = json.loads((model.directory / "config.json").read_text(encoding="utf-8"))
     return Source(raw, names, {name: t for name, t in tensors.items() if name not in used}, PROCESSOR_FILES)
 
@@ -465,15 +469,17 @@ def _save_replica(
         error = None if writer is None else writer.attempt(getattr(writer, step), *arguments)
         return broadcast(error, model.ranks.group, model.device)
 
-    def name_of(hf: str) -> str:
-        return source.names.get(hf, hf)
+    def renamed(parameters: list[nn.Parameter]) -> Field:
+        field = field_of(parameters[0])
+        hf, *apart = (source.names.get(name, name) for name in (field.hf, *field.apart))
+        return replace(field, hf=hf, apart=tuple(apart))
 
     yield attempt("open")
     for file, tensors in plan.items():
         gathered: dict[str, Any] = {}
         for hf, parameters in tensors.items():
             if parameters:
-                gathered |= written(field_of(parameters[0]), name_of(hf), gather(model, hf, parameters))
+                gathered |= written(renamed(parameters), gather(model, hf, parameters))
         copied = [hf for hf, parameters in tensors.items() if not parameters]
         yield attempt("write", file, gathered, {name: source.left[name] for name in copied})
         del gathered
@@ -482,20 +488,20 @@ def _save_replica(
         name: file
         for file, tensors in plan.items()
         for hf, parameters in tensors.items()
-        for name in names_written(field_of(parameters[0]) if parameters else None, name_of(hf))
+        for name in (names_written(renamed(parameters)) if parameters else [hf])
     }
     yield attempt("close", config, model.directory, weight_map, source.companions)
 
 
-def written(field: Field, name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+def written(field: Field, tensor: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
     """{name: tensor} in files of a field's whole tensor."""
-    return field.apart_tensors(tensor) if field.written_apart and tensor is not None else {name: tensor}
+    return field.apart_tensors(tensor) if field.written_apart and tensor is not None else {field.hf: tensor}
 
 
-def names_written(field: Field | None, name: str) -> list[str]:
-    """The names in files of a field's tensor, or of a copied tensor (field None)."""
-    if not field or not field.written_apart:
-        return [name]
+def names_written(field: Field) -> list[str]:
+    """The names in files of a field's tensor."""
+    if not field.written_apart:
+        return [field.hf]
     return [each.format(index) for index in range(field.shape[0]) for each in field.apart]
 
 

@@ -213,7 +213,8 @@ def _merge(config: Stack, tensors: dict[str, Any], directory: str | Path) -> Non
         if missing := [name for each in names for name in each if name not in tensors]:
             rest = f"; it lacks {len(missing)} matrices of experts" if len(missing) > 1 else ""
             raise ValueError(f"{directory} has no tensor {missing[0]}{rest}")
-        tensors[field.hf] = Merged([[tensors.pop(name) for name in each] for each in names])
+        whole = list(config.names_in_files(field.hf))[chosen]
+        tensors[whole] = Merged([[tensors.pop(name) for name in each] for each in names])
 
 
 def _recut(config: Stack, tensors: dict[str, Any]) -> dict[str, CutElsewhere]:

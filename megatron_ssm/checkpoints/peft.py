@@ -12,16 +12,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_ssm.models.adapters import adapter_parameters, attach_lora, remove_lora
+from megatron_ssm.models.adapters import adapter_parameters, attach_lora, remove_lora, share_parameters
 from megatron_ssm.models.lora import NOT_TRAINED, Lora, lora_fields, lora_targets
 from megatron_ssm.models.model import Model
 from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.stack.stack import Stack
 from sparsefusion.collectives.agreement import together
 
 from .disk import HiddenFolder
 from .failures import first_line
 from .hf import broadcast, gather, help_gather
 from .hf_directory import open_safetensors
+from .quantized_files import format_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -132,6 +134,29 @@ def remove_adapters(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
+def check_lora(config: Stack, directory: str | Path) -> None:
+    """Check that `load_lora` can load the adapters of a directory into a model of this configuration. Sends nothing.
+
+    Raises:
+        ValueError: The matrices of the model are stored quantized, or as for `load_lora`.
+        FileNotFoundError: A file does not exist.
+    """
+    if held := format_of(config.raw):
+        raise ValueError(f"{directory}: LoRA adapters need a model that is not quantized; its matrices are in {held}")
+    with ExitStack() as stack:
+        _open(config, Path(directory), stack)
+
+
+def with_lora(model: Model, directory: str | Path) -> Model:
+    """A model with the adapters of a directory that shares all other parameters with `model`, which stays as it is.
+
+    An `Engine` takes several of them as `adapters`. See `share_parameters`, and `load_lora` for errors and messages.
+    """
+    adapted = share_parameters(model)
+    load_lora(adapted, directory)
+    return adapted
+
+
 def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> None:
     """Add the LoRA adapters that PEFT or `save_lora` wrote to a model; each rank reads its own slices.
 
@@ -150,7 +175,7 @@ def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> N
     groups = (model.ranks.group, *model.copy_groups)
     with ExitStack() as stack:
         lora, tensors = together(
-            lambda: _open(model, Path(directory), stack), groups, lambda opened: opened[0], model.device
+            lambda: _open(model.config, Path(directory), stack), groups, lambda opened: opened[0], model.device
         )
         attach_lora(model, lora)
         try:
@@ -169,12 +194,12 @@ def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
         parameter.requires_grad_(trainable and f".{NOT_TRAINED}." not in field.name)
 
 
-def _open(model: Model, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:
+def _open(config: Stack, directory: Path, stack: ExitStack) -> tuple[Lora, dict[str, Any]]:
     """The adapters that the configuration describes, and {name: slice object} of the tensors, after all checks."""
     raw = _read_configuration(directory / CONFIG)
     tensors = open_safetensors(directory / WEIGHTS, stack)
-    lora = Lora(raw["r"], raw["lora_alpha"], _modules(model, directory, list(tensors)), bool(raw.get("use_rslora")))
-    expected = hf_shapes(lora_fields(model.config, lora))
+    lora = Lora(raw["r"], raw["lora_alpha"], _modules(config, directory, list(tensors)), bool(raw.get("use_rslora")))
+    expected = hf_shapes(lora_fields(config, lora))
     for name, shape in expected.items():
         found = tuple(tensors[name].get_shape()) if name in tensors else "missing"
         if found != shape:
@@ -186,6 +211,8 @@ def _open(model: Model, directory: Path, stack: ExitStack) -> tuple[Lora, dict[s
 
 def _read_configuration(path: Path) -> dict[str, Any]:
     """adapter_config.json; ValueError for a value that is not implemented."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
     try:
         raw = {**json.loads(path.read_text(encoding="utf-8"))}
     except (ValueError, TypeError, RecursionError) as error:
@@ -199,15 +226,15 @@ def _read_configuration(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _modules(model: Model, directory: Path, names: list[str]) -> tuple[str, ...]:
+def _modules(config: Stack, directory: Path, names: list[str]) -> tuple[str, ...]:
     """The layers that the tensors are for; ValueError for a layer that the model does not have."""
-    targets, found = lora_targets(model.config), set()
+    targets, found = lora_targets(config), set()
     for name in names:
         match = _NAME.fullmatch(name)
         if match is None or match[1] not in targets:
             kinds = ", ".join(sorted({target.name for target in targets.values()}))
             raise ValueError(
-                f"{directory / WEIGHTS}: {name} is not for a linear layer of this {model.config.family} model ({kinds})"
+                f"{directory / WEIGHTS}: {name} is not for a linear layer of this {config.family} model ({kinds})"
             )
         found.add(match[1])
     return tuple(module for module in targets if module in found)

@@ -174,7 +174,9 @@ class Snapshot:
         try:
             open_shards(hidden, checksum)
         except DamagedCheckpoint as error:
-            raise OSError(f"rank 0 does not find all ranks' files in a directory that they share ({error})") from None
+            is_missing = isinstance(error.__cause__, FileNotFoundError)
+            shared = "rank 0 does not find all ranks' files in a directory that they share"
+            raise OSError(f"{shared if is_missing else 'it cannot be read back'} ({error})") from None
         training = description_text({**self.training, "metadata_crc32": checksum})
         with new_file(hidden / "training.json") as file:
             file.write(training.encode())

@@ -55,7 +55,8 @@ def _read(arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> Mod
 def _body(arguments: Namespace, messages: list[dict[str, str]]) -> dict[str, Any]:
     """The request for the next reply, as a client of the server would send it."""
     options = {name: getattr(arguments, name) for name in OPTIONS}
-    return {"messages": messages, "max_tokens": arguments.max_new_tokens, **options}
+    adapter = next(iter(arguments.lora), "")
+    return {"model": adapter, "messages": messages, "max_tokens": arguments.max_new_tokens, **options}
 
 
 def _chat_on_rank_0(engine: Engine, channel: Channel, inputs: ModelInputs, arguments: Namespace, watch: Watch) -> None:

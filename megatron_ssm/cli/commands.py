@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_ssm.checkpoints.convert import STATE_SPACES_EMBEDDING, convert
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.checkpoints.hf_directory import FLOATS, open_tensors, stored_bytes, weight_files
+from megatron_ssm.checkpoints.peft import check_lora, load_lora
 from megatron_ssm.checkpoints.quantized_files import SCALES
 from megatron_ssm.diagnostics.doctor import size_text, start_line
 from megatron_ssm.families import read_for_ranks
@@ -71,6 +72,8 @@ def generate(arguments: Namespace) -> None:
         model = load(arguments.model, groups.tensor, schedule, dtype, place, arguments.reduce,
                      weights=arguments.weights, expert_group=groups.expert)  # fmt: skip
         with model:  # its CUDA graphs are released before the groups are destroyed
+            if arguments.lora is not None:
+                load_lora(model, arguments.lora)
             _generate_and_print(model, inputs, arguments, is_printing=groups.rank == 0)
     except FloatingPointError as error:
         raise Failure(str(error)) from None
@@ -93,6 +96,8 @@ class _Inputs:
         """Read the inputs on this rank. ValueError or OSError if one is invalid."""
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, tensor_ranks, arguments.ep)
+        if arguments.lora is not None:
+            check_lora(config, arguments.lora)
         tokenizer = load_tokenizer(directory)
         prompt = _prompt_ids(arguments, tokenizer, config)
         stops = () if arguments.ignore_eos else stop_tokens(directory, config, tokenizer)
@@ -234,7 +239,8 @@ TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json"
 def convert_checkpoint(arguments: Namespace) -> None:
     """Run `convert`: print the table of tensors if asked to, a summary, and the next command."""
     start, out = time.perf_counter(), Printer(True)
-    rows = convert(arguments.model, None if arguments.dry_run else arguments.out, weights=arguments.weights)
+    out_directory = None if arguments.dry_run else arguments.out
+    rows = convert(arguments.model, out_directory, weights=arguments.weights, lora=arguments.lora)
     if arguments.dry_run or arguments.verbose:
         names = [(r.source or "(tied)", r.target or "(tied)", " x ".join(map(str, r.shape)), r.dtype) for r in rows]
         out.print(_table([("tensor", "becomes", "shape", "dtype"), *names]))

@@ -31,6 +31,7 @@ WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of bench
 # Of bench --against: the module, and the package to install
 PEERS = {"transformers": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
 EP_HELP = "expert-parallel ranks, which split the experts only (default: 1)"
+LORA_HELP = "LoRA adapters of the model, as PEFT writes them"
 # {command: the command lines that end its --help}
 EXAMPLES = {
     "main": ["megatron-ssm chat DIR", "megatron-ssm serve --model DIR"],
@@ -44,6 +45,18 @@ EXAMPLES = {
     "new": ["megatron-ssm new my-model"],
     "doctor": ["megatron-ssm doctor"],
 }  # fmt: skip
+
+
+class _NamedDirectories(argparse.Action):
+    """Collects the values NAME=DIR of a repeatable option in a dictionary."""
+
+    def __call__(self, parser, namespace, value, option=None):  # noqa: D102
+        name, _, directory = value.partition("=")
+        before = getattr(namespace, self.dest)
+        if not name or not directory or name in before:
+            reason = f"{name} has been given before" if name in before else "expected NAME=DIR"
+            raise argparse.ArgumentError(self, f"{value!r}: {reason}")
+        setattr(namespace, self.dest, {**before, name: directory})
 
 
 def parser() -> Parser:
@@ -73,6 +86,7 @@ def parser() -> Parser:
         choices=("int8", "int4", "bfloat16"),
         help="write a Hugging Face directory's matrices in 8 or 4 bits, or its model in bfloat16",
     )
+    convert.add_argument("--lora", metavar="DIR", help=f"{LORA_HELP}: write the model with the adapters merged into it")
     convert.add_argument("--dry-run", action="store_true", help="check everything and print the table, write nothing")
     convert.add_argument("-v", "--verbose", action="store_true", help="print the table of tensors")
     about = (
@@ -130,6 +144,7 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     chat.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
     _add_model_options(chat)
+    chat.add_argument("--lora", type=lambda where: {where: where}, default={}, metavar="DIR", help=LORA_HELP)
     chat.set_defaults(
         slots=1, token_budget=512, prefix_gb=1, speculate=0, draft=None, draft_head=False, share_prefixes=True,
         served_model_name=None, tool_parser=None, lost_rank_timeout=15,
@@ -179,6 +194,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--lost-rank-timeout", type=float, default=15, metavar="S",
                        help="without a sign of life of a rank, until the server ends; 0: off (default: 15)")  # fmt: skip
     _add_model_options(serve)
+    serve.add_argument("--lora", action=_NamedDirectories, default={}, metavar="NAME=DIR",
+                       help=f"{LORA_HELP}, for requests whose model is NAME; repeatable")  # fmt: skip
     # from run_local_ranks, and the path of the socket of a replica
     _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous", "--socket")
 
@@ -196,6 +213,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--cp", type=int, default=1, metavar="N", help="ranks that share the prompt (default: 1)")
     generate.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
     _add_model_options(generate)
+    generate.add_argument("--lora", metavar="DIR", help=LORA_HELP)
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the tokens that end a text")
     generate.add_argument("--json", action="store_true", help="print one JSON object with text, tokens and timings")
     _add_hidden(generate, "--local_rank", "--local-rank", "--rendezvous")  # the last: from run_local_ranks
@@ -291,6 +309,7 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
         _check(arguments, name, 1)
     if arguments.cp > 1 and arguments.ep > 1:
         parser().error(f"--cp {arguments.cp} and --ep {arguments.ep}: generate has one of them")
+    _check_lora(arguments)
     tensor = arguments.tp or 1
     world = tensor * arguments.cp * arguments.ep
     if arguments.prompt_file == "-":
@@ -320,6 +339,7 @@ def _chat(arguments: argparse.Namespace, argv: list[str]) -> int:
     for name in ("tp", "ep", "max_new_tokens"):
         _check(arguments, name, 1)
     _check(arguments, "max_length", 2)
+    _check_lora(arguments)
     world = (arguments.tp or 1) * arguments.ep
     if "WORLD_SIZE" not in os.environ and world > 1:
         code = _check_models("megatron_ssm chat", [arguments.model], arguments.tp or 1, arguments.ep)
@@ -367,6 +387,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         parser().error(
             f"--draft {arguments.draft} and --ep {arguments.ep}: the draft model is not divided over experts"
         )
+    _check_lora(arguments)
     tensor, experts = arguments.tp or 1, arguments.ep
     is_router, is_launched = arguments.replicas > 1 and arguments.socket is None, "WORLD_SIZE" in os.environ
     if is_router and is_launched:
@@ -417,6 +438,12 @@ def _check(arguments: argparse.Namespace, name: str, minimum: float, limit: floa
             check_number(f"--{name.replace('_', '-')}", value, minimum, limit)
     except ValueError as error:
         parser().error(str(error))
+
+
+def _check_lora(arguments: argparse.Namespace) -> None:
+    """Exit with an error if --lora and --weights are both given. Quantized directories are found by `peft.check_lora`."""
+    if arguments.lora and arguments.weights:
+        parser().error(f"--lora and --weights {arguments.weights}: LoRA adapters need a model that is not quantized")
 
 
 def _convert(arguments: argparse.Namespace) -> int:

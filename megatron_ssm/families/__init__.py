@@ -64,7 +64,8 @@ def from_dict(raw: Mapping[str, Any]) -> Stack:
         return from_dict(family.nested.fields(raw))
     fields = {name: value for name, value in raw.items() if value is not None}
     family.check_supported(fields)
-    return replace(family.read(FieldReader(family, fields, raw.keys() - fields.keys())), raw=dict(raw))
+    named = {} if "architectures" in fields or not family.architecture else {"architectures": [family.architecture]}
+    return replace(family.read(FieldReader(family, fields, raw.keys() - fields.keys())), raw={**raw, **named})
 
 
 def read(directory: str | Path) -> Stack:

@@ -55,4 +55,5 @@ def read(fields: FieldReader) -> Stack:
 BAMBA = Family(
     "bamba", read, DEFAULTS, HYBRID_NAMES,
     ignored=HYBRID_IGNORED | {"partial_rotary_factor", "z_loss_coefficient", "attn_rotary_emb"},
+    architecture="BambaForCausalLM",
 )  # fmt: skip

@@ -76,5 +76,5 @@ def constants(fields: FieldReader, name: str, count: int) -> tuple[float, ...]:
 
 FALCON_H1 = Family(
     "falcon_h1", read, DEFAULTS, HYBRID_NAMES, ignored=HYBRID_IGNORED | {"mamba_use_mlp", "mlp_expansion_factor"},
-    unsupported_by_peft=("out_proj",),
+    unsupported_by_peft=("out_proj",), architecture="FalconH1ForCausalLM",
 )  # fmt: skip

@@ -16,7 +16,7 @@ def read(fields: FieldReader) -> Stack:
 
 def new_config(options: Any) -> dict:
     """See `Family.from_options`."""
-    return dict(architectures=["FalconMambaForCausalLM"], state_size=options.mamba_state_dim)
+    return dict(state_size=options.mamba_state_dim)
 
 
 FALCON_MAMBA = Family(
@@ -25,5 +25,6 @@ FALCON_MAMBA = Family(
     DEFAULTS | dict(mixer_rms_eps=1e-6),
     ignored=frozenset({"use_falcon_mambapy"}),
     from_options=new_config,
+    architecture="FalconMambaForCausalLM",
     **COMMON,
 )

@@ -41,7 +41,8 @@ EXPERT_NAMES = {"experts.gate_up_proj": "input_linear.weight", "experts.down_pro
 
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
-    embedding, logits, residual, scale = (fields.number(name) for name in MULTIPLIERS)
+    embedding, logits, residual, multiplier = (fields.number(name) for name in MULTIPLIERS)
+    scale = None if "attention_multiplier" in fields.nulls else multiplier
     if not logits:
         raise ValueError("config.json: logits_scaling must not be 0")
     rotated = fields.choice("position_embedding_type", ("none", "nope", "rope")) == "rope"
@@ -70,6 +71,7 @@ def read(fields: FieldReader) -> Stack:
 
 GRANITE = Family(
     "granitemoehybrid", read, DEFAULTS, HYBRID_NAMES,
-    ignored=HYBRID_IGNORED
-    | {"output_router_logits", "router_aux_loss_coef", "init_method"},
+    supported={"normalization_function": ("rmsnorm",)},
+    ignored=HYBRID_IGNORED | {"output_router_logits", "router_aux_loss_coef", "init_method"},
+    architecture="GraniteMoeHybridForCausalLM",
 )  # fmt: skip

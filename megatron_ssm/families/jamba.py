@@ -67,6 +67,7 @@ def read(fields: FieldReader) -> Stack:
 
 JAMBA = Family(
     "jamba", read, DEFAULTS, HYBRID_NAMES | dict(time_step_rank="mamba_dt_rank"),
-    ignored=HYBRID_IGNORED | {"output_router_logits", "router_aux_loss_coef"},
-    supported={"mamba_inner_layernorms": (True,)},
+    ignored=HYBRID_IGNORED
+    | {"output_router_logits", "router_aux_loss_coef", "calc_logits_for_entire_prompt", "n_ctx"},
+    supported={"mamba_inner_layernorms": (True,)}, architecture="JambaForCausalLM",
 )  # fmt: skip

@@ -37,7 +37,7 @@ def read(fields: FieldReader) -> Stack:
 
 def new_config(options: Any) -> dict:
     """See `Family.from_options`."""
-    return dict(architectures=["MambaForCausalLM"], state_size=options.mamba_state_dim)
+    return dict(state_size=options.mamba_state_dim)
 
 
-MAMBA = Family("mamba", read, DEFAULTS, from_options=new_config, **COMMON)
+MAMBA = Family("mamba", read, DEFAULTS, from_options=new_config, architecture="MambaForCausalLM", **COMMON)

@@ -34,9 +34,9 @@ def read(fields: FieldReader) -> Stack:
 def new_config(options: Any) -> dict:
     """See `Family.from_options`."""
     return dict(
-        architectures=["Mamba2ForCausalLM"], state_size=options.mamba_state_dim, head_dim=options.mamba_head_dim,
+        state_size=options.mamba_state_dim, head_dim=options.mamba_head_dim,
         num_heads=2 * options.hidden_size // options.mamba_head_dim, n_groups=options.mamba_num_groups,
     )  # fmt: skip
 
 
-MAMBA2 = Family("mamba2", read, DEFAULTS, from_options=new_config, **COMMON)
+MAMBA2 = Family("mamba2", read, DEFAULTS, from_options=new_config, architecture="Mamba2ForCausalLM", **COMMON)

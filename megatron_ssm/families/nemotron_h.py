@@ -40,6 +40,7 @@ OLD_NAMES = dict(
     mamba_dt_init_floor="time_step_floor", mamba_conv_bias="use_conv_bias",
 )  # fmt: skip
 MLP, EXPERTS = "mlp", "moe"
+DEFAULT_KINDS = [MAMBA, EXPERTS, ATTENTION, MLP]
 LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of Megatron's --hybrid-override-pattern
 
 
@@ -56,8 +57,8 @@ def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     renamed = {new: fields.raw[old] for old, new in OLD_NAMES.items() if old in fields.raw}
     fields = FieldReader(fields.family, {**fields.raw, **renamed})
-    names = fields["layers_block_type"] or fields["layer_types"]
-    if names is None:
+    names = fields["layers_block_type"] or fields["layer_types"] or DEFAULT_KINDS
+    if names is DEFAULT_KINDS and fields["hybrid_override_pattern"] is not None:
         names = pattern_kinds(fields["hybrid_override_pattern"], "config.json: hybrid_override_pattern")
     kinds = layer_kinds(fields, names, KINDS | {MLP: MLP, EXPERTS: EXPERTS})
     heads, hidden = fields.positive("num_heads"), fields.positive("hidden_size")
@@ -88,7 +89,9 @@ def read(fields: FieldReader) -> Stack:
     draws = NORMAL | (dict(mixer_out_proj="mixer_out_proj") if fields.boolean("rescale_prenorm_residual") else {})
     return stack_of(
         fields, layers, draws=draws, draws_std=fields.number("initializer_range"), aliases=(("backbone.", ("model.",)),),
-        modules="model.", skipped=(("mtp.", "the draft head"),), **BACKBONE,
+        modules="model.", skipped=(("mtp.", "the draft head"),),
+        tie_embeddings=False,  # whatever tie_word_embeddings is, as in transformers
+        **BACKBONE,
     )  # fmt: skip
 
 
@@ -140,8 +143,7 @@ def new_config(options: Any) -> dict:
             topk_group=options.moe_router_group_topk, routed_scaling_factor=options.moe_router_topk_scaling_factor,
         )  # fmt: skip
     return experts | dict(
-        architectures=["NemotronHForCausalLM"], layers_block_type=kinds, num_hidden_layers=len(kinds),
-        tie_word_embeddings=False,  # transformers does not support True
+        layers_block_type=kinds, num_hidden_layers=len(kinds), tie_word_embeddings=False,
         ssm_state_size=options.mamba_state_dim, mamba_head_dim=options.mamba_head_dim, n_groups=options.mamba_num_groups,
         mamba_num_heads=2 * options.hidden_size // options.mamba_head_dim,
         num_attention_heads=options.num_attention_heads, head_dim=options.hidden_size // options.num_attention_heads,
@@ -162,14 +164,14 @@ NEMOTRON_H = Family(
     "nemotron_h", read, DEFAULTS,
     dict(state_size="ssm_state_size", num_heads="mamba_num_heads"),
     supported={
-        "mamba_hidden_act": ("silu", "swish"), "tie_word_embeddings": (False,), "attention_bias": (False,),
-        "mamba_proj_bias": (False,), "residual_in_fp32": (False,), "sliding_window": (None,),
+        "mamba_hidden_act": ("silu", "swish"), "attention_bias": (False,), "mamba_proj_bias": (False,),
+        "residual_in_fp32": (False,), "sliding_window": (None,),
     },
     ignored=HYBRID_IGNORED | OLD_NAMES.keys() | frozenset(
-        """time_step_limit expand hidden_dropout norm_eps moe_shared_expert_overlap num_nextn_predict_layers
-        mtp_layers_block_type output_router_logits use_mamba_kernels
+        """time_step_limit mamba_dt_limit mamba_expand hidden_dropout norm_eps rms_norm_eps
+        moe_shared_expert_overlap num_nextn_predict_layers mtp_layers_block_type output_router_logits use_mamba_kernels
         mtp_hybrid_override_pattern rope_theta partial_rotary_factor""".split()
     ),
     pattern={letter: kind for letter, kind in LETTERS.items() if kind != EXPERTS}, from_options=new_config,
-    made_from_pattern=True, unsupported_by_peft=("out_proj",),
+    made_from_pattern=True, unsupported_by_peft=("out_proj",), architecture="NemotronHForCausalLM",
 )  # fmt: skip

@@ -30,8 +30,8 @@ from .common import (
 
 DEFAULTS: dict[str, Any] = DELTA | ROPE | dict(
     vocab_size=100352, hidden_size=3840, num_hidden_layers=32, intermediate_size=11008, num_attention_heads=30,
-    num_key_value_heads=None, head_dim=None, rope_theta=None, layer_types=None, key_heads=None, value_heads=None,
-    key_dim=None, value_dim=None, allow_neg_eigval=True, time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
+    num_key_value_heads=None, head_dim=None, layer_types=None, key_heads=None, value_heads=None, key_dim=None,
+    value_dim=None, allow_neg_eigval=True, time_step_min=0.001, time_step_max=0.1, time_step_floor=1e-4,
     A_min=0.0, A_max=16.0,
 )  # fmt: skip
 NAMES = DELTA_NAMES | dict(
@@ -45,7 +45,8 @@ def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     hidden, eps = fields.positive("hidden_size"), fields.number("layer_norm_epsilon")
     attention = attention_spec(fields, qk_norm_eps=eps, whole_norms=True)
-    if rope_parameters(fields).get("rope_theta") is not None or fields["rope_theta"] is not None:
+    outer = None if "rope_theta" in fields.nulls else fields["rope_theta"]
+    if rope_parameters(fields).get("rope_theta", outer) is not None:  # only a base of null means no rotary embedding
         attention = replace(attention, rope_theta=rope_theta(fields))
     delta = delta_spec(_with_heads(fields), norm_eps=GATE_EPS, files=APART, dt_range=dt_range(fields))
     delta = replace(
@@ -117,4 +118,5 @@ OLMO_HYBRID = Family(
     NAMES,
     supported={"linear_use_gate": (True,), "hidden_act": ("silu", "swish")},
     ignored=frozenset(("sliding_window",)),
+    architecture="OlmoHybridForCausalLM",
 )

@@ -54,7 +54,8 @@ VISION = (("model.visual.", "the vision tower"), ("visual.", "the vision tower")
 def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     attention = attention_spec(fields, qk_norm_eps=fields.number("layer_norm_epsilon"), norm_offset=1.0, gated=True)
-    size = rope_size(fields, attention.head_dim, fields.number("partial_rotary_factor"))
+    part = 1.0 if "partial_rotary_factor" in fields.nulls else fields.number("partial_rotary_factor")
+    size = rope_size(fields, attention.head_dim, part)
     delta = delta_spec(fields)
     specs: dict[str, tuple[str, str, Spec]] = {
         MAMBA: ("mixer", "linear_attn", _by_key_head(delta) if "norm_topk_prob" in fields else delta),
@@ -120,14 +121,17 @@ def _kinds(fields: FieldReader) -> list[str]:
     return [MAMBA if (index + 1) % interval else ATTENTION for index in range(layer_count(fields))]
 
 
-SUPPORTED: dict[str, tuple] = {"hidden_act": ("silu", "swish"), "attn_output_gate": (True,)}
+SUPPORTED: dict[str, tuple] = {
+    "hidden_act": ("silu", "swish"), "output_gate_type": ("silu", "swish"), "attn_output_gate": (True,)
+}  # fmt: skip
 IGNORED = frozenset(
     """mamba_ssm_dtype mlp_only_layers decoder_sparse_step
     moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok norm_topk_prob output_router_logits
     router_aux_loss_coef mtp_layer_types language_model_only use_sliding_window""".split()
 )
-QWEN3_5_TEXT = Family("qwen3_5_text", read, DEFAULTS, NAMES, SUPPORTED, IGNORED)
+DENSE, MOE, NEXT = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"
+QWEN3_5_TEXT = Family("qwen3_5_text", read, DEFAULTS, NAMES, SUPPORTED, IGNORED, architecture=DENSE)
 QWEN3_5 = replace(QWEN3_5_TEXT, name="qwen3_5", nested=Nested("text_config", "qwen3_5_text"))
-QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, name="qwen3_5_moe_text", defaults=DEFAULTS | MOE_DEFAULTS)
+QWEN3_5_MOE_TEXT = replace(QWEN3_5_TEXT, name="qwen3_5_moe_text", defaults=DEFAULTS | MOE_DEFAULTS, architecture=MOE)
 QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, name="qwen3_5_moe", nested=Nested("text_config", "qwen3_5_moe_text"))
-QWEN3_NEXT = replace(QWEN3_5_TEXT, name="qwen3_next", defaults=DEFAULTS | NEXT_DEFAULTS)
+QWEN3_NEXT = replace(QWEN3_5_TEXT, name="qwen3_next", defaults=DEFAULTS | NEXT_DEFAULTS, architecture=NEXT)

@@ -142,11 +142,11 @@ def new_hybrid_config(options: Any, minimum: int) -> dict:
 
 def new_config(options: Any) -> dict:
     """See `Family.from_options`."""
-    return dict(architectures=["ZambaForCausalLM"], **new_hybrid_config(options, 2))
+    return new_hybrid_config(options, 2)
 
 
 ZAMBA = Family(
     "zamba", read, DEFAULTS,
     NAMES | dict(use_bias="mamba_proj_bias", use_conv_bias="mamba_conv_bias", time_step_rank="mamba_dt_rank"),
-    from_options=new_config, shares_blocks=True, pattern=PATTERN,
+    from_options=new_config, shares_blocks=True, pattern=PATTERN, architecture="ZambaForCausalLM",
 )  # fmt: skip

@@ -35,6 +35,11 @@ def read(fields: FieldReader) -> Stack:
     """See `Family`."""
     inner, heads = channels(fields), fields.positive("num_heads")
     divides(inner, heads, "channels", "mamba heads")
+    if "n_mamba_heads" not in fields.raw and fields["head_dim"] not in (None, inner // heads):
+        raise ValueError(
+            f"config.json has an old layout of Zamba2, mamba_headdim={fields['head_dim']!r} without n_mamba_heads, which "
+            "transformers does not read either"
+        )
     fields.check_derived("head_dim", inner // heads, "mamba_expand * hidden_size / n_mamba_heads")
     limit = (fields.number("time_step_min"), math.inf)
     mixer = mamba2_spec(fields, heads, inner // heads, dt_limit=limit, norm_eps=GATED_NORM_EPS)
@@ -65,12 +70,11 @@ def read(fields: FieldReader) -> Stack:
 def new_config(options: Any) -> dict:
     """See `Family.from_options`."""
     sizes = dict(mamba_ngroups=options.mamba_num_groups, num_mem_blocks=options.shared_blocks, use_mem_rope=True)
-    sizes |= dict(adapter_rank=options.adapter_rank, architectures=["Zamba2ForCausalLM"])
-    return new_hybrid_config(options, 1) | sizes
+    return new_hybrid_config(options, 1) | sizes | dict(adapter_rank=options.adapter_rank)
 
 
 ZAMBA2 = Family(
     "zamba2", read, DEFAULTS,
     NAMES | dict(use_bias="add_bias_linear", n_groups="mamba_ngroups", head_dim="mamba_headdim"),
-    from_options=new_config, shares_blocks=True, pattern=PATTERN,
+    from_options=new_config, shares_blocks=True, pattern=PATTERN, architecture="Zamba2ForCausalLM",
 )  # fmt: skip

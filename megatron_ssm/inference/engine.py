@@ -9,6 +9,7 @@ is added, so that a difference is an error on every rank.
 """
 
 import operator
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from .prompt_reader import PromptReader, snapshot_interval
 from .request import Request
 from .request_tokenizer import RequestTokenizer
 from .sampling import Sampling, choose_tokens, log_probabilities
-from .slot import Slot
+from .slot import Slot, by_adapter
 from .speculation import SpeculativeDecoder, check_draft
 from .thinking import Thinking, ThinkingFollower
 
@@ -52,6 +53,8 @@ class Engine:
             request in a step. 0 disables it, unless there is a draft, which then proposes up to 7.
         draft: A small model, split over the same ranks, that proposes tokens. By default the model's draft head if it was
             loaded, else prompt lookup. It reads prompts under the same limits as the model.
+        adapters: {name: model with LoRA adapters} from `with_lora(model, ...)`, for requests that name one. A step calls the
+            model of each adapter separately, for all of its requests at once.
 
     Raises:
         ValueError: An option is out of range.
@@ -68,6 +71,7 @@ class Engine:
         token_budget: int | None = None,
         speculate: int = 0,
         draft: LanguageModel | None = None,
+        adapters: Mapping[str, LanguageModel] | None = None,
     ):
         self._options: dict[str, Any] = dict(
             slots=slots, max_length=max_length, chunk=chunk, block=block, prefix_bytes=prefix_bytes,
@@ -75,6 +79,8 @@ class Engine:
         )  # fmt: skip
         _check_options(self._options)
         check_draft(model, speculate, draft)
+        self._models = {"": model, **(adapters or {})}
+        self._options["adapters"] = sorted(self._models)
         if draft is not None:
             self._options["draft"] = f"{draft.config.num_layers} layers of {draft.config.hidden_size}"
         if not speculate and (draft is not None or model.draft_head is not None):
@@ -84,7 +90,7 @@ class Engine:
         self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft, chunk)
         self.prefix_cache = PrefixCache(prefix_bytes)
         block = block or snapshot_interval(self.cache.state_bytes, prefix_bytes)
-        self._prompts = PromptReader(model, self.cache, self.prefix_cache, chunk, block)
+        self._prompts = PromptReader(self.cache, self.prefix_cache, chunk, block)
         self._waiting: deque[Request] = deque()
         self._slots: dict[int, Slot] = {}
         self._requests_added = 0
@@ -173,6 +179,7 @@ class Engine:
         matcher: GrammarMatcher | None = None,
         thinking: Thinking | None = None,
         pooling: str | None = None,
+        adapter: str = "",
     ) -> Request:
         """Make a request without queueing it, and reserve space for it in the cache. Sends nothing.
 
@@ -188,6 +195,7 @@ class Engine:
             matcher: A new matcher of the grammar, which is then not compiled here.
             thinking: The reasoning before the answer, and its budget.
             pooling: "last" or "mean": compute the embedding of the prompt in place of new tokens (see `Request`).
+            adapter: The name of one of the engine's adapters; "": the model itself.
 
         Raises:
             ValueError, FileNotFoundError: This engine cannot serve the request.
@@ -199,7 +207,7 @@ class Engine:
         request = Request(
             ids, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens,
             biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher, thinking,
-            pooling,
+            pooling, adapter,
         )  # fmt: skip
         self._check(request)
         if self.max_length is None:
@@ -209,6 +217,8 @@ class Engine:
     def _check(self, request: Request) -> None:
         """ValueError or FileNotFoundError if this engine cannot serve the request."""
         vocabulary, prompt, strings = self.model.config.vocab_size, request.prompt, request.stop_strings
+        if request.adapter not in self._models:
+            raise ValueError(f"unknown adapter {request.adapter!r}: expected one of {sorted(self._models)}")
         thinking_end_ids = () if request.thinking is None else request.thinking.end_ids
         for name, ids in (
             ("token id", (*prompt, *thinking_end_ids)),
@@ -298,33 +308,42 @@ class Engine:
         """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
 
         Returns the requests that got a token (`tokens[-1]`; see `finished`), several with speculative decoding, or their
-        embedding, the oldest first; [] if no request is left. It calls the model once for all decoding requests, and once
-        for each length among the chunks of prompts. Then it chooses tokens, once for each set of equal sampling options, and
-        again while requests accept proposals. Sends the messages of these calls.
+        embedding, the oldest first; [] if no request is left. It calls the model, or that of each adapter, once for its
+        decoding requests, and once for each length among the chunks of its prompts. Then it chooses tokens, once for each
+        set of equal sampling options, and again while requests accept proposals. Sends the messages of these calls.
         """
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
         self._admit()
         reading = [slot for slot in self._slots.values() if slot.is_reading]
-        budget = self._token_budget
-        tokens = self._decoder.decode(decoding, None if budget is None else budget - len(reading))
-        self._prompts.read(reading, None if budget is None else budget - tokens)
-        ready = sorted((s for s in self._slots.values() if s.logits is not None), key=lambda slot: slot.request.id)
+        advanced: list[Request] = []
+        spare = (self._token_budget or sys.maxsize) - len(decoding) - len(reading)  # beyond one token of each request
+        for slots in by_adapter(decoding):
+            if self._decoder.is_pending:  # the cache holds the proposed tokens of one call at a time
+                advanced += self._choose()
+            spare -= self._decoder.decode(slots, len(slots) + spare) - len(slots)
+        self._prompts.read(reading, len(reading) + spare)
         pooled = [slot for slot in reading if slot.request.pooling is not None and not slot.is_reading]
         for slot in pooled:
             slot.finish_pooling()
             del self._slots[slot.row]
-        advanced = sorted((slot.request for slot in (*pooled, *ready)), key=lambda request: request.id)
+        advanced += [slot.request for slot in pooled] + self._choose()
+        return sorted(advanced, key=lambda request: request.id)
+
+    def _choose(self) -> list[Request]:
+        """Choose the tokens of all slots with logits, and accept or reject proposals; returns the requests of the slots."""
+        slots = ready = sorted((s for s in self._slots.values() if s.logits is not None), key=lambda s: s.request.id)
         while ready:
             self._choose_tokens(ready)
             ready = [slot for slot in ready if slot.logits is not None]
         self._decoder.accept()
-        return advanced
+        return [slot.request for slot in slots]
 
     def _admit(self) -> None:
         """Put waiting requests into free slots, in their order."""
         free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
         for row in free[: len(self._waiting)]:
-            self._slots[row] = slot = Slot.of(row, self._waiting.popleft(), self.model, self.tokenizer)
+            request = self._waiting.popleft()
+            self._slots[row] = slot = Slot.of(row, request, self._models[request.adapter], self.tokenizer)
             self._prompts.begin(slot)
 
     def _choose_tokens(self, slots: Sequence[Slot]) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from megatron_ssm.operators.cache import Cache, Snapshot
 
-from .language_model import LanguageModel
 from .prefix_cache import PrefixCache
 from .sampling import log_probabilities
 from .slot import Slot, run_model
@@ -25,8 +24,8 @@ class PromptReader:
     With a prefix cache, it takes snapshots after every `block` tokens and at the end of a prompt.
     """
 
-    def __init__(self, model: LanguageModel, cache: Cache, prefix_cache: PrefixCache, chunk: int | None, block: int):
-        self.model, self.cache, self.prefix_cache = model, cache, prefix_cache
+    def __init__(self, cache: Cache, prefix_cache: PrefixCache, chunk: int | None, block: int):
+        self.cache, self.prefix_cache = cache, prefix_cache
         self.chunk, self.block = chunk, block
         self.tokens_read = 0  # the number of tokens read in all prompts
 
@@ -42,29 +41,29 @@ class PromptReader:
         if request.with_prompt_logprobs:
             request.prompt_logprobs.append(None)
         elif request.pooling is None:
-            entry = self.prefix_cache.longest(request.prompt, request.prefix_key)
+            entry = self.prefix_cache.longest(request.prompt, request.cache_key)
         if entry is not None:
             snapshot, logits = entry
             self.cache.restore(slot.row, snapshot)
             slot.tokens_read = request.reused = snapshot.length
             slot.snapshot, slot.logits = (snapshot, None) if slot.is_reading else (None, logits)
 
-    def read(self, slots: Iterable[Slot], budget: int | None) -> None:
+    def read(self, slots: Iterable[Slot], budget: int) -> None:
         """Read the next tokens of each prompt; slots whose prompt is then complete have logits or an embedding.
 
-        It calls the model once for all chunks of the same length, separately for log-probabilities and embeddings. budget:
-        the most tokens of all prompts together, at least one per slot (None: any number); see `fair_shares`.
+        It calls the model once for all chunks of the same length, separately for each adapter, for log-probabilities and for
+        embeddings. budget: the most tokens of all prompts together, at least one per slot; see `fair_shares`.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
         unread = {slot: len(slot.request.prompt) - slot.tokens_read for slot in slots}
         budgets = fair_shares({slot: min(self.chunk or n, n) for slot, n in unread.items()}, budget)
         while budgets:
-            groups: dict[tuple[int, bool, bool], list[Slot]] = {}
+            groups: dict[tuple[int, bool, bool, str], list[Slot]] = {}
             for slot, left in budgets.items():
-                request = slot.request
-                kind = self._chunk_length(slot, left), request.with_prompt_logprobs, request.pooling is not None
+                request, length = slot.request, self._chunk_length(slot, left)
+                kind = length, request.with_prompt_logprobs, request.pooling is not None, request.adapter
                 groups.setdefault(kind, []).append(slot)
-            for (length, with_logprobs, is_pooled), group in groups.items():
+            for (length, with_logprobs, is_pooled, _), group in groups.items():
                 read = self._read_hidden if is_pooled else self._read_with_logprobs if with_logprobs else self._read
                 read(group, length)
                 for slot in group:
@@ -79,13 +78,13 @@ class PromptReader:
 
     def _read(self, slots: Sequence[Slot], length: int) -> None:
         """Read the next `length` tokens of each prompt."""
-        run_model(self.model, self.cache, slots, [slot.next_of_prompt(length) for slot in slots], prompt=True)
+        run_model(self.cache, slots, [slot.next_of_prompt(length) for slot in slots], prompt=True)
 
     def _read_with_logprobs(self, slots: Sequence[Slot], length: int) -> None:
         """`_read`, and add the log-probabilities of the tokens that follow the tokens read."""
-        rows = self.cache.select(slot.row for slot in slots)
-        ids = torch.tensor([slot.next_of_prompt(length) for slot in slots], device=self.model.device)
-        logits = self.model.local_logits(ids, None, rows, prompt=True)  # (batch, length, width)
+        model, rows = slots[0].model, self.cache.select(slot.row for slot in slots)
+        ids = torch.tensor([slot.next_of_prompt(length) for slot in slots], device=model.device)
+        logits = model.local_logits(ids, None, rows, prompt=True)  # (batch, length, width)
         for slot, local in zip(slots, logits, strict=True):
             request, slot.logits = slot.request, local[-1]
             targets = torch.tensor(
@@ -93,14 +92,14 @@ class PromptReader:
             )
             if len(targets):
                 request.prompt_logprobs += log_probabilities(
-                    local[: len(targets)], targets, request.num_logprobs or 0, self.model.ranks
+                    local[: len(targets)], targets, request.num_logprobs or 0, model.ranks
                 )
 
     def _read_hidden(self, slots: Sequence[Slot], length: int) -> None:
         """`_read` for embeddings, which need the hidden states in place of the logits."""
-        rows = self.cache.select(slot.row for slot in slots)
-        ids = torch.tensor([slot.next_of_prompt(length) for slot in slots], device=self.model.device)
-        for slot, hidden in zip(slots, self.model.hidden_states(ids, rows), strict=True):
+        model, rows = slots[0].model, self.cache.select(slot.row for slot in slots)
+        ids = torch.tensor([slot.next_of_prompt(length) for slot in slots], device=model.device)
+        for slot, hidden in zip(slots, model.hidden_states(ids, rows), strict=True):
             slot.pool(hidden)
 
     def _finish_chunk(self, slot: Slot, length: int) -> None:
@@ -119,12 +118,12 @@ class PromptReader:
     def _snapshot(self, slot: Slot) -> Snapshot | None:
         """The prefix cache's snapshot of the tokens read, taken now if it is missing; None if it is too large."""
         prefix = slot.request.prompt[: slot.tokens_read]
-        snapshot = self.prefix_cache.get(prefix, slot.request.prefix_key)
+        snapshot = self.prefix_cache.get(prefix, slot.request.cache_key)
         if snapshot is not None:
             return snapshot
         assert slot.logits is not None, "a chunk has just been read"
         snapshot = self.cache.snapshot(slot.row, slot.snapshot)
-        is_kept = self.prefix_cache.add(prefix, snapshot, slot.logits.clone(), slot.request.prefix_key)
+        is_kept = self.prefix_cache.add(prefix, snapshot, slot.logits.clone(), slot.request.cache_key)
         return snapshot if is_kept else None
 
 

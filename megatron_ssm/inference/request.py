@@ -33,6 +33,7 @@ class Request:
         thinking: The reasoning before the answer, or None.
         pooling: "last" or "mean" if the request ends with its prompt, and `embedding` becomes the last hidden state, or the
             mean of all, as a unit vector. None: it gets tokens.
+        adapter: The name of one of the engine's adapters; "": the model itself.
         embedding: The embedding of the prompt; [] before it is read, and without pooling.
     """
 
@@ -51,6 +52,7 @@ class Request:
     matcher: GrammarMatcher | None = field(default=None, repr=False)
     thinking: Thinking | None = None
     pooling: str | None = None
+    adapter: str = ""
     id: int = -1
     tokens: list[int] = field(default_factory=list)
     finished: str | None = None
@@ -112,8 +114,14 @@ class Request:
             grammar=self.grammar,
             thinking=self.thinking,
             pooling=self.pooling,
+            adapter=self.adapter,
             prefix_key=hashlib.sha256(self.prefix_key.encode()).hexdigest()[:16] if self.prefix_key else None,
         )
+
+    @property
+    def cache_key(self) -> str:
+        """The key of its prefixes in the prefix cache: only requests with the same adapter and prefix_key share them."""
+        return repr((self.adapter, self.prefix_key))
 
     @property
     def max_cached_tokens(self) -> int:

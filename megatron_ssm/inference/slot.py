@@ -23,6 +23,7 @@ class Slot:
     Attributes:
         row: The row of the cache.
         request: The request.
+        model: The model with the request's adapter.
         vocabulary: The ids in this rank's slice of the vocabulary.
         generator: The generator of sampled tokens, or None with greedy search.
         text: The stream that finds stop strings, or None.
@@ -39,6 +40,7 @@ class Slot:
 
     row: int
     request: Request
+    model: LanguageModel
     vocabulary: range
     generator: torch.Generator | None = None
     text: TextStream | None = None
@@ -65,7 +67,7 @@ class Slot:
     @classmethod
     def of(cls, row: int, request: Request, model: LanguageModel, tokenizer: RequestTokenizer) -> "Slot":
         """A slot for a request whose prompt has not been read."""
-        slot = cls(row, request, range(model.embeddings.start, model.embeddings.stop), matcher=request.matcher)
+        slot = cls(row, request, model, range(model.embeddings.start, model.embeddings.stop), matcher=request.matcher)
         if request.sampling.temperature:
             assert request.seed is not None, "a queued request has a seed"
             slot.generator = torch.Generator().manual_seed(request.seed)
@@ -177,15 +179,21 @@ class Slot:
         return torch.tensor(local, dtype=torch.int64)
 
 
-def run_model(
-    model: LanguageModel, cache: Cache, slots: Sequence[Slot], ids: Sequence[Sequence[int]], prompt: bool
-) -> None:
-    """Read a row of `ids` (slots, n) for each slot, and store the last logits in the slots. One call of the model.
+def by_adapter(slots: Iterable[Slot]) -> list[list[Slot]]:
+    """The slots of each adapter, in the order of their first ones. A call of a model reads for the slots of one adapter."""
+    groups: dict[str, list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault(slot.request.adapter, []).append(slot)
+    return list(groups.values())
+
+
+def run_model(cache: Cache, slots: Sequence[Slot], ids: Sequence[Sequence[int]], prompt: bool) -> None:
+    """Read a row of `ids` (slots, n) for each slot, and store the last logits in the slots. One call of their model.
 
     prompt: the tokens are parts of prompts (see `LanguageModel.next_logits`).
     """
     if slots:
-        rows = cache.select(slot.row for slot in slots)
+        model, rows = slots[0].model, cache.select(slot.row for slot in slots)
         local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt)
         for slot, logits in zip(slots, local, strict=True):
             slot.logits = logits

@@ -146,7 +146,7 @@ class SpeculativeDecoder:
     All decisions depend only on tokens and on times that are the same on all ranks, so all ranks decide alike.
 
     Args:
-        model, cache: The model and the cache of the engine.
+        model, cache: The model without adapters, whose draft head proposes tokens for all requests, and the engine's cache.
         longest: The largest number of proposals for a request in one call; 0 disables speculation.
         draft: A model with the same vocabulary and ranks that proposes tokens. None: the model's draft head if it has one,
             else prompt lookup.
@@ -170,6 +170,11 @@ class SpeculativeDecoder:
         """The bytes that this rank has sent for the draft model."""
         return self._draft.model.ranks.counter.sent if isinstance(self._draft, Draft) else 0
 
+    @property
+    def is_pending(self) -> bool:
+        """True if the cache has tokens that `accept` has not confirmed yet."""
+        return self._call is not None
+
     @cached_property
     def _times(self) -> tuple[float, ...]:
         """The relative times of calls that read CALL_LENGTHS tokens. All ranks use it for the first time in the same
@@ -184,16 +189,17 @@ class SpeculativeDecoder:
         used = next((field.used for field in config.fields() if field.by_expert), 1.0)
         return expert_elements(config) / matrix_elements(config), used
 
-    def decode(self, slots: Iterable[Slot], max_tokens: int | None) -> int:
-        """Call the model once for all slots, which then have logits; returns the number of tokens that it read.
+    def decode(self, slots: Iterable[Slot], max_tokens: int) -> int:
+        """Call the model once for slots of one adapter, which then have logits; returns the number of tokens that it read.
 
-        `accept` must follow once the requests have chosen their tokens. max_tokens: the most tokens to read (None: any
-        number); it reads at least one per slot. Sends the messages of the call and of the draft model.
+        `accept` must follow once the requests have chosen their tokens, and before another `decode` if there `is_pending`.
+        max_tokens: the most tokens to read; it reads at least one per slot. Sends the messages of the call and of the draft
+        model.
         """
         slots = sorted(slots, key=lambda slot: slot.row)
         proposals = self._propose(slots, max_tokens) if self._longest and slots else []
         if not any(proposals):
-            run_model(self._model, self._cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
+            run_model(self._cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
             return len(slots)
         most = max(map(len, proposals))
         ids = [
@@ -201,7 +207,7 @@ class SpeculativeDecoder:
             for slot, tokens in zip(slots, proposals, strict=True)
         ]
         rows = self._cache.select(slot.row for slot in slots)
-        local = self._model.speculative_logits(torch.tensor(ids, device=self._model.device), rows)
+        local = slots[0].model.speculative_logits(torch.tensor(ids, device=self._model.device), rows)
         self._call = _Call(rows, slots, [len(slot.request.tokens) for slot in slots], list(map(len, proposals)))
         for slot, tokens, logits in zip(slots, proposals, local, strict=True):
             slot.logits, slot.proposed = logits[0], list(zip(tokens, logits[1 : len(tokens) + 1], strict=True))
@@ -221,10 +227,10 @@ class SpeculativeDecoder:
             is_finished = slot.request.finished is not None  # it stopped by itself, so no proposal was rejected
             self._history(slot).learn(count - 1 if is_finished else proposed, count - 1)
 
-    def _propose(self, slots: Sequence[Slot], max_tokens: int | None) -> list[list[int]]:
+    def _propose(self, slots: Sequence[Slot], max_tokens: int) -> list[list[int]]:
         """The proposals for each slot; all are [] if proposing is not expected to be faster."""
         most_tokens = CALL_LENGTHS[len(self._times) - 1]
-        most = min(most_tokens, most_tokens if max_tokens is None else max_tokens) // len(slots) - 1
+        most = min(most_tokens, max_tokens) // len(slots) - 1
         histories = [self._history(slot) for slot in slots]
         limits = [max(0, min(self._longest, most, slot.request.left - 1)) for slot in slots]
         if self._draft is not None:
@@ -239,7 +245,7 @@ class SpeculativeDecoder:
         return proposals
 
     def _propose_by_draft(
-        self, draft: "Draft | DraftByHead", slots: Sequence[Slot], limits: Sequence[int], max_tokens: int | None
+        self, draft: "Draft | DraftByHead", slots: Sequence[Slot], limits: Sequence[int], max_tokens: int
     ) -> tuple[int, list[list[int]]]:
         """(number of proposals, the draft's proposals for each slot; [] for requests that the draft has not read yet).
 

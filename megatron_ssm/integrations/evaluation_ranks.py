@@ -138,7 +138,7 @@ class EvaluatedModel:
                 process.wait()
         if self._others:
             self._others = []
-            shut_down()
+            shut_down(wait=False)
 
 
 # Arguments of an evaluator
@@ -197,7 +197,7 @@ def _serve(store: str, directory: str, options: str) -> None:
                 JOBS[arguments.pop("job")](model, **arguments)
             except ValueError:
                 continue  # rank 0 reports the same error
-    shut_down()
+    shut_down(wait=False)
 
 
 if __name__ == "__main__":

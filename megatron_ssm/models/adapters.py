@@ -1,5 +1,6 @@
 """LoRA adapters of a model: adding them, their initial values, and merging them into the weights."""
 
+import copy
 import logging
 import math
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from megatron_ssm.operators.low_rank import Adapters, LowRank
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.stack.fields import Field
 from megatron_ssm.stack.stack import Stack
+from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .initialization import draw, field_generator
 from .lora import Lora, Target, find_modules, lora_fields, lora_targets
@@ -24,8 +26,8 @@ def add_lora(model: Model, rank: int, alpha: float, targets: Iterable[str], seed
     """Add LoRA adapters to a model in place, and freeze all other parameters.
 
     As in PEFT, A is drawn uniformly in +-1/sqrt(inputs), with the same values on any number of ranks, and B is zero, so the
-    outputs of the model do not change. All ranks use the same arguments. Sends nothing. The first rank logs a warning if
-    PEFT does not load such adapters.
+    outputs of the model do not change; both are at least float32. All ranks use the same arguments. Sends nothing. The first
+    rank logs a warning if PEFT does not load such adapters.
 
     Args:
         model: The model.
@@ -90,13 +92,24 @@ def _low_rank(target: Target, lora: Lora, model: Model) -> LowRank:
         shared = dict(shared=[target.part_name(field) for field in repeated], pieces=repeated[0].units)
     inputs = down.local_shape(ranks.rank, ranks.size)[1]
     split = target.weights[0].split
-    return LowRank(split, lora.rank, inputs, rows, lora.scale, ranks, model.dtype, model.device, **shared)
+    dtype = at_least_fp32(model.dtype)
+    return LowRank(split, lora.rank, inputs, rows, lora.scale, ranks, dtype, model.device, **shared)
 
 
 def adapter_parameters(model: Model) -> list[tuple[Field, torch.nn.Parameter]]:
     """(field, parameter) of A and B of every adapter, in the order of `lora_fields`; [] without adapters."""
     parameters = dict(model.named_parameters())
     return [(field, parameters[field.name]) for field in lora_fields(model.config, model.lora)]
+
+
+def share_parameters(model: Model) -> Model:
+    """A model with the same parameters, ranks and draft head, but modules, tapes and CUDA graphs of its own.
+
+    Adapters that are added to it are not added to `model`, though they freeze the parameters of both. Both can continue the
+    rows of one cache. Close it before `model`. Sends nothing.
+    """
+    shared = (model.config, model.draft_head, *model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(each): each for each in shared})
 
 
 @torch.no_grad()

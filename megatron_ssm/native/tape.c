@@ -93,6 +93,7 @@ INLINE void add_row(const void *x, const void *z, void *y, ptrdiff_t size, float
 CLONES static void add_any(const void *x, const void *z, void *y, ptrdiff_t size, float factor, int x_type, int z_type) {
   if (x_type == FLOAT32 && z_type == FLOAT32) add_row(x, z, y, size, factor, FLOAT32, FLOAT32);
   else if (x_type == FLOAT32) add_row(x, z, y, size, factor, FLOAT32, BFLOAT16);
+  else if (z_type == FLOAT32) add_row(x, z, y, size, factor, BFLOAT16, FLOAT32);
   else add_row(x, z, y, size, factor, BFLOAT16, BFLOAT16);
 }
 

@@ -10,7 +10,8 @@ and every rank has all of the other.
 | replicated | replicated | replicated | none |
 
 The product is added before a row-parallel layer's all-reduce, and reads the input of a column-parallel layer after its
-communication, so no activations are sent for it.
+communication, so no activations are sent for it. As in PEFT, the factors are at least float32 over a bfloat16 model: the
+product is computed in their dtype, and the sum is rounded once.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), section 4.1.
 """
 
@@ -56,6 +57,8 @@ class PartsProduct:
 class LowRank(TrackedModule):
     """scale * (x A^T) B^T: x (..., this rank's inputs) -> (..., this rank's rows), a summand if the layer's output is one.
 
+    x is converted to the dtype of the factors, which is also that of the result.
+
     Forward sends nothing. Backward all-reduces the gradient of A (split=0) or of B (split=1).
 
     Args:
@@ -89,7 +92,7 @@ class LowRank(TrackedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., this rank's inputs) -> (..., this rank's rows of all fields)."""
-        low = linear(x, self._whole(self.down, is_split=self.split == 1))
+        low = linear(x.to(self.down.dtype), self._whole(self.down, is_split=self.split == 1))
         return self.scale * linear(low, self._whole(self.up(), is_split=self.split == 0))
 
     def _whole(self, parameter: torch.Tensor, is_split: bool) -> torch.Tensor:

@@ -195,11 +195,12 @@ def add_parts(tape: Builder, y: Buffer, x: Buffer, parts: PartsProduct | None) -
 
 
 def add_low_rank(tape: Builder, y: Buffer, x: Buffer, down: torch.Tensor, up: torch.Tensor, scale: float = 1.0) -> None:
-    """y += scale * (x down^T) up^T on a tape."""
-    low = tape.matmul(x, down)
+    """y += scale * (x down^T) up^T on a tape, with the product in the factors' dtype (see `operators.low_rank`)."""
+    wide = x if x.dtype is down.dtype else tape.converted(x, down.dtype)
+    low = tape.matmul(wide, down)
     product = tape.matmul(low, up)
     tape.add(y, product, scale, into=True)
-    tape.release(low, product)
+    tape.release(low, product, *(() if wide is x else (wide,)))
 
 
 def as_input(x: torch.Tensor, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:

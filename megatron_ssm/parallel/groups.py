@@ -4,6 +4,7 @@ Only this module, `megatron_ddp` and modules of `integrations` import megatron.c
 takes seconds.
 """
 
+import contextlib
 import datetime
 import os
 import sys
@@ -292,9 +293,16 @@ def _check_parallel_state(parallel_state, tensor: int, context: int, expert: int
             raise ValueError(f"Megatron's parallel_state already has {size} {name}-parallel ranks, not {expected}")
 
 
-def shut_down() -> None:
-    """Destroy Megatron's parallel_state and torch.distributed's groups, if they exist."""
+def shut_down(wait: bool = True) -> None:
+    """Destroy Megatron's parallel_state and torch.distributed's groups, if they exist.
+
+    The ranks wait for each other before, unless an exception ends this one, because gloo may abort a rank whose peers have
+    destroyed their groups. wait: False if other ranks may be busy or gone.
+    """
     if dist.is_initialized():
+        if wait and sys.exc_info()[0] is None:
+            with contextlib.suppress(RuntimeError):  # of a peer that has ended
+                dist.barrier()
         if "megatron.core.parallel_state" in sys.modules:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
         dist.destroy_process_group()

@@ -36,8 +36,8 @@ def bias_of(layer: nn.Module) -> torch.Tensor | None:
 
 
 def with_adapter(y: torch.Tensor, adapter: Product | None, x: torch.Tensor) -> torch.Tensor:
-    """y + adapter(x), or y if there is no adapter."""
-    return y if adapter is None else y + adapter(x)
+    """y + adapter(x), added in the wider dtype and rounded once to that of y; or y if there is no adapter."""
+    return y if adapter is None else (y + adapter(x)).to(y.dtype)
 
 
 class _Pack(torch.autograd.Function):
@@ -139,9 +139,10 @@ class Packed(TrackedModule):
         return self
 
     def __setstate__(self, state: dict) -> None:
-        """Pack the parameters again after a deep copy, in which each one has its own memory."""
+        """Pack the parameters again after a deep copy, in which each one has its own memory unless it is shared."""
         super().__setstate__(state)
-        self._pack()
+        if not self.is_packed:
+            self._pack()
 
     def _pack(self) -> None:
         """Move the parameters into one tensor again."""

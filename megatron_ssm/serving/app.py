@@ -54,14 +54,18 @@ def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics
 
     async def models(request: Request) -> Response:
         keys.owner(request.headers.get("authorization"))
-        card = ModelCard(
-            id=served.name, object="model", created=0, owned_by="megatron-ssm", max_model_len=served.max_length,
+        shared: dict[str, Any] = dict(
+            object="model", created=0, owned_by="megatron-ssm", max_model_len=served.max_length,
             has_chat_template=served.template.path is not None,
         )  # fmt: skip
+        cards = {
+            name: ModelCard(id=name, root=root, parent=served.name if name in served.adapters else None, **shared)
+            for name, root in served.roots.items()
+        }
         if "model" not in request.path_params:
-            return _json(ModelList(object="list", data=[card]))
-        served.check_name(request.path_params["model"])
-        return _json(card)
+            return _json(ModelList(object="list", data=list(cards.values())))
+        name = request.path_params["model"]
+        return _json(cards[served.adapter_of(name) or served.name])
 
     get = {"/": page, "/health": health, "/ready": ready, "/metrics": metrics_text, "/openapi.json": openapi,
            "/v1/models": models, "/v1/models/{model:path}": models}  # fmt: skip

@@ -20,6 +20,7 @@ from megatron_ssm.api.chat_template import ChatTemplate
 from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.tool_calls import PARSERS, detect_parser
 from megatron_ssm.checkpoints.hf import dtype_of, load
+from megatron_ssm.checkpoints.peft import check_lora, with_lora
 from megatron_ssm.diagnostics.doctor import start_line
 from megatron_ssm.families import read_for_ranks
 from megatron_ssm.inference.engine import Engine
@@ -104,7 +105,8 @@ def run_engine(
         is_local = arguments.rendezvous is not None  # by run_local_ranks
         with watched(arguments.lost_rank_timeout, is_local) as watch, ExitStack() as stack:
             model, *drafts = map(stack.enter_context, models)
-            engine = together(lambda: _engine(arguments, model, drafts, inputs.engine), [group], device=place)
+            adapters = {name: stack.enter_context(with_lora(model, where)) for name, where in arguments.lora.items()}
+            engine = together(lambda: _engine(arguments, model, drafts, adapters, inputs.engine), [group], device=place)
             channel = Channel(model.ranks if groups.expert is None else Ranks.of(group, share=None))
             if rank:
                 _leave_signals_to_rank_0()
@@ -117,10 +119,12 @@ def run_engine(
         shut_down()
 
 
-def _engine(arguments: Namespace, model: Model, drafts: Sequence[Model], options: dict[str, Any]) -> Engine:
+def _engine(
+    arguments: Namespace, model: Model, drafts: Sequence[Model], adapters: dict[str, Model], options: dict[str, Any]
+) -> Engine:
     """The engine; ValueError if there is no memory for its caches."""
     try:
-        return Engine(model, **options, draft=drafts[0] if drafts else None)
+        return Engine(model, **options, draft=drafts[0] if drafts else None, adapters=adapters)
     except (MemoryError, RuntimeError) as error:
         if not is_lack_of_memory(error):
             raise
@@ -154,6 +158,8 @@ class ModelInputs:
         directory = Path(arguments.model)
         config = read_for_ranks(arguments.model, ranks, arguments.ep)
         served = _served(arguments, directory, config, ranks)
+        for adapters in arguments.lora.values():
+            check_lora(config, adapters)
         draft = None if arguments.draft is None else _draft(arguments.draft, ranks, config, served.tokenizer)
         checksum = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         engine = dict(
@@ -201,11 +207,15 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
         arguments.ep,
         software_version(),
     )
+    name = arguments.served_model_name or directory.resolve().name
+    adapters = {adapter: Path(where).resolve().name for adapter, where in arguments.lora.items()}
+    if name in adapters:
+        raise ValueError(f"--lora {name}={arguments.lora[name]}: the model itself has this name; choose another one")
     fingerprint = f"fp_{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
     return ServedModel(
-        arguments.served_model_name or directory.resolve().name, tokenizer, config.vocab_size,
+        name, tokenizer, config.vocab_size,
         stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
-        parser, config.hidden_size, sampling_defaults(directory),
+        parser, config.hidden_size, sampling_defaults(directory), directory.resolve().name, adapters,
     )  # fmt: skip
 
 

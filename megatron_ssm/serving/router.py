@@ -197,11 +197,11 @@ def _request(scope: Scope, body: bytes) -> h11.Request:
 
 
 def prefix_of(owner: str, body: bytes) -> bytes:
-    """Return a digest of the owner and the beginning of the prompt in a body; b"" if there is none."""
+    """Return a digest of the owner, the model and the beginning of the prompt in a body; b"" if there is no prompt."""
     try:
         fields = json.loads(body)
         prompts = [fields[name] for name in PROMPTS if name in fields] if isinstance(fields, dict) else []
-        beginning = json.dumps(prompts)[:PREFIX_LENGTH]
+        beginning = f"{fields.get('model')}\n{json.dumps(prompts)[:PREFIX_LENGTH]}" if prompts else ""
     except (ValueError, RecursionError):
         return b""
     return hashlib.sha256(f"{owner}\n{beginning}".encode()).digest() if prompts else b""

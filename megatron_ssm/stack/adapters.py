@@ -10,4 +10,4 @@ def adapters_in(directory: Path) -> str:
         base = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return f"; {directory} holds LoRA adapters of the model {base}"
+    return f"; {directory} holds LoRA adapters of the model {base}: give that model, and --lora {directory}"

@@ -42,7 +42,8 @@ IGNORED_FIELDS = frozenset(
     prefix problem_type pruned_heads remove_invalid_values repetition_penalty rescale_prenorm_residual return_dict
     return_dict_in_generate sep_token_id ssm_cfg suppress_tokens task_specific_params temperature tf_legacy_loss
     time_step_init_scheme time_step_scale tokenizer_class top_k top_p torch_dtype torchscript transformers_version
-    typical_p use_associative_scan use_bfloat16 use_cache use_mamba_kernels use_mambapy use_mem_eff_path""".split()
+    typical_p unsloth_fixed unsloth_version use_associative_scan use_bfloat16 use_cache use_mamba_kernels use_mambapy
+    use_mem_eff_path""".split()
 )
 
 
@@ -62,12 +63,11 @@ class Nested:
         inner = raw.get(self.name)
         if not isinstance(inner, Mapping):
             raise ValueError(f"config.json: {self.name}={inner!r} must be an object")
-        outer = {
-            name: raw[name] for name in ("eos_token_id", "dtype", "torch_dtype", "quantization_config") if name in raw
-        }
-        inner = {name: value for name, value in inner.items() if value is not None}
-        tied = raw.get("tie_word_embeddings")  # transformers uses the outer value
-        return {"model_type": self.model_type} | outer | inner | ({} if tied is None else {"tie_word_embeddings": tied})
+        outer = {name: raw[name] for name in ("eos_token_id", "quantization_config") if name in raw}
+        inner = {name: value for name, value in inner.items() if value is not None or name not in outer}
+        names = ("tie_word_embeddings", "dtype", "torch_dtype")  # of which transformers uses the outer value
+        decisive = {name: raw[name] for name in names if raw.get(name) is not None}
+        return {"model_type": self.model_type} | outer | inner | decisive
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Family:
 
     Attributes:
         name: The model_type.
+        architecture: transformers' class of the model, which is written where config.json names none.
         read: A function that makes the stack from the fields; ValueError for a value that is wrong or not implemented.
         defaults: {our name of a field: its default in transformers' configuration class}. None: derived from other fields.
         hf_names: {our name: the name in config.json}, where they differ.
@@ -106,6 +107,7 @@ class Family:
     made_from_pattern: bool = False
     nested: Nested | None = None
     tokenizer_class: str | None = None
+    architecture: str = ""
 
     def sizes_from_options(self, options: Any) -> dict:
         """The family's own fields of a new model's config.json. ValueError without `from_options`."""
@@ -151,7 +153,7 @@ class FieldReader:
     Args:
         family: The family.
         raw: The content of config.json without nulls.
-        nulls: The names of fields that are null, for the few families where null differs from a missing field.
+        nulls: The names of fields that are null, for the few fields where null differs from a missing field.
     """
 
     def __init__(self, family: Family, raw: Mapping[str, Any], nulls: Collection[str] = ()):
@@ -187,7 +189,9 @@ class FieldReader:
         return value
 
     def boolean(self, name: str) -> bool:
-        """True or false."""
+        """True or false. A null is false: transformers refuses it, or takes it as false."""
+        if self.hf_name(name) in self.nulls:
+            return False
         if not isinstance(self[name], bool):
             raise self._error(name, "must be true or false")
         return self[name]

@@ -389,3 +389,8 @@ class Stack:
     def elements(self) -> int:
         """The number of elements of the model's parameters."""
         return sum(math.prod(each.shape) for each in self.fields())
+
+    @property
+    def active_elements(self) -> int:
+        """The number of elements without those of the experts that a token does not choose."""
+        return round(sum(each.used * math.prod(each.shape) for each in self.fields()))

@@ -100,7 +100,7 @@ def _run(
         trainer = make_trainer(model, groups, options, inputs.deepspeed, progress.print_line)
         progress.print_line(kernels_line(model.device, model.dtype, model.ranks.transport, trains=True))
         progress.print_line(f"pretrain: {options.describe()}")
-        for line in ignored_options(options, groups.data_context_ranks):
+        for line in (*ignored_options(options, groups.data_context_ranks), *inputs.unread_samples()):
             progress.print_line(line)
         if tasks := ranks_that_slurm_did_not_start():
             progress.print_line(f"one rank: SLURM_NTASKS is {tasks}, and this process was not started by srun")

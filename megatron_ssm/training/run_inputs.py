@@ -7,6 +7,7 @@ one rank, or differs between ranks, every rank raises the same error.
 import contextlib
 import json
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,12 @@ class RunInputs:
         check_places(options)
         check_trackers(options)
         return cls(options, out, corpus, config, batches, batch_sizes, requirements, checkpoint, deepspeed)
+
+    def unread_samples(self) -> Iterator[str]:
+        """A line about the last samples of --train-samples, if they are fewer than a global batch."""
+        read, size = self.batch_sizes.of_step(self.options.train_iters)
+        if (left := self.options.train_samples - read) > 0:
+            yield f"--train-samples {self.options.train_samples}: the last {left} are left out (global batch {size})"
 
     @property
     def first_step(self) -> int:

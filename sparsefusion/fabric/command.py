@@ -60,6 +60,7 @@ def measure_command(arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         print_limits(fabric, arguments.sizes)
         print(fabric.table())
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -146,6 +147,7 @@ def _measure_in_environment(
     group = dist.new_group(timeout=TIMEOUT)
     calls = {f"all_reduce {setting}": collective_calls(group, ["all_reduce"], device)["all_reduce"]}
     curves = measure(group, calls, sizes, device, mode, seconds=seconds).curves
+    dist.barrier()
     dist.destroy_process_group()
     return curves
 

@@ -165,8 +165,12 @@ class Printer:
         if not self.is_enabled or not text:
             return
         try:
-            sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-            sys.stdout.buffer.flush()
+            encoded = text.encode("utf-8", "replace")
+            if hasattr(sys.stdout, "buffer"):
+                sys.stdout.buffer.write(encoded)
+            else:  # in a notebook, or redirected to a StringIO
+                sys.stdout.write(encoded.decode("utf-8"))
+            sys.stdout.flush()
         except BrokenPipeError:
             self.discard()
         except OSError:

@@ -122,6 +122,11 @@ def hf_model(family, seed=0, dtype=torch.float32, **changes):
         # torch's grouped product takes no float64, and only some sizes
         config = make(**values, experts_implementation="eager")
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return with_random_weights(model, family, seed)
+
+
+def with_random_weights(model, family, seed=0):
+    """A model of `family`, whose weights are drawn."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

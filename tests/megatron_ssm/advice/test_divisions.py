@@ -53,6 +53,7 @@ from megatron_ssm.native import kernels
 from megatron_ssm.sizing.activations import TrainingMemory
 from megatron_ssm.sizing.advise import block_outputs
 from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.stack.reader import QUANTIZATION
 from megatron_ssm.tape.run import BoundCall
 from megatron_ssm.training.options import CONTEXT_SCHEDULES, parse_options
 from sparsefusion import Fabric
@@ -715,11 +716,36 @@ def test_the_rates_of_a_device_from_a_file(files, capsys):
     assert "tflops 0 must be a number from 1e-06 to 1e+12" in capsys.readouterr().err
 
 
+def test_parameters_and_quantized_matrices(files, capsys):
+    """Experts that a token does not choose are not active; a quantized directory needs the memory of its file."""
+    content = dict(model_type="nemotron_h", vocab_size=128, hidden_size=64, layers_block_type=["moe"])
+    content |= dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
+    content |= dict(moe_shared_expert_intermediate_size=64, intermediate_size=64)
+    flags = ["--ranks", "1", "--device", "h100", "--seq-length", "64", "--prompt", "16", "--json"]
+
+    def advice(**more):
+        (files / "config.json").write_text(json.dumps(content | more))
+        assert main([*command_of(files), *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, quantized = advice(), advice(quantization_config=QUANTIZATION["int8"])
+    assert plain["parameters"] - plain["active_parameters"] == 6 * 2 * 64 * 128 and plain["weights"] is None
+    assert quantized["weights"] == "int8" and plain["parameters"] == quantized["parameters"]
+    saved = plain["generation"]["best"]["memory"] - quantized["generation"]["best"]["memory"]
+    config = families.from_dict(content)
+    assert saved == Memory(config, 1, 2).weights - Memory(config, 1, 2, quantized_bits=8).weights > 8 * 2 * 64 * 128 / 2
+
+
 def test_text_measured_on_this_machine(files, capsys):
     flags = ["--device", "measured", "--ranks", "2", "--seq-length", "64", "--prompt", "16"]
     assert main([*command_of(files), *flags]) == 0
     text = capsys.readouterr().out
-    assert "training: TP" in text and "--tensor-model-parallel-size" in text and "  next: TP" in text
+    assert (
+        f"{families.read(files).elements:,} parameters\n" in text
+        and "training: TP" in text
+        and "--tensor-model-parallel-size" in text
+        and "  next: TP" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,26 @@ def test_new_adapters(ranks, tp, case):
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ("mamba", "mamba2-2-groups"))
+def test_factors_over_bfloat16_are_float32(name, case):
+    """As PEFT's: each sum is rounded once, so that a layer's outputs are bitwise equal; also after merging."""
+    case = case(name)
+    model = megatron_ssm.load(case.directory, dtype=torch.bfloat16)
+    megatron_ssm.load_lora(model, case.adapters)
+    assert {p.dtype for n, p in model.named_parameters() if ".lora." in n} == {torch.float32}
+    theirs = type(case.model.get_base_model()).from_pretrained(case.directory, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.setattr(peft.tuners.tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
+        theirs = peft.PeftModel.from_pretrained(theirs, case.adapters).get_base_model()
+        x = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+        ours, weight = model.layers[0].mixer, theirs.backbone.layers[0].mixer.in_proj.base_layer.weight.clone()
+        product = ours.lora["in_proj"].product()
+        out = ours.project(x)
+        torch.testing.assert_close(out, theirs.backbone.layers[0].mixer.in_proj(x), rtol=0, atol=0)
+        megatron_ssm.merge_lora(model)
+        assert torch.equal(ours.in_proj.weight(), (weight + product).bfloat16())
+
+
 @pytest.mark.parametrize("dp", (1, 2))
 @pytest.mark.parametrize(
     "family", sorted({family for family, _, names in CASES.values() if "in_proj" in names.split()})

@@ -106,7 +106,9 @@ def test_in_bfloat16_it_is_the_model_that_is_loaded_in_bfloat16(family, tmp_path
     assert size < 0.6 * whole
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(IDS).logits, megatron_ssm.load(target, dtype=torch.float32)(IDS), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            theirs(IDS).logits, megatron_ssm.load(target, dtype=torch.float32)(IDS), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_what_is_refused(tmp_path):

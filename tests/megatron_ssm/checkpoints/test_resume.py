@@ -8,12 +8,14 @@ import pickle
 import re
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from chosen import by_default
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import tiny
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, rename_to_damaged, rename_to_old
@@ -527,7 +529,10 @@ def call(module, name, argument):
     return b"\x80\x04c%s\n%s\n(V%s\ntR." % (module.encode(), name.encode(), str(argument).encode())
 
 
-@pytest.mark.parametrize("module, name", [("os", "mkdir"), (FILESYSTEM, "os.mkdir"), ("pathlib", "os.mkdir")])
+PATHLIB = "pathlib._local" if sys.version_info[:2] == (3, 13) else "pathlib"
+
+
+@pytest.mark.parametrize("module, name", [("os", "mkdir"), (FILESYSTEM, "os.mkdir"), (PATHLIB, "os.mkdir")])
 def test_metadata_that_calls_something_is_refused_unexecuted(tmp_path, module, name):
     created = tmp_path / "made"
     pickle.loads(call(module, name, created))  # the attack works when it is unpickled
@@ -542,6 +547,39 @@ def test_metadata_may_name_only_record_classes(tmp_path, name):
     """Neither imports nor functions of DCP's module are allowed."""
     (tmp_path / ".metadata").write_bytes(call(FILESYSTEM, name, 1))
     assert refusals(tiny.trainer(options()), [tmp_path])[0].endswith(f"its metadata names {FILESYSTEM}.{name}")
+
+
+def test_metadata_as_python_3_11_2_writes_it(tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle the member of an Enum as getattr(class, name)."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self._name_)))
+        before = tiny.trainer(options())
+        save_after(before, 1, tmp_path)
+    assert b"getattr" in (tmp_path / "step-000001" / ".metadata").read_bytes()
+    after = tiny.trainer(options())
+    assert resume(after, tmp_path) == 1
+    assert torch.equal(tiny.curve(after, 2, start=1), tiny.curve(before, 2, start=1))
+
+
+@pytest.mark.parametrize(
+    "owner, name", [(("torch", "Size"), "count"), ((_MEM_FORMAT_ENCODING.__module__, "_MEM_FORMAT_ENCODING"), "mro")]
+)
+def test_metadata_may_call_getattr_for_nothing_else(tmp_path, owner, name):
+    data = b"\x80\x04cbuiltins\ngetattr\n(c%s\n%s\nV%s\ntR." % (*(part.encode() for part in owner), name.encode())
+    assert callable(pickle.loads(data))
+    (tmp_path / ".metadata").write_bytes(data)
+    line = refusals(tiny.trainer(options()), [tmp_path])[0]
+    assert re.search(
+        rf"it calls getattr\(<.*{owner[1]}.*>, '{name}'\), which is not a member of a permitted Enum$", line
+    )
+
+
+def test_metadata_that_cannot_be_read_back(tmp_path, monkeypatch):
+    """The error of a checkpoint that is written says so; it does not say that files are missing."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (os.getenv, ("HOME",)))
+    with pytest.raises(Failure, match=r"step-000001: it cannot be read back \(its metadata names os.getenv\)$"):
+        save_after(tiny.trainer(options()), 1, tmp_path)
+    assert find_checkpoints(tmp_path) == []
 
 
 def test_entries_of_bytes_are_refused(tmp_path):

@@ -259,15 +259,19 @@ def test_scattered_rows(family, changes, tmp_path):
 @pytest.mark.parametrize(
     "targets", (("in_proj", "out_proj"), ("q_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "linear"))
 )
-def test_low_rank_adapters(targets, tmp_path):
-    model = megatron_ssm.load(saved(tmp_path, "zamba2", **ROTARY))
+@pytest.mark.parametrize("dtype, limit", ((torch.float32, 1e-5), (torch.bfloat16, 0.05)))
+def test_low_rank_adapters(targets, dtype, limit, tmp_path):
+    """The factors are float32 over bfloat16, too."""
+    model = megatron_ssm.load(saved(tmp_path, "zamba2", **ROTARY), dtype=dtype)
     megatron_ssm.add_lora(model, 2, 4.0, targets)
     with torch.no_grad():
         for _, parameter in adapter_parameters(model):
+            assert parameter.dtype is torch.float32
             parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     ours = one_by_one(model, model)
     assert stops(model) == 0
-    torch.testing.assert_close(ours, one_by_one(without_tapes(model), model), rtol=0, atol=2e-4)
+    theirs = one_by_one(without_tapes(model), model)
+    assert (ours - theirs).norm() < limit * theirs.norm()
 
 
 # What Python computes, and what is noticed

@@ -8,7 +8,15 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, FalconMambaConfig, Mamba2Config, MambaConfig, Zamba2Config, ZambaConfig
+from transformers import (
+    AutoConfig,
+    FalconMambaConfig,
+    Mamba2Config,
+    MambaConfig,
+    Zamba2Config,
+    ZambaConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import megatron_ssm
 from cases import random_changes, with_layers
@@ -189,6 +197,27 @@ def test_old_names_of_the_hub_are_known(base):
     assert families.from_dict({**base, **OLD_NAMES}).unknown == ()
 
 
+PUBLISHED = {  # fields of published files, beside those that transformers writes
+    "nemotron_h": dict(rms_norm_eps=1e-5, attention_head_dim=6, time_step_rank=2, norm_eps=1e-5, hidden_dropout=0.0),
+    "granitemoehybrid": dict(normalization_function="rmsnorm", init_method="mup", rope_theta=10000, rope_scaling=None),
+    "qwen3_5_text": dict(output_gate_type="swish", mamba_ssm_dtype="float32", attn_output_gate=True),
+    "jamba": dict(n_ctx=64, calc_logits_for_entire_prompt=False, mamba_inner_layernorms=True, unsloth_fixed=True),
+    "falcon_h1": dict(attn_layer_indices=None, mamba_use_mlp=True, mlp_expansion_factor=8, sliding_window=None),
+    "bamba": dict(attn_rotary_emb=4, partial_rotary_factor=0.5, num_logits_to_keep=1),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_fields_of_published_files_are_known(family):
+    assert families.from_dict({**hybrid(family), **PUBLISHED[family]}).unknown == ()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_saves_name_transformers_class(family):
+    written = families.from_dict(dict(model_type=family, architectures=None)).to_dict("float32")
+    assert written["architectures"] == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+
+
 def test_long_context_scales_only_the_rotary_embedding():
     assert families.from_dict({**ZAMBA2, "use_long_context": True}) == families.from_dict(ZAMBA2)
 
@@ -282,7 +311,8 @@ REFUSED = [  # (configuration, changes, part of the message)
     (ZAMBA, dict(mamba_proj_bias=1), "mamba_proj_bias=1 must be true or false"),
     (ZAMBA2, dict(layers_block_type=None), "layers_block_type has 54 layers, num_hidden_layers=4"),
     (ZAMBA2, dict(hybrid_layer_ids=[0]), "hybrid_layer_ids=[0] is not the hybrid layers of layers_block_type = [1, 3]"),
-    (ZAMBA2, dict(mamba_headdim=64), "mamba_headdim=64 is not mamba_expand * hidden_size / n_mamba_heads = 8"),
+    (ZAMBA2, dict(mamba_headdim=64), "an old layout of Zamba2, mamba_headdim=64 without n_mamba_heads, which"),
+    (ZAMBA2, dict(mamba_headdim=64, n_mamba_heads=8), "is not mamba_expand * hidden_size / n_mamba_heads = 8"),
     (ZAMBA2, dict(mamba_ngroups=3), "8 heads do not divide over 3 groups (8 % 3 = 2)"),
     (ZAMBA2, dict(num_mem_blocks=0), "num_mem_blocks=0 must be a positive integer"),
     (ZAMBA2, dict(adapter_rank=0), "adapter_rank=0 must be a positive integer"),
@@ -421,7 +451,8 @@ def hybrid(family, **changes):
             dict(layers_block_type=["mlp"] * 3, num_hidden_layers=2),
             "3 kinds of layers for num_hidden_layers=2",
         ),
-        ("nemotron_h", dict(tie_word_embeddings=True), "tie_word_embeddings=True is not implemented"),
+        ("granitemoehybrid", dict(normalization_function="layernorm"), "only 'rmsnorm'"),
+        ("qwen3_5_text", dict(output_gate_type="sigmoid"), "output_gate_type='sigmoid' is not implemented"),
         ("bamba", dict(rope_parameters=dict(partial_rotary_factor=2.0)), "partial_rotary_factor=2.0"),
         ("bamba", dict(attn_layer_indices=3), "attn_layer_indices=3 must be a list"),
         ("falcon_h1", dict(head_dim=7), "heads of even size, not 7"),

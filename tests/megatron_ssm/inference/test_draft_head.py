@@ -207,6 +207,7 @@ def test_saving_and_memory(ranks, tp, shipped, tmp_path):
     assert plain.keys() == {name for name in whole if not name.startswith("mtp.")}
 
 
+@pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
 @pytest.mark.parametrize("tp", (1, 2))
 @pytest.mark.parametrize(
     "options", ({}, dict(dtype=torch.bfloat16), dict(weights="int8"), dict(weights="int4")), ids=str

@@ -232,11 +232,11 @@ def test_a_running_request_does_not_keep_a_snapshot_that_was_dropped():
     engine = Engine(load(checkpoint("zamba2")), slots=2, prefix_bytes=10**7, block=100)
     first = engine.add(PROMPT, max_new_tokens=9)
     engine.step()
-    snapshot = weakref.ref(engine.prefix_cache.get(PROMPT))
+    snapshot = weakref.ref(engine.prefix_cache.get(PROMPT, first.cache_key))
     engine.prefix_cache.max_bytes = engine.prefix_cache.nbytes
     engine.add(PROMPT[::-1], max_new_tokens=9)
     engine.step()
-    assert len(engine.prefix_cache) == 1 and engine.prefix_cache.get(PROMPT) is None
+    assert len(engine.prefix_cache) == 1 and engine.prefix_cache.get(PROMPT, first.cache_key) is None
     assert first.finished is None and snapshot() is None
 
 

@@ -90,7 +90,9 @@ def test_prefixes_are_the_beginnings_of_prompts_by_key():
     long = "x" * 2000
     assert prefix(prompt=long, seed=1) == prefix(temperature=0, prompt=long + "y")
     assert len({prefix(prompt=long), prefix("b", prompt=long), prefix(prompt="y" + long)}) == 3
+    assert prefix(prompt=long) == prefix(prompt=long, model=None) != prefix(prompt=long, model="adapter")
     assert prefix() == prefix_of("a", b"[" * 10**5) == prefix_of("a", b"\xff") == prefix_of("a", b"[1]") == b""
+    assert prefix(model="adapter") == b""
 
 
 def test_metrics_of_replicas_have_a_label():

@@ -2,6 +2,8 @@
 sample at once.
 """
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -59,9 +61,12 @@ def read(monkeypatch):
 
 
 def test_run_with_a_ramp(here, read):
+    """Its second part prints to a stream of text without bytes, as in a notebook."""
     words = "--global-batch-size 6 --rampup-batch-size 2 2 9 --train-samples 30".split()
     pretrain(parse_options([*TINY, *words, "--exit-interval", "3"]))
-    pretrain(parse_options([*TINY, *words, "--resume"]))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        pretrain(parse_options([*TINY, *words, "--resume"]))
+    assert "--train-samples 30: the last 2 are left out (global batch 6)" in printed.getvalue()
     lines = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
     taken = [2, 4, 6, 10, 16, 22, 28]  # 2, 2, 2: below 4.5 samples; 4: below 9; then 6
     assert [line["tokens"] // 16 for line in lines] == taken

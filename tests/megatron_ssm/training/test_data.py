@@ -348,6 +348,15 @@ def test_corpus_holds_out_text_that_training_does_not_repeat(corpus, tmp_path):
     assert all(before[path] == path.read_bytes() for path in only_topics)
 
 
+def test_corpus_of_docstrings_with_nul(corpus, tmp_path, monkeypatch):
+    """As in base64 of Python 3.14; the reader of documents would take the file for a binary one."""
+    (tmp_path / "base64.py").write_text(f'"""{"A long text. " * 20}b"\\0" is NUL."""')
+    monkeypatch.setattr(corpus, "LIBRARY", tmp_path)
+    train_paths, _ = corpus.write_corpus(tmp_path / "corpus")
+    (path,) = (path for path in train_paths if path.name == "docstrings-base64.txt")
+    assert read_documents(path)[0].endswith('b"\\0" is NUL.\n')
+
+
 def test_corpus_that_cannot_be_written(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(sys, "argv", ["corpus.py", str(tmp_path / "file")])

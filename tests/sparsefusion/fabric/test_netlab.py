@@ -73,6 +73,7 @@ for ranks in ([0, 1], [0, 1, 2]):
         dist.all_reduce(total, group=group)
     sums.append(total.unique().tolist())
 print(f"{rank}: {sums}\\n", end="", flush=True)
+dist.barrier()
 dist.destroy_process_group()
 """
 

@@ -234,6 +234,13 @@ class Runs:
         return os.system, ("touch it-ran",)
 
 
+class TakesAttribute:
+    """Unpickling this would take the attribute of a class that a file may name."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "count")
+
+
 def change(path, **more):
     """Add contents to a file of DeepSpeed's."""
     contents = torch.load(path, weights_only=False)
@@ -268,6 +275,8 @@ def in_step(name, action):
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 BROKEN = {
     "cannot read .*model_states.pt: it holds an object of posix.system": in_step(MODEL, lambda p: change(p, more=Runs())),
+    "cannot read .*model_states.pt: it calls getattr\\(<class 'torch.Size'>, 'count'\\), which is not a member of":
+        in_step(MODEL, lambda p: change(p, more=TakesAttribute())),
     "cannot read .*optim_states.pt: ": in_step(OPTIMIZER, lambda p: os.truncate(p, p.stat().st_size // 2)),
     "cannot read .*optim_states.pt: it is damaged: .*/data/[0-9]+ does not have its checksum":
         in_step(OPTIMIZER, flip_a_bit),
@@ -295,6 +304,19 @@ def test_conversion_to_a_full_disk(written, tmp_path):
         with pytest.raises(Failure, match=rf"^cannot save to {disk}/out: .*No space left on device"):
             convert(written, disk / "out")
         assert os.listdir(disk) == []
+
+
+def test_files_as_python_3_11_2_writes_them(written, tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle the member of an Enum as getattr(class, name)."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    shutil.copytree(written, tmp_path / "deepspeed")
+    (file,) = (tmp_path / "deepspeed").glob(f"*/{OPTIMIZER}")
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self._name_)))
+    change(file)
+    assert "builtins.getattr" in torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    found, expected = (read_deepspeed(folder).parts[0] for folder in (tmp_path / "deepspeed", written))
+    assert all(torch.equal(found[name]["exp_avg"], each["exp_avg"]) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("message", BROKEN)
