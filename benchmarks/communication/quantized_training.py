@@ -31,7 +31,8 @@ OPTIONS = [
 def train(directory: Path, model_type: str, format: str, text: tuple[list[Path], list[Path]]) -> tuple[float, float]:
     """(mean training loss of the last steps, held-out loss) in nats per byte; text: training files, held-out files."""
     log = directory / f"{model_type}-{format}.jsonl"
-    program = [ROOT / "examples" / "pretrain.py", "--config", ROOT / "examples" / "configs" / "mamba2-small.yaml", "--log", log, *OPTIONS]
+    examples = ROOT / "examples"
+    program = [examples / "pretrain.py", "--config", examples / "configs" / "mamba2-small.yaml", "--log", log, *OPTIONS]
     choice = ["--model-type", model_type, "--reduce", format, "--out", directory / f"{model_type}-{format}"]
     paths = ["--data", *text[0], "--valid-data-path", *text[1]]
     torchrun(2, *program, *choice, *paths, env={"OMP_NUM_THREADS": "1"})
