@@ -1,8 +1,9 @@
-"""The main task on real text: train a small language model on two ranks, save it, and generate from it on one and on two.
+"""The main task, small: train a hybrid on two ranks, ask it what it has never seen, and leave it for a chat.
 
 python examples/demo.py [DIRECTORY]   (default: demo; `make demo` runs it)
 
-Nothing is downloaded: the text is Python's own documentation, which is part of every CPython (see corpus.py).
+Nothing is downloaded: the text is Python's own documentation, which is part of every CPython (see corpus.py), and phrases.py
+makes the conversations.
 """
 
 import json
@@ -13,117 +14,97 @@ import time
 from pathlib import Path
 from typing import Any
 
-from corpus import HELD_OUT, NGRAM, write_corpus
-from tokenizer import train_tokenizer
+os.environ.update(TRANSFORMERS_VERBOSITY="error")
 
-from megatron_ssm.training.text_statistics import bigram_nats_per_byte, longest_shared, ngram_overlap
+import torch
+from corpus import write_corpus
+from phrases import TEMPLATE, write_phrases
+from replies import replies
+from tokenizer import train_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+import megatron_ssm
 from sparsefusion.foundation.command_line import run, silence_third_parties
 
 HERE = Path(__file__).resolve().parent
-PROMPT = "If the argument is"
-VOCABULARY, STEPS = 1024, 700  # tokens of the byte-pair encoding; steps of the training
+VOCABULARY = 512  # tokens of the byte-pair encoding
+# There is one right reply, so the most likely token is taken; the first token, 0, ends a text.
+GREEDY = '{"do_sample": false, "eos_token_id": 0, "pad_token_id": 0}\n'
+LEAST = 0.9  # share of the replies that must be right
+SHOWN = 3  # right replies, and wrong ones, that are printed
 TIMED = 64  # new tokens in the comparison of speeds
-SAMPLING = ["--temperature", "0.5", "--seed", "1", "--max-new-tokens", "200"]
-MAX_OVERLAP = 0.10  # share of the held-out text's n-grams that may occur in the training text
-MAX_LOSS, MARGIN = 1.25, 0.8  # held-out loss in nats/byte: its limit, and how far it must be below the bigram baseline
 
 
 def main(directory: str | Path = "demo") -> None:
     """Run the demo and write its files to `directory`. ValueError if a result is not as promised."""
-    directory = Path(directory)
-    train, held_out, bigram = prepare_text(directory / "text")
-    nats = train_model(directory, train, held_out)
-    print(f"\nheld-out loss {nats:.3f} nats/byte; a bigram model has {bigram:.3f}")
-    if not (nats <= MAX_LOSS and bigram - nats >= MARGIN):  # also refuses NaN
-        raise ValueError(
-            f"the held-out loss is not at most {MAX_LOSS} nats/byte and {MARGIN} below the bigram baseline"
-        )
-    command = f"python -m megatron_ssm generate --model {directory / 'model'} --prompt {PROMPT!r}"
-    print(f"\n$ {command} {' '.join(SAMPLING)}")
-    one, two = (generate(directory / "model", ranks) for ranks in (1, 2))
-    print(PROMPT + one["text"])
-    shared = longest_shared(one["text"], [path.read_text(encoding="utf-8") for path in train])
-    print(f"\nlongest piece of it in the training text: {len(shared)} characters, {shared!r}")
-    if one["tokens"] != two["tokens"]:
-        raise ValueError(f"1 and 2 ranks generated different tokens: {one['tokens']} and {two['tokens']}")
-    print(f"1 and 2 ranks generated the same {len(one['tokens'])} tokens")
-    compare_with_transformers(directory / "model")
-    server = Path(sys.executable).parent / "megatron-ssm"
-    print(f"\nto see it continue what you write in a browser: {server} serve --model {directory / 'model'}")
-    print("then open http://127.0.0.1:8000; examples/speedrun.sh makes a model that answers questions")
-
-
-def prepare_text(folder: Path) -> tuple[list[Path], list[Path], float]:
-    """Write the text and print what it is; returns (training paths, held-out paths, bigram baseline in nats/byte)."""
-    paths = write_corpus(folder)
-    train, held_out = ([path.read_text(encoding="utf-8") for path in side] for side in paths)
-    overlap, bigram = ngram_overlap(held_out, train, NGRAM), bigram_nats_per_byte(train, held_out)
-    sizes = [sum(len(text.encode()) for text in side) for side in (train, held_out)]
-    print(
-        f"text: Python's documentation and docstrings, {sizes[0]:,} bytes to train on; {sizes[1]:,} held out, whole topics:"
-    )
-    print(f"  {', '.join(HELD_OUT)}")
-    print(
-        f"  {overlap:.1%} of the held-out {NGRAM}-grams stand in the training text; bigram baseline {bigram:.3f} nats/byte"
-    )
-    if overlap > MAX_OVERLAP:
-        raise ValueError(
-            f"the held-out text is not held out: {overlap:.1%} of its {NGRAM}-grams are in the training text"
-        )
-    return *paths, bigram
-
-
-def train_model(directory: Path, train: list[Path], held_out: list[Path]) -> float:
-    """Train on two tensor-parallel ranks under torchrun, one thread each; returns the held-out loss in nats/byte."""
-    log, tokenizer = directory / "train.jsonl", directory / "tokenizer"
-    train_tokenizer(tokenizer, VOCABULARY, train)
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "--", str(HERE / "pretrain.py"), "--config",
-               str(HERE / "demo.yaml"), "--tensor-model-parallel-size", "2", "--tokenizer-model", str(tokenizer),
-               "--train-iters", str(STEPS), "--data", str(train[0].parent),
-               "--valid-data-path", str(held_out[0].parent), "--out", str(directory / "model"),
-               "--log", str(log)]  # fmt: skip
-    print("\n$ " + " ".join(command), flush=True)
-    start = time.perf_counter()
-    run_quietly([sys.executable, "-m", "torch.distributed.run", *command[1:]])
-    print(f"trained in {time.perf_counter() - start:.0f} s, starting and saving included")
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if "held_out_nats_per_byte" in line][-1]["held_out_nats_per_byte"]
-
-
-def generate(model: Path, ranks: int) -> dict[str, Any]:
-    """The command line's JSON output on 1 or 2 ranks."""
-    command = [sys.executable, "-m", "megatron_ssm", "generate", "--model", str(model), "--prompt", PROMPT, "--json",
-               *SAMPLING, "--tp", str(ranks)]  # fmt: skip
-    return json.loads(run_quietly(command, stdout=subprocess.PIPE).stdout)
-
-
-def run_quietly(command: list[str], **options: Any) -> subprocess.CompletedProcess:
-    """Run a command with one thread per rank; ValueError if it fails, after it has printed why."""
-    done = subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, **options)
-    if done.returncode:
-        raise ValueError(f"{command[2]} failed with exit code {done.returncode}")
-    return done
-
-
-def compare_with_transformers(model: Path) -> None:
-    """Load the checkpoint with transformers, if that is installed; compare the logits, and the speed of one process."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils.logging import disable_progress_bar
-    except ImportError:
-        print("transformers is not installed: its logits were not compared")
-        return
-    import torch
-
-    import megatron_ssm
-
+    torch.set_num_threads(1)
     disable_progress_bar()
-    ids = AutoTokenizer.from_pretrained(model)(PROMPT, return_tensors="pt").input_ids
+    text, model = Path(directory) / "text", Path(directory) / "model"
+    topics, _ = write_corpus(text, extra=False)
+    learned, asked = write_phrases(text)
+    print(
+        f"to learn: {len(topics)} topics of Python's documentation, {len(learned):,} phrases with their standard form"
+    )
+    print(f"held out: {len(asked)} phrases whose numbers and phrasing are never together in the others")
+    train(text, model)
+    check_replies(model, asked)
+    compare_with_transformers(model, next(iter(asked)))
+    print(f"\nTo ask it yourself:\n{os.path.relpath(Path(sys.executable).parent)}/megatron-ssm chat {model}")
+
+
+def train(text: Path, model: Path) -> None:
+    """Train a tokenizer, and then the model on two tensor-parallel ranks."""
+    tokenizer = text.parent / "tokenizer"
+    train_tokenizer(tokenizer, VOCABULARY, [text / "train" / "phrases.jsonl"], digits=True)
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
+    (tokenizer / "generation_config.json").write_text(GREEDY)
+    scripts = [os.path.relpath(HERE / name) for name in ("pretrain.py", "demo.yaml")]
+    command = [scripts[0], "--config", scripts[1], "--tokenizer-model", str(tokenizer), "--data", str(text / "train"),
+               "--valid-data-path", str(text / "held_out"), "--out", str(model)]  # fmt: skip
+    print(f"\n$ torchrun --nproc-per-node 2 -- {' '.join(command)}", flush=True)
+    start = time.perf_counter()
+    on_two_ranks(*command)
+    print(f"trained in {time.perf_counter() - start:.0f} s, starting and saving included")
+
+
+def on_two_ranks(*command: str, **options: Any) -> str:
+    """Run a script under torchrun, with one thread per rank; ValueError if it fails, after it has printed why."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    done = subprocess.run([*torchrun, *command], env={"OMP_NUM_THREADS": "1", **os.environ}, text=True, **options)
+    if done.returncode:
+        raise ValueError(f"{command[0]} failed with exit code {done.returncode}")
+    return done.stdout
+
+
+def check_replies(model: Path, asked: dict[str, str]) -> None:
+    """Ask one rank and two for the forms of the held-out phrases. ValueError if they differ, or too few are right."""
+    messages = model.parent / "messages.txt"
+    messages.write_text("\n".join(asked), encoding="utf-8")
+    one = replies(model, list(asked))
+    two = json.loads(on_two_ranks(str(HERE / "replies.py"), str(model), str(messages), stdout=subprocess.PIPE))
+    if one != two:
+        raise ValueError("1 rank and 2 ranks reply differently")
+    results = list(zip(asked, one, asked.values(), strict=True))
+    right = [f"  {phrase} -> {reply}" for phrase, reply, form in results if reply == form]
+    wrong = [f"  {phrase} -> {reply!r}   (wrong: it is {form})" for phrase, reply, form in results if reply != form]
+    share = len(right) / len(results)
+    print(f"\n{share:.1%} of {len(results)} replies to held-out phrases are exact; 1 rank and 2 ranks reply the same:")
+    print("\n".join(right[:SHOWN] + wrong[:SHOWN]))
+    if share < LEAST:
+        raise ValueError(f"only {share:.1%} of the replies are exact, and at least {LEAST:.0%} should be")
+
+
+def compare_with_transformers(directory: Path, message: str) -> None:
+    """Compare the logits of both libraries, and the speed of one thread."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    chat = [{"role": "user", "content": message}]
+    ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True).input_ids
     with torch.no_grad():
-        theirs, ours = AutoModelForCausalLM.from_pretrained(model), megatron_ssm.load(model)
+        theirs, ours = AutoModelForCausalLM.from_pretrained(directory), megatron_ssm.load(directory)
         difference = (ours(ids) - theirs(ids).logits).abs().max().item()
-    print(f"transformers loads the checkpoint and gives the same logits: largest difference {difference:.1e}")
+    name = type(theirs).__name__
+    print(f"transformers reads the model as {name}; its logits differ by at most {difference:.1e}")
     if not difference < 1e-3:
         raise ValueError("the logits differ from transformers'")
     speeds, options = [], dict(do_sample=False, min_new_tokens=TIMED, max_new_tokens=TIMED)
@@ -132,7 +113,7 @@ def compare_with_transformers(model: Path) -> None:
         start = time.perf_counter()
         each.generate(ids, **options)
         speeds.append(TIMED / (time.perf_counter() - start))
-    print(f"generation in one process: transformers {speeds[0]:.0f} tokens/s, megatron-ssm {speeds[1]:.0f} tokens/s")
+    print(f"tokens per second on one thread: {speeds[0]:.0f} with transformers, {speeds[1]:.0f} with megatron-ssm")
 
 
 if __name__ == "__main__":

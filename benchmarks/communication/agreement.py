@@ -1,7 +1,7 @@
 """Predictions with quantized sums against one rank: five families on held-out text, 2 and 4 ranks (about 20 min).
 
 The claim: with fp16 the most likely token is that of the model on one rank at >= 98.8 % of positions. A byte-level model
-of each family is trained on Python's documentation (STEPS steps with the options of examples/demo.yaml), and then reads
+of each family is trained on Python's documentation (STEPS steps with the options of mamba2-small.yaml), and then reads
 whole held-out topics. At every position the five most likely tokens are compared with those of the same model on one rank,
 which sums nothing: the first one, the five as a set (their mean overlap), and the five in order. "Quantized" is the share
 of a forward pass's bytes that are sent in the format.
@@ -44,16 +44,17 @@ NAMES = {
 LAYERS = {
     "zamba": (4, 2),
     "zamba2": (4, 2),
-}  # so many layers, and the shared block in every second one; others: the demo's
+}  # so many layers, and the shared block in every second one; others: those of the file
 
 
 def train(directory: Path, model_type: str, text: tuple[list[Path], list[Path]]) -> Path:
-    """The Hugging Face directory of a byte-level model, trained on the demo's text with the demo's options.
+    """The Hugging Face directory of a byte-level model, trained on the demo's text with the options of mamba2-small.yaml.
 
     text: the files to train on, and the held-out files.
     """
     training, held_out = text
-    options = ["--config", ROOT / "examples" / "demo.yaml", "--model-type", model_type, "--tokenizer-model", "byte"]
+    config = ROOT / "examples" / "configs" / "mamba2-small.yaml"
+    options = ["--config", config, "--model-type", model_type, "--tokenizer-model", "byte"]
     options += ["--train-iters", STEPS]
     if model_type in LAYERS:
         options += ["--num-layers", LAYERS[model_type][0], "--hybrid-interval", LAYERS[model_type][1]]

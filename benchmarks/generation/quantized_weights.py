@@ -1,6 +1,6 @@
 """Predictions with bf16, int8 and int4 weights, by trained Mamba-1 and Mamba-2 on held-out text (about 3 min).
 
-Two byte-level models are trained on Python's documentation (examples/demo.yaml). Then they read whole held-out topics. At
+Two byte-level models are trained on Python's documentation (mamba2-small.yaml). Then they read whole held-out topics. At
 every position the most likely tokens are compared with those of the same model in float32, as in
 benchmarks/communication/agreement.py.
 """

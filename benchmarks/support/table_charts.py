@@ -17,17 +17,19 @@ def numbers(cell: str) -> list[float]:
 def speed(figure: Figure) -> None:
     """Decoded tokens per second of transformers and of each format of the weights."""
     header, *rows = published("speed")
-    axes = figure.subplots()
-    for place, row in enumerate(row for row in rows if row[1] == "decode"):
-        heights = [number + 0.4 * place for number in range(len(row) - 3)]
-        bars = axes.barh(heights, [numbers(cell)[0] for cell in row[2:-1]], 0.38, label=row[0], color=f"C{place}")
-        axes.bar_label(bars, ["", *(f"{numbers(cell)[1]:.1f}x" for cell in row[3:-1])], padding=3, fontsize=8)
-    axes.set_yticks([height - 0.2 for height in heights], header[2:-1])
+    rows = [row for row in rows if row[1] == "decode"]
+    axes, step = figure.subplots(), 0.8 / len(rows)
+    for place, row in enumerate(rows):
+        heights = [number + step * (place - (len(rows) - 1) / 2) for number in range(len(row) - 3)]
+        bars = axes.barh(heights, [numbers(cell)[0] for cell in row[2:-1]], step, label=row[0], color=f"C{place}")
+        axes.bar_label(bars, ["", *(f"{numbers(cell)[1]:.1f}x" for cell in row[3:-1])], padding=3, fontsize=7)
+    axes.set_yticks(range(len(header) - 3), header[2:-1])
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     axes.margins(x=0.12)  # room for the labels
-    axes.set(xlabel="tokens per second, one thread")
-    legend(figure, axes, 2)
+    axes.set_title("Decoding on one thread of a CPU", loc="left")
+    axes.set(xlabel="tokens per second")
+    legend(figure, axes, len(rows))
 
 
 def throughput(figure: Figure) -> None:
@@ -154,7 +156,7 @@ def sparse_gradients(figure: Figure) -> None:
 
 
 HEIGHTS = {
-    speed: 3.4, throughput: 3.4, quantized_throughput: 2.6, ablation: 2.4, all_reduce: 3.6,
+    speed: 4.2, throughput: 3.4, quantized_throughput: 2.6, ablation: 2.4, all_reduce: 3.6,
     grid_attention: 3.8, attention_projection: 3, sparse_gradients: 4.2,
 }  # fmt: skip
 

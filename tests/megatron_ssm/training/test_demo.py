@@ -1,16 +1,30 @@
-"""The demo's promises and its benchmark. Oracle: the promised numbers, computed independently."""
+"""The demo and its benchmark. Oracles: datetime's parser, known answers, phrasings told apart by patterns, exit codes."""
 
 import importlib.util
 import json
-import math
 import re
+import shlex
 import subprocess
-from collections import Counter
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from megatron_ssm.training.options import parse_options
+from megatron_ssm.training.pretraining import pretrain
+
 ROOT = Path(__file__).resolve().parents[3]
+KNOWN = {
+    "quarter past four in the afternoon": "16:15", "one minute to twelve at night": "23:59",
+    "half past twelve at night": "00:30", "twelve oh five pm": "12:05", "exactly twelve in the afternoon": "12:00",
+    "quarter to one in the afternoon": "12:45", "six o'clock in the evening": "18:00", "one euro ten": "EUR 1.10",
+    "two pence and one pound": "GBP 1.02", "one dollar and one cent": "USD 1.01",
+}  # fmt: skip
+PHRASINGS = (  # the first that matches
+    r"the [a-z-]+ of [A-Z]\w+ \d+", r"the \d+\w\w of [A-Z]\w+ .*", r"\d+ [A-Z]\w+ \d+", r"[A-Z]\w+ the .*",
+    r"[A-Z]\w+ \d+\w\w, \d+", r"(.* (past|to)|exactly) .*", r"\d+:\d+ [ap]m", r"\d+:.*", r".* [ap]m",
+    r".* (in the \w+|at night)", r"\d+ \w+ and .*", r".*(cents?|penny|pence) and .*", r".* (cents?|penny|pence)", r".*",
+)  # fmt: skip
 
 
 def script(monkeypatch, path):
@@ -22,72 +36,70 @@ def script(monkeypatch, path):
     return module
 
 
+def test_standard_forms_are_right_and_held_out_combinations_are_not_learned(monkeypatch, tmp_path):
+    learned, held_out = script(monkeypatch, "examples/phrases.py").write_phrases(tmp_path)
+    both = learned | held_out
+    assert len(held_out) == 500 and len(both) == len(learned) + 500  # no phrase is in both
+    for name, pairs in (("train", learned), ("held_out", held_out)):
+        lines = (tmp_path / name / "phrases.jsonl").read_text().splitlines()
+        assert [json.loads(line)["text"] for line in lines] == ["\n".join(pair) for pair in pairs.items()]
+
+    assert sum(phrase in both for phrase in KNOWN) > len(KNOWN) / 2
+    assert all(both.get(phrase, form) == form for phrase, form in KNOWN.items())
+    for phrase, form in both.items():
+        if re.fullmatch(PHRASINGS[2], phrase):
+            assert form == datetime.strptime(phrase, "%d %B %Y").strftime("%Y-%m-%d")
+        elif re.fullmatch(PHRASINGS[6], phrase):
+            assert form == datetime.strptime(phrase, "%I:%M %p").strftime("%H:%M")
+
+    def combinations(pairs):
+        kinds = (next(kind for kind, each in enumerate(PHRASINGS) if re.fullmatch(each, phrase)) for phrase in pairs)
+        return {(*re.findall(r"\d+", form)[-2:], kind) for kind, form in zip(kinds, pairs.values(), strict=True)}
+
+    known, asked = combinations(learned), combinations(held_out)
+    assert {kind for *_, kind in known} == {kind for *_, kind in asked} == set(range(len(PHRASINGS)))
+    assert not known & asked
+
+
 @pytest.fixture
 def demo(monkeypatch, tmp_path):
+    """The demo with little to learn, 2 steps, one rank in this process, and any share of right replies."""
     monkeypatch.chdir(tmp_path)
-    return script(monkeypatch, "examples/demo.py")
+    module = script(monkeypatch, "examples/demo.py")
+
+    def in_this_process(path, *arguments, **options):
+        if path.endswith("pretrain.py"):
+            return pretrain(parse_options([*arguments, *"--tensor-model-parallel-size 1 --train-iters 2".split()]))
+        directory, messages = arguments
+        return json.dumps(module.replies(directory, Path(messages).read_text().splitlines()))
+
+    monkeypatch.setattr(module, "on_two_ranks", in_this_process)
+    monkeypatch.setattr(module, "LEAST", 0)
+    write_phrases = module.write_phrases
+    for name, value in dict(TRAIN=200, HELD_OUT=20).items():
+        monkeypatch.setitem(write_phrases.__globals__, name, value)
+    return module
 
 
-def test_the_text_is_held_out_and_the_bigram_baseline_is_right(demo, capsys):
-    train, held_out, bigram = demo.prepare_text("text")
-    grams = [[t[i : i + 60] for path in side for t in [path.read_text()] for i in range(len(t) - 59)]
-             for side in (train, held_out)]  # fmt: skip
-    known = set(grams[0])
-    overlap = sum(gram in known for gram in grams[1]) / len(grams[1])
-    assert overlap < 0.10
+def test_the_demo_ends_in_a_command_that_chats(demo, monkeypatch, capsys):
+    demo.main("made")
     out = capsys.readouterr().out
-    assert f"{overlap:.1%} of the held-out 60-grams stand in the training text; bigram baseline {bigram:.3f}" in out
-    assert bigram == pytest.approx(smoothed_bigram(train, held_out), abs=0.05)
+    done = subprocess.run(
+        shlex.split(out.splitlines()[-1]), input="half past six\nsix\n", capture_output=True, text=True
+    )
+    assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2, done.stderr
+    assert "0.0% of 20 replies" in out and "NemotronHForCausalLM" in out
+    seconds, exact = script(monkeypatch, "benchmarks/training/demo.py").results(out)
+    assert (float(seconds), exact) == (pytest.approx(0, abs=600), "0.0")
 
 
-def smoothed_bigram(train, held_out):
-    """The loss of a bigram model over bytes with add-one smoothing, in nats per byte."""
-    texts = [path.read_bytes() for path in train]
-    pairs = Counter(pair for text in texts for pair in zip(text, text[1:], strict=False))
-    firsts = Counter(byte for text in texts for byte in text[:-1])
-    asked = [pair for path in held_out for text in [path.read_bytes()] for pair in zip(text, text[1:], strict=False)]
-    return -sum(math.log((pairs[a, b] + 1) / (firsts[a] + 256)) for a, b in asked) / len(asked)
-
-
-def test_text_that_is_not_held_out_is_refused(demo, monkeypatch):
-    monkeypatch.setattr(demo, "write_corpus", lambda folder: [sorted(ROOT.glob("*.md"))] * 2)
-    with pytest.raises(ValueError, match="^the held-out text is not held out: 100.0% of its 60-grams are in"):
-        demo.prepare_text("text")
-
-
-def run_demo(demo, monkeypatch, nats, bigram=2.5, tokens=lambda ranks: [1, 2]):
-    """Run the demo with fake commands that report this loss and generate these tokens."""
-
-    def run_quietly(command, **options):
-        if "--log" in command:
-            log = Path(command[command.index("--log") + 1])
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text('{"step": 1}\n' + json.dumps({"step": 2, "held_out_nats_per_byte": nats}))
-        ranks = int(command[command.index("--tp") + 1]) if "--tp" in command else 2
-        answer = json.dumps({"text": " is a statement", "tokens": tokens(ranks)})
-        return subprocess.CompletedProcess(command, 0, stdout=answer)
-
-    text = Path("train.txt")
-    text.write_text("This is a test.")
-    monkeypatch.setattr(demo, "prepare_text", lambda folder: ([text], [text], bigram))
-    monkeypatch.setattr(demo, "run_quietly", run_quietly)
-    monkeypatch.setattr(demo, "compare_with_transformers", lambda model: None)
-    demo.main("demo")
-
-
-@pytest.mark.parametrize("nats, bigram", [(1.26, 2.5), (1.2, 1.99), (math.nan, 2.5)])
-def test_a_loss_that_is_too_high_fails_the_demo(demo, monkeypatch, nats, bigram):
-    with pytest.raises(ValueError, match="^the held-out loss is not at most 1.25 nats/byte and 0.8 below the bigram"):
-        run_demo(demo, monkeypatch, nats, bigram)
-
-
-def test_different_tokens_fail_the_demo(demo, monkeypatch):
-    with pytest.raises(ValueError, match=r"^1 and 2 ranks generated different tokens: \[1\] and \[2\]$"):
-        run_demo(demo, monkeypatch, 1.2, tokens=lambda ranks: [ranks])
-
-
-def test_the_benchmark_reads_what_the_demo_prints(demo, monkeypatch, capsys):
-    run_demo(demo, monkeypatch, 1.2345)
-    out = capsys.readouterr().out
-    assert re.search(r"1 and 2 ranks generated the same 2 tokens", out)
-    assert script(monkeypatch, "benchmarks/training/demo.py").results(out) == ["0", "1.234", "2.500"]
+def test_too_few_right_replies_and_different_ones_fail_the_demo(demo, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "replies", lambda model, messages: [str(len(messages) > 9)] * len(messages))
+    monkeypatch.setattr(demo, "LEAST", 0.9)
+    asked = {str(number): str(number != 0) for number in range(10)}
+    demo.check_replies(tmp_path / "model", asked)
+    with pytest.raises(ValueError, match=r"^only 80.0% of the replies are exact, and at least 90% should be$"):
+        demo.check_replies(tmp_path / "model", asked | {"1": "False"})
+    monkeypatch.setattr(demo, "on_two_ranks", lambda *command, **options: json.dumps(["False"] * 10))
+    with pytest.raises(ValueError, match="^1 rank and 2 ranks reply differently$"):
+        demo.check_replies(tmp_path / "model", asked)
