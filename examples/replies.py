@@ -32,4 +32,5 @@ if __name__ == "__main__":
     answers = replies(sys.argv[1], Path(sys.argv[2]).read_text(encoding="utf-8").splitlines())
     if dist.get_rank() == 0:
         print(json.dumps(answers))
+    dist.barrier()
     dist.destroy_process_group()
