@@ -319,7 +319,11 @@ def test_matrices_that_a_product_does_not_take(variant):
     for inputs, matrix in ((x, weight.half()), (x[:, :0], weight[:, :0]), (x.bfloat16(), weight)):
         with pytest.raises(ValueError, match="C has no kernel for 2 rows|C has no kernel for 0 rows"):
             products.linear(inputs, matrix)
-    for kernel in ("gemm_float_loops", *products.kernels_for(torch.int8, torch.float32)):
+    others = (
+        products.kernels_for(torch.int8, torch.float32).keys()
+        - products.kernels_for(torch.float32, torch.float32).keys()
+    )
+    for kernel in ("gemm_float_loops", *others):
         with pytest.raises(ValueError, match=f"C has no kernel {kernel} for 2 rows of torch.float32"):
             products.linear(x, weight, kernel=kernel)
 
@@ -705,7 +709,10 @@ for out in (1, 17, 33):
                     x = guarded(torch.randn(rows, products.columns_of(values)).to(dtype))
                     for kernel, most in products.kernels_for(values.dtype, dtype).items():
                         if rows <= most:
-                            products.linear(x, values, scales, bias, kernel)
+                            try:
+                                products.linear(x, values, scales, bias, kernel)
+                            except ValueError:  # AMX takes whole tiles of a matrix
+                                assert products.columns_of(values) % 32
 """
 
 
