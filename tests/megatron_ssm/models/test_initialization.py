@@ -121,7 +121,7 @@ def test_a_new_granite_has_step_sizes_as_in_the_papers():
     config = Path(__file__).resolve().parents[3] / "examples" / "demo.json"
     model = initialize(build(families.from_dict(json.loads(config.read_text()))))
     steps = torch.cat([F.softplus(values) for name, values in model.named_parameters() if name.endswith("dt_bias")])
-    assert len(steps) == 3 * 8 and steps.min() >= 0.001 * (1 - 1e-4) and steps.max() <= 0.1 * (1 + 1e-4)
+    assert len(steps) == 2 * 8 and steps.min() >= 0.001 * (1 - 1e-4) and steps.max() <= 0.1 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("name", ZAMBAS)
