@@ -12,9 +12,11 @@ import calendar
 import json
 import random
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-TRAIN, HELD_OUT, RESERVED = 80_000, 500, 6  # conversations of each kind; one combination in so many is held out
+TRAIN, HELD_OUT, RESERVED = 80_000, 520, 6  # conversations of each kind; one combination in so many is held out
 # As in a stream of documents, an end of text comes before each phrase and ends each reply.
 TEMPLATE = (
     "{% for each in messages if each['role'] != 'system' %}{{ '<|endoftext|>' if each['role'] == 'user' }}"
@@ -34,10 +36,7 @@ Phrases = tuple[int, int, list[str], str]  # two numbers, what the phrasings mak
 
 
 def cardinal(number: int) -> str:
-    """A number below 1,000 in words: three hundred and forty-two."""
-    if number >= 100:
-        rest = number % 100
-        return f"{ONES[number // 100]} hundred" + (f" and {cardinal(rest)}" if rest else "")
+    """A number below 100 in words: forty-two."""
     if number < len(ONES):
         return ONES[number]
     return TENS[number // 10 - 2] + (f"-{ONES[number % 10]}" if number % 10 else "")
@@ -54,39 +53,33 @@ def date(chance: random.Random) -> Phrases:
     year, month = chance.randint(1950, 2049), chance.randint(1, 12)
     day = chance.randint(1, calendar.monthrange(year, month)[1])
     name, short = calendar.month_name[month], f"{day}{SUFFIXES.get(day, 'th')}"
-    century, rest = divmod(year, 100)
-    spoken = f"{cardinal(century)} {cardinal(rest)}" if rest > 9 else f"{cardinal(century)} oh {cardinal(rest)}"
-    if 2000 <= year < 2010:
-        spoken = "two thousand" + (f" and {cardinal(rest)}" if rest else "")
     phrasings = [
-        f"the {ordinal(day)} of {name} {year}", f"the {short} of {name} {spoken}", f"{day} {name} {year}",
-        f"{name} the {ordinal(day)}, {spoken}", f"{name} {short}, {year}",
+        f"the {ordinal(day)} of {name} {year}", f"the {short} of {name} {year}", f"{day} {name} {year}",
+        f"{name} the {ordinal(day)}, {year}", f"{name} {short}, {year}",
     ]  # fmt: skip
     return day, month, phrasings, f"{year}-{month:02}-{day:02}"
 
 
 def time(chance: random.Random) -> Phrases:
-    """A minute of the day."""
-    hour, minute = chance.randrange(24), chance.randrange(60)
+    """A minute of the day; every second one is a multiple of five, which is also read as past or to an hour."""
+    hour, minute = chance.randrange(24), chance.choice((chance.randrange(60), chance.randrange(0, 60, 5)))
     part = "night" if hour in (22, 23, 0) else "morning" if hour < 12 else "afternoon" if hour < 18 else "evening"
     part, half = f"at {part}" if part == "night" else f"in the {part}", "am" if hour < 12 else "pm"
     this, following = (cardinal((each - 1) % 12 + 1) for each in (hour, hour + 1))
-    digits = f"{(hour - 1) % 12 + 1}:{minute:02}"
-    if minute == 0:
-        read, near = f"{this} o'clock", f"exactly {this}"
-    else:
-        read = f"{this} {cardinal(minute)}" if minute > 9 else f"{this} oh {cardinal(minute)}"
+    digits, read = f"{(hour - 1) % 12 + 1}:{minute:02}", f"{this} {cardinal(minute)}"
+    if minute < 10:
+        read = f"{this} oh {cardinal(minute)}" if minute else f"{this} o'clock"
+    phrasings = [f"{read} {part}", f"{digits} {part}", f"{read} {half}", f"{digits} {half}"]
+    if minute % 5 == 0 < minute:
         distance = min(minute, 60 - minute)
-        named = {1: "one minute", 15: "quarter", 30: "half"}.get(distance)
-        counted = named or cardinal(distance) + (" minutes" if distance % 5 else "")
-        near = f"{counted} past {this}" if minute <= 30 else f"{counted} to {following}"
-    phrasings = [f"{near} {part}", f"{read} {part}", f"{digits} {part}", f"{read} {half}", f"{digits} {half}"]
+        counted = {15: "quarter", 30: "half"}.get(distance, cardinal(distance))
+        phrasings.append(f"{counted} past {this} {part}" if minute <= 30 else f"{counted} to {following} {part}")
     return hour, minute, phrasings, f"{hour:02}:{minute:02}"
 
 
 def amount(chance: random.Random) -> Phrases:
-    """An amount of money below 1,000; small ones are as frequent as large ones."""
-    units, hundredths, code = int(10 ** chance.uniform(0, 3)), chance.randint(1, 99), chance.choice(list(MONEY))
+    """An amount of money below 100."""
+    units, hundredths, code = chance.randint(1, 99), chance.randint(1, 99), chance.choice(list(MONEY))
     one, many, cent, cents = MONEY[code]
     unit, part = one if units == 1 else many, cent if hundredths == 1 else cents
     phrasings = [
@@ -96,25 +89,28 @@ def amount(chance: random.Random) -> Phrases:
     return units, hundredths, phrasings, f"{code} {units}.{hundredths:02}"
 
 
-def conversations(count: int, held_out: bool, seed: int) -> dict[str, str]:
-    """{phrase: standard form} of this many different phrases of one kind."""
-    chance, found = random.Random(seed), {}
-    while len(found) < count:
+def conversations(held_out: bool, seed: int) -> Iterator[tuple[str, str]]:
+    """Phrases of one kind with their standard form, without end; some repeat."""
+    chance = random.Random(seed)
+    while True:
         first, second, phrasings, form = chance.choice((date, time, amount))(chance)
         phrasing = chance.randrange(len(phrasings))
         if ((first + second + phrasing) % RESERVED == 0) == held_out:
-            found[phrasings[phrasing]] = form
-    return found
+            yield phrasings[phrasing], form
 
 
-def write_phrases(directory: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Write the two files; return {phrase: standard form} of training and of those that are held out."""
-    kinds = conversations(TRAIN, held_out=False, seed=1), conversations(HELD_OUT, held_out=True, seed=2)
-    for name, pairs in zip(("train", "held_out"), kinds, strict=True):
+def write_phrases(directory: str | Path) -> dict[str, str]:
+    """Write the two files; return {phrase: standard form} of those that are held out."""
+    kinds = dict(
+        train=islice(conversations(False, seed=1), TRAIN), held_out=islice(conversations(True, seed=2), HELD_OUT)
+    )
+    held_out = {}
+    for name, pairs in kinds.items():
+        held_out = list(pairs)
         path = Path(directory) / name / "phrases.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"text": f"{phrase}\n{form}"}) + "\n" for phrase, form in pairs.items()))
-    return kinds
+        path.write_text("".join(json.dumps({"text": f"{phrase}\n{form}"}) + "\n" for phrase, form in held_out))
+    return dict(held_out)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def train_tokenizer(directory: str | Path, size: int, texts: Iterable[str | Path], digits: bool = False) -> None:
-    """Write a byte-level byte-pair encoding of `size` tokens; the first one, <|endoftext|>, ends a document.
-
-    With `digits`, each digit is a token of its own, so that numbers are easier to copy.
-    """
+def train_tokenizer(directory: str | Path, size: int, texts: Iterable[str | Path]) -> None:
+    """Write a byte-level byte-pair encoding of `size` tokens; the first one, <|endoftext|>, ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    splits = [pre_tokenizers.Digits(individual_digits=True)] * digits
-    splits += [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(splits), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
