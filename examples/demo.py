@@ -59,9 +59,9 @@ def train(text: Path, model: Path) -> None:
     train_tokenizer(tokenizer, VOCABULARY, sorted((text / "train").iterdir()))
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
     (tokenizer / "generation_config.json").write_text(GREEDY)
-    scripts = [os.path.relpath(HERE / name) for name in ("pretrain.py", "demo.yaml")]
-    command = [scripts[0], "--config", scripts[1], "--tokenizer-model", str(tokenizer), "--data", str(text / "train"),
-               "--valid-data-path", str(text / "held_out"), "--out", str(model)]  # fmt: skip
+    script, options, sizes = (os.path.relpath(HERE / name) for name in ("pretrain.py", "demo.yaml", "demo.json"))
+    command = [script, "--config", options, "--model-config", sizes, "--tokenizer-model", str(tokenizer),
+               "--data", str(text / "train"), "--valid-data-path", str(text / "held_out"), "--out", str(model)]  # fmt: skip
     print(f"\n$ torchrun --nproc-per-node 2 -- {' '.join(command)}", flush=True)
     start = time.perf_counter()
     on_two_ranks(*command)

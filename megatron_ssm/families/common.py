@@ -40,7 +40,7 @@ DELTA_NAMES = dict(
     value_heads="linear_num_value_heads", key_dim="linear_key_head_dim", value_dim="linear_value_head_dim",
 )  # fmt: skip
 HYBRID_IGNORED = frozenset(("mamba_chunk_size", "use_mamba_kernels", "num_logits_to_keep", "mamba_ssm_cache_dtype"))
-# The initialization in transformers; see `Stack.draws`
+# The initialization in transformers, except that Mamba-2's steps are drawn as in its paper; see `Stack.draws`
 NORMAL = dict.fromkeys(("linear", "convolution", "out_proj", "mixer_out_proj", "embedding"), "normal")
 NORMAL |= dict(A_log="counted")
 
@@ -213,7 +213,7 @@ def hybrid_stack(fields: FieldReader, layers: Iterable[tuple[Unit, ...]], **over
     """The stack of a hybrid with the tensor names of transformers' Llama and transformers' initialization."""
     tied = fields.boolean("tie_word_embeddings")
     aliases = (("model.embed_tokens.weight", ("lm_head.weight",)),) if tied else ()
-    draws = dict(draws=NORMAL | dict(dt_bias="one"), draws_std=fields.number("initializer_range"))
+    draws = dict(draws=NORMAL, draws_std=fields.number("initializer_range"))
     return stack_of(fields, layers, **{**draws, "aliases": aliases, **overrides})
 
 

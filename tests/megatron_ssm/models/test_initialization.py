@@ -1,6 +1,8 @@
 """Initial parameters. Oracles: the same seed on one rank, and the distributions that the docstrings name."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,14 @@ def test_the_distributions(name):
             assert_uniform(one["mixer.dt_proj.weight"], 4**-0.5)  # dt_rank is 64/16
         else:
             assert 1 <= A.min() and A.max() <= 16
+
+
+def test_a_new_granite_has_step_sizes_as_in_the_papers():
+    """With transformers' dt_bias of 1, a step is 1.3, and states forget within a few tokens."""
+    config = Path(__file__).resolve().parents[3] / "examples" / "demo.json"
+    model = initialize(build(families.from_dict(json.loads(config.read_text()))))
+    steps = torch.cat([F.softplus(values) for name, values in model.named_parameters() if name.endswith("dt_bias")])
+    assert len(steps) == 3 * 8 and steps.min() >= 0.001 * (1 - 1e-4) and steps.max() <= 0.1 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("name", ZAMBAS)

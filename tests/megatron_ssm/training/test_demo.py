@@ -86,7 +86,7 @@ def test_the_demo_ends_in_a_command_that_chats(demo, monkeypatch, capsys):
         shlex.split(out.splitlines()[-1]), input="half past six\nsix\n", capture_output=True, text=True
     )
     assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2, done.stderr
-    assert "0.0% of 20 replies" in out and "NemotronHForCausalLM" in out
+    assert "0.0% of 20 replies" in out and "GraniteMoeHybridForCausalLM" in out
     seconds, exact = script(monkeypatch, "benchmarks/training/demo.py").results(out)
     assert (float(seconds), exact) == (pytest.approx(0, abs=600), "0.0")
 
