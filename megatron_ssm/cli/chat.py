@@ -17,6 +17,7 @@ from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import ChatRequest, parse_body
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.generation_config import read_generation_config
 from megatron_ssm.parallel.heartbeat import Watch
 from megatron_ssm.serving.channel import Channel
 from megatron_ssm.serving.command import ModelInputs, run_engine
@@ -65,7 +66,8 @@ def _body(arguments: Namespace, messages: list[dict[str, str]]) -> dict[str, Any
     """The request for the next reply, as a client of the server would send it."""
     options = {name: getattr(arguments, name) for name in OPTIONS}
     adapter = next(iter(arguments.lora), "")
-    return {"model": adapter, "messages": messages, "max_tokens": arguments.max_new_tokens, **options}
+    longest = arguments.max_new_tokens or read_generation_config(arguments.model).get("max_new_tokens")
+    return {"model": adapter, "messages": messages, "max_tokens": longest, **options}
 
 
 def _chat_on_rank_0(engine: Engine, channel: Channel, inputs: ModelInputs, arguments: Namespace, watch: Watch) -> None:
