@@ -30,7 +30,7 @@ from sparsefusion.foundation.command_line import run, silence_third_parties
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 768  # tokens of the byte-pair encoding
 # There is one right reply, so the most likely token is taken; the first token, 0, ends a text.
-GREEDY = '{"do_sample": false, "eos_token_id": 0, "pad_token_id": 0}\n'
+GREEDY = '{"do_sample": false, "max_new_tokens": 32, "eos_token_id": 0, "pad_token_id": 0}\n'
 LEAST = 0.9  # share of the replies that must be right
 SHOWN = 3  # right replies, and wrong ones, that are printed
 TIMED = 64  # new tokens in the comparison of speeds

@@ -148,9 +148,10 @@ def check_lora(config: Stack, directory: str | Path) -> None:
 
 
 def with_lora(model: Model, directory: str | Path) -> Model:
-    """A model with the adapters of a directory that shares all other parameters with `model`, which stays as it is.
+    """A model with the adapters of a directory that shares all other parameters with `model`, which has no adapters still.
 
-    An `Engine` takes several of them as `adapters`. See `share_parameters`, and `load_lora` for errors and messages.
+    Both only generate: gradients of the shared parameters are switched off. An `Engine` takes several of them as `adapters`.
+    See `share_parameters`, and `load_lora` for errors and messages.
     """
     adapted = share_parameters(model)
     load_lora(adapted, directory)

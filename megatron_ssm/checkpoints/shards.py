@@ -196,6 +196,10 @@ def enum_member(owner: object, name: str) -> object:
 
     Restricted readers put this function in place of getattr. ValueError if it is called with anything else.
     """
-    if isinstance(owner, EnumMeta) and name in owner.__members__:
-        return owner[name]
+    if (
+        isinstance(owner, EnumMeta)
+        and isinstance(name, str)
+        and isinstance(found := owner.__members__.get(name), owner)
+    ):
+        return found
     raise ValueError(f"it calls getattr({owner!r}, {name!r}), which is not a member of a permitted Enum")

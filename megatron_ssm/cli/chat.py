@@ -17,6 +17,7 @@ from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import ChatRequest, parse_body
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.inference.engine import Engine
+from megatron_ssm.inference.generation_config import read_generation_config
 from megatron_ssm.parallel.heartbeat import Watch
 from megatron_ssm.serving.channel import Channel
 from megatron_ssm.serving.command import ModelInputs, run_engine
@@ -24,10 +25,13 @@ from megatron_ssm.serving.driver import Driver
 from sparsefusion.foundation.command_line import Printer
 
 HELP = "/reset: a new conversation; /system TEXT: a new one with this system message; /exit or Ctrl-D: leave"
-COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")
+COMMAND = re.compile(r"/(reset|system|exit)(?:\s+(.*))?|/[a-z]+")
 CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
-LEAST_ROOM = 4  # a prompt leaves at least this part of the context, 1/4, to the reply
+LEAST_ROOM, ROOM = (
+    1 / 4,
+    1 / 2,
+)  # shares of the context: if a prompt leaves less to the reply, messages are dropped until ROOM
 # Parameters of a request that are options of the command, too
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
 
@@ -39,6 +43,12 @@ def chat(arguments: Namespace) -> None:
 
 def _read(arguments: Namespace, ranks: int, rank: int, opened: ExitStack) -> ModelInputs:
     """The inputs of `run_engine`. ValueError if the model has no chat template, or an option is out of range."""
+    longest = int(arguments.max_length * (1 - LEAST_ROOM))
+    if (arguments.max_new_tokens or 0) > longest:
+        raise ValueError(
+            f"--max-new-tokens {arguments.max_new_tokens}: a reply may have at most {longest} of the tokens of --max-length "
+            f"{arguments.max_length}"
+        )
     inputs = ModelInputs.of(arguments, ranks)
     if inputs.served.template.path is None:
         raise ValueError(
@@ -56,17 +66,18 @@ def _body(arguments: Namespace, messages: list[dict[str, str]]) -> dict[str, Any
     """The request for the next reply, as a client of the server would send it."""
     options = {name: getattr(arguments, name) for name in OPTIONS}
     adapter = next(iter(arguments.lora), "")
-    return {"model": adapter, "messages": messages, "max_tokens": arguments.max_new_tokens, **options}
+    longest = arguments.max_new_tokens or read_generation_config(arguments.model).get("max_new_tokens")
+    return {"model": adapter, "messages": messages, "max_tokens": longest, **options}
 
 
 def _chat_on_rank_0(engine: Engine, channel: Channel, inputs: ModelInputs, arguments: Namespace, watch: Watch) -> None:
-    updates: queue.SimpleQueue[Update | BaseException | None] = queue.SimpleQueue()
+    updates: Updates = queue.SimpleQueue()
 
     def deliver(news: list[Update]) -> None:
         for update in news:
-            updates.put(update)
+            updates.put((time.perf_counter(), update))
 
-    driver = Driver(engine, channel, deliver, updates.put)
+    driver = Driver(engine, channel, deliver, lambda error: updates.put((0.0, error)))
     driver.start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -76,13 +87,13 @@ def _chat_on_rank_0(engine: Engine, channel: Channel, inputs: ModelInputs, argum
         driver.join()
 
 
+Updates = queue.SimpleQueue[tuple[float, Update | BaseException] | None]  # with the time of each; None: Ctrl-C
+
+
 class Chat:
     """A conversation. messages: with the fields "role" and "content", the system message first if there is one."""
 
-    def __init__(
-        self, served: ServedModel, arguments: Namespace, driver: Driver,
-        updates: "queue.SimpleQueue[Update | BaseException | None]",
-    ) -> None:  # fmt: skip
+    def __init__(self, served: ServedModel, arguments: Namespace, driver: Driver, updates: "Updates") -> None:
         self._served, self._arguments, self._driver, self._updates = served, arguments, driver, updates
         self._out, self._is_terminal = Printer(True), sys.stdout is not None and sys.stdout.isatty()
         self.messages: list[dict[str, str]] = []
@@ -93,7 +104,7 @@ class Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def run(self) -> None:
-        """Answer each line until stdin ends. KeyboardInterrupt after Ctrl-C, except in a reply, which it stops."""
+        """Answer each line until stdin ends."""
         if sys.stdin.isatty():
             _note(HELP)
         for line in _lines():
@@ -102,46 +113,43 @@ class Chat:
                 self.reply(line)
             elif command[1] == "exit":
                 return
-            elif command[1] in ("reset", "system"):
-                system = self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
-                self.reset(command[2] if command[1] == "system" else system)
+            elif command[1] == "system":
+                self.reset(command[2])
+            elif command[1] == "reset":
+                self.messages = [each for each in self.messages if each["role"] == "system"]
             else:
                 _note(HELP)
 
     def reply(self, text: str) -> None:
         """Print the reply to a message, and add both to the conversation; without a reply, neither is added."""
-        self.messages.append({"role": "user", "content": text})
+        messages = [*self.messages, {"role": "user", "content": text}]
         try:
-            request = self._prepare()
-            content = self._print_reply(request)
+            content = self._print_reply(self._prepare(messages))
         except ApiError as error:
-            self.messages.pop()
             _note(f"error: {error}")
             return
-        self.messages.append({"role": "assistant", "content": content})
+        self.messages = [*messages, {"role": "assistant", "content": content}]
 
-    def _prepare(self) -> PreparedRequest:
+    def _prepare(self, messages: list[dict[str, str]]) -> PreparedRequest:
         """The request for a reply, after the oldest messages were dropped if there is little room. Raises ApiError."""
+        length, needed, dropped = self._served.max_length, LEAST_ROOM, 0
         while True:
-            error = None
+            turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
             try:
-                body = json.dumps(_body(self._arguments, self.messages))
+                body = json.dumps(_body(self._arguments, messages))
                 request = prepare_request(ChatRequest, body, "", self._served)
-                room = self._served.max_length - len(request.prompts[0][1])
-                if room * LEAST_ROOM >= self._served.max_length:
-                    return request
-            except ApiError as raised:
-                if raised.code != TOO_LONG:
+                if len(turns) == 1 or length - len(request.prompts[0][1]) >= needed * length:
+                    break
+            except ApiError as error:
+                if len(turns) == 1 or error.code != TOO_LONG:
                     raise
-                error = raised
-            turns = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-            if len(turns) > 1:
-                del self.messages[turns[0] : turns[1]]
-                _note(f"the context of {self._served.max_length} tokens is full: the oldest message was dropped")
-            elif error is not None:
-                raise error
-            else:
-                return request
+            del messages[turns[0] : turns[1]]
+            needed, dropped = ROOM, dropped + 1
+        if dropped:
+            _note(
+                f"the context of {length} tokens is full: the oldest messages ({dropped}) and their replies were dropped"
+            )
+        return request
 
     def _print_reply(self, request: PreparedRequest) -> str:
         """Print a reply as it comes, and its speed; returns its text. ApiError if it cannot be made."""
@@ -155,14 +163,15 @@ class Chat:
         finished: str | None = "stopped"
         with _handler(signal.SIGINT, stop):
             self._driver.add(sequence)
-            while (update := self._updates.get()) is not None:
+            while (news := self._updates.get()) is not None:
+                now, update = news
                 if isinstance(update, BaseException):
                     raise update
                 if update.sequence is not sequence:  # the rest of a reply that was stopped
                     continue
                 if update.error is not None:
                     raise update.error
-                times.append(time.perf_counter())
+                times.append(now)
                 tokens += len(update.tokens)
                 piece = replies.add_update(update)
                 if piece.reasoning and self._is_terminal:
@@ -200,7 +209,8 @@ def _handler(number: signal.Signals, handler: Any) -> Iterator[None]:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of stdin that are not blank; at a terminal, with a prompt and the editing of GNU Readline."""
+    """The lines of stdin that are not blank; at a terminal, with a prompt, at which Ctrl-C only clears the line."""
+    sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
@@ -212,6 +222,10 @@ def _lines() -> Iterator[str]:
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:
+            print()
+            _note(HELP)
+            continue
         if line:
             yield line
 

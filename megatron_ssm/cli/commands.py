@@ -143,7 +143,11 @@ def _chat_text(directory: str, message: str) -> str:
 
 def _hints(arguments: Namespace) -> list[str]:
     """What the directory offers and the command line does not use: its chat template, and its settings of sampling."""
-    hints, sampling = [], sampling_defaults(arguments.model)
+    hints = []
+    try:
+        sampling = sampling_defaults(arguments.model)
+    except ValueError:  # of a value that is not used here
+        sampling = {}
     if read_chat_template(arguments.model)[0] is not None and not arguments.chat:
         hints.append(
             "the model has a chat template: --chat applies it to the prompt; megatron-ssm chat DIR is a conversation"

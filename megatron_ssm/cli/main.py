@@ -119,6 +119,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 
 
+def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
+    """The directory of the model, as DIR or as --model DIR."""
+    parser.add_argument("directory", nargs="?", metavar="DIR", help=text)
+    parser.add_argument("--model", metavar="DIR", help="another way to give DIR")
+
+
 def _add_sampling_options(parser: argparse.ArgumentParser, default: str) -> None:
     """The options of sampling. default: what the help says of options that are left out."""
     parser.add_argument("--temperature", type=float, metavar="T", help=f"0: greedy search (default: {default})")
@@ -135,7 +141,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser, default: str) -> None
 
 def _add_chat(chat: argparse.ArgumentParser) -> None:
     """The flags of `chat`. The engine has the defaults of `serve` for one conversation."""
-    chat.add_argument("model", metavar="DIR", help="Hugging Face directory with a chat template")
+    _add_model(chat, "Hugging Face directory with a chat template")
     chat.add_argument("--system", metavar="TEXT", help="a system message")
     chat.add_argument("--max-new-tokens", type=int, metavar="N", help="of a reply (default: up to the context)")
     chat.add_argument("--max-length", type=int, default=8192, metavar="N",
@@ -153,7 +159,7 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    _add_model(serve, "Hugging Face directory")
     serve.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks; alone, starts them itself")
     serve.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
     serve.add_argument("--replicas", type=int, default=1, metavar="R",
@@ -200,7 +206,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
-    generate.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
+    _add_model(generate, "Hugging Face directory")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-file", metavar="F", help="a file that is one prompt, UTF-8; -: stdin")
@@ -252,7 +258,7 @@ def _add_advise(advise: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("model", metavar="DIR", help="Hugging Face directory")
+    _add_model(bench, "Hugging Face directory")
     bench.add_argument("--against", type=lambda text: dict(each.partition("=")[::2] for each in text.split(",")),
                        default={}, metavar="PEERS", help="transformers,llama.cpp=FILE.gguf, or one of them")  # fmt: skip
     bench.add_argument("--weights", type=lambda text: text.split(","), metavar="FORMATS",
@@ -291,7 +297,14 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if code := run("megatron_ssm", adopt_launcher):
         return code
+    if sys.stdin is None:  # closed before the program began
+        sys.stdin = open(os.devnull)
     arguments = parser().parse_args(argv)
+    if arguments.command in ("generate", "chat", "serve", "bench"):
+        given = [each for each in (arguments.directory, arguments.model) if each is not None]
+        if len(given) != 1:
+            parser().error(f"{arguments.command} needs the directory of one model: {arguments.command} DIR")
+        arguments.model = given[0]
     if arguments.command in ("generate", "chat", "serve"):
         return {"generate": _generate, "chat": _chat, "serve": _serve}[arguments.command](arguments, argv)
     commands = {"convert": _convert, "doctor": _doctor, "advise": _advise, "prepare": _prepare, "new": _new}

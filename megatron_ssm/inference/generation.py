@@ -70,6 +70,8 @@ def generate(
     """
     text = None
     if isinstance(input_ids, str):
+        if attention_mask is not None:
+            raise ValueError("attention_mask is for token ids: a text has no padding")
         prompt = input_ids
         text = together(
             lambda: _Text(model, prompt, stop_tokens, stop_strings), model.generating_groups, device=model.device

@@ -29,7 +29,7 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
     found = {name: values[name] for name in SAMPLING if name in values}
     if values.get("do_sample") is False:
         found["temperature"] = 0.0
-    if found.get("top_k") == 0:  # transformers' way to switch it off
+    if found.get("top_k") in (0, -1):  # off, for transformers and for other engines
         del found["top_k"]
     try:
         Sampling(**found)

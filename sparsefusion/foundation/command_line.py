@@ -76,6 +76,10 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, unknown: Sequence[str]) -> None:
         if unknown:
+            flag = unknown[0].split("=")[0]
+            owners = [parser.prog.split()[-1] for parser in self._commands() if flag in parser.flags()]
+            if owners:
+                self.error(f"{flag} is an option of {', '.join(owners)}: write it after the command")
             self.error(f"unknown argument {unknown[0]}{did_you_mean(unknown[0], self.flags())}")
 
     def _unknown_flags(self, words: Sequence[str]) -> list[str]:

@@ -120,16 +120,17 @@ def test_sampling_is_that_of_the_generation_config(directory):
 
 
 def test_a_full_context_drops_the_oldest_messages(directory, oracle):
-    """With 64 tokens, a prompt may have 48: the second prompt has 28 and more, the third one too many."""
-    flags = [*CHAT[:2], "--max-new-tokens", "6", "--max-length", "64"]
+    """With 100 tokens, a prompt may have 75: the third has 71 or less, the fourth too many, so that 50 may stay."""
+    flags = [*CHAT[:2], "--max-new-tokens", "6", "--max-length", "100"]
     first = oracle("a", new=6)
     second = oracle("a", first, "b", new=6)
-    third = oracle("b", second, "c", new=6)
-    out, notes = chat(directory, "a", "b", "c", flags=flags)
-    assert out == printed(first, second, third)
-    assert notes.count("the context of 64 tokens is full: the oldest message was dropped") == 1
-    out, notes = chat(directory, "a" * 80, "a", flags=flags)  # a message that cannot fit does not end the conversation
-    assert out == printed(first) and "error: the prompt has" in notes
+    third = oracle("a", first, "b", second, "c", new=6)
+    fourth = oracle("c", third, "d", new=6)
+    out, notes = chat(directory, "a", "b", "c", "d", flags=flags)
+    assert out == printed(first, second, third, fourth)
+    assert notes.count("is full: the oldest messages (2) and their replies were dropped") == 1
+    out, notes = chat(directory, "a", "a" * 100, "b", flags=flags)  # what cannot fit leaves the conversation as it was
+    assert out == printed(first, second) and notes.count("error: the prompt has") == 1
 
 
 def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(directory, tmp_path):
@@ -181,8 +182,12 @@ def test_a_terminal_gets_a_prompt_and_dim_reasoning(directory, tmp_path):
 
 
 def test_what_cannot_chat_is_an_error(directory, tmp_path):
-    _, stderr = chat(directory, "hi", flags=["--temperature", "3"], code=2)
-    assert stderr.count("\n") == 1 and "temperature=3.0" in stderr
+    for flags, message in (
+        (["--temperature", "3"], "temperature=3.0"),
+        (["--max-new-tokens", "60", "--max-length", "64"], "a reply may have at most 48"),
+    ):
+        _, stderr = chat(directory, "hi", flags=flags, code=2)
+        assert stderr.count("\n") == 1 and message in stderr
     copy(directory, tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     _, stderr = chat(tmp_path, "hi", code=2)

@@ -252,7 +252,7 @@ def assert_one_line(result, pattern):
     [
         (["--model", "DIR", "--max-new", "3"], r"unknown argument --max-new \(did you mean --max-new-tokens\?\)"),
         (["--model", "DIR", "--modell=x"], r"unknown argument --modell=x \(did you mean --model\?\)"),
-        ([], "the following arguments are required: --model"),
+        ([], "generate needs the directory of one model: generate DIR"),
         (["--model", "DIR", "--prompt-file", "F"], "argument .*--prompt.*: not allowed with argument --prompt.*"),
         (["--model", "DIR", "--max-new-tokens", "many"], "argument --max-new-tokens: invalid int value: 'many'"),
         (["--model", "DIR", "--dtype", "float8"], "argument --dtype: invalid choice: 'float8' .*"),
