@@ -269,7 +269,7 @@ def test_errors_of_flags(flags, pattern):
     [
         ("megatron_ssm generate --modl x --prompt y", "unknown argument --modl (did you mean --model?)"),
         ("megatron_ssm generate --model x --promt=y", "unknown argument --promt=y (did you mean --prompt?)"),
-        ("megatron_ssm generate --model x --prompt y --json yes", "unknown argument yes: --json takes no value"),
+        ("megatron_ssm advise --model x --fabric y --json yes", "unknown argument yes: --json takes no value"),
         ("megatron_ssm --modl x generate", "unknown argument --modl (did you mean --model?)"),
         (
             "megatron_ssm genrate --modl x",
