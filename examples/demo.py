@@ -8,6 +8,7 @@ makes the conversations.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ VOCABULARY = 768  # tokens of the byte-pair encoding
 # There is one right reply, so the most likely token is taken; the first token, 0, ends a text.
 GREEDY = '{"do_sample": false, "max_new_tokens": 32, "eos_token_id": 0, "pad_token_id": 0}\n'
 LEAST = 0.9  # share of the replies that must be right
-SHOWN = 3  # right replies, and wrong ones, that are printed
+SHOWN = 3  # wrong replies that are printed
 TIMED = 64  # new tokens in the comparison of speeds
 
 
@@ -86,11 +87,12 @@ def check_replies(model: Path, asked: dict[str, str]) -> None:
     if one != two:
         raise ValueError("1 rank and 2 ranks reply differently")
     results = list(zip(asked, one, asked.values(), strict=True))
-    right = [f"  {phrase} -> {reply}" for phrase, reply, form in results if reply == form]
+    right = {phrase: reply for phrase, reply, form in results if reply == form}
+    kinds = {re.sub(r"\w", "", reply): f"  {phrase} -> {reply}" for phrase, reply in right.items()}  # by punctuation
     wrong = [f"  {phrase} -> {reply!r}   (wrong: it is {form})" for phrase, reply, form in results if reply != form]
     share = len(right) / len(results)
     print(f"\n{share:.1%} of {len(results)} replies to held-out phrases are exact; 1 rank and 2 ranks reply the same:")
-    print("\n".join(right[:SHOWN] + wrong[:SHOWN]))
+    print("\n".join([*kinds.values(), *wrong[:SHOWN]]))
     if share < LEAST:
         raise ValueError(f"only {share:.1%} of the replies are exact, and at least {LEAST:.0%} should be")
 
