@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from megatron_ssm.parallel import local_launch
 
 PYTHON = [sys.executable, "-m", "megatron_ssm"]
@@ -125,6 +127,7 @@ def _begin_anew(env, streams):
         os.environ.clear()
         os.environ.update(env)
     logging.root.handlers.clear()
+    torch.set_num_threads(torch.get_num_threads())  # makes torch's pool of threads anew: two threads at once fail at it
     local_launch.subprocess = SimpleNamespace(
         Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired,
         _args_from_interpreter_flags=subprocess._args_from_interpreter_flags,
