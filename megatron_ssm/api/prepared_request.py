@@ -1,5 +1,6 @@
 """Parses and checks the JSON of a request, tokenizes its prompts, and makes the sequences for the engine."""
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -153,7 +154,7 @@ def prepare_request(
     is_thinking = _has_begun_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]
     _check_size(body, prompts, new_tokens)
-    grammar_parameter, grammar = _grammar(body)
+    grammar_parameter, grammar = _grammar(body, served)
     shared: dict[str, Any] = dict(
         temperature=body.temperature,
         top_k=body.top_k if body.top_k > 0 else None,
@@ -382,11 +383,13 @@ def _forced_calls(body: GenerationRequest) -> dict[str, Any] | None:
     return calls_schema(schemas_of(body.forced_tools), body.max_calls)
 
 
-def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
-    """The parameter that gives the grammar of the reply, and the grammar; ("", None) if there is none."""
+def _grammar(body: GenerationRequest, served: ServedModel) -> tuple[str, Grammar | None]:
+    """The parameter that gives the grammar of the reply, and the grammar; ("", None) if there is none.
+
+    Calls that are forced leave no room for another grammar. Where the reply may call tools, it is calls or JSON.
+    """
     outputs = body.structured_outputs or StructuredOutputs()
     given: list[tuple[str, Callable[..., Grammar], Any]] = [
-        ("tools", grammars.json_schema, _forced_calls(body)),
         (body.format_field, grammars.json_schema, _schema(body.response_format)),
         ("structured_outputs.json", grammars.json_schema, outputs.json_),
         ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
@@ -398,16 +401,35 @@ def _grammar(body: GenerationRequest) -> tuple[str, Grammar | None]:
         ("guided_regex", grammars.regex, body.guided_regex),
         ("guided_grammar", grammars.lark, body.guided_grammar),
     ]
-    found = [row for row in given if row[2] is not None]
+    forced = _forced_calls(body)
+    found = [row for row in given if row[2] is not None] if forced is None else [("tools", grammars.json_schema, forced)]
     if not found:
         return "", None
     name, make, value = found[0]
-    if isinstance(body, ChatRequest) and body.usable_tools and name != "tools":
-        raise bad_request(f"tools and {name} exclude each other, unless tool_choice is none", name)
     others = [other for other, *_ in found[1:]] + ["min_tokens"] * (body.min_tokens > 0)
     if others:
         raise bad_request(f"{name} and {others[0]} exclude each other", others[0])
     try:
-        return name, make(value)
+        grammar = make(value)
+        if forced is None and isinstance(body, ChatRequest) and body.usable_tools:
+            grammar = _or_calls(name, grammar, body, served)
+        return name, grammar
     except ValueError as error:
         raise bad_request(f"{name}: {error}", name) from None
+
+
+def _or_calls(name: str, grammar: Grammar, body: ChatRequest, served: ServedModel) -> Grammar:
+    """The grammar of a reply that is JSON or calls tools. name: the parameter that gives the grammar."""
+    if grammar.kind != "json_schema":
+        raise bad_request(f"tools and {name} exclude each other, unless tool_choice is none", name)
+    assert served.tool_parser is not None, "the request was checked"
+    rules, schemas = served.tool_parser.rules, schemas_of(body.tools)
+    start = f"start: answer | calls\nanswer: %json {grammar.text}\n"
+    grammars.lark(start + rules(schemas, body.max_calls))  # checks it, in a process that has no special tokens
+
+    def mark(text: str) -> str:
+        token = served.tokenizer.token_to_id(text)
+        added = served.tokenizer.get_added_tokens_decoder().get(token)
+        return f"<[{token}]>" if added is not None and added.special else json.dumps(text)
+
+    return Grammar.unchecked("lark", start + rules(schemas, body.max_calls, mark))

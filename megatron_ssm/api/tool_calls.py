@@ -6,10 +6,14 @@ A parser reads a reply while it comes. However the text is split, it returns the
 import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ssm.inference.grammar import NAMED_SCHEMAS, VALUES
+
 Schemas = dict[str, dict[str, Any]]  # {name of a tool: the JSON schema of its arguments}
+COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties"}
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -44,6 +48,14 @@ class CallParser:
             ""  # _held: text that may be part of a mark or of a call. _space: the white space before it
         )
         self._is_inside, self._count = False, 0
+
+    @classmethod
+    def rules(cls, tools: Schemas, max_calls: int | None, mark: Callable[[str], str] = json.dumps) -> str:
+        """Return the rule `calls` of a grammar in llguidance's notation: one or more calls in this format.
+
+        mark: the notation of a mark; by default that of its text.
+        """
+        raise NotImplementedError
 
     def read(self, body: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the name and the arguments of each call between the marks. ValueError for a malformed call."""
@@ -104,6 +116,12 @@ class HermesParser(CallParser):
 
     begin, end = "<tool_call>", "</tool_call>"
 
+    @classmethod
+    def rules(cls, tools: Schemas, max_calls: int | None, mark: Callable[[str], str] = json.dumps) -> str:
+        """Return a rule for a call, which repeats."""
+        call = f'{mark(cls.begin)} "\\n" %json {json.dumps(call_schema(tools))} "\\n" {mark(cls.end)}'
+        return _repeated(call, max_calls)
+
     def read(self, body: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the call in an object."""
         return [_json_call(json.loads(body))]
@@ -118,6 +136,16 @@ class XmlParser(CallParser):
     begin, end = "<tool_call>", "</tool_call>"
     function = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
     parameter = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+    @classmethod
+    def rules(cls, tools: Schemas, max_calls: int | None, mark: Callable[[str], str] = json.dumps) -> str:
+        """Return a rule for a call, in which a parameter of the tool may have any text."""
+        functions = []
+        for name, schema in tools.items():
+            parameters = " | ".join(json.dumps(f"<parameter={each}>\n") for each in schema.get("properties", {}))
+            functions.append(json.dumps(f"{name}>\n") + (f" (({parameters}) value)*" if parameters else ""))
+        call = f'{mark(cls.begin)} "\\n<function=" ({" | ".join(functions)}) "</function>\\n" {mark(cls.end)}'
+        return _repeated(call, max_calls) + '\nvalue[suffix="\\n</parameter>\\n"]: /(?s:.*)/'
 
     def read(self, body: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the call, with arguments of the types that the tool's schema gives them."""
@@ -134,6 +162,12 @@ class NemotronParser(CallParser):
     """Calls of Nemotron Nano 2: `<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>`."""
 
     begin, end = "<TOOLCALL>", "</TOOLCALL>"
+
+    @classmethod
+    def rules(cls, tools: Schemas, max_calls: int | None, mark: Callable[[str], str] = json.dumps) -> str:
+        """Return a rule for a list of calls."""
+        end = mark(cls.end) if cls.end else ""
+        return f"calls: {mark(cls.begin)} %json {json.dumps(calls_schema(tools, max_calls))} {end}"
 
     def read(self, body: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the calls in a list."""
@@ -209,12 +243,14 @@ class ForcedCallParser:
         return len(self._held)
 
 
-def calls_schema(tools: Schemas, max_calls: int | None) -> dict[str, Any]:
-    """Return the JSON schema of a list of one or more calls of these tools. References in the schema of a tool are changed
-    to stay within that schema.
+def call_schema(tools: Schemas) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of these tools, on one line.
+
+    References in the schema of a tool are changed to stay within that schema. Objects that list their properties have no
+    others, unless the schema says so or combines schemas.
     """
     places = {name: f"#/$defs/tool{i}" for i, name in enumerate(tools)}
-    definitions = {place[8:]: _with_root(tools[name], place) for name, place in places.items()}
+    definitions = {place[8:]: _embedded(tools[name], place) for name, place in places.items()}
     calls = [
         {
             "type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
@@ -222,8 +258,19 @@ def calls_schema(tools: Schemas, max_calls: int | None) -> dict[str, Any]:
         }
         for name, place in places.items()
     ]  # fmt: skip
+    return {"$defs": definitions, "anyOf": calls, "x-guidance": {"whitespace_pattern": " "}}
+
+
+def calls_schema(tools: Schemas, max_calls: int | None) -> dict[str, Any]:
+    """Return the JSON schema of a list of one or more calls of these tools; see `call_schema`."""
+    call = call_schema(tools)
     most = {} if max_calls is None else {"maxItems": max_calls}
-    return {"$defs": definitions, "type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+    return {"type": "array", "items": {"anyOf": call.pop("anyOf")}, "minItems": 1, **most, **call}
+
+
+def _repeated(call: str, max_calls: int | None) -> str:
+    """The rule `calls`: one call, or one or more on lines of their own."""
+    return "calls: call" + (' ("\\n" call)*' if max_calls is None else "") + f"\ncall: {call}"
 
 
 def begun_length(text: str, mark: str) -> int:
@@ -232,18 +279,23 @@ def begun_length(text: str, mark: str) -> int:
     return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
-def _with_root(schema: Any, place: str) -> Any:
-    """A copy of a schema for embedding at a place in another schema: references to its root become references to that
-    place.
-    """
+def _embedded(schema: Any, place: str) -> Any:
+    """A copy of a schema for embedding at a place in another schema, as `call_schema` says."""
     if isinstance(schema, list):
-        return [_with_root(each, place) for each in schema]
+        return [_embedded(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    copy = {name: _with_root(each, place) for name, each in schema.items()}
+    copy: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
+            copy[name] = {each: _embedded(part, place) for each, part in value.items()}
+        else:
+            copy[name] = value if name in VALUES else _embedded(value, place)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         copy["$ref"] = place + reference[1:]
+    if "properties" in schema and not COMBINING & schema.keys():
+        copy.setdefault("additionalProperties", False)
     return copy
 
 

@@ -77,7 +77,6 @@ def test_items_become_messages(tmp_path):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "Input should be 'function'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "there is no tool 'g'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs the field schema"),
-        ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format", "exclude each other"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "'medium'"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "'none' or 'minimal'"),
         ({"max_output_tokens": 4000}, "max_output_tokens", "4000 new ones do not fit"),

@@ -12,7 +12,7 @@ from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import ChatRequest
 from megatron_ssm.api.sequences import Update
 from megatron_ssm.api.tool_calls import PARSERS, ForcedCallParser, ToolCall, calls_schema, detect_parser
-from megatron_ssm.inference.grammar import GrammarMatcher, GrammarTokens, json_schema
+from megatron_ssm.inference.grammar import Grammar, GrammarMatcher, GrammarTokens, json_schema
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
 
 WEATHER = {
@@ -213,8 +213,7 @@ def test_the_template_gets_calls_and_their_results(tmp_path):
         ({"tool_choice": "any"}, "tool_choice", "tool_choice=any: Input should be 'none', 'auto' or 'required'"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "Input should be 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "match pattern"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "tools and response_format exclude each"),
-        ({"tool_choice": NAMED, "guided_regex": "a"}, "guided_regex", "tools and guided_regex exclude each other"),
+        ({"guided_regex": "a"}, "guided_regex", "tools and guided_regex exclude each other"),
     ],
 )
 def test_errors_name_the_parameter(tmp_path, changes, param, message):
@@ -228,6 +227,64 @@ def test_tools_need_a_known_format_unless_calls_are_forced(tmp_path):
     with pytest.raises(ApiError, match="tools need a chat template that writes calls in a known format"):
         prepared(model)
     assert prepared(model, tool_choice="required") and prepared(model, tool_choice="none")
+
+
+def accepted(model, **changes):
+    """A function that returns True if the grammar of a request allows a text as the whole reply."""
+    kind, text = prepared(model, **changes).sequences[0].arguments.grammar
+    tokens = GrammarTokens(model.tokenizer, model.vocab_size)
+
+    def accepts(reply):
+        matcher = GrammarMatcher(Grammar.unchecked(kind, text), tokens)
+        ids = model.tokenizer.encode(reply, add_special_tokens=False).ids
+        return all(matcher.allowed[token] and matcher.advance(token) is None for token in ids) and matcher.accepts
+
+    return accepts
+
+
+ANSWER = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"schema": ANSWER}}}
+JSON_CALL, OTHER_CALL = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}', '{"name":"now","arguments":{}}'
+XML_CALL = XML.replace("Rome é 🦀", "Rome")
+# parser, texts of calls, texts that are neither calls nor the answer
+WITH_SCHEMA = [
+    ("hermes", [f"<tool_call>\n{JSON_CALL}\n</tool_call>"], ["<tool_call>\n{}\n</tool_call>"]),
+    ("qwen3_coder", [XML_CALL, "<tool_call>\n<function=now>\n</function>\n</tool_call>"],
+     [XML_CALL.replace("weather", "other"), XML_CALL.replace("city", "other"), XML_CALL[:-12]]),
+    ("granite", [f"<|tool_call|>[{JSON_CALL}, {OTHER_CALL}]"], ["<|tool_call|>[]"]),
+    ("nemotron", [f"<TOOLCALL>[{JSON_CALL}]</TOOLCALL>"], [f"<TOOLCALL>[{JSON_CALL}]", "<TOOLCALL>[{}]</TOOLCALL>"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parser, calls, wrong", WITH_SCHEMA)
+def test_beside_a_schema_a_reply_is_calls_or_the_answer(tmp_path, parser, calls, wrong):
+    """Also with a mark that is a special token."""
+    model = served(tmp_path, parser=parser, special=("<|tool_call|>",))
+    accepts = accepted(model, **SCHEMA)
+    assert all(map(accepts, calls)) and accepts('{"sum": 3}')
+    assert not any(map(accepts, [*wrong, '{"sum": "3"}', f'{{"sum": 3}}{calls[0]}', f"So: {calls[0]}", *OBJECT]))
+    for call in calls:
+        assert read(PARSERS[parser][0](TOOLS), [call])[1]
+    if parser in ("hermes", "qwen3_coder"):
+        assert accepts(f"{calls[0]}\n{calls[-1]}")
+        assert not accepted(model, **SCHEMA, parallel_tool_calls=False)(f"{calls[0]}\n{calls[-1]}")
+
+
+def test_forced_calls_have_the_properties_of_the_schema_on_one_line(tmp_path):
+    """Whatever the schema says of the reply."""
+    parameters = {
+        "type": "object", "properties": {"properties": {"$ref": "#/$defs/Point"}, "free": {"type": "object"}},
+        "$defs": {"Point": {"properties": {"x": {"type": "integer"}}}},
+    }  # fmt: skip
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    accepts = accepted(served(tmp_path), tools=[tool], tool_choice=NAMED, **SCHEMA)
+
+    def accepts_arguments(text):
+        return accepts(f'[{{"name": "weather", "arguments": {text}}}]')
+
+    assert accepts_arguments('{"properties": {"x": 1}, "free": {"y": {"z": 2}}}') and accepts_arguments("{}")
+    assert not accepts('{"sum": 3}')
+    assert not any(map(accepts_arguments, ['{"other": 1}', '{"properties": {"x": 1, "y": 2}}', '{"free":\n{}}']))
 
 
 def replied(model, tokens, size, **changes):
