@@ -263,7 +263,7 @@ def chat_text(body: Conversation, served: ServedModel) -> str:
         not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
-    variables = {**body.chat_template_kwargs, "tools": tools or None, "add_generation_prompt": starts_message}
+    variables = {**body.template_variables, "tools": tools or None, "add_generation_prompt": starts_message}
     text = served.template.render(messages, variables, body.prompt_field)
     if body.continue_final_message:
         text = _without_end(text, messages[-1]["content"])
@@ -402,7 +402,9 @@ def _grammar(body: GenerationRequest, served: ServedModel) -> tuple[str, Grammar
         ("guided_grammar", grammars.lark, body.guided_grammar),
     ]
     forced = _forced_calls(body)
-    found = [row for row in given if row[2] is not None] if forced is None else [("tools", grammars.json_schema, forced)]
+    found = (
+        [row for row in given if row[2] is not None] if forced is None else [("tools", grammars.json_schema, forced)]
+    )
     if not found:
         return "", None
     name, make, value = found[0]
@@ -423,13 +425,16 @@ def _or_calls(name: str, grammar: Grammar, body: ChatRequest, served: ServedMode
     if grammar.kind != "json_schema":
         raise bad_request(f"tools and {name} exclude each other, unless tool_choice is none", name)
     assert served.tool_parser is not None, "the request was checked"
-    rules, schemas = served.tool_parser.rules, schemas_of(body.tools)
+    rules, schemas, added = (
+        served.tool_parser.rules,
+        schemas_of(body.tools),
+        served.tokenizer.get_added_tokens_decoder(),
+    )
     start = f"start: answer | calls\nanswer: %json {grammar.text}\n"
     grammars.lark(start + rules(schemas, body.max_calls))  # checks it, in a process that has no special tokens
 
     def mark(text: str) -> str:
-        token = served.tokenizer.token_to_id(text)
-        added = served.tokenizer.get_added_tokens_decoder().get(token)
-        return f"<[{token}]>" if added is not None and added.special else json.dumps(text)
+        special = [id for id, token in added.items() if token.special and token.content == text]
+        return f"<[{special[0]}]>" if special else json.dumps(text)
 
     return Grammar.unchecked("lark", start + rules(schemas, body.max_calls, mark))

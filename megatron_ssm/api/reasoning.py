@@ -8,12 +8,15 @@ from .tool_calls import begun_length
 class ReasoningSplitter:
     """Splits a reply, as it comes, into its reasoning and its answer, without the white space around them.
 
-    is_open: True if the prompt has begun the reasoning. Otherwise, a reply that does not begin with `<think>` has no
-    reasoning.
+    Args:
+        is_open: True if the prompt has begun the reasoning. Otherwise, a reply that does not begin with `<think>` has no
+            reasoning.
+        call_mark: The mark that begins a tool call, if the reply may have one. The reasoning from this mark on is held
+            back, because it is a call if the reply ends without `</think>`.
     """
 
-    def __init__(self, is_open: bool):
-        self._is_open, self._held, self._state = is_open, "", "start"
+    def __init__(self, is_open: bool, call_mark: str = ""):
+        self._is_open, self._call_mark, self._held, self._state = is_open, call_mark, "", "start"
         self._has_reasoning = self._has_begun = False  # _has_begun: some of the reasoning was returned
 
     @property
@@ -59,7 +62,11 @@ class ReasoningSplitter:
         if place >= 0:
             reasoning, self._held, self._state = self._held[:place].rstrip(), self._held[place + len(END) :], "gap"
             return reasoning
-        certain = self._held[: len(self._held) - begun_length(self._held, END)].rstrip()
+        mark = self._call_mark
+        place = self._held.find(mark) if mark else -1
+        if place < 0:
+            place = len(self._held) - max(begun_length(self._held, END), begun_length(self._held, mark))
+        certain = self._held[:place].rstrip()
         self._held = self._held[len(certain) :]
         self._has_begun = self._has_begun or bool(certain)
         return certain

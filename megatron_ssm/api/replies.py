@@ -84,7 +84,8 @@ class Reply:
         self._has_offsets = arguments.logprobs is not None and not isinstance(request.body, ChatRequest)
         self._is_first, self._has_calls = True, False
         self._parser = _parser(request, served)
-        self._reasoning = None if request.is_thinking is None else ReasoningSplitter(request.is_thinking)
+        mark = self._parser.begin if isinstance(self._parser, CallParser) else ""
+        self._reasoning = None if request.is_thinking is None else ReasoningSplitter(request.is_thinking, mark)
         self._offsets = TextOffsets(served.tokenizer, hidden, len(text) if self._echo else 0, ids)
 
     def add_update(self, update: Update) -> Piece:
@@ -109,18 +110,25 @@ class Reply:
         return piece
 
     def _split(self, text: str, is_last: bool, piece: Piece) -> None:
-        """Add the reasoning, the content and the tool calls of text to a piece."""
+        """Add the reasoning, the content and the tool calls of text to a piece. A reply may end with calls within its
+        reasoning.
+        """
+        is_reasoning = False
         if self._reasoning is not None:
             reasoning, text = self._reasoning.push(text)
             piece.reasoning += reasoning
             if is_last:
+                is_reasoning = self._reasoning.is_inside
                 reasoning, answer = self._reasoning.finish()
-                piece.reasoning, text = piece.reasoning + reasoning, text + answer
+                text += reasoning if is_reasoning else answer
         parts: list[Part] = [text]
         if self._parser is not None:
             parts = self._parser.push(text) + (self._parser.finish() if is_last else [])
         for part in parts:
-            piece.add(part)
+            if is_reasoning and isinstance(part, str):
+                piece.reasoning += part
+            else:
+                piece.add(part)
 
 
 def _parser(request: PreparedRequest, served: ServedModel) -> CallParser | ForcedCallParser | None:

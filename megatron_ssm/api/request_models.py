@@ -112,6 +112,8 @@ Choices = Annotated[list[ShortText], Field(min_length=1, max_length=1000, fail_f
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
 Regex = Annotated[str, Field(min_length=1, max_length=10_000)]
 LarkGrammar = Annotated[str, Field(min_length=1, max_length=100_000)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}  # tokens of the reasoning; more effort has no limit
 StopStrings = Annotated[list[ShortText], Field(max_length=16)]
 _PROMPT = Discriminator(
     _kind_of_prompt,
@@ -446,6 +448,11 @@ class Conversation(RequestModel):
         """The tools that the template shows."""
         return self.tools
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return self.chat_template_kwargs
+
 
 class TokenizeRequest(Conversation):
     """The body of a request to /tokenize: a text or a conversation."""
@@ -518,7 +525,8 @@ class ChatRequest(Conversation, GenerationRequest):
     thinking_budget: Count | None = None
     """Another name of thinking_token_budget."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
-    reasoning_effort: Literal["none", "minimal"] = "none"
+    reasoning_effort: ReasoningEffort | None = None
+    """The maximum number of tokens of the reasoning, in words, and a variable of the chat template."""
     verbosity: Literal["medium"] = "medium"
 
     @property
@@ -537,7 +545,16 @@ class ChatRequest(Conversation, GenerationRequest):
     @property
     def budget(self) -> int | None:
         """The maximum number of tokens of the reasoning; None: no limit."""
-        return self.thinking_budget if self.thinking_token_budget is None else self.thinking_token_budget
+        budgets = (self.thinking_token_budget, self.thinking_budget, EFFORTS.get(self.reasoning_effort or ""))
+        return next((budget for budget in budgets if budget is not None), None)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        thinking = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {"reasoning_effort": self.reasoning_effort, **thinking, **self.chat_template_kwargs}
 
     @property
     def max_calls(self) -> int | None:

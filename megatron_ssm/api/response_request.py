@@ -16,6 +16,7 @@ from .request_models import (
     GenerationParameters,
     JsonSchema,
     PositiveCount,
+    ReasoningEffort,
     RequestModel,
     kind_of_choice,
     kind_of_content,
@@ -156,9 +157,9 @@ class TextOptions(RequestModel):
 
 
 class ReasoningOptions(RequestModel):
-    """Options of the reasoning, with the values that change nothing."""
+    """Options of the reasoning."""
 
-    effort: Literal["none", "minimal"] = "none"
+    effort: ReasoningEffort | None = None
     summary: Literal["auto"] = "auto"
 
 
@@ -251,6 +252,7 @@ class ResponseChat(ChatRequest):
                 "parallel_tool_calls": body.parallel_tool_calls,
                 "response_format": {"type": form.type, **schema},
                 "thinking_token_budget": body.thinking_token_budget,
+                "reasoning_effort": body.reasoning.effort,
                 "chat_template_kwargs": body.chat_template_kwargs,
             }
         )

@@ -11,6 +11,7 @@ from megatron_ssm.api.prepared_request import ServedModel, prepare_request
 from megatron_ssm.api.reasoning import ReasoningSplitter
 from megatron_ssm.api.replies import Replies
 from megatron_ssm.api.request_models import ChatRequest
+from megatron_ssm.api.response_request import ResponseRequest
 from megatron_ssm.api.sequences import Arguments, Update
 from megatron_ssm.api.tool_calls import HermesParser
 from megatron_ssm.inference.text import load_tokenizer, write_byte_tokenizer
@@ -67,6 +68,57 @@ def test_a_call_after_reasoning(tmp_path):
     message = json.loads(replies.whole([piece]).to_json())["choices"][0]["message"]
     assert message["content"] is None and message["reasoning_content"] == message["reasoning"] == "So."
     assert message["tool_calls"][0]["function"]["name"] == "f"
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text, reasoning, answer, names",
+    [
+        (f"So.\n{CALL}\n", "So.", None, ["f"]),
+        (f"So.\n{CALL} Or {CALL}", "So. Or", None, ["f", "f"]),
+        (f"So.\n{CALL}</think>Yes.", f"So.\n{CALL}", "Yes.", []),
+        (f"So.\n{CALL}</think>{CALL}", f"So.\n{CALL}", None, ["f"]),
+        ("Not <tool_call> a", "Not <tool_call> a", "", []),
+    ],
+)
+@pytest.mark.parametrize("size", (1, 1000))
+def test_a_call_in_reasoning_without_its_end(tmp_path, text, reasoning, answer, names, size):
+    """It is a call only if the end mark does not follow, so that a stream says nothing of it until then."""
+    model = served(tmp_path)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    request = prepared(model, tools=tools, chat_template_kwargs={"enable_thinking": True})
+    replies, (sequence,) = Replies(request, model), request.sequences
+    tokens = list(text.encode())
+    pieces = [replies.add_update(Update(sequence, tokens[i : i + size], None)) for i in range(0, len(tokens), size)] + [
+        replies.add_update(Update(sequence, [], "stop"))
+    ]
+    if size == 1 and "<tool_call>" in text:
+        assert not any(piece.reasoning or piece.calls for piece in pieces[text.index("<") : text.index(">")])
+    for piece in pieces[1:]:
+        pieces[0].extend(piece)
+    choice = json.loads(replies.whole(pieces[:1]).to_json())["choices"][0]
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == (reasoning, answer)
+    assert [call["function"]["name"] for call in message.get("tool_calls") or []] == names
+    assert choice["finish_reason"] == ("tool_calls" if names else "stop")
+
+
+def test_reasoning_effort_is_a_budget_and_a_variable(tmp_path):
+    template = TEMPLATE + "{{ reasoning_effort }}"
+    model, think = served(tmp_path, template), {"chat_template_kwargs": {"enable_thinking": True}}
+
+    def budget(effort, **changes):
+        request = prepared(model, reasoning_effort=effort, **changes)
+        assert request.prompts[0][0].endswith(effort)
+        return (request.sequences[0].arguments.thinking or [None])[-1]
+
+    assert [budget(effort, **think) for effort in ("low", "medium", "high")] == [1024, 8192, None]
+    assert budget("low", thinking_token_budget=7) == 7 and budget("none") == 0
+    response = {"input": "a", "reasoning": {"effort": "low"}, **think}
+    request = prepare_request(ResponseRequest, json.dumps(response), "", model)
+    assert request.sequences[0].arguments.thinking[-1] == 1024
 
 
 def test_what_the_engine_follows(tmp_path):

@@ -97,7 +97,7 @@ def test_fields_that_are_null_count_as_left_out():
             r"_options\.include_obf.*=true: Input should be False",
         ),
         (CHAT, "response_format", {"type": "text", "x": 1}, r"there is no parameter response_format\.x"),
-        (CHAT, "reasoning_effort", "high", "reasoning_effort=high: Input should be 'none' or 'minimal'"),
+        (CHAT, "reasoning_effort", "most", "reasoning_effort=most: Input should be 'none', 'minimal', 'low'"),
         (CHAT, "verbosity", "low", "verbosity=low: Input should be 'medium'"),
         (CHAT, "function_call", {"name": "a"}, "function_call={.*: Input should be 'none' or 'auto'"),
         (CHAT, "guided_json", "{", "guided_json={: Input should be a JSON schema, or its text"),

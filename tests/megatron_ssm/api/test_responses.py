@@ -78,7 +78,7 @@ def test_items_become_messages(tmp_path):
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "there is no tool 'g'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs the field schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "'medium'"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "'none' or 'minimal'"),
+        ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium', 'high'"),
         ({"max_output_tokens": 4000}, "max_output_tokens", "4000 new ones do not fit"),
         ({"input": "a" * 4000}, "input", "too many"),
         ({"messages": []}, "messages", "there is no parameter messages"),
