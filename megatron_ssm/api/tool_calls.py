@@ -8,9 +8,10 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megatron_ssm.inference.grammar import NAMED_SCHEMAS, VALUES
+from megatron_ssm.inference.schemas import map_schema
 
 Schemas = dict[str, dict[str, Any]]  # {name of a tool: the JSON schema of its arguments}
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties"}
@@ -250,7 +251,9 @@ def call_schema(tools: Schemas) -> dict[str, Any]:
     others, unless the schema says so or combines schemas.
     """
     places = {name: f"#/$defs/tool{i}" for i, name in enumerate(tools)}
-    definitions = {place[8:]: _embedded(tools[name], place) for name, place in places.items()}
+    definitions = {
+        place[8:]: map_schema(tools[name], partial(_embedded, place=place)) for name, place in places.items()
+    }
     calls = [
         {
             "type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
@@ -279,24 +282,14 @@ def begun_length(text: str, mark: str) -> int:
     return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
-def _embedded(schema: Any, place: str) -> Any:
-    """A copy of a schema for embedding at a place in another schema, as `call_schema` says."""
-    if isinstance(schema, list):
-        return [_embedded(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in NAMED_SCHEMAS and isinstance(value, dict):
-            copy[name] = {each: _embedded(part, place) for each, part in value.items()}
-        else:
-            copy[name] = value if name in VALUES else _embedded(value, place)
+def _embedded(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A part of a schema that is embedded at a place in another schema, as `call_schema` says."""
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        copy["$ref"] = place + reference[1:]
+        schema["$ref"] = place + reference[1:]
     if "properties" in schema and not COMBINING & schema.keys():
-        copy.setdefault("additionalProperties", False)
-    return copy
+        schema.setdefault("additionalProperties", False)
+    return schema
 
 
 def _json_call(call: Any) -> tuple[str, dict[str, Any]]:

@@ -63,7 +63,7 @@ class _NamedDirectories(argparse.Action):
 def parser() -> Parser:
     """The parser of the command line. Formats and dtypes are strings, so that --help does not import torch."""
     main = Parser(
-        EXAMPLES["main"], prog="megatron_ssm", description="State-space language models on one or many ranks."
+        EXAMPLES["main"], prog="megatron-ssm", description="State-space language models on one or many ranks."
     )
     main.add_argument("--version", action="version", version=f"megatron-ssm {version()}", help="print the version")
     _add_hidden(main, "--local_rank", "--local-rank")  # the deepspeed launcher puts it before the command
@@ -328,7 +328,7 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
             file.flush()
             return main([*argv, "--prompt-file", file.name])
     if "WORLD_SIZE" not in os.environ and world > 1:
-        code = _check_models("megatron_ssm generate", [arguments.model], tensor, arguments.ep)
+        code = _check_models("megatron-ssm generate", [arguments.model], tensor, arguments.ep)
         return code or run_local_ranks(argv, world)
     leave_on_interrupt()
     silence_third_parties()
@@ -339,7 +339,7 @@ def _generate(arguments: argparse.Namespace, argv: list[str]) -> int:
 
             generate(arguments)
 
-    return run("megatron_ssm generate", command)
+    return run("megatron-ssm generate", command)
 
 
 def _chat(arguments: argparse.Namespace, argv: list[str]) -> int:
@@ -350,7 +350,7 @@ def _chat(arguments: argparse.Namespace, argv: list[str]) -> int:
     _check_lora(arguments)
     world = (arguments.tp or 1) * arguments.ep
     if "WORLD_SIZE" not in os.environ and world > 1:
-        code = _check_models("megatron_ssm chat", [arguments.model], arguments.tp or 1, arguments.ep)
+        code = _check_models("megatron-ssm chat", [arguments.model], arguments.tp or 1, arguments.ep)
         return code or run_local_ranks(argv, world, passes_signals=True)
     leave_on_interrupt()
     if arguments.rendezvous and this_rank() == 0:  # from run_local_ranks
@@ -362,7 +362,7 @@ def _chat(arguments: argparse.Namespace, argv: list[str]) -> int:
             from .chat import chat
         chat(arguments)
 
-    return run("megatron_ssm chat", command)
+    return run("megatron-ssm chat", command)
 
 
 @contextmanager
@@ -402,7 +402,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
         parser().error(f"--replicas {arguments.replicas}: the server starts the replicas itself, without a launcher")
     if not is_launched and tensor * experts > 1:
         models = [directory for directory in (arguments.model, arguments.draft) if directory is not None]
-        code = _check_models("megatron_ssm serve", models, tensor, experts)
+        code = _check_models("megatron-ssm serve", models, tensor, experts)
         if code or not is_router:
             return code or run_local_ranks(argv, tensor * experts, passes_signals=True)
     leave_on_interrupt()
@@ -421,7 +421,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
             from megatron_ssm.serving.command import serve
         serve(arguments)
 
-    return run("megatron_ssm serve", command)
+    return run("megatron-ssm serve", command)
 
 
 def _check_models(program: str, directories: Sequence[str], ranks: int, experts: int) -> int:
@@ -464,7 +464,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
         convert_checkpoint(arguments)
 
-    return run("megatron_ssm convert", command)
+    return run("megatron-ssm convert", command)
 
 
 def _advise(arguments: argparse.Namespace) -> int:
@@ -476,7 +476,7 @@ def _advise(arguments: argparse.Namespace) -> int:
 
         advise(arguments)
 
-    return run("megatron_ssm advise", command)
+    return run("megatron-ssm advise", command)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -497,7 +497,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
         bench(arguments)
 
-    return run("megatron_ssm bench", command)
+    return run("megatron-ssm bench", command)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -520,7 +520,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         counts = f"{made.documents:,} documents, {made.tokens:,} tokens of {made.text_bytes:,} bytes"
         print(f"{arguments.out}.bin, {arguments.out}.idx: {counts}")
 
-    return run("megatron_ssm prepare", command)
+    return run("megatron-ssm prepare", command)
 
 
 def _new(arguments: argparse.Namespace) -> int:

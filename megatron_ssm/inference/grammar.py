@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .grammar_check import LIMITS, one_line, problem
+from .schemas import map_schema
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,8 +28,6 @@ WHITE_SPACE = r" |\n {0,8}"
 # The formats of strings that llguidance knows. Others are annotations for the reader of a schema: pydantic writes password,
 # path, binary and more.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
-NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-VALUES = frozenset(("const", "enum", "default", "examples", "x-guidance"))  # keys whose values are not schemas
 # Strings, comments, special tokens and expressions of a grammar, which may have %json in them; %json before a schema.
 _LEXEME = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|<[^<>\s]+>|/(?:\\.|[^/\\])*/?|(?P<json>%json\s*)')
 
@@ -195,26 +194,17 @@ def _with_bounded_schemas(text: str) -> str:
 
 def _bounded_schema(schema: Any) -> Any:
     """A schema with bounded white space, unless its x-guidance has a rule, and without formats that are annotations."""
-    schema = _without_annotations({} if schema is True else schema)
+    schema = map_schema({} if schema is True else schema, _without_annotations)
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if isinstance(own, dict) and "whitespace_flexible" not in own:
         schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, **own}
     return schema
 
 
-def _without_annotations(schema: Any) -> Any:
-    """A copy of a schema without formats that are not among FORMATS."""
-    if isinstance(schema, list):
-        return [_without_annotations(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name in NAMED_SCHEMAS and isinstance(value, dict):
-            kept[name] = {each: _without_annotations(part) for each, part in value.items()}
-        elif name != "format" or not isinstance(value, str) or value in FORMATS:
-            kept[name] = value if name in VALUES else _without_annotations(value)
-    return kept
+def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without its format, unless that is among FORMATS."""
+    known = not isinstance(schema.get("format"), str) or schema["format"] in FORMATS
+    return schema if known else {name: value for name, value in schema.items() if name != "format"}
 
 
 def _llguidance() -> Any:

@@ -144,7 +144,7 @@ def _wait(processes: list[subprocess.Popen], follow_first: bool = False) -> int:
     if failed.returncode > 0:
         return failed.returncode
     name = signal.Signals(-failed.returncode).name
-    print(f"megatron_ssm: rank {processes.index(failed)} of {len(processes)} was killed by {name}", file=sys.stderr)
+    print(f"megatron-ssm: rank {processes.index(failed)} of {len(processes)} was killed by {name}", file=sys.stderr)
     return 1
 
 

@@ -291,7 +291,7 @@ def test_a_full_disk(tmp_path, capsys, kind):
                 (out / kept[0]).touch()
             assert main(["convert", "--model", str(source), "--out", str(out)]) == 1
             said = capsys.readouterr()
-            full = rf"megatron_ssm convert: cannot save to {out}: .*No space left on device.*\n"
+            full = rf"megatron-ssm convert: cannot save to {out}: .*No space left on device.*\n"
             assert re.fullmatch(full, said.err) and said.out == "", said.err
             assert [path.name for path in disk.iterdir()] == ([out.name] if kept else [])
             assert not kept or [path.name for path in out.iterdir()] == kept

@@ -244,7 +244,7 @@ def assert_one_line(result, pattern):
     """Exit code 2, nothing on stdout, one line on stderr."""
     message = result.stderr.decode("utf-8")
     assert (result.returncode, result.stdout, message.count("\n")) == (2, b"", 1), message
-    assert re.fullmatch(rf"megatron_ssm( generate)?: {pattern}\n", message), message
+    assert re.fullmatch(rf"megatron-ssm( generate)?: {pattern}\n", message), message
 
 
 @pytest.mark.parametrize(
@@ -267,15 +267,15 @@ def test_errors_of_flags(flags, pattern):
 @pytest.mark.parametrize(
     "command,line",
     [
-        ("megatron_ssm generate --modl x --prompt y", "unknown argument --modl (did you mean --model?)"),
-        ("megatron_ssm generate --model x --promt=y", "unknown argument --promt=y (did you mean --prompt?)"),
-        ("megatron_ssm advise --model x --fabric y --json yes", "unknown argument yes: --json takes no value"),
-        ("megatron_ssm --modl x generate", "unknown argument --modl (did you mean --model?)"),
+        ("megatron-ssm generate --modl x --prompt y", "unknown argument --modl (did you mean --model?)"),
+        ("megatron-ssm generate --model x --promt=y", "unknown argument --promt=y (did you mean --prompt?)"),
+        ("megatron-ssm advise --model x --fabric y --json yes", "unknown argument yes: --json takes no value"),
+        ("megatron-ssm --modl x generate", "unknown argument --modl (did you mean --model?)"),
         (
-            "megatron_ssm genrate --modl x",
+            "megatron-ssm genrate --modl x",
             "unknown command genrate (did you mean generate?): expected one of generate, .*",
         ),
-        ("megatron_ssm generate --model x -- --promt", "one of the arguments --prompt --prompt-file is required"),
+        ("megatron-ssm generate --model x -- --promt", "one of the arguments --prompt --prompt-file is required"),
         ("pretrain.py --dat x --out y", "unknown argument --dat (did you mean --data?)"),
     ],
 )
@@ -317,7 +317,7 @@ def test_local_ranks_are_not_started_for_a_model_they_cannot_share(directory, mo
     monkeypatch.setattr(__main__, "run_local_ranks", None)
     for model, pattern in ((directory, r"8 heads do not divide over 16 .*"), ("none", "none does not exist")):
         assert __main__.main(["generate", "--model", str(model), "--prompt", "a", "--tp", "16"]) == 2
-        assert re.fullmatch(f"megatron_ssm generate: {pattern}\n", capsys.readouterr().err)
+        assert re.fullmatch(f"megatron-ssm generate: {pattern}\n", capsys.readouterr().err)
 
 
 def errors_of_ranks(ranks, world, monkeypatch, flags_of):
@@ -433,7 +433,7 @@ def test_other_paths_that_are_no_directory(directory, tmp_path, monkeypatch, cap
     for model, line in expected.items():
         for command in ("generate --prompt a --model", "chat", "serve --model", "convert --dry-run --model"):
             assert __main__.main([*command.split(), model]) == 2
-            assert capsys.readouterr().err == f"megatron_ssm {command.split()[0]}: {line}\n"
+            assert capsys.readouterr().err == f"megatron-ssm {command.split()[0]}: {line}\n"
         with pytest.raises((ValueError, FileNotFoundError), match=re.escape(line)):
             load(model)
 
@@ -473,7 +473,7 @@ def test_a_model_loads_no_compiler():
 
 def test_help_and_errors_of_flags_load_no_torch():
     result = subprocess.run([sys.executable, "-c", NO_TORCH], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("megatron_ssm")]
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("megatron-ssm")]
     assert lines == ["0", "0", "2", "2", "2"]
     for flag in ("generate", "--model", "--prompt-file", "--max-new-tokens", "--top-p", "--tp", "--json"):
         assert flag in result.stdout
@@ -583,7 +583,7 @@ def test_a_killed_rank_ends_the_others(directory, rank):
         os.kill(process.ranks()[rank], signal.SIGKILL)
         message = wait_for_all(process, stderr)
         assert process.returncode == 1
-        assert message.endswith(f"megatron_ssm: rank {rank} of 2 was killed by SIGKILL\n")
+        assert message.endswith(f"megatron-ssm: rank {rank} of 2 was killed by SIGKILL\n")
 
 
 def test_the_killed_rank_is_blamed_not_those_that_fail_with_it(capfd):
@@ -592,7 +592,7 @@ def test_the_killed_rank_is_blamed_not_those_that_fail_with_it(capfd):
     for process in processes:
         process.wait()
     assert _wait(processes) == 1
-    assert capfd.readouterr().err == "megatron_ssm: rank 1 of 2 was killed by SIGKILL\n"
+    assert capfd.readouterr().err == "megatron-ssm: rank 1 of 2 was killed by SIGKILL\n"
 
 
 def test_ranks_that_wait_for_rank_0_are_ended_after_it():

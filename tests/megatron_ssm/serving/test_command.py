@@ -57,7 +57,7 @@ def test_help_loads_neither_torch_nor_the_server():
 def test_flags_out_of_range(capsys, flags, message):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["serve", "--model", "DIR", *flags])
-    assert capsys.readouterr().err == f"megatron_ssm: {message}\n"
+    assert capsys.readouterr().err == f"megatron-ssm: {message}\n"
 
 
 def refusal(model, *flags):
@@ -96,7 +96,7 @@ def test_the_address_is_taken_before_the_model_is_loaded(monkeypatch):
     def load(*_, **__):
         port = opened[0].getsockname()[1]
         second = completed(["serve", "--model", checkpoint("mamba2"), "--device", "cpu", "--port", port])
-        line = f"megatron_ssm serve: --host 127.0.0.1 --port {port}: Address already in use"
+        line = f"megatron-ssm serve: --host 127.0.0.1 --port {port}: Address already in use"
         assert (second.returncode, second.stdout, second.stderr.decode().splitlines()) == (2, b"", [line])
         raise ValueError("the first one has loaded enough")
 

@@ -77,4 +77,4 @@ def test_refusals(directory, capsys, monkeypatch, command, family, flags, line):
         code = cli.main([command, "--model", str(model), *flags.split(), *prompt])
     except SystemExit as exit:
         code = exit.code
-    assert code == 2 and re.fullmatch(rf"megatron_ssm( {command})?: {re.escape(line)}\n", capsys.readouterr().err)
+    assert code == 2 and re.fullmatch(rf"megatron-ssm( {command})?: {re.escape(line)}\n", capsys.readouterr().err)
