@@ -98,8 +98,9 @@ def test_reasoning_with_a_budget_before_a_call(clients):
             ) as stream:
                 *chunks, last = stream
                 deltas = [chunk.choices[0].delta for chunk in chunks]
-            tokens = reply.usage.completion_tokens_details.reasoning_tokens
-            assert last.usage == reply.usage and budget <= tokens <= budget + len("</think>")
+            details = reply.usage.completion_tokens_details
+            assert last.usage.completion_tokens_details == details
+            assert budget <= details.reasoning_tokens <= budget + len("</think>")
             assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == reasoning
             found.append(ids)
         assert found[0] == found[1]
