@@ -1,5 +1,6 @@
 """Parses and checks the JSON of a request, tokenizes its prompts, and makes the sequences for the engine."""
 
+import itertools
 import json
 import re
 import secrets
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 TOO_LONG = "context_length_exceeded"
 ANY_OBJECT = {"type": "object"}
+INSTRUCTING = ("system", "developer")  # roles
 MAX_LOGPROBS = 400_000  # log-probabilities of a request: a reply with this many is made in about a second
 
 # (text, token ids). The text is "" if the client sent ids and `echo` is off.
@@ -171,7 +173,7 @@ def prepare_request(
         prompt_logprobs=body.num_logprobs is not None and body.echo,
         grammar=None if grammar is None else (grammar.kind, grammar.text),
         thinking=_thinking_arguments(body, is_thinking, grammar, served),
-        prefix_key="" if served.shares_prefixes else owner,
+        prefix_key=" ".join(filter(None, ("" if served.shares_prefixes else owner, body.cache_salt))),
         adapter=adapter,
     )
     seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -190,11 +192,11 @@ def _check_combinations(body: Body, vocab_size: int) -> None:
     for token in body.stop_token_ids:
         if token >= vocab_size:
             raise bad_request(f"stop_token_ids: {token} is not a token id (vocab_size={vocab_size})", "stop_token_ids")
+    if body.best_of not in (None, body.n):
+        raise bad_request("best_of is not implemented: it must be equal to n", "best_of")
     if isinstance(body, ChatRequest):
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    elif body.best_of not in (None, body.n):
-        raise bad_request("best_of is not implemented: it must be equal to n", "best_of")
     elif body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens=0 is for echo only", "max_tokens")
     if (body.num_logprobs or 0) > vocab_size:
@@ -251,7 +253,7 @@ def _chat_prompt(body: ChatRequest, served: ServedModel) -> list[Prompt]:
 
 def chat_text(body: Conversation, served: ServedModel) -> str:
     """Return the text that the chat template makes of a conversation. ApiError 400 for a wrong one."""
-    messages = [message.for_template() for message in body.messages]
+    messages = _with_one_instruction([message.for_template() for message in body.messages])
     for message in messages:
         if message["role"] == "developer" and "developer" not in served.template.text:
             message["role"] = "system"
@@ -263,11 +265,31 @@ def chat_text(body: Conversation, served: ServedModel) -> str:
         not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     )
     tools = [tool.model_dump(exclude_unset=True) for tool in body.usable_tools]
-    variables = {**body.template_variables, "tools": tools or None, "add_generation_prompt": starts_message}
-    text = served.template.render(messages, variables, body.prompt_field)
+    variables = {
+        "documents": body.documents or None, **body.template_variables, "tools": tools or None,
+        "add_generation_prompt": starts_message,
+    }  # fmt: skip
+    try:
+        text = served.template.render(messages, variables, body.prompt_field)
+    except ApiError:
+        later = [message for message in messages[1:] if message["role"] in INSTRUCTING]
+        if not later:
+            raise
+        for message in later:
+            message["role"] = "user"  # many templates allow instructions only at the beginning
+        text = served.template.render(messages, variables, body.prompt_field)
     if body.continue_final_message:
         text = _without_end(text, messages[-1]["content"])
     return text
+
+
+def _with_one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the system and developer messages at the beginning, because many templates allow only one."""
+    leading = list(itertools.takewhile(lambda message: message["role"] in INSTRUCTING, messages))
+    if not leading:
+        return messages
+    content = "\n\n".join(message["content"] for message in leading)
+    return [{**leading[0], "content": content}, *messages[len(leading) :]]
 
 
 def _without_end(prompt: str, content: str) -> str:
@@ -408,7 +430,7 @@ def _grammar(body: GenerationRequest, served: ServedModel) -> tuple[str, Grammar
     if not found:
         return "", None
     name, make, value = found[0]
-    others = [other for other, *_ in found[1:]] + ["min_tokens"] * (body.min_tokens > 0)
+    others = [other for other, *same in found[1:] if same != [make, value]] + ["min_tokens"] * (body.min_tokens > 0)
     if others:
         raise bad_request(f"{name} and {others[0]} exclude each other", others[0])
     try:

@@ -171,7 +171,7 @@ class Replies:
             "model": request.body.model or served.name,
             "system_fingerprint": served.fingerprint,
         }
-        self._new, self._reused = 0, {}
+        self._new, self._reasoning_tokens, self._reused = 0, 0, {}
 
     def add_update(self, update: Update) -> Piece:
         """Return the part of a reply that an update adds."""
@@ -180,6 +180,7 @@ class Replies:
         self._reused[prompt] = min(update.reused, self._reused.get(prompt, update.reused))
         piece = self._replies[index].add_update(update)
         self._new += len(piece.tokens)
+        self._reasoning_tokens += piece.reasoning_tokens
         return piece
 
     @property
@@ -191,6 +192,7 @@ class Replies:
             "completion_tokens": self._new,
             "total_tokens": prompt + self._new,
             "prompt_tokens_details": {"cached_tokens": sum(self._reused.values())},
+            **({"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}} if self._is_chat else {}),
         }
 
     def whole(self, pieces: Iterable[Piece]) -> ReplyModel:

@@ -42,13 +42,20 @@ class CachedTokens(ReplyModel):
     cached_tokens: int
 
 
+class ReasoningTokens(ReplyModel):
+    """The new tokens that are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(ReplyModel):
-    """The number of tokens that were read and made; each prompt counts once."""
+    """The number of tokens that were read and made; each prompt counts once. completion_tokens_details: of a chat."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class Reply(ReplyModel):

@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,6 +26,30 @@ MAX_PROMPTS, MAX_CHOICES, MAX_BIASES, MAX_TOOLS, MAX_EMBEDDINGS = 128, 128, 1024
 MAX_FIELDS = 100  # of an object: pydantic collects an error for each field before one of them is reported
 _NULL = {"type": "null"}
 SHOWN = 60  # characters of a wrong value in the error
+# Parameters of OpenAI's and vLLM's, and Codex's client_metadata, that have no effect here, whatever their value.
+IGNORED = frozenset(
+    """
+    access_programs background_options cache_salt client_metadata context_management disable_any_whitespace
+    disable_fallback ec_transfer_params guided_decoding_backend guided_whitespace_pattern image include_reasoning
+    kv_transfer_params length_penalty max_tool_calls media_io_kwargs metadata mm_processor_kwargs prediction priority
+    prompt_cache_key prompt_cache_options prompt_cache_retention request_id return_mm_kwargs return_token_offsets
+    routed_experts_prompt_start safety_identifier service_tier session_id store stream_interval truncation
+    truncation_side user verbosity vllm_xargs web_search_options whitespace_pattern
+    """.split()
+)
+# {parameters of OpenAI's and vLLM's that are not implemented: the values, besides null, with which they change nothing}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio chat_template logprob_token_ids moderation previous_input_messages previous_response prompt "
+    "prompt_embeds prompt_logprobs repetition_detection structural_tag thinking_token_budget "
+    "truncate_prompt_tokens": (),
+    "add_special_tokens background disable_additional_properties echo enable_response_messages "
+    "include_stop_str_in_output return_prompt_text return_tokens_as_token_ids use_beam_search "
+    "watermarking": (False,),
+    "allowed_token_ids bad_words functions logits_processors": ([],), "function_call": ("none", "auto"), "suffix": ("",),
+    "normalize skip_special_tokens spaces_between_special_tokens use_activation": (True,), "modalities": (["text"],),
+    "embed_dtype": ("float32",), "endianness": ("native", "little"), "padding": ("do_not_pad",), "top_logprobs": (0,),
+}  # fmt: skip
+NOT_IMPLEMENTED = {name: values for names, values in _NEUTRAL.items() for name in names.split()}
 
 
 class RequestModel(BaseModel):
@@ -52,6 +77,22 @@ class RequestModel(BaseModel):
         return schema
 
 
+class Parameters(RequestModel):
+    """A body, or an object in it, that may have the parameters of IGNORED and NOT_IMPLEMENTED besides its own fields."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_without_effect(cls, fields: Any) -> Any:
+        """Return the fields that have an effect."""
+        if not isinstance(fields, dict):
+            return fields
+        own = cls.model_fields
+        others = {name for name, value in fields.items() if name in IGNORED or value in NOT_IMPLEMENTED.get(name, ())}
+        return {name: value for name, value in fields.items() if name in own or name not in others}
+
+
 def _check_length(fields: dict[str, Any], most: int) -> None:
     if len(fields) > most:
         raise PydanticCustomError("too_many_fields", "Object should have at most {most} fields", {"most": most})
@@ -61,12 +102,6 @@ def _check_biases(biases: Any) -> Any:
     if isinstance(biases, dict):
         _check_length(biases, MAX_BIASES)
     return biases
-
-
-def _refuse_elements(value: Any) -> Any:
-    if isinstance(value, list) and value:
-        raise PydanticCustomError("not_implemented", "not implemented, so the list must be empty")
-    return value
 
 
 def _from_json(schema: Any) -> Any:
@@ -102,9 +137,9 @@ def kind_of_content(content: Any) -> str | None:
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31)]
+Budget = Annotated[int, Field(ge=-1, le=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
-EmptyList = Annotated[list[str], BeforeValidator(_refuse_elements), Field(max_length=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 JsonSchema = Annotated[dict[str, Any], BeforeValidator(_from_json, json_schema_input_type=dict[str, Any] | str)]
 ShortText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -134,12 +169,26 @@ Texts = Annotated[
     | Annotated[list[TokenIds], Tag("lists of token ids"), Field(fail_fast=True, max_length=MAX_EMBEDDINGS)],
     _PROMPT,
 ]
+OTHER_ITEM = "another item"
 # {type of an item of /v1/responses: tag}
 ITEMS = {
     "message": "a message",
     "function_call": "a call",
     "function_call_output": "an output",
+    "custom_tool_call": "a call",
+    "custom_tool_call_output": "an output",
     "reasoning": "some reasoning",
+    "additional_tools": "further tools",
+    # Items of tools that the model here cannot call; they are ignored.
+    **dict.fromkeys(
+        """
+        apply_patch_call apply_patch_call_output code_interpreter_call computer_call computer_call_output
+        file_search_call ghost_snapshot image_generation_call local_shell_call local_shell_call_output
+        mcp_approval_request mcp_approval_response mcp_call mcp_list_tools program program_output shell_call
+        shell_call_output tool_search_call tool_search_output web_search_call
+        """.split(),
+        OTHER_ITEM,
+    ),
 }
 TAGS = {
     "a text",
@@ -158,8 +207,8 @@ class TextPart(RequestModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal", "thinking"]
+    text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal", "thinking"))]
 
 
 Content = Annotated[
@@ -177,13 +226,15 @@ class CalledFunction(RequestModel):
     arguments: str = ""
 
     def for_template(self) -> dict[str, Any]:
-        """Return the fields for the template. Templates expect the arguments as an object; text that is not JSON stays a
-        text.
+        """Return the fields for the template, which expects an object of arguments. Text that is none, such as that of a
+        call cut by max_tokens, is its only argument.
         """
         try:
-            return {"name": self.name, "arguments": from_json(self.arguments or "{}")}
+            value = from_json(self.arguments or "null")
         except ValueError:
-            return {"name": self.name, "arguments": self.arguments}
+            value = self.arguments
+        arguments = value if isinstance(value, dict) else {} if value is None else {"arguments": self.arguments}
+        return {"name": self.name, "arguments": arguments}
 
 
 class CalledTool(RequestModel):
@@ -211,15 +262,19 @@ class Message(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def make_content_optional(cls, fields: Any) -> Any:
-        """Return the fields, with an empty content if the message has tool calls and no content."""
-        if isinstance(fields, dict) and fields.get("tool_calls") and fields.get("content") is None:
-            return {**fields, "content": ""}
-        return fields
+        """Return the fields; the assistant's messages and results of tools without content get their refusal, or ""."""
+        if not isinstance(fields, dict) or fields.get("role") not in ("assistant", "tool"):
+            return fields
+        return {**fields, "content": fields.get("refusal") or ""} if fields.get("content") in (None, []) else fields
 
     def for_template(self) -> dict[str, Any]:
         """Return the fields for the template; the content is one text."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        text = "".join(part.text for part in parts if part.type != "thinking")
+        thinking = "".join(part.text for part in parts if part.type == "thinking")
         fields = {"role": self.role, "content": text, **(self.model_extra or {})}
+        if thinking:
+            fields.setdefault("reasoning", thinking)
         if "reasoning" in fields:
             fields.setdefault("reasoning_content", fields["reasoning"])  # the name that templates know
         if self.tool_calls:
@@ -232,7 +287,9 @@ Messages = Annotated[list[Message], Field(fail_fast=True, max_length=10_000)]
 
 
 class Function(RequestModel):
-    """A function that the model may call. parameters: the JSON schema of its arguments."""
+    """A function that the model may call. parameters: the JSON schema of its arguments. Other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     name: FunctionName
     description: str = ""
@@ -283,6 +340,8 @@ class StreamOptions(RequestModel):
     """Send the usage as the last event."""
     continuous_usage_stats: bool = False
     """With include_usage: also send the usage so far with every event."""
+    include_obfuscation: bool = False
+    """Has no effect."""
 
 
 class NamedSchema(RequestModel):
@@ -301,7 +360,7 @@ class ResponseFormat(RequestModel):
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(RequestModel):
+class StructuredOutputs(Parameters):
     """A grammar that a reply must match, in one of its fields."""
 
     json_: Annotated[JsonSchema | None, Field(alias="json")] = None
@@ -311,7 +370,7 @@ class StructuredOutputs(RequestModel):
     grammar: LarkGrammar | None = None
 
 
-class GenerationParameters(RequestModel):
+class GenerationParameters(Parameters):
     """The parameters of every endpoint that generates."""
 
     model: str = ""
@@ -344,14 +403,10 @@ class GenerationParameters(RequestModel):
     """{token id: what is added to its logit}."""
     ignore_eos: bool = False
     """Do not stop at the tokens that end a text."""
-    user: str = ""
-    """Has no effect, like the following fields."""
-    metadata: dict[str, Any] = {}
-    store: bool = False
-    service_tier: str = ""
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
-    prompt_cache_retention: str = ""
+    structured_outputs: StructuredOutputs | None = None
+    """The reply matches this grammar."""
+    cache_salt: Annotated[str, Field(max_length=1024)] = ""
+    """Only requests with the same salt share the prefix cache."""
 
 
 class GenerationRequest(GenerationParameters):
@@ -363,15 +418,11 @@ class GenerationRequest(GenerationParameters):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     """The number of replies to a prompt."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Must be equal to n."""
     stream_options: StreamOptions | None = None
-    skip_special_tokens: Literal[True] = True
-    """Like the following two, a parameter of vLLM's with the value that is always so here."""
-    spaces_between_special_tokens: Literal[True] = True
-    include_stop_str_in_output: Literal[False] = False
     response_format: ResponseFormat | None = None
     """json_object: the reply is a JSON object; json_schema: JSON that a schema describes."""
-    structured_outputs: StructuredOutputs | None = None
-    """The reply matches this grammar."""
     guided_json: JsonSchema | None = None
     """The reply matches this JSON schema, or its text."""
     guided_choice: Choices | None = None
@@ -407,9 +458,7 @@ class CompletionRequest(GenerationRequest):
     """Begin the reply with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Return the log-probabilities of each token, and of this many of the most likely ones."""
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Must be equal to n."""
-    suffix: Literal[""] = ""
+    add_special_tokens: Literal[True] = True
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -427,7 +476,7 @@ class CompletionRequest(GenerationRequest):
         return "max_tokens", self.max_tokens
 
 
-class Conversation(RequestModel):
+class Conversation(Parameters):
     """The parameters that the chat template needs. prompt_field: the one that errors name."""
 
     prompt_field: ClassVar[str] = "messages"
@@ -438,6 +487,8 @@ class Conversation(RequestModel):
     """The functions that the model may call."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template, such as enable_thinking."""
+    documents: list[dict[str, Any]] = []
+    """A variable of the chat template."""
     add_generation_prompt: bool | None = None
     """Let the template begin the assistant's next message."""
     continue_final_message: bool = False
@@ -469,7 +520,7 @@ class TokenizeRequest(Conversation):
     """Return the names of the tokens, too."""
 
 
-class EmbeddingRequest(RequestModel):
+class EmbeddingRequest(Parameters):
     """The body of a request to /v1/embeddings."""
 
     input: Texts
@@ -482,8 +533,7 @@ class EmbeddingRequest(RequestModel):
     """last: the hidden state of the last token; mean: that of all tokens."""
     dimensions: PositiveCount | None = None
     """Must be the model's hidden size."""
-    user: str = ""
-    """Has no effect."""
+    add_special_tokens: Literal[True] = True
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -491,7 +541,7 @@ class EmbeddingRequest(RequestModel):
         return _as_prompts(self.input)
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(Parameters):
     """The body of a request to /detokenize."""
 
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
@@ -518,16 +568,12 @@ class ChatRequest(Conversation, GenerationRequest):
     """auto: the model calls tools, or not; none: it does not; required: it calls one or more; or the function to call."""
     parallel_tool_calls: bool = True
     """False: a reply has at most one tool call."""
-    functions: EmptyList = []
-    function_call: Literal["none", "auto"] = "none"
-    thinking_token_budget: Count | None = None
-    """The maximum number of tokens of the reasoning."""
-    thinking_budget: Count | None = None
+    thinking_token_budget: Budget | None = None
+    """The maximum number of tokens of the reasoning; -1: no limit."""
+    thinking_budget: Budget | None = None
     """Another name of thinking_token_budget."""
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     reasoning_effort: ReasoningEffort | None = None
     """The maximum number of tokens of the reasoning, in words, and a variable of the chat template."""
-    verbosity: Literal["medium"] = "medium"
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -546,7 +592,8 @@ class ChatRequest(Conversation, GenerationRequest):
     def budget(self) -> int | None:
         """The maximum number of tokens of the reasoning; None: no limit."""
         budgets = (self.thinking_token_budget, self.thinking_budget, EFFORTS.get(self.reasoning_effort or ""))
-        return next((budget for budget in budgets if budget is not None), None)
+        given = next((budget for budget in budgets if budget is not None), -1)
+        return None if given < 0 else given
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -578,12 +625,12 @@ Body = CompletionRequest | ChatRequest
 M = TypeVar("M", bound=RequestModel)
 
 
-def parse_body(model: type[M], body: bytes | str) -> M:
-    """Parse a JSON text as this model. ApiError 400, which names the field, its value and the rule, if the text does not
-    match.
+def parse_body(model: type[M], body: bytes | str | dict[str, Any]) -> M:
+    """Parse a JSON text, or check an object, as this model. ApiError 400, which names the field, its value and the rule,
+    if it does not match.
     """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate(body) if isinstance(body, dict) else model.model_validate_json(body)
     except ValidationError as error:
         raise _api_error(error, model) from None
 
@@ -597,9 +644,11 @@ def _api_error(error: ValidationError, model: type[RequestModel]) -> ApiError:
         return bad_request(f"the body of the request: {first['msg']}")
     if first["type"] == "missing":
         return bad_request(f"{name} is missing", name)
+    value = first["input"] if isinstance(first["input"], str) else json.dumps(first["input"])
+    shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+    if first["type"] == "extra_forbidden" and parts[-1] in NOT_IMPLEMENTED:
+        return bad_request(f"{name}={shown} is not implemented", name)
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name[:SHOWN], model.model_fields) if len(parts) == 1 else ""
         return bad_request(f"there is no parameter {name[:SHOWN]}{hint}", name)
-    value = first["input"] if isinstance(first["input"], str) else json.dumps(first["input"])
-    shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
     return bad_request(f"{name}={shown}: {first['msg']}", name)

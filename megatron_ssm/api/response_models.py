@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from .reply_models import CachedTokens, ReplyModel
+from .reply_models import CachedTokens, ReasoningTokens, ReplyModel
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -45,23 +45,21 @@ class OutputReasoning(ReplyModel):
 
 
 class OutputCall(ReplyModel):
-    """A tool call. arguments: the text of a JSON object."""
+    """A tool call. namespace: only of a tool that is in one. arguments: of a function, the text of a JSON object. input: of
+    a custom tool.
+    """
 
     id: str
-    type: Literal["function_call"]
+    type: Literal["function_call", "custom_tool_call"]
     status: ItemStatus
     call_id: str
     name: str
-    arguments: str
+    namespace: str = ""
+    arguments: str = ""
+    input: str = ""
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall
-
-
-class ReasoningTokens(ReplyModel):
-    """The new tokens that are reasoning."""
-
-    reasoning_tokens: int
 
 
 class InputTokens(CachedTokens):
@@ -137,6 +135,7 @@ class ResponseEvent(ReplyModel):
     text: str = ""
     name: str = ""
     arguments: str = ""
+    input: str = ""
     logprobs: list[str] = []
     code: str | None = None
     message: str = ""

@@ -4,15 +4,17 @@ import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pydantic_core import from_json
+
 from .errors import ApiError
 from .prepared_request import PreparedRequest, ServedModel
 from .replies import Piece, Replies
 from .reply_models import ReplyModel
 from .response_models import ModelResponse, ResponseEvent
-from .response_request import ResponseChat
+from .response_request import ResponseChat, full_name
 from .tool_calls import ToolCall
 
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids of items
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}  # of ids of items
 NAN = {"code": "server_error", "message": "the logits of the model are NaN"}
 
 
@@ -25,12 +27,13 @@ class ResponseReplies(Replies):
         super().__init__(request, served)
         assert isinstance(request.body, ResponseChat)
         self._body = request.body.request
+        tools = self._body.callable_tools
+        self._tools = {full_name(space, tool.name): (space, tool.name, tool.type) for space, tool in tools}
         self._id = f"resp_{secrets.token_hex(12)}"
         self._next_number = 0  # the sequence number of the next event
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # True while the last item may grow
         self._finished = ""  # the reason for which the reply has ended
-        self._reasoning_tokens = 0
 
     def whole(self, pieces: Iterable[Piece]) -> ReplyModel:
         """The reply to a request that is not a stream."""
@@ -44,7 +47,6 @@ class ResponseReplies(Replies):
 
     def events(self, piece: Piece) -> list[ReplyModel]:
         """The events with a part of the reply."""
-        self._reasoning_tokens += piece.reasoning_tokens
         return list(self._add(piece))
 
     def last_events(self) -> list[ReplyModel]:
@@ -91,12 +93,18 @@ class ResponseReplies(Replies):
         yield self._event_of_item("response.content_part.added", content_index=0, part=part)
 
     def _add_call(self, call: ToolCall) -> Iterator[ReplyModel]:
-        """Begin a call, or add to the arguments of the last one."""
+        """Begin a call, or add to the arguments of the last one. The input of a custom tool is known at its end."""
         if call.name:
             yield from self._close()
-            yield self._begin("function_call", call_id=call.id, name=call.name, arguments="")
-        if call.arguments:
-            self._items[-1]["arguments"] += call.arguments
+            space, name, kind = self._tools.get(call.name, ("", call.name, "function"))
+            named = {"call_id": call.id, "name": name, **({"namespace": space} if space else {})}
+            empty = {"arguments": ""} if kind == "function" else {"input": ""}
+            yield self._begin("function_call" if kind == "function" else "custom_tool_call", **named, **empty)
+        item = self._items[-1]
+        if "input" in item:
+            item["input"] += call.arguments
+        elif call.arguments:
+            item["arguments"] += call.arguments
             yield self._event_of_item("response.function_call_arguments.delta", delta=call.arguments)
 
     def _begin(self, kind: str, **fields: Any) -> ReplyModel:
@@ -114,6 +122,10 @@ class ResponseReplies(Replies):
         if item["type"] == "function_call":
             fields = {name: item[name] for name in ("name", "arguments")}
             yield self._event_of_item("response.function_call_arguments.done", **fields)
+        elif item["type"] == "custom_tool_call":
+            text = item["input"] = _input_of(item["input"])
+            yield self._event_of_item("response.custom_tool_call_input.delta", delta=text)
+            yield self._event_of_item("response.custom_tool_call_input.done", input=text)
         else:
             part = item["content"][0]
             shared = {"content_index": 0}
@@ -166,13 +178,22 @@ class ResponseReplies(Replies):
             "temperature": body.temperature,
             "text": {"format": body.text.format.model_dump(exclude_unset=True, by_alias=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools],
+            "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools if tool.name],
             "top_p": body.top_p,
             "background": False,
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
         }
+
+
+def _input_of(arguments: str) -> str:
+    """The input of a custom tool in the arguments of a call, which may be cut; those of another form are the input."""
+    try:
+        text = from_json(arguments, allow_partial="trailing-strings")["input"]
+    except (ValueError, TypeError, KeyError):
+        return arguments
+    return text if isinstance(text, str) else arguments
 
 
 def _logprobs(part: dict[str, Any]) -> dict[str, Any]:

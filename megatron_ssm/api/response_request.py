@@ -1,18 +1,20 @@
 """The body of a request to /v1/responses, and the chat that answers it."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from .errors import bad_request
 from .request_models import (
     ITEMS,
     MAX_TOOLS,
+    OTHER_ITEM,
+    Budget,
     ChatRequest,
-    Count,
     Function,
-    FunctionChoice,
+    FunctionName,
     GenerationParameters,
     JsonSchema,
     PositiveCount,
@@ -20,7 +22,16 @@ from .request_models import (
     RequestModel,
     kind_of_choice,
     kind_of_content,
+    parse_body,
 )
+
+# Tools that OpenAI's server runs, or for which its models were trained.
+HostedTool = Literal[
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation",
+    "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search", "web_search_2025_08_26",
+    "web_search_preview", "web_search_preview_2025_03_11",
+]  # fmt: skip
+ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class _Lenient(RequestModel):
@@ -29,22 +40,52 @@ class _Lenient(RequestModel):
     model_config = ConfigDict(extra="ignore")
 
 
+def full_name(namespace: str, name: str) -> str:
+    """Return the name by which the model knows a tool of a namespace; "" is no namespace."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+class CallableTool(Function):
+    """A function, or a custom tool: the model sees it as a function of one text, which may have the form of a grammar."""
+
+    type: Literal["function", "custom"]
+    format: dict[str, Any] = {}
+    """Of a custom tool: the grammar of its input, which is shown to the model."""
+
+    def for_chat(self, namespace: str) -> dict[str, Any]:
+        """Return the tool of a chat."""
+        fields = self.model_dump(include={"description", "parameters", "strict"}, exclude_unset=True)
+        if self.type == "custom":
+            grammar = self.format.get("definition")
+            form = f"\n\nThe input has the form of this grammar:\n{grammar}" if grammar else ""
+            fields = {"description": self.description + form, "parameters": ONE_INPUT}
+        return {"type": "function", "function": {"name": full_name(namespace, self.name), **fields}}
+
+
+class ResponseTool(CallableTool):
+    """A tool in the form of /v1/responses; a namespace has tools of its own. Hosted tools are ignored."""
+
+    type: Literal["function", "custom", "namespace", HostedTool]  # type: ignore[assignment]
+    name: FunctionName = ""
+    tools: Annotated[list[CallableTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+
+
 class InputText(_Lenient):
     """A part of a message's content."""
 
-    type: Literal["input_text", "output_text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "summary_text", "refusal"]
+    text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
 
 
 class ReasoningText(_Lenient):
-    """A part of the reasoning."""
+    """A part of the reasoning, or of its summary."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text", "summary_text"]
     text: str
 
 
 Text = Annotated[
-    Annotated[str, Tag("a text")] | Annotated[list[InputText], Tag("parts"), Field(fail_fast=True, min_length=1)],
+    Annotated[str, Tag("a text")] | Annotated[list[InputText], Tag("parts"), Field(fail_fast=True)],
     Discriminator(
         kind_of_content, custom_error_type="content", custom_error_message="Input should be a text, or a list of texts"
     ),
@@ -68,25 +109,28 @@ class InputMessage(_Lenient):
 
 
 class InputCall(_Lenient):
-    """A call that the model has made."""
+    """A call that the model has made: of a function, with arguments, or of a custom tool, with an input."""
 
-    type: Literal["function_call"]
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
-    arguments: str
+    namespace: str = ""
+    arguments: str = ""
+    input: str = ""
 
     def for_chat(self) -> dict[str, Any]:
         """Return the message of a chat, with this call."""
-        call = {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        arguments = self.arguments if self.type == "function_call" else json.dumps({"input": self.input})
+        function = {"name": full_name(self.namespace, self.name), "arguments": arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": self.call_id, "function": function}]}
 
 
 class CallOutput(_Lenient):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Text
+    output: Text = ""
 
     def for_chat(self) -> dict[str, Any]:
         """Return the message of a chat."""
@@ -98,6 +142,19 @@ class InputReasoning(_Lenient):
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] = []
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = []
+
+
+class OtherItem(_Lenient):
+    """An item of a tool that the model here cannot call."""
+
+    type: str
+
+
+class AdditionalTools(OtherItem):
+    """Further tools, as Codex sends all of them to some models."""
+
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 def _kind_of_item(item: Any) -> str | None:
@@ -109,11 +166,14 @@ Item = Annotated[
     Annotated[InputMessage, Tag(ITEMS["message"])]
     | Annotated[InputCall, Tag(ITEMS["function_call"])]
     | Annotated[CallOutput, Tag(ITEMS["function_call_output"])]
-    | Annotated[InputReasoning, Tag(ITEMS["reasoning"])],
+    | Annotated[InputReasoning, Tag(ITEMS["reasoning"])]
+    | Annotated[AdditionalTools, Tag(ITEMS["additional_tools"])]
+    | Annotated[OtherItem, Tag(OTHER_ITEM)],
     Discriminator(
         _kind_of_item,
         custom_error_type="item",
-        custom_error_message=f"Input should be an item of type {', '.join(ITEMS)}",
+        custom_error_message="Input should be an item of type "
+        + ", ".join(name for name, tag in ITEMS.items() if tag != OTHER_ITEM),
     ),
 ]
 Input = Annotated[
@@ -125,18 +185,11 @@ Input = Annotated[
 ]
 
 
-class _OfFunctionType(RequestModel):
-    """An object whose type is "function". As the last base class, its field is checked first."""
+class ToolNameChoice(RequestModel):
+    """The tool that the model must call, in the form of /v1/responses."""
 
-    type: Literal["function"]
-
-
-class FunctionTool(Function, _OfFunctionType):
-    """A function that the model may call, in the form of /v1/responses."""
-
-
-class FunctionToolChoice(FunctionChoice, _OfFunctionType):
-    """The function that the model must call, in the form of /v1/responses."""
+    type: Literal["function", "custom"]
+    name: FunctionName
 
 
 class TextFormat(RequestModel):
@@ -149,22 +202,23 @@ class TextFormat(RequestModel):
     strict: bool = False
 
 
-class TextOptions(RequestModel):
-    """Options of the text."""
+class TextOptions(_Lenient):
+    """Options of the text. Others, such as verbosity, have no effect."""
 
     format: TextFormat = TextFormat(type="text")
-    verbosity: Literal["medium"] = "medium"
 
 
-class ReasoningOptions(RequestModel):
-    """Options of the reasoning."""
+class ReasoningOptions(_Lenient):
+    """Options of the reasoning. Others, such as summary, have no effect."""
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] = "auto"
 
 
 def _refuse_id(value: Any) -> Any:
     raise PydanticCustomError("not_stored", "responses are not stored, so input must have the whole conversation")
+
+
+NotStored = Annotated[None, BeforeValidator(_refuse_id)]
 
 
 class ResponseRequest(GenerationParameters):
@@ -176,11 +230,10 @@ class ResponseRequest(GenerationParameters):
     """A system message before the conversation."""
     max_output_tokens: PositiveCount | None = None
     """The maximum number of new tokens; by default as many as a request may have."""
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
-    """The functions that the model may call."""
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    """The functions and custom tools that the model may call, and namespaces of them."""
     tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("a mode")]
-        | Annotated[FunctionToolChoice, Tag("a function")],
+        Annotated[Literal["none", "auto", "required"], Tag("a mode")] | Annotated[ToolNameChoice, Tag("a function")],
         Discriminator(kind_of_choice),
     ] = "auto"
     """auto: the model calls tools, or not; none: it does not; required: it calls one or more; or the function to call."""
@@ -189,16 +242,32 @@ class ResponseRequest(GenerationParameters):
     text: TextOptions = TextOptions()
     """The form of the text."""
     reasoning: ReasoningOptions = ReasoningOptions()
-    thinking_token_budget: Count | None = None
+    thinking_token_budget: Budget | None = None
     """The maximum number of tokens of the reasoning."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template, such as enable_thinking."""
-    previous_response_id: Annotated[None, BeforeValidator(_refuse_id)] = None
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
-    include: list[Literal["reasoning.encrypted_content"]] = []
-    stream_options: dict[str, Literal[False]] = {}
-    top_logprobs: Literal[0] = 0
+    metadata: dict[str, Any] = {}
+    """Is part of the reply."""
+    previous_response_id: NotStored = None
+    conversation: NotStored = None
+    include: list[
+        Literal[
+            "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+            "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
+            "web_search_call.results",
+        ]
+    ] = []  # fmt: skip
+    """Has no effect: the reasoning is sent in full, and there is nothing of the others."""
+    stream_options: dict[str, bool] = {}
+    """Has no effect."""
+
+    @property
+    def callable_tools(self) -> list[tuple[str, CallableTool]]:
+        """The tools that the model may call, each with its namespace."""
+        added = [tool for item in self.input if isinstance(item, AdditionalTools) for tool in item.tools]
+        every = [*self.tools, *added]
+        groups = [(tool.name, tool.tools) if tool.type == "namespace" else ("", [tool]) for tool in every]
+        return [(name, tool) for name, tools in groups for tool in tools if tool.type in ("function", "custom")]
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the messages of the chat. Calls join the assistant's message before them; reasoning joins the one after."""
@@ -206,8 +275,10 @@ class ResponseRequest(GenerationParameters):
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         reasoning = ""
         for item in items:
+            if isinstance(item, OtherItem):
+                continue
             if isinstance(item, InputReasoning):
-                reasoning += "".join(part.text for part in item.content)
+                reasoning += "".join(part.text for part in item.content or item.summary)
                 continue
             message = item.for_chat()
             last: dict[str, Any] = messages[-1] if messages else {}
@@ -238,23 +309,24 @@ class ResponseChat(ChatRequest):
         if not messages:
             raise bad_request("input has no message", cls.prompt_field)
         schema = {} if form.schema_ is None else {"json_schema": {"schema": form.schema_}}
-        functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in body.tools]
-        return cls.model_validate(
+        full_names = {tool.name: full_name(namespace, tool.name) for namespace, tool in body.callable_tools}
+        return parse_body(
+            cls,
             {
                 **{name: getattr(body, name) for name in GenerationParameters.model_fields},
                 "request": body,
                 "messages": messages,
                 "max_completion_tokens": body.max_output_tokens,
-                "tools": [{"type": "function", "function": function} for function in functions],
+                "tools": [tool.for_chat(namespace) for namespace, tool in body.callable_tools],
                 "tool_choice": choice
                 if isinstance(choice, str)
-                else {"type": "function", "function": {"name": choice.name}},
+                else {"type": "function", "function": {"name": full_names.get(choice.name, choice.name)}},
                 "parallel_tool_calls": body.parallel_tool_calls,
                 "response_format": {"type": form.type, **schema},
                 "thinking_token_budget": body.thinking_token_budget,
                 "reasoning_effort": body.reasoning.effort,
                 "chat_template_kwargs": body.chat_template_kwargs,
-            }
+            },
         )
 
     @property

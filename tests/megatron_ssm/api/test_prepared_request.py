@@ -162,6 +162,26 @@ def test_names_of_grammars(tmp_path):
     assert arguments_of(tmp_path, structured_outputs={"json_object": False}).grammar is None
 
 
+def test_a_grammar_may_be_given_twice(tmp_path):
+    """guidance's client sends it by both of its names."""
+    grammar = 'start: "a"'
+    once = arguments_of(tmp_path, guided_grammar=grammar).grammar
+    both = dict(guided_grammar=grammar, structured_outputs={"grammar": grammar}, guided_decoding_backend="guidance")
+    assert arguments_of(tmp_path, **both).grammar == once
+    with pytest.raises(ApiError, match="structured_outputs.grammar and guided_grammar exclude each other"):
+        arguments_of(tmp_path, guided_grammar=grammar, structured_outputs={"grammar": 'start: "b"'})
+
+
+def test_a_salt_separates_the_prefix_cache(tmp_path):
+    model, body = served(tmp_path, None), {"prompt": "a", "max_tokens": 5}
+    keys = [
+        prepare_request(COMPLETIONS, json.dumps(body | salt), owner, model).sequences[0].arguments.prefix_key
+        for salt in ({}, {"cache_salt": "1"})
+        for owner in ("", "key 1", "key 11")
+    ]
+    assert len(set(keys)) == len(keys) and keys[0] == ""
+
+
 TWO_PROMPTS = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "logprobs": 4}
 
 

@@ -68,6 +68,7 @@ def test_a_call_after_reasoning(tmp_path):
     message = json.loads(replies.whole([piece]).to_json())["choices"][0]["message"]
     assert message["content"] is None and message["reasoning_content"] == message["reasoning"] == "So."
     assert message["tool_calls"][0]["function"]["name"] == "f"
+    assert replies.usage["completion_tokens_details"] == {"reasoning_tokens": len("So.\n</think")}
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -116,6 +117,7 @@ def test_reasoning_effort_is_a_budget_and_a_variable(tmp_path):
 
     assert [budget(effort, **think) for effort in ("low", "medium", "high")] == [1024, 8192, None]
     assert budget("low", thinking_token_budget=7) == 7 and budget("none") == 0
+    assert budget("low", thinking_token_budget=-1, **think) is None
     response = {"input": "a", "reasoning": {"effort": "low"}, **think}
     request = prepare_request(ResponseRequest, json.dumps(response), "", model)
     assert request.sequences[0].arguments.thinking[-1] == 1024
@@ -156,6 +158,40 @@ def test_the_last_message_is_continued(tmp_path, content):
         prepared(model, chat, continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(ApiError, match="needs a last message with content that the chat template shows"):
         prepared(model, [{"role": "assistant", "content": " "}], continue_final_message=True)
+
+
+ONE_INSTRUCTION = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+def test_templates_that_allow_one_instruction(tmp_path):
+    """Qwen3.5's. Those at the beginning are joined; a later one is the user's if the template refuses it."""
+    roles = ("system", "developer", "user", "system", "developer")
+    messages = [{"role": role, "content": str(number)} for number, role in enumerate(roles)]
+    ((text, _),) = prepared(served(tmp_path, ONE_INSTRUCTION), messages).prompts
+    assert text == "[system]0\n\n1[user]2[user]3[user]4"
+    ((text, _),) = prepared(served(tmp_path, "{% for m in messages %}[{{ m.role }}]{% endfor %}"), messages).prompts
+    assert text == "[system][user][system][system]"
+    with pytest.raises(ApiError, match="refuses the messages: no"):
+        prepared(served(tmp_path, "{{ raise_exception('no') }}"), messages)
+
+
+def test_parts_of_messages(tmp_path):
+    """Refusals are text, and thinking is reasoning. Empty content of the assistant and of tools is an empty text."""
+    parts = [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "a"}, {"type": "refusal", "refusal": "r"}]
+    messages = [{"role": "assistant", "content": parts}, {"role": "assistant", "content": None},
+                {"role": "assistant", "content": None, "refusal": "r"}, {"role": "tool", "content": []}]  # fmt: skip
+    ((text, _),) = prepared(served(tmp_path, "{{ messages | tojson }}"), messages).prompts
+    found = json.loads(text)
+    assert [message["content"] for message in found] == ["ar", "", "r", ""] and found[0]["reasoning_content"] == "t"
+
+
+def test_documents_reach_the_template(tmp_path):
+    model = served(tmp_path, "{{ documents | tojson }}")
+    ((text, _),) = prepared(model, documents=[{"title": "a", "text": "b"}]).prompts
+    assert json.loads(text) == [{"title": "a", "text": "b"}] and prepared(model).prompts[0][0] == "null"
 
 
 def test_messages_of_developers_and_with_reasoning(tmp_path):

@@ -1,6 +1,7 @@
 """Requests to /v1/responses, and their replies. Oracles: OpenAI's Python types, the calls that texts were written for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -29,6 +30,11 @@ THOUGHT = {
     "content": [{"type": "reasoning_text", "text": "hm"}],
     "encrypted_content": None,
 }
+
+
+SPACE = {"type": "namespace", "name": "agents", "description": "", "tools": [TOOL]}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+PATCH = {"type": "custom", "name": "patch", "description": "Edits files.", "format": GRAMMAR}
 
 
 def served(directory):
@@ -66,18 +72,70 @@ def test_items_become_messages(tmp_path):
     ]  # fmt: skip
 
 
+def test_instructions_are_joined(tmp_path):
+    """Those of Codex: a system message, developers' messages."""
+    parts = [{"type": "input_text", "text": "b"}]
+    items = [{"role": "developer", "content": parts}, {"role": "user", "content": "c"}]
+    expected = [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "c"}]
+    assert messages(tmp_path, instructions="a", input=items) == expected
+
+
+def test_items_of_custom_tools_and_namespaces_become_calls(tmp_path):
+    called = {"type": "custom_tool_call", "id": "ctc_1", "call_id": "c", "name": "patch", "input": 'a "b"'}
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
+    summary = {
+        "type": "reasoning",
+        "id": "rs",
+        "summary": [{"type": "summary_text", "text": "hm"}],
+        "encrypted_content": "x",
+    }
+    search = {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search"}}
+    found = messages(tmp_path, input=[summary, search, called, output, {**CALLED, "namespace": "agents"}, OUTPUT])
+    function = found[0]["tool_calls"][0]["function"]
+    assert function == {"name": "patch", "arguments": {"input": 'a "b"'}} and found[0]["reasoning_content"] == "hm"
+    assert found[1] == {"role": "tool", "tool_call_id": "c", "content": "ok"}
+    assert found[2]["tool_calls"][0]["function"] == {"name": "agents__f", "arguments": {"a": 1}}
+
+
+def test_a_grammar_of_vllms(tmp_path):
+    pytest.importorskip("llguidance")
+    (sequence,) = prepared(served(tmp_path), structured_outputs={"regex": "a"}).sequences
+    assert sequence.arguments.grammar is not None
+
+
+def test_codex_sends_tools_as_an_item(tmp_path):
+    added = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [SPACE, PATCH]}
+    user = {"role": "user", "content": "a"}
+    whole, _ = replied(served(tmp_path), PATCHED, 1000, input=[added, user])
+    assert messages(tmp_path, input=[added, user]) == [user] and whole["output"][0]["type"] == "custom_tool_call"
+
+
+def test_the_model_sees_functions(tmp_path):
+    model = served(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }}{# <tool_call> #}")
+    model = replace(model, template=ChatTemplate(tmp_path))
+    tools = [TOOL, PATCH, SPACE, {"type": "mcp", "server_label": "a"}]
+    function, patch, agent = (tool["function"] for tool in json.loads(prepared(model, tools=tools).prompts[0][0]))
+    assert function == {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
+    assert agent == {**function, "name": "agents__f"}
+    assert patch["name"] == "patch" and patch["description"].startswith("Edits files.")
+    assert "start: /a+/" in patch["description"] and patch["parameters"]["required"] == ["input"]
+
+
 @pytest.mark.parametrize(
     "changes, param, message",
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "responses are not stored"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [THOUGHT]}, "input", "input has no message"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "an item of type message, function_call"),
         ({"input": [{**SAID, "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "'input_text'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "Input should be 'function'"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "an item of type message, function_call"),
+        ({"tools": [{"type": "search"}]}, "tools[0].type", "Input should be 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name", "String should match"),
+        ({"tools": [SPACE | {"name": "n" * 128}]}, "tools[0].function.name", "String should match"),
+        ({"tools": [{**SPACE, "tools": [{}]}]}, "tools[0].tools[0].name", "is missing"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "there is no tool 'g'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs the field schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "'medium'"),
         ({"reasoning": {"effort": "most"}}, "reasoning.effort", "'low', 'medium', 'high'"),
         ({"max_output_tokens": 4000}, "max_output_tokens", "4000 new ones do not fit"),
         ({"input": "a" * 4000}, "input", "too many"),
@@ -95,7 +153,8 @@ def test_values_that_change_nothing_are_accepted(tmp_path):
     own = dict(
         previous_response_id=None, background=False, truncation="disabled", include=["reasoning.encrypted_content"],
         stream_options={"include_obfuscation": False}, top_logprobs=0, reasoning={"effort": None, "summary": "auto"},
-        text={"format": {"type": "text"}, "verbosity": "medium"}, max_tool_calls=None,
+        text={"format": {"type": "text"}, "verbosity": "low"}, max_tool_calls=None, client_metadata={"a": "b"},
+        tools=[{"type": "web_search", "external_web_access": True}],
     )  # fmt: skip
     assert prepared(served(tmp_path), **shared, **own)
 
@@ -154,6 +213,44 @@ def test_events_add_up_to_the_response(tmp_path, size):
     usage = whole["usage"]
     assert usage == last["response"]["usage"] and usage["output_tokens"] == len(text)
     assert usage["output_tokens_details"]["reasoning_tokens"] == len("So </think")
+
+
+PATCHED = '<tool_call>{"name": "patch", "arguments": {"input": "+a\\n\\"b\\""}}</tool_call>'
+FORCED = '[{"name": "patch", "arguments": {"input": "+a\\n\\"b\\""}}'
+
+
+@pytest.mark.parametrize("size", (1, 1000))
+@pytest.mark.parametrize(
+    "text, finished, choice, expected",
+    [
+        (PATCHED, "stop", "auto", '+a\n"b"'),
+        (FORCED + "]", "stop", "required", '+a\n"b"'),
+        (FORCED + "]", "stop", {"type": "custom", "name": "patch"}, '+a\n"b"'),
+        (FORCED[:-5], "length", "required", '+a\n"b'),
+        (PATCHED.replace("input", "text"), "stop", "auto", '{"text": "+a\\n\\"b\\""}'),
+    ],
+)
+def test_calls_of_custom_tools(tmp_path, size, text, finished, choice, expected):
+    """Their input is text: that of the argument `input`, or whatever the model wrote instead."""
+    whole, events = replied(served(tmp_path), text, size, finished, tools=[PATCH], tool_choice=choice)
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event)
+    (item,) = Response.model_validate(whole).output
+    assert (item.type, item.name, item.input, item.namespace) == ("custom_tool_call", "patch", expected, None)
+    assert shape(whole["output"]) == shape(events[-1]["response"]["output"])
+    names = [event["type"].removeprefix("response.") for event in events[2:-1]]
+    made = ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
+    assert names == ["output_item.added", *made, "output_item.done"]
+    assert events[3]["delta"] == events[4]["input"] == expected and events[2]["item"]["input"] == ""
+
+
+@pytest.mark.parametrize("choice, text", [("auto", CALL), ({"type": "function", "name": "f"}, f"[{CALL[11:-12]}]")])
+def test_calls_of_a_namespace_keep_it(tmp_path, choice, text):
+    text = text.replace('"f"', '"agents__f"')
+    whole, events = replied(served(tmp_path), text, 1000, tools=[SPACE, {"type": "web_search"}], tool_choice=choice)
+    (item,) = Response.model_validate(whole).output
+    assert (item.namespace, item.name, json.loads(item.arguments)) == ("agents", "f", {"a": 1})
+    assert whole["tools"] == [SPACE] and shape(events[-1]["response"]["output"]) == shape(whole["output"])
 
 
 @pytest.mark.parametrize("finished, status", [("length", "incomplete"), ("error", "failed")])

@@ -192,15 +192,17 @@ def test_the_template_gets_the_tools(tmp_path):
 
 def test_the_template_gets_calls_and_their_results(tmp_path):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    broken = {**call, "function": {"name": "now", "arguments": "{"}}
+    cut, null = ({**call, "function": {"name": "now", "arguments": text}} for text in ('{"a": "b', "null"))
     messages = [
-        {"role": "assistant", "content": None, "tool_calls": [{**call, "index": 0}, broken]},
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "index": 0}, cut, null]},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "12"}]},
     ]
     ((text, _),) = prepared(served(tmp_path, "{{ messages | tojson }}"), messages=messages).prompts
     assistant, tool = json.loads(text)
-    made = {**call, "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    assert assistant == {"role": "assistant", "content": "", "tool_calls": [made, broken]}
+    made = [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {"arguments": '{"a": "b'}},
+            {"name": "now", "arguments": {}}]  # fmt: skip
+    calls = [{**call, "function": function} for function in made]
+    assert assistant == {"role": "assistant", "content": "", "tool_calls": calls}
     assert tool == {"role": "tool", "content": "12", "tool_call_id": "call_1"}
 
 

@@ -94,8 +94,15 @@ def test_reasoning_with_a_budget_before_a_call(clients):
             assert bytes(ids[budget : budget + 8]) == b"</think>" and arguments_of(message.tool_calls[0])
             reasoning = bytes(token for token in ids[:budget] if token < 256).decode("utf-8", "replace").strip()
             assert getattr(message, "reasoning_content", "") == getattr(message, "reasoning", "") == reasoning
-            with client.chat.completions.create(**options, extra_body=extra, stream=True) as stream:
-                deltas = [chunk.choices[0].delta for chunk in stream]
+            usage = {"include_usage": True}
+            with client.chat.completions.create(
+                **options, extra_body=extra, stream=True, stream_options=usage
+            ) as stream:
+                *chunks, last = stream
+                deltas = [chunk.choices[0].delta for chunk in chunks]
+            details = reply.usage.completion_tokens_details
+            assert last.usage.completion_tokens_details == details
+            assert budget <= details.reasoning_tokens <= budget + len("</think>")
             assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == reasoning
             found.append(ids)
         assert found[0] == found[1]

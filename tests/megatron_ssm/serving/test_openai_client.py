@@ -282,6 +282,23 @@ def test_an_agent_of_two_turns_of_responses(client):
     assert [item.type for item in last.output] == ["message"]
 
 
+def test_an_agent_of_two_turns_of_a_custom_tool(client):
+    """In a namespace, beside a hosted tool, which is ignored."""
+    space = {"type": "namespace", "name": "files", "description": "", "tools": [{"type": "custom", "name": "patch"}]}
+    options = dict(model="mamba2", tools=[space, {"type": "web_search"}], temperature=1.2, max_output_tokens=120,
+                   tool_choice={"type": "custom", "name": "patch"}, extra_body={"seed": 3})  # fmt: skip
+    asked = {"role": "user", "content": "Change it."}
+    reply = client.responses.create(**options, input=[asked])
+    (call,) = reply.output
+    assert (call.type, call.namespace, call.name) == ("custom_tool_call", "files", "patch")
+    events = list(client.responses.create(**options, input=[asked], stream=True))
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert events[-1].response.output[0].input == call.input == done.input != ""
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    last = client.responses.create(**options | {"tool_choice": "none"}, input=[asked, *reply.output, result])
+    assert [item.type for item in last.output] == ["message"]
+
+
 def test_echo(client):
     reply = complete(client, temperature=0, max_tokens=5, echo=True)
     alone = complete(client, temperature=0, max_tokens=5)
