@@ -190,10 +190,11 @@ def test_settings_reach_the_model(running, open_page):
     assert replies(page) == [TEXT]
     sent = request.value.post_data_json
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."} and sent["top_p"] == 0.5
-    wait_for(page, "notice", re.compile(r"11 tokens, [\d.]+ per second"))
     page.get_by_role("button", name="Copy").click()
     page.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == TEXT
+    send(page, "More", 500)
+    wait_for(page, "notice", re.compile(r"500 tokens, [\d.]+ per second"))
 
 
 def test_only_settings_that_were_changed_are_sent(running, directories, tmp_path, open_page):
@@ -470,8 +471,8 @@ def test_the_page_at_two_widths(running, open_page, width):
     page = open_page(running.url, viewport={"width": width, "height": 800})
     code, table = "x = " + "1 + " * 100, " | ".join(["cell"] * 40)
     answer_with(page, {"content": f"```\n{code}\n```\n{table}\n{'|'.join(['---'] * 40)}\n{table}\n\n{'o' * 300}"})
-    page.locator("#examples button").nth(2).wait_for()
-    boxes = [page.locator("#examples button").nth(i).bounding_box() for i in range(3)]
+    page.locator("#examples button").nth(3).wait_for()
+    boxes = [page.locator("#examples button").nth(i).bounding_box() for i in range(4)]
     assert all(0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
     page.locator("#examples button").first.click()
     assert len(replies(page)) == 1 and not page.locator("#greeting").is_visible()
@@ -490,8 +491,8 @@ def test_the_end_stays_in_sight(running, open_page):
     page = open_page(running.url, permissions=["clipboard-read", "clipboard-write"])
     hidden = "log => log.scrollHeight - log.scrollTop - log.clientHeight"
     for text in ("one", "two", "three"):
-        send(page, text, 2000)
-    page.locator(".assistant .text").nth(1).filter(has_text=re.compile(".{1000}")).wait_for()
+        send(page, text, 1000)
+    page.locator(".assistant .text").nth(1).filter(has_text=re.compile(".{500}")).wait_for()
     assert page.locator("#conversation").evaluate(hidden) < 40
     page.locator(".copy").nth(2).wait_for()
     assert page.locator("#conversation").evaluate(hidden) < 2
