@@ -189,7 +189,7 @@ class ModelCard(ReplyModel):
     """The served model, or one of its adapters.
 
     root: the name of the directory. parent: the id of an adapter's model. max_model_len: the maximum number of tokens of a
-    request.
+    request. has_reasoning: True if the chat template knows `</think>`.
     """
 
     id: str
@@ -200,6 +200,7 @@ class ModelCard(ReplyModel):
     parent: str | None
     max_model_len: int
     has_chat_template: bool
+    has_reasoning: bool
 
 
 class ModelList(ReplyModel):

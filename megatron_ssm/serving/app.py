@@ -56,7 +56,7 @@ def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics
         keys.owner(request.headers.get("authorization"))
         shared: dict[str, Any] = dict(
             object="model", created=0, owned_by="megatron-ssm", max_model_len=served.max_length,
-            has_chat_template=served.template.path is not None,
+            has_chat_template=served.template.path is not None, has_reasoning=served.template.reasons,
         )  # fmt: skip
         cards = {
             name: ModelCard(id=name, root=root, parent=served.name if name in served.adapters else None, **shared)

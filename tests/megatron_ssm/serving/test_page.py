@@ -1,6 +1,11 @@
-"""The chat page, on real servers in headless Chromium. Oracle: the text that a model repeats for ever."""
+"""The chat page, on real servers in headless Chromium. Oracle: the text that a model repeats forever; recorded replies.
+
+The tests are skipped without playwright or Chromium, and fail instead where CI is true.
+"""
 
 import json
+import os
+import random
 import re
 import shutil
 import signal
@@ -44,11 +49,15 @@ def running(directories, tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     """Chromium, started once."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="there is no package playwright")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("there is no Chromium: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("playwright.sync_api", reason="there is no package playwright")
+        if program is None:
+            pytest.skip("there is no Chromium: apt-get install chromium")
+    from playwright import sync_api
+
+    assert program, "there is no Chromium: apt-get install chromium"
+    with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -84,6 +93,13 @@ def replies(page):
     return page.locator(".assistant .text").all_text_contents()
 
 
+def answer_with(page, *deltas):
+    """Let the server's replies be recorded events, with a comment in between."""
+    events = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}" for delta in deltas]
+    body = "\n\n".join([": ping", *events, "data: [DONE]", "", ""])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+
+
 def wait_for(page, element, text):
     """Wait until the element with this id shows the text."""
     page.locator(f"#{element}", has_text=text).wait_for()
@@ -107,7 +123,11 @@ def test_the_page_loads_nothing_from_elsewhere(running):
     assert set(re.findall(r'(?:href|src)="?([^">]*)', reply.text)) == {"data:,"} and "://" not in reply.text
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\son\w+=", reply.text)
     described = httpx.get(running.url + "/v1/models").json()["data"][0]
-    assert described["has_chat_template"] is True and described["max_model_len"] == 10**6
+    assert (
+        described["has_chat_template"] is True
+        and described["has_reasoning"] is True
+        and described["max_model_len"] == 10**6
+    )
 
 
 def test_a_conversation(running, open_page):
@@ -170,19 +190,63 @@ def test_settings_reach_the_model(running, open_page):
     assert replies(page) == [TEXT]
     sent = request.value.post_data_json
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."} and sent["top_p"] == 0.5
-    wait_for(page, "notice", re.compile(r"11 tokens, [\d.]+ per second"))
     page.get_by_role("button", name="Copy").click()
     page.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == TEXT
+    send(page, "More", 500)
+    wait_for(page, "notice", re.compile(r"500 tokens, [\d.]+ per second"))
+
+
+def test_only_settings_that_were_changed_are_sent(running, directories, tmp_path, open_page):
+    """Chats have no limit by default; a text without a chat template has one of 256 tokens."""
+    page, sent = open_page(running.url), []
+    page.on("request", lambda request: request.method == "POST" and sent.append(request.post_data_json))
+    answer_with(page, {"content": "Hello!"})
+    send(page, "Hi", "")
+    assert replies(page) == ["Hello!"] and sent[-1].keys() == {"messages", "stream", "stream_options"}
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Thinking").select_option("off")
+    send(page, "Hi", 30)
+    assert len(replies(page)) == 2 and sent[-1].keys() == {
+        "messages", "stream", "stream_options", "temperature", "max_tokens", "chat_template_kwargs"
+    }  # fmt: skip
+    assert sent[-1]["temperature"] == 0 and sent[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    with server(directories[0], tmp_path / "log") as plain:
+        page = open_page(plain.url)
+        page.on("request", lambda request: request.method == "POST" and sent.append(request.post_data_json))
+        page.get_by_text("Settings").click()
+        assert not page.get_by_label("Thinking").is_visible()
+        page.get_by_role("button", name="Once upon a time").click()
+        assert len(replies(page)[0]) == 256
+    assert sent[-1].keys() == {"prompt", "stream", "stream_options", "max_tokens"}
+
+
+def test_reasoning_is_open_while_it_streams(running, open_page):
+    """Unless the reader closes it. A reply that ends in it says so, and is kept as it was over a reload."""
+    page = open_page(running.url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Thinking").select_option("on")
+    send(page, "Think", 100_000)
+    thoughts = page.locator(".thoughts")
+    thoughts.filter(has_text=TEXT).wait_for()
+    assert thoughts.is_visible()
+    page.get_by_text("Reasoning").click()
+    length = len(thoughts.text_content())
+    thoughts.filter(has_text=re.compile(f".{{{length + 1}}}")).wait_for(state="attached")
+    assert not thoughts.is_visible()
+    page.keyboard.press("Escape")
+    assert replies(page) == [""]
+    page.get_by_text("The reply ended within the reasoning, before an answer.").wait_for()
+    length = len(thoughts.text_content())
+    page.reload()
+    assert replies(page) == [""] and len(thoughts.text_content()) == length and thoughts.is_visible()
 
 
 def test_reasoning_is_folded(running, open_page):
-    """Recorded events, with a comment in between."""
+    """When the answer has begun."""
     page = open_page(running.url)
-    deltas = [{"reasoning_content": "Two and "}, {"reasoning_content": "two."}, {"content": "Four."}]
-    events = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}" for delta in deltas]
-    body = "\n\n".join([": ping", *events, "data: [DONE]", ""])
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    answer_with(page, {"reasoning_content": "Two and "}, {"reasoning_content": "two."}, {"content": "Four."})
     send(page, "2 + 2?")
     assert replies(page) == ["Four."]
     assert page.locator(".thoughts").text_content() == "Two and two." and not page.locator(".thoughts").is_visible()
@@ -190,13 +254,245 @@ def test_reasoning_is_folded(running, open_page):
     assert page.locator(".thoughts").is_visible()
 
 
+def test_the_last_reply_is_regenerated(running, open_page):
+    """If that fails, the reply stays."""
+    page = open_page(running.url)
+    for text in ("one", "two"):
+        send(page, text)
+        replies(page)
+    again = page.get_by_role("button", name="Regenerate")
+    assert again.count() == 1
+    page.locator("#longest").evaluate("field => { field.value = 22; }")
+    with page.expect_request("**/v1/chat/completions") as request:
+        again.click()
+    assert replies(page) == [TEXT, TEXT * 2] and page.locator(".user .text").all_text_contents() == ["one", "two"]
+    assert [message["content"] for message in request.value.post_data_json["messages"]] == ["one", TEXT, "two"]
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    again.click()
+    wait_for(page, "error", "The connection to the server is broken.")
+    assert replies(page) == [TEXT, TEXT * 2] and page.get_by_label("Your message").input_value() == ""
+    page.unroute("**/v1/chat/completions")
+    send(page, "three")
+    assert replies(page) == [TEXT, TEXT * 2, TEXT]
+
+
+def test_an_earlier_message_is_edited(running, open_page):
+    """Its new text replaces it and what follows; Escape cancels."""
+    page = open_page(running.url)
+    for text in ("one", "two"):
+        send(page, text)
+        replies(page)
+    field = page.get_by_label("Your message")
+    field.fill("a draft")
+    page.get_by_role("button", name="Edit").nth(1).click()
+    assert field.input_value() == "two"
+    page.keyboard.press("Escape")
+    assert field.input_value() == "a draft" and replies(page) == [TEXT] * 2
+    page.get_by_role("button", name="Edit").first.click()
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, "un")
+    assert replies(page) == [TEXT] and page.locator(".user .text").all_text_contents() == ["un"]
+    assert len(request.value.post_data_json["messages"]) == 1 and field.input_value() == "a draft"
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_role("button", name="Edit").click()
+    send(page, "eins")
+    wait_for(page, "error", "The connection to the server is broken.")
+    assert replies(page) == [TEXT] and page.locator(".user .text").all_text_contents() == ["un"]
+    assert field.input_value() == "eins\na draft"
+
+
+def test_a_conversation_survives_a_reload(running, open_page):
+    """Also while a reply streams; the key does not. A new conversation deletes it."""
+    page = open_page(running.url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("API key").fill(KEY)
+    send(page, "one")
+    assert replies(page) == [TEXT]
+    begin_endless(page, "two")
+    page.reload()
+    running.wait_until_idle()
+    assert page.locator(".user .text").all_text_contents() == ["one", "two"]
+    first, second = replies(page)
+    assert first == TEXT and len(second) > 11 and set(second) == set(TEXT)
+    stored = page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie])")
+    assert "two" in stored and KEY not in stored
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, "three")
+    assert len(request.value.post_data_json["messages"]) == 5 and len(replies(page)) == 3
+    page.get_by_role("button", name="New conversation").click()
+    assert page.evaluate("sessionStorage.turns") == "[]"
+    page.reload()
+    assert replies(page) == [] and page.locator("#greeting").is_visible()
+
+
+MARKDOWN = """\
+## A *title*
+
+Some **bold**, `a * b`, snake_case, 2*3*4, a [link](https://example.org/a_(b)_c) and https://example.org/_x_.
+![picture](http://example.org/p.png) in the next line.
+
+```python
+def f(x):
+    return "<b>" * x
+```
+
+1. one
+   - nested
+
+     more
+2. two
+
+| a | b \\| c |
+|---|:-:|
+| `1` | 2 |
+
+> quoted
+> - item
+
+---
+3. three
+\\*text\\* ~~gone~~ ***both***
+"""
+RENDERED = (
+    "<h3>A <em>title</em></h3><p>Some <strong>bold</strong>, <code>a * b</code>, snake_case, 2*3*4, a "
+    '<a href="https://example.org/a_(b)_c" NEW>link</a> and <a href="https://example.org/_x_" NEW>https://example.org/_x_</a>.'
+    '\n<a href="http://example.org/p.png" NEW>picture</a> in the next line.</p>'
+    '<div><div>python<button>Copy</button></div><pre><code>def f(x):\n    return "&lt;b&gt;" * x</code></pre></div>'
+    '<ol start="1"><li><p>one</p><ul><li><p>nested</p><p>more</p></li></ul></li><li><p>two</p></li></ol>'
+    "<div><table><tr><th>a</th><th>b | c</th></tr><tr><td><code>1</code></td><td>2</td></tr></table></div>"
+    '<blockquote><p>quoted</p><ul><li><p>item</p></li></ul></blockquote><hr><ol start="3"><li><p>three</p></li></ol>'
+    "<p>*text* <del>gone</del> <strong>both</strong></p>"
+).replace("NEW", 'target="_blank" rel="noopener noreferrer"')
+
+
+def test_markdown(running, open_page):
+    """As it streams and at its end. The server and the clipboard get the text that the model has written."""
+    page = open_page(running.url, permissions=["clipboard-read", "clipboard-write"])
+    answer_with(page, {"content": MARKDOWN[:99]}, {"content": MARKDOWN[99:]})
+    send(page, "Write")
+    replies(page)
+    shown = page.locator(".assistant .text").inner_html()
+    assert re.sub(r' (class="[^"]*"|type="button")', "", shown) == RENDERED
+    streamed = """text => {
+        const turn = show("assistant");
+        for (const character of text) { turn.content += character; draw(turn); }
+        const streamed = turn.node.querySelector(".text").innerHTML;
+        turn.node.remove();
+        return streamed;
+    }"""
+    assert page.evaluate(streamed, MARKDOWN) == shown
+    page.locator(".bar").get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == 'def f(x):\n    return "<b>" * x'
+    page.get_by_role("button", name="Copy", exact=True).click()
+    page.get_by_role("button", name="Copied").nth(1).wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, "And?")
+    assert request.value.post_data_json["messages"][1] == {"role": "assistant", "content": MARKDOWN}
+
+
+HOSTILE = """\
+<script>alert(1)</script><img src=x onerror=alert(1)> [a](javascript:alert(1)) [b](data:text/html,<script>alert(1)</script>)
+![c](javascript:alert(1)) <a href="javascript:alert(1)">d</a> [e]( javascript:alert(1)) [f](java
+script:alert(1)) <svg/onload=alert(1)> <javascript:alert(1)> [g](vbscript:x) [h](//example.org) [i](file:///etc/passwd)
+
+```"><img src=x onerror=alert(1)>
+</code></pre><script>alert(1)</script>
+```
+"""
+
+
+def test_html_in_replies_is_text(running, open_page):
+    """Nothing runs, loads, or becomes a link."""
+    page, problems = open_page(running.url), []
+    page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: "completions" in request.url or problems.append(request.url))
+    page.on("console", lambda message: problems.append(message.text))
+    answer_with(page, {"reasoning_content": HOSTILE}, {"content": HOSTILE})
+    send(page, HOSTILE)
+    (text,) = replies(page)
+    assert text.count("<script>alert(1)</script>") == HOSTILE.count("<script>alert(1)</script>") and "onload" in text
+    assert page.locator("#conversation :is(a, img, script, svg, iframe)").count() == 0
+    assert not problems
+
+
+# Returns what is wrong with how texts are rendered: errors, elements, attributes, and letters that are lost.
+CHECK = """texts => {
+    const elements = /^(div|pre|code|button|p|h[2-6]|hr|[uo]l|li|blockquote|table|t[rhd]|em|strong|del|a)$/;
+    const attributes = {
+        class: /^[a-z]*$/, start: /^[0-9]+$/, type: /^button$/,
+        href: /^https?:/i, target: /^_blank$/, rel: /^noopener noreferrer$/,
+    };
+    const letters = text => text.replace(/[^a-z]/gi, "");
+    const isFine = each =>
+        elements.test(each.localName) && [...each.attributes].every(at => attributes[at.name]?.test(at.value));
+    return texts.filter(text => {
+        const place = document.createElement("div");
+        blocks(text.split("\\n"), place);
+        const isAllowed = [...place.querySelectorAll("*")].every(isFine) && !place.querySelector("a a");
+        for (const button of place.querySelectorAll("button")) button.remove();
+        for (const link of place.querySelectorAll("a")) {  // its address is in its text or in href
+            if (link.textContent !== link.getAttribute("href")) link.append(link.getAttribute("href"));
+        }
+        return !isAllowed || letters(place.textContent) !== letters(text);
+    }).map(text => text.slice(0, 200));
+}"""
+MARKS = """* ** *** _ __ ~~ ` `` ``` ~~~ # ## > >> - + 1. 23) | |-| --- :-: \\ \\| ! [ ] ( ) ]( ![ [a]( http:// https://b.c/d
+HTTPS:// javascript: <script> </script> <img onerror=e> <a href=x> &lt; &#106; { } = : ; . , e fg hij""".split()
+SPACES = " |  |    |\n|\n\n|\n- |\n> |\n```\n|\t|\r\n|\0|\N{LINE SEPARATOR}|\N{ZERO WIDTH SPACE}\N{SNOWMAN}".split("|")
+TOKENS = [*MARKS, *SPACES, "\n| a | b |\n|---|---|\n"]
+REPEATED = [
+    "*a ",
+    "**a *b ",
+    "_a*b",
+    "`a``",
+    "[a](http://b",
+    "[a](http://b(",
+    "- - ",
+    "> - ",
+    "\n  - a",
+    "a|",
+    "\n|-|-|",
+]
+
+
+def test_the_parser_takes_any_text(running, open_page):
+    """Random texts of marks, from a fixed seed; and long ones, for which quadratic time would be minutes."""
+    page, chosen = open_page(running.url), random.Random(92)
+    texts = ["".join(chosen.choices(TOKENS, k=chosen.randint(1, 40))) for _ in range(4000)]
+    assert page.evaluate(CHECK, texts) == []
+    assert page.evaluate(CHECK, [token * (60_000 // len(token)) for token in [*TOKENS, *REPEATED]]) == []
+
+
+@pytest.mark.parametrize("width", (1280, 400))
+def test_the_page_at_two_widths(running, open_page, width):
+    """An example leads to a reply. Wide code and tables scroll within themselves; the rest fits."""
+    page = open_page(running.url, viewport={"width": width, "height": 800})
+    code, table = "x = " + "1 + " * 100, " | ".join(["cell"] * 40)
+    answer_with(page, {"content": f"```\n{code}\n```\n{table}\n{'|'.join(['---'] * 40)}\n{table}\n\n{'o' * 300}"})
+    page.locator("#examples button").nth(3).wait_for()
+    boxes = [page.locator("#examples button").nth(i).bounding_box() for i in range(4)]
+    assert all(0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
+    page.locator("#examples button").first.click()
+    assert len(replies(page)) == 1 and not page.locator("#greeting").is_visible()
+    page.get_by_text("Settings").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for wide in (".text pre", ".text .table", "#conversation"):
+        inside, outside = page.locator(wide).evaluate("e => [e.scrollWidth, e.clientWidth]")
+        assert inside == outside if wide == "#conversation" else inside > outside
+    for name in ("Send", "New conversation", "Regenerate", "Edit"):
+        box = page.get_by_role("button", name=name).bounding_box()
+        assert 0 <= box["x"] and box["x"] + box["width"] <= width
+
+
 def test_the_end_stays_in_sight(running, open_page):
     """While replies grow above messages that wait, and when a reply is complete."""
     page = open_page(running.url, permissions=["clipboard-read", "clipboard-write"])
     hidden = "log => log.scrollHeight - log.scrollTop - log.clientHeight"
     for text in ("one", "two", "three"):
-        send(page, text, 2000)
-    page.locator(".assistant .text").nth(1).filter(has_text=re.compile(".{1000}")).wait_for()
+        send(page, text, 1000)
+    page.locator(".assistant .text").nth(1).filter(has_text=re.compile(".{500}")).wait_for()
     assert page.locator("#conversation").evaluate(hidden) < 40
     page.locator(".copy").nth(2).wait_for()
     assert page.locator("#conversation").evaluate(hidden) < 2
