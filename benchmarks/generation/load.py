@@ -1,8 +1,8 @@
-"""The HTTP server under load, against llama.cpp's servers and transformers, at the 130m shape on two cores (about 30 min).
+"""The HTTP server under load, against llama.cpp's llama-server and transformers, at the 130m shape on two cores (25 min).
 
-The claims, with two threads or two ranks: 8 clients at a time get at least 1.2x the new tokens a second of llama.cpp's
-server of llama-cpp-python at the same format, and the 95th percentile of the time to the first token is no longer. Mamba-2
-with the same random weights everywhere; every server has 8 slots.
+The claims, with two threads or two ranks: 8 clients at a time get at least 1.2x the new tokens a second of llama-server
+at the same format, and the 95th percentile of the time to the first token is no longer. Mamba-2 with the same random
+weights everywhere; every server has 8 slots, and no cache of prompts, because no prompt occurs twice.
 
 Lengths of prompts and replies are drawn from the percentiles of the conversations in Azure's LLM inference trace of 2023
 (Patel et al., Splitwise, ISCA 2024), divided by SCALE so that two cores can do it. The two parts:
@@ -12,11 +12,11 @@ Lengths of prompts and replies are drawn from the percentiles of the conversatio
   times, the same for all servers; the offered rate is that of its times. A request meets the objective if its first token
   comes within FIRST_S seconds and the others take EACH_S seconds on average.
 
-Numbers are medians of ROUNDS rounds, with the least and the most of them.
+Numbers are medians of the rounds, with the least and the most of them.
 
-llama.cpp's own program `llama-server`, which llama-cpp-python does not contain, takes part if it is on the PATH.
-transformers has no server for this: it generates requests of the first part as one batch of 8. Formats on the command line
-(fp32, bf16, int8) are the only ones that are measured.
+`llama-server` must be on the PATH; docs/results/inference.md says how it is built. transformers has no server for this: it
+generates requests of the first part as one batch of 8. Formats on the command line (fp32, bf16, int8) are the only ones that
+are measured.
 """
 
 import shutil
@@ -44,10 +44,11 @@ LEVELS = (0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99)
 PROMPTS = (181, 207, 396, 1020, 1189, 2734, 4083, 4142)
 REPLIES = (41, 54, 85, 129, 395, 424, 451, 601)
 SCALE = 8
-ROUNDS, OF_A_ROUND = 3, 16  # the latter of the first part
-REQUESTS, RATE = 30, 1.0  # of a round of the second
+CLOSED_ROUNDS, OF_A_CLOSED_ROUND = 5, 16  # of the first part
+OPEN_ROUNDS, REQUESTS, RATE = 3, 30, 1.0  # of the second
 FIRST_S, EACH_S = 2.0, 0.2
 OURS = {"fp32": ("--dtype", "float32"), "bf16": ("--dtype", "bfloat16"), "int8": ("--weights", "int8")}
+PEER = "llama.cpp, llama-server"
 THEIRS = {"fp32": "F32", "bf16": "BF16", "int8": "Q8_0"}
 
 
@@ -65,20 +66,17 @@ def servers(format: str, directory: Path) -> list[Server]:
     """The servers that take part with a format of the weights; `directory` has the checkpoint, and the GGUF files."""
     flags = (*OURS[format], "--max-length", LONGEST)
     gguf = directory / f"{THEIRS[format]}.gguf"
-    llama_cpp_python = [sys.executable, "-m", "llama_cpp.server", "--model", gguf, "--n_ctx", LONGEST,
-                        "--n_threads", THREADS, "--n_threads_batch", THREADS,
-                        "--interrupt_requests", "False", "--verbose", "False"]  # fmt: skip
-    found = [
+    program = shutil.which("llama-server")
+    if program is None:
+        raise RuntimeError("llama-server is not on the PATH; docs/results/inference.md says how it is built")
+    llama = [program, "--model", gguf, "--ctx-size", LONGEST * CLIENTS, "--parallel", CLIENTS]
+    llama += ["--threads", THREADS, "--threads-batch", THREADS]
+    llama += ["--no-cache-prompt", "--cache-ram", 0, "--ctx-checkpoints", 0]
+    return [
         Server("two ranks", our_server(directory, 2, CLIENTS, *flags), 1, "/ready"),
         Server("two threads", our_server(directory, 1, CLIENTS, *flags), THREADS, "/ready"),
-        Server("llama.cpp, llama-cpp-python's server", llama_cpp_python, THREADS, "/v1/models"),
+        Server(PEER, llama, THREADS, "/health"),
     ]
-    if program := shutil.which("llama-server"):
-        command = [program, "--model", gguf, "--ctx-size", LONGEST * CLIENTS, "--parallel", CLIENTS]
-        command += ["--threads", THREADS, "--threads-batch", THREADS]
-        command += ["--no-cache-prompt", "--cache-ram", 0, "--ctx-checkpoints", 0]  # no prompt occurs twice
-        found.append(Server("llama.cpp, llama-server", command, THREADS, "/health"))
-    return found
 
 
 def write_files(directory: Path) -> PreTrainedModel:
@@ -129,10 +127,10 @@ def measured(format: str, directory: Path) -> tuple[dict[str, list[Run]], dict[s
         opened: dict[str, list[Run]] = {name: [] for name in urls}
         for url in urls.values():
             closed_loop(url, requests(CLIENTS, 10**6), CLIENTS)  # not counted
-        for seed in range(ROUNDS):
+        for seed in range(CLOSED_ROUNDS):
             for name, url in urls.items():
-                closed[name].append(closed_loop(url, requests(OF_A_ROUND, seed), CLIENTS))
-        for seed in range(ROUNDS):
+                closed[name].append(closed_loop(url, requests(OF_A_CLOSED_ROUND, seed), CLIENTS))
+        for seed in range(OPEN_ROUNDS):
             for name, url in urls.items():
                 opened[name].append(open_loop(url, requests(REQUESTS, 7 + seed), arrivals(REQUESTS, RATE, seed)))
         return closed, opened
@@ -162,7 +160,7 @@ def continuous_error(model: Any) -> str:
 def row(format: str, name: str, runs: list[Run], peer: list[Run] | None, count: int) -> list[str]:
     """A row of a table, without the goodput. Each number is the median of the rounds, with the least and the most of them.
 
-    peer: the rounds of llama-cpp-python's server. count: how many of the percentiles are shown.
+    peer: the rounds of llama-server. count: how many of the percentiles are shown.
     """
     cells = [spread([run.throughput for run in runs])]
     if peer is not None:
@@ -187,15 +185,14 @@ def main() -> None:
     """Measure all formats, and publish both tables."""
     torch.set_num_threads(THREADS)
     closed_rows, open_rows = [], []
-    offered = spread([REQUESTS / arrivals(REQUESTS, RATE, seed)[-1] for seed in range(ROUNDS)], 2)
+    offered = spread([REQUESTS / arrivals(REQUESTS, RATE, seed)[-1] for seed in range(OPEN_ROUNDS)], 2)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         torch.manual_seed(0)
         model = write_files(directory)
         for format in sys.argv[1:] or THEIRS:
             closed, opened = measured(format, directory)
-            peer = next(runs for name, runs in closed.items() if "python" in name)
-            closed_rows += [row(format, name, runs, peer, 2) for name, runs in closed.items()]
+            closed_rows += [row(format, name, runs, closed[PEER], 2) for name, runs in closed.items()]
             for name, runs in opened.items():
                 within = [run.within(FIRST_S, EACH_S) for run in runs]
                 goodput = spread([count / run.seconds for count, run in zip(within, runs, strict=True)], 2)

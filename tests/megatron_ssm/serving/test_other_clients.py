@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 
 import httpx
 import pytest
+from environments import python_with
 
 from servers import LIMIT_S, server, with_template
 
@@ -101,11 +101,7 @@ def running(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("package", PROGRAMS)
 def test_client(package, running, tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--no-compile", package], check=True, timeout=LIMIT_S * 10
-    )
+    python = python_with(tmp_path / "venv", package)
     names = {"CHAT": CHAT, "TOOL": TOOL, "FORCED": FORCED, "MOST": MOST, "url": running.url + "/v1"}
     said = "print(json.dumps([reply, stream, call]))"
     program = f"import json\nglobals().update({names!r})\n{PROGRAMS[package]}\n{said}"
