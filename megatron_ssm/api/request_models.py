@@ -585,4 +585,4 @@ def _api_error(error: ValidationError, model: type[RequestModel]) -> ApiError:
         return bad_request(f"there is no parameter {name[:SHOWN]}{hint}", name)
     value = first["input"] if isinstance(first["input"], str) else json.dumps(first["input"])
     shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
-    return bad_request(f"{name}={shown}: {first['msg']}", name)
+    return ApiError(400, f"{name}={shown}: {first['msg']}", name, for_log=f"{name}: {first['msg']}")

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from .connections import Connections
 
 PREFIX = "megatron_ssm_"
-FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
 NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
@@ -27,12 +27,18 @@ class Load:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     bytes_sent: int = 0
+    prefix_cache_entries: int = 0
+    prefix_cache_bytes: int = 0
+    prefix_cache_max_bytes: int = 0
 
 
 GAUGES = {
     "slots": "Requests that fit into the batch.",
     "running": "Requests in the batch.",
     "waiting": "Requests in the queue.",
+    "prefix_cache_entries": "Prefixes in the prefix cache of rank 0.",
+    "prefix_cache_bytes": "Memory of the prefix cache of rank 0.",
+    "prefix_cache_max_bytes": "The most memory of the prefix cache of a rank.",
 }
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were read.",
@@ -54,23 +60,30 @@ class Metrics:
             f"{PREFIX}requests", "HTTP requests by path and status; 499: the client hung up early.", ["path", "status"],
             registry=self._registry,
         )  # fmt: skip
-        self._first_token = Histogram(
-            f"{PREFIX}time_to_first_token_seconds", "From the arrival of a request to the first token of a reply.",
-            buckets=FIRST_TOKEN_S, registry=self._registry,
-        )  # fmt: skip
-        self._next_token = Histogram(
-            f"{PREFIX}time_per_output_token_seconds", "Mean time of a reply's tokens after the first.",
-            buckets=NEXT_TOKEN_S, registry=self._registry,
-        )  # fmt: skip
+        self._queue = self._histogram("queue_time", "From the arrival of a request to the slot of a reply.")
+        self._first_token = self._histogram(
+            "time_to_first_token", "From the arrival of a request to the first token of a reply."
+        )
+        self._next_token = self._histogram(
+            "time_per_output_token", "Mean time of a reply's tokens after the first.", NEXT_TOKEN_S
+        )
+        self._duration = self._histogram("request", "From the arrival of a request that got tokens to its end.")
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
-    def count_request(self, path: str, status: int) -> None:
-        """Count an HTTP request that has ended."""
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = REQUEST_S) -> Histogram:
+        return Histogram(f"{PREFIX}{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+    def count_request(self, path: str, status: int, seconds: float | None) -> None:
+        """Count an HTTP request that has ended. seconds: since its arrival, if it got tokens."""
         self._requests.labels(path, str(status)).inc()
+        if seconds is not None:
+            self._duration.observe(seconds)
 
-    def observe_first_token(self, seconds: float) -> None:
-        """Record the time from the arrival of a request to the first token of a reply."""
+    def observe_first_token(self, seconds: float, queue_s: float) -> None:
+        """Record the times from the arrival of a request to the first token of a reply, and to its slot."""
         self._first_token.observe(seconds)
+        self._queue.observe(queue_s)
 
     def observe_reply(self, seconds: float, tokens: int) -> None:
         """Record the time from the first to the last token of a complete reply, which has `tokens` tokens."""
@@ -91,21 +104,24 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _ConnectionMetrics:
-    """The metrics of connections, for a registry."""
+@dataclass(eq=False)
+class _RouterMetrics:
+    """The metrics of connections and the number of replicas, for a registry."""
 
-    def __init__(self, connections: Connections):
-        self._connections = connections
+    connections: Connections
+    replicas: int
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of the connections."""
-        return _connection_metrics(self._connections)
+        """The numbers."""
+        yield from _connection_metrics(self.connections)
+        yield GaugeMetricFamily(f"{PREFIX}replicas", "Replicas of the model that take requests.", self.replicas)
 
 
-def connection_lines(connections: Connections) -> str:
-    """Return the metrics of connections in Prometheus' text format."""
+def router_metrics(connections: Connections, replicas: int) -> str:
+    """Return the metrics of the router in Prometheus' text format. replicas: the number of those that are ready."""
     registry = CollectorRegistry()
-    registry.register(_ConnectionMetrics(connections))
+    registry.register(_RouterMetrics(connections, replicas))
+    ProcessCollector(registry=registry)
     return generate_latest(registry).decode()
 
 
