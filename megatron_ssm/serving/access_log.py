@@ -1,6 +1,5 @@
 """The line of the log for each request: who asked, what it cost, and how long each part took."""
 
-import ipaddress
 import logging
 import re
 import secrets
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ssm.api.sequences import Sequence
 
-from .hosts import PROBES, is_loopback
+from .hosts import PROBES
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +26,8 @@ HUNG_UP = 499
 class Record:
     """A request, for its line and the metrics. The endpoint adds what it knows; times are those of `time.monotonic`.
 
-    id: the client's X-Request-Id, or one that was made. key: the number of the API key. status: HUNG_UP if the client has
-    disconnected before the reply was complete. headers: those that are added to the reply. is_passed_on: True if a replica
+    id: the client's X-Request-Id, or one that was made. headers: those that are added to the reply. status: HUNG_UP if the
+    client has disconnected before the reply was complete. key: the number of the API key. is_passed_on: True if a replica
     has the request, and logs it.
     """
 
@@ -76,9 +75,12 @@ class AccessLog:
         self.open = self.served = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        record = scope["record"] = _record(scope)
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        id = asked if REQUEST_ID.fullmatch(asked) else secrets.token_hex(8)
+        client = scope["client"][0] if scope["client"] else headers.get("x-forwarded-for", "")  # from the router
+        record = Record(id, client[:100], scope["method"], scope["path"], time.monotonic(), {"X-Request-Id": id})
+        scope["record"] = record
         is_complete, is_quiet, failure = False, record.path in QUIET, None
 
         async def noted(message: Message) -> None:
@@ -86,8 +88,8 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 added = {name.lower().encode(): value.encode("latin-1") for name, value in record.headers.items()}
-                headers = [row for row in message.get("headers", ()) if row[0] not in added]
-                message = {**message, "headers": [*headers, *added.items()]}
+                own = [row for row in message.get("headers", ()) if row[0] not in added]
+                message = {**message, "headers": [*own, *added.items()]}
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
@@ -102,25 +104,6 @@ class AccessLog:
                 record.status = 500 if failure or record.error else HUNG_UP
             self._finish(record)
             if not record.is_passed_on:
-                is_wrong = record.error or record.status >= 400 and record.status != HUNG_UP
-                level = logging.ERROR if record.status == 500 else logging.WARNING if is_wrong else logging.INFO
-                level = logging.DEBUG if is_quiet and not failure else level
+                level = logging.DEBUG if is_quiet else logging.WARNING if record.error else logging.INFO
+                level = logging.ERROR if failure else level
                 log.log(level, "request", exc_info=failure, extra={"fields": record.fields()})
-
-
-def _record(scope: Scope) -> Record:
-    headers = Headers(scope=scope)
-    asked = headers.get("x-request-id", "")
-    id = asked if REQUEST_ID.fullmatch(asked) else secrets.token_hex(8)
-    client, added = _client(scope, headers), {"X-Request-Id": id}
-    return Record(id, client, scope["method"], scope["path"], time.monotonic(), added)
-
-
-def _client(scope: Scope, headers: Headers) -> str:
-    """The address of the client: of the peer or, if that is a proxy on this machine, the last in X-Forwarded-For."""
-    peer = scope["client"][0] if scope["client"] else ""  # "": a Unix socket, so the router
-    named = ",".join(headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
-    try:
-        return peer if peer and not is_loopback(peer) else str(ipaddress.ip_address(named))
-    except ValueError:
-        return peer

@@ -1,9 +1,8 @@
-"""The line that says where the server is, and the names of its model."""
+"""The line that says where the server is."""
 
 import logging
 import socket
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from sparsefusion.foundation.command_line import Printer
@@ -19,11 +18,6 @@ def address(arguments: Namespace, listener: socket.socket) -> str:
         log.warning(f"megatron-ssm: {arguments.host} is open to other machines, and there are no API keys")
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     return f"http://{host}:{listener.getsockname()[1]}"
-
-
-def served_names(arguments: Namespace) -> list[str]:
-    """The names of the model without adapters."""
-    return arguments.served_model_name or [Path(arguments.model).resolve().name]
 
 
 def announce(name: str, where: str, size: str, **fields: Any) -> None:

@@ -18,7 +18,7 @@ from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
 from megatron_ssm.api.tokenization import detokenize, tokenize
 
-from .access_log import AccessLog, Record
+from .access_log import AccessLog
 from .endpoint import EmbeddingEndpoint, GenerationEndpoint, WorkEndpoint
 from .hosts import PROBES, Hosts
 from .keys import Keys
@@ -85,12 +85,7 @@ def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
     app = _Guarded(Starlette(routes=routes, exception_handlers=handlers), hosts)
     paths = {route.path for route in routes}
-
-    def finish(record: Record) -> None:
-        seconds = None if record.first_token is None else time.monotonic() - record.arrival
-        metrics.count_request(_label(record.path, paths), record.status, seconds)
-
-    return AccessLog(app, finish)
+    return AccessLog(app, lambda record: metrics.observe_request(_label(record.path, paths), record))
 
 
 class _Guarded:

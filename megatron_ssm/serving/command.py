@@ -37,7 +37,7 @@ from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.command_line import is_lack_of_memory
 from sparsefusion.foundation.launcher import launched_ranks
 
-from .announcement import address, announce, served_names
+from .announcement import address, announce
 from .app import software_version
 from .channel import Channel
 from .connections import allow_files, bind, bind_to_path
@@ -207,7 +207,7 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
         arguments.ep,
         software_version(),
     )
-    name, *aliases = served_names(arguments)
+    name, *aliases = arguments.served_model_name or [directory.resolve().name]
     adapters = {adapter: Path(where).resolve().name for adapter, where in arguments.lora.items()}
     for taken in adapters.keys() & {name, *aliases}:
         raise ValueError(f"--lora {taken}={arguments.lora[taken]}: the model itself has this name; choose another one")

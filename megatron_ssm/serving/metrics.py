@@ -1,11 +1,13 @@
 """The metrics that Prometheus reads at /metrics. Each server has its own registry."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from .access_log import Record
 from .connections import Connections
 
 PREFIX = "megatron_ssm_"
@@ -61,12 +63,8 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
         self._queue = self._histogram("queue_time", "From the arrival of a request to the slot of a reply.")
-        self._first_token = self._histogram(
-            "time_to_first_token", "From the arrival of a request to the first token of a reply."
-        )
-        self._next_token = self._histogram(
-            "time_per_output_token", "Mean time of a reply's tokens after the first.", NEXT_TOKEN_S
-        )
+        self._first_token = self._histogram("time_to_first_token", "From the arrival of a request to a first token.")
+        self._next_token = self._histogram("time_per_output_token", "Mean time of the later tokens.", NEXT_TOKEN_S)
         self._duration = self._histogram("request", "From the arrival of a request that got tokens to its end.")
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -74,11 +72,11 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = REQUEST_S) -> Histogram:
         return Histogram(f"{PREFIX}{name}_seconds", text, buckets=buckets, registry=self._registry)
 
-    def count_request(self, path: str, status: int, seconds: float | None) -> None:
-        """Count an HTTP request that has ended. seconds: since its arrival, if it got tokens."""
-        self._requests.labels(path, str(status)).inc()
-        if seconds is not None:
-            self._duration.observe(seconds)
+    def observe_request(self, path: str, record: Record) -> None:
+        """Count an HTTP request that has ended, and the time that it has taken if it got tokens."""
+        self._requests.labels(path, str(record.status)).inc()
+        if record.first_token is not None:
+            self._duration.observe(time.monotonic() - record.arrival)
 
     def observe_first_token(self, seconds: float, queue_s: float) -> None:
         """Record the times from the arrival of a request to the first token of a reply, and to its slot."""
@@ -104,23 +102,22 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-@dataclass(eq=False)
-class _RouterMetrics:
-    """The metrics of connections and the number of replicas, for a registry."""
+class _ConnectionMetrics:
+    """The metrics of connections, for a registry."""
 
-    connections: Connections
-    replicas: int
+    def __init__(self, connections: Connections):
+        self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers."""
-        yield from _connection_metrics(self.connections)
-        yield GaugeMetricFamily(f"{PREFIX}replicas", "Replicas of the model that take requests.", self.replicas)
+        """The numbers of the connections."""
+        return _connection_metrics(self._connections)
 
 
 def router_metrics(connections: Connections, replicas: int) -> str:
     """Return the metrics of the router in Prometheus' text format. replicas: the number of those that are ready."""
     registry = CollectorRegistry()
-    registry.register(_RouterMetrics(connections, replicas))
+    registry.register(_ConnectionMetrics(connections))
+    Gauge(f"{PREFIX}replicas", "Replicas of the model that take requests.", registry=registry).set(replicas)
     ProcessCollector(registry=registry)
     return generate_latest(registry).decode()
 

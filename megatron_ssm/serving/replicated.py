@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_ssm.parallel.local_launch import handle_like_sigterm
 
 from .access_log import AccessLog
-from .announcement import address, announce, served_names
+from .announcement import address, announce
 from .connections import Connections, allow_files, bind
 from .replicas import Replicas, replica_environments
 from .router import Limits, Router
@@ -41,7 +41,7 @@ def serve_replicas(arguments: Namespace, argv: Sequence[str]) -> None:
             arguments.share_prefixes,
         )  # fmt: skip
         size = f"{arguments.replicas} replicas of {arguments.slots} slots of {arguments.max_length} tokens"
-        name = served_names(arguments)[0]
+        name = (arguments.served_model_name or [Path(arguments.model).resolve().name])[0]
 
         async def run() -> Server:
             connections = Connections(arguments.max_connections, arguments.arrival_timeout)

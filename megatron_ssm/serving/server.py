@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
+                forwarded_allow_ips=["127.0.0.1", "::1"], timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
                 backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=math.ceil(connections.seconds) + 1,  # later than `connections` closes one
             )

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from programs import completed
@@ -13,7 +14,7 @@ from programs import completed
 from megatron_ssm.cli import main as cli
 from megatron_ssm.serving import command
 from megatron_ssm.serving.command import bind, serve
-from servers import ROOT, open_sockets
+from servers import ROOT, open_sockets, server
 from serving import checkpoint
 
 HELP = """
@@ -88,6 +89,39 @@ def test_what_does_not_start(tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(directory / name, tmp_path)
     assert "tokenizer.json does not exist" in refusal(tmp_path)
+
+
+def test_names_and_a_chat_template(tmp_path):
+    """Every name is answered, and shown in the reply to it. The template decides about the format of tool calls, too."""
+    (tmp_path / "template").write_text("{{ messages[-1].content }}<tool_call>")
+    flags = [
+        "--served-model-name",
+        "gpt-4o",
+        "--served-model-name",
+        "org/model",
+        "--chat-template",
+        tmp_path / "template",
+    ]
+    before = time.time()
+    with server(checkpoint("mamba2"), tmp_path / "log", *flags) as running:
+        with running.client() as client:
+            cards = client.get("/v1/models").json()["data"]
+            assert [(card["id"], card["root"], card["has_chat_template"]) for card in cards] == [
+                ("gpt-4o", "mamba2", True), ("org/model", "mamba2", True),
+            ]  # fmt: skip
+            assert before - 1 <= cards[0]["created"] <= time.time()
+            assert client.get("/v1/models/org/model").json() == cards[1]
+        for asked, shown in ((None, "gpt-4o"), ("gpt-4o", "gpt-4o"), ("org/model", "org/model")):
+            reply = running.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": asked})
+            assert reply.json()["model"] == shown
+        assert running.post("/v1/completions", {"prompt": "a", "model": "mamba2"}).status_code == 404
+        told = running.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
+        assert told["tokens"] == list(b"hi<tool_call>")
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 1}
+        assert running.post("/v1/chat/completions", body).status_code == 200
+    assert "--lora gpt-4o=" in refusal(checkpoint("mamba2"), *flags, "--lora", f"gpt-4o={tmp_path}")
+    assert "nowhere" in refusal(checkpoint("mamba2"), "--chat-template", tmp_path / "nowhere")
 
 
 def test_the_address_is_taken_before_the_model_is_loaded(monkeypatch):
