@@ -63,7 +63,20 @@ def test_a_line_for_each_request(tmp_path, keys):
             assert reply.headers["x-request-id"] == line["id"] and reply.status_code == line["status"] == status
             assert line["level"] == "warning" and line["error"] and "prompt_tokens" not in line
         many = running.post("/v1/completions", {**body, "prompt": ["a", "b"], "n": 2})
-        assert read(running, many.headers["x-request-id"])["new_tokens"] == 4 * 7
+        line = read(running, many.headers["x-request-id"])
+        assert (line["replies"], line["new_tokens"]) == (4, 4 * 7)
+        user = {"role": "user", "content": SECRET}
+        for path, sent in (
+            ("/v1/completions", {"prompt": SECRET, "max_tokens": SECRET}),
+            ("/v1/completions", {"prompt": [SECRET, 1]}),
+            ("/v1/chat/completions", {"messages": SECRET}),
+            ("/v1/chat/completions", {"messages": [user, {"role": "user", "content": {"text": SECRET}}]}),
+            ("/v1/chat/completions", {"messages": [user], "n": 0}),
+            ("/v1/responses", {"input": [{"role": "user", "content": [{"type": SECRET}]}]}),
+            ("/v1/embeddings", {"input": {"a": SECRET}}),
+            ("/tokenize", {"prompt": {"a": SECRET}}),
+        ):
+            assert running.post(path, sent).status_code == 400
 
         with running.client() as client:
             runs, _ = begin(client, **body | {"max_tokens": 900_000})
@@ -86,7 +99,7 @@ def test_a_line_for_each_request(tmp_path, keys):
         named = {line["message"]: line for line in lines if line["message"] in ("start", "drain", "end")}
         assert named["start"].items() >= dict(model="mamba2", address=running.url, slots=1, dtype="float32").items()
         assert named["drain"]["open"] == 1
-        assert (named["end"]["requests"], named["end"]["reason"]) == (10, "SIGTERM") and lines[-1] is named["end"]
+        assert (named["end"]["requests"], named["end"]["reason"]) == (18, "SIGTERM") and lines[-1] is named["end"]
 
 
 def test_text_with_probes(tmp_path):

@@ -1,7 +1,9 @@
 """The command line of the server. Oracle: its documentation."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -14,6 +16,7 @@ from programs import completed
 from megatron_ssm.cli import main as cli
 from megatron_ssm.serving import command
 from megatron_ssm.serving.command import bind, serve
+from megatron_ssm.serving.server import DRAIN_ERRORS_S
 from servers import ROOT, open_sockets, server
 from serving import checkpoint
 
@@ -59,6 +62,20 @@ def test_flags_out_of_range(capsys, flags, message):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["serve", "--model", "DIR", *flags])
     assert capsys.readouterr().err == f"megatron_ssm: {message}\n"
+
+
+def test_the_unit_of_systemd_and_the_image_start_a_server(tmp_path):
+    """With options that exist; systemd waits longer for the end than the server for its requests."""
+    unit = (ROOT / "launch" / "megatron-ssm.service").read_text()
+    settings = dict(re.findall(r"^(\w+)=(.*)$", unit, re.MULTILINE))
+    program, *words = shlex.split(settings["ExecStart"])
+    assert int(settings["TimeoutStopSec"]) > cli.parser().parse_args(words).drain_timeout + DRAIN_ERRORS_S
+    entry = json.loads(re.findall("^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[0])
+    assert cli.parser().parse_args(entry[1:]).model == "/model"
+    if shutil.which("systemd-analyze"):
+        (tmp_path / "megatron-ssm.service").write_text(unit.replace(program, sys.executable))
+        result = subprocess.run(["systemd-analyze", "verify", tmp_path / "megatron-ssm.service"], capture_output=True)
+        assert (result.returncode, result.stderr) == (0, b"")
 
 
 def refusal(model, *flags):
@@ -168,7 +185,7 @@ def test_a_full_disk_under_stdout_does_not_end_the_server(monkeypatch, caplog):
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         serve(cli.parser().parse_args(flags))
-    line = caplog.records[-1].getMessage()
+    (line,) = [record.getMessage() for record in caplog.records if "stdout" in record.getMessage()]
     assert re.search(
         r"serving \S+ at http://127.0.0.1:\d+ .*; stdout cannot be written: No space left on device$", line
     )
