@@ -3,6 +3,7 @@
 #   docker run -p 127.0.0.1:8000:8000 -v DIR:/model:ro megatron-ssm --served-model-name NAME
 #   docker build -t megatron-ssm:gpu --target gpu .
 #   docker run --gpus all --shm-size 1g -p 127.0.0.1:8000:8000 -v DIR:/model:ro megatron-ssm:gpu
+# The GPU's image has PyTorch's operations only; docs/guides/gpus.md tells how to install faster kernels.
 # The port is open to other machines only with -p 8000:8000: then give --api-key-file. --stop-timeout 90 lets requests end.
 FROM debian:trixie-slim AS base
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-venv libgomp1 && rm -rf /var/lib/apt/lists/*

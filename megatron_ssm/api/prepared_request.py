@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOO_LONG = "context_length_exceeded"
-MAX_REPLIES = 1024  # to all prompts of a request
+MAX_REPLIES = 256  # to all prompts of a request
 ANY_OBJECT = {"type": "object"}
 MAX_LOGPROBS = 400_000  # log-probabilities of a request: a reply with this many is made in about a second
 

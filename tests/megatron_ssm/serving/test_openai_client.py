@@ -319,7 +319,7 @@ def test_prefixes_are_shared_by_the_requests_of_one_key(client):
         (dict(prompt="x" * 4096), openai.BadRequestError, "prompt", "4096 tokens, which are too many: .* 4096"),
         (dict(prompt="x" * 4097, max_tokens=0, echo=True), openai.BadRequestError, "prompt", "4097 tokens, which are"),
         (dict(extra_body={"guided_regex": "()"}), openai.BadRequestError, "guided_regex", "no token of the vocabulary"),
-        (dict(prompt=["x"] * 100, n=20), openai.BadRequestError, "n", "100 prompts with n=20: the limit is 1024"),
+        (dict(prompt=["x"] * 100, n=20), openai.BadRequestError, "n", "100 prompts with n=20: the limit is 256"),
         (dict(logit_bias={"x": 1}), openai.BadRequestError, "logit_bias", "'x' is not a token id"),
         (dict(extra_body={"guided_regex": "(a"}), openai.BadRequestError, "guided_regex", "guided_regex: regex: "),
         (dict(extra_body={"guided_grammar": "a"}), openai.BadRequestError, "guided_grammar", "guided_grammar: lark: "),
