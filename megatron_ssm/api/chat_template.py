@@ -7,7 +7,7 @@ from typing import Any
 import jinja2  # noqa: F401 - for the template's process; if it is missing, this import names the extra
 
 from megatron_ssm.inference.special_tokens import special_tokens
-from megatron_ssm.inference.text import read_chat_template
+from megatron_ssm.inference.text import read_chat_template, read_text
 from megatron_ssm.inference.thinking import END
 
 from .errors import bad_request
@@ -17,7 +17,7 @@ LONGEST = 10**6  # characters of a template
 
 
 class ChatTemplate:
-    """The template of a checkpoint: chat_template.jinja, or the field chat_template of tokenizer_config.json.
+    """The template of a checkpoint: `file`, else chat_template.jinja, or the field chat_template of tokenizer_config.json.
 
     A template is code from a file that may come from other people, so it runs in Jinja's sandbox, in a process with limits
     (see the module `template_process`). path: the file with the template, or None if there is none. text: the template
@@ -25,8 +25,8 @@ class ChatTemplate:
     the template, or tokenizer_config.json, cannot be read, or if the template exceeds the limits.
     """
 
-    def __init__(self, directory: str | Path):
-        path, text = read_chat_template(directory)
+    def __init__(self, directory: str | Path, file: str | None = None):
+        path, text = read_chat_template(directory) if file is None else (Path(file), read_text(file))
         self.path, self.text = path, text or ""
         self.reasons = END in self.text
         self._special_tokens = special_tokens(directory)

@@ -15,6 +15,7 @@ class ApiError(Exception):
     """A reply that is an error. status: the HTTP status. param: the wrong parameter. code: a name of the error for programs.
 
     The reply has only the first LONGEST characters of the message and of param, because they may quote the request.
+    for_log: the message for the log, if it quotes the request.
     """
 
     def __init__(
@@ -24,9 +25,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        for_log: str = "",
     ):
         super().__init__(_beginning(message))
         self.param = None if param is None else _beginning(param)
+        self.for_log = for_log or str(self)
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
     @property

@@ -50,6 +50,8 @@ READING: dict[str, tuple[str, str, type[BaseModel] | None, tuple[str, ...]]] = {
     "/v1/models": ("The served model and its adapters.", "application/json", ModelList, ("401",)),
     "/v1/models/{model}": ("The served model, or one of its adapters.", "application/json", ModelCard, ("401", "404")),
     "/health": ("Status 200 while the process runs.", "application/json", Status, ()),
+    "/ping": ("Another name of /health.", "application/json", Status, ()),
+    "/version": ("The version of the package.", "application/json", None, ()),
     "/ready": ("Status 200 while requests are taken, else 503.", "application/json", Status, ()),
     "/metrics": ("Metrics in Prometheus' text format.", "text/plain", None, ()),
 }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOO_LONG = "context_length_exceeded"
+MAX_REPLIES = 256  # to all prompts of a request
 ANY_OBJECT = {"type": "object"}
 INSTRUCTING = ("system", "developer")  # roles
 MAX_LOGPROBS = 400_000  # log-probabilities of a request: a reply with this many is made in about a second
@@ -60,6 +61,7 @@ class ServedModel:
         defaults: Parameters of requests that leave them out, from generation_config.json (see `sampling_defaults`).
         root: The name of the model's directory.
         adapters: {name of an adapter: the name of its directory}.
+        aliases: Further names of the model without adapters.
     """
 
     name: str
@@ -75,11 +77,12 @@ class ServedModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     root: str = ""
     adapters: dict[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
 
     @property
     def roots(self) -> dict[str, str]:
         """{name that requests may give as their model: the name of its directory}, the model without adapters first."""
-        return {self.name: self.root, **self.adapters}
+        return {**dict.fromkeys((self.name, *self.aliases), self.root), **self.adapters}
 
     @cached_property
     def max_prompt_characters(self) -> int | None:
@@ -121,11 +124,6 @@ class PreparedRequest:
         return self.body.max_tokens == 0
 
     @property
-    def parameter_of_count(self) -> str:
-        """The parameter that determines how many sequences there are."""
-        return "n" if self.body.n > 1 else self.body.prompt_field
-
-    @property
     def shows_tokens(self) -> bool:
         """Return True if the reply shows its tokens one by one, beside its text."""
         return self.body.num_logprobs is not None or self.body.return_token_ids
@@ -152,6 +150,8 @@ def prepare_request(
     _check_combinations(body, served.vocab_size)
     if isinstance(body, ChatRequest):
         _check_tools(body, served)
+    elif len(body.prompts) * body.n > MAX_REPLIES:
+        raise bad_request(f"{len(body.prompts)} prompts with n={body.n}: the limit is {MAX_REPLIES} replies", "n")
     prompts = _chat_prompt(body, served) if isinstance(body, ChatRequest) else _prompts(body, served)
     is_thinking = _has_begun_thinking(body, prompts[0][0], served.template) if isinstance(body, ChatRequest) else None
     new_tokens = [_new_tokens(body, len(ids), served.max_length) for _, ids in prompts]

@@ -250,6 +250,6 @@ class DetokenizeReply(ReplyModel):
 
 
 class Status(ReplyModel):
-    """The reply of /health and /ready."""
+    """The reply of /health, /ping and /ready."""
 
     status: Literal["ok", "ready", "unavailable"]

@@ -647,8 +647,8 @@ def _api_error(error: ValidationError, model: type[RequestModel]) -> ApiError:
     value = first["input"] if isinstance(first["input"], str) else json.dumps(first["input"])
     shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
     if first["type"] == "extra_forbidden" and parts[-1] in NOT_IMPLEMENTED:
-        return bad_request(f"{name}={shown} is not implemented", name)
+        return ApiError(400, f"{name}={shown} is not implemented", name, for_log=f"{name} is not implemented")
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name[:SHOWN], model.model_fields) if len(parts) == 1 else ""
         return bad_request(f"there is no parameter {name[:SHOWN]}{hint}", name)
-    return bad_request(f"{name}={shown}: {first['msg']}", name)
+    return ApiError(400, f"{name}={shown}: {first['msg']}", name, for_log=f"{name}: {first['msg']}")

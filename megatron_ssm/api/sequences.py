@@ -93,8 +93,8 @@ class Arguments:
 class Sequence:
     """A sequence that a client has asked for. index: its number among the client's replies.
 
-    grammar_parameter: the parameter that gives its grammar; "" without a grammar. Only the driver's thread uses `request`,
-    the request in the engine, and `reported`, the number of its tokens that were handed over.
+    grammar_parameter: the parameter that gives its grammar; "" without a grammar. request: the request in the engine;
+    reported: the number of its tokens that were handed over. Only the driver's thread changes them.
     """
 
     arguments: Arguments

@@ -4,6 +4,7 @@ Flags are checked before torch is imported.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -15,12 +16,15 @@ from typing import NoReturn
 
 from megatron_ssm.api.tool_calls import PARSERS
 from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
+from megatron_ssm.serving.log_lines import FORMATS as LOG_FORMATS
+from megatron_ssm.serving.log_lines import LEVELS, configure_log
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (
     LIMIT,
     Parser,
     check_number,
     leave_on_interrupt,
+    print_error,
     run,
     silence_third_parties,
 )
@@ -31,6 +35,7 @@ WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of bench
 # Of bench --against: the module, and the package to install
 PEERS = {"transformers": ("transformers", "transformers"), "llama.cpp": ("llama_cpp", "llama-cpp-python")}
 EP_HELP = "expert-parallel ranks, which split the experts only (default: 1)"
+TEMPLATE_HELP = "a template in Jinja in place of the checkpoint's"
 LORA_HELP = "LoRA adapters of the model, as PEFT writes them"
 # {command: the command lines that end its --help}
 EXAMPLES = {
@@ -151,9 +156,10 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--ep", type=int, default=1, metavar="E", help=EP_HELP)
     _add_model_options(chat)
     chat.add_argument("--lora", type=lambda where: {where: where}, default={}, metavar="DIR", help=LORA_HELP)
+    chat.add_argument("--chat-template", metavar="FILE", help=TEMPLATE_HELP)
     chat.set_defaults(
         slots=1, token_budget=512, prefix_gb=1, speculate=0, draft=None, draft_head=False, share_prefixes=True,
-        served_model_name=None, tool_parser=None, lost_rank_timeout=15,
+        served_model_name=[], tool_parser=None, lost_rank_timeout=15,
     )  # fmt: skip
     _add_hidden(chat, "--local_rank", "--local-rank", "--rendezvous")
 
@@ -177,7 +183,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
                        help="a small model with the same vocabulary that proposes them (default: up to 7)")  # fmt: skip
     serve.add_argument("--draft-head", action="store_true",
                        help="propose tokens with the checkpoint's draft head (mtp.*)")  # fmt: skip
-    serve.add_argument("--max-waiting", type=int, default=64, metavar="N", help="then 429 (default: 64)")
+    serve.add_argument("--max-waiting", type=int, default=256, metavar="N", help="requests; then 429 (default: 256)")
     serve.add_argument("--max-body-mb", type=float, default=1, metavar="MB", help="size of a request (default: 1)")
     serve.add_argument("--max-connections", type=int, default=512, metavar="N", help="then 503 (default: 512)")
     serve.add_argument("--arrival-timeout", type=float, default=60, metavar="S",
@@ -190,7 +196,9 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
                        help="memory of each rank for the states of prompts; 0: no prefix cache (default: 1)")  # fmt: skip
     serve.add_argument("--api-key-file", metavar="F", help="a file with one API key on each line (default: no keys)")
     serve.add_argument("--share-prefixes", action="store_true", help="share prefixes between API keys, too")
-    serve.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
+    serve.add_argument("--served-model-name", action="append", default=[], metavar="NAME",
+                       help="default: the directory's name; repeatable, replies show the first")  # fmt: skip
+    serve.add_argument("--chat-template", metavar="FILE", help=TEMPLATE_HELP)
     serve.add_argument("--tool-parser", choices=tuple(PARSERS),
                        help="format of the model's tool calls (default: that of the chat template)")  # fmt: skip
     serve.add_argument("--request-timeout", type=float, default=600, metavar="S", help="for a reply (default: 600)")
@@ -201,8 +209,13 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     _add_model_options(serve)
     serve.add_argument("--lora", action=_NamedDirectories, default={}, metavar="NAME=DIR",
                        help=f"{LORA_HELP}, for requests whose model is NAME; repeatable")  # fmt: skip
-    # from run_local_ranks, and the path of the socket of a replica
-    _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous", "--socket")
+    serve.add_argument("--log-level", choices=LEVELS, default="info",
+                       help="debug: probes, too; warning: no requests that succeed (default: info)")  # fmt: skip
+    serve.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="text", help="of the lines on stderr (default: text)"
+    )
+    # from run_local_ranks, and the path of the socket of a replica and its number
+    _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous", "--socket", "--replica")
 
 
 def _add_generate(generate: argparse.ArgumentParser) -> None:
@@ -411,6 +424,7 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.rendezvous and this_rank() == 0:  # from run_local_ranks
         accept_passed_interrupts()
     silence_third_parties()
+    configure_log(arguments.log_level, arguments.log_format, arguments.replica)
 
     def command() -> None:
         with _naming_the_extra():
@@ -421,7 +435,8 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
             from megatron_ssm.serving.command import serve
         serve(arguments)
 
-    return run("megatron-ssm serve", command)
+    report = logging.getLogger("megatron_ssm").error if arguments.log_format == "json" else print_error
+    return run("megatron-ssm serve", command, report)
 
 
 def _check_models(program: str, directories: Sequence[str], ranks: int, experts: int) -> int:

@@ -10,6 +10,7 @@ is added, so that a difference is an error on every rank.
 
 import operator
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -343,6 +344,7 @@ class Engine:
         free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
         for row in free[: len(self._waiting)]:
             request = self._waiting.popleft()
+            request.admitted_at = time.monotonic()
             self._slots[row] = slot = Slot.of(row, request, self._models[request.adapter], self.tokenizer)
             self._prompts.begin(slot)
 

@@ -35,6 +35,7 @@ class Request:
             mean of all, as a unit vector. None: it gets tokens.
         adapter: The name of one of the engine's adapters; "": the model itself.
         embedding: The embedding of the prompt; [] before it is read, and without pooling.
+        admitted_at: The time, by `time.monotonic`, at which it got a slot.
     """
 
     prompt: tuple[int, ...]
@@ -60,6 +61,7 @@ class Request:
     logprobs: list[LogProbability] = field(default_factory=list)
     prompt_logprobs: list[LogProbability | None] = field(default_factory=list)
     embedding: list[float] = field(default_factory=list)
+    admitted_at: float | None = None
 
     def __post_init__(self):
         if not self.prompt:

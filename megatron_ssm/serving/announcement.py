@@ -3,6 +3,7 @@
 import logging
 import socket
 from argparse import Namespace
+from typing import Any
 
 from sparsefusion.foundation.command_line import Printer
 
@@ -19,10 +20,11 @@ def address(arguments: Namespace, listener: socket.socket) -> str:
     return f"http://{host}:{listener.getsockname()[1]}"
 
 
-def announce(name: str, where: str, size: str) -> None:
-    """Print the line. size: of the server, in words."""
+def announce(name: str, where: str, size: str, **fields: Any) -> None:
+    """Print the line, and log the start with these fields. size: of the server, in words."""
     line = f"megatron-ssm: serving {name} at {where} ({size})"
     try:
         Printer(True).print(f"{line}\n")
     except OSError as error:  # a full disk does not end the server
         log.warning(f"{line}; stdout cannot be written: {error.strerror}")
+    log.info("start", extra={"fields": {"model": name, "address": where, **fields}})

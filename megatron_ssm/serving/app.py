@@ -1,5 +1,6 @@
 """The routes of the server, and how errors become replies."""
 
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -9,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.openapi import GENERATING, description
@@ -17,25 +18,26 @@ from megatron_ssm.api.prepared_request import ServedModel
 from megatron_ssm.api.reply_models import ModelCard, ModelList, ReplyModel, Status
 from megatron_ssm.api.tokenization import detokenize, tokenize
 
+from .access_log import AccessLog
 from .endpoint import EmbeddingEndpoint, GenerationEndpoint, WorkEndpoint
-from .hosts import Hosts
+from .hosts import PROBES, Hosts
 from .keys import Keys
 from .metrics import Metrics
 from .page import read_page
 from .service import Service
 
-EXPOSED = {"Access-Control-Expose-Headers": "Retry-After"}
+EXPOSED = {"Access-Control-Expose-Headers": "Retry-After, X-Request-Id"}
 PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
-PROBES = ("/health", "/ready")  # orchestrators request these by the server's address; their replies are no secret
 
 
-def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics, hosts: Hosts) -> ASGIApp:
+def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics, hosts: Hosts) -> AccessLog:
     """The ASGI application.
 
     If there are API keys, the paths under /v1, /tokenize and /detokenize need one; other paths do not. hosts: the hosts that
     requests may name; requests to PROBES may name any.
     """
     html, page_headers = read_page()
+    start = int(time.time())
 
     async def page(request: Request) -> Response:
         return Response(html, headers=page_headers, media_type="text/html")
@@ -49,13 +51,16 @@ def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics
     async def metrics_text(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
+    async def software(request: Request) -> Response:
+        return JSONResponse({"version": software_version()})
+
     async def openapi(request: Request) -> Response:
         return JSONResponse(description(software_version()))
 
     async def models(request: Request) -> Response:
-        keys.owner(request.headers.get("authorization"))
+        request.scope["record"].key = keys.owner(request.headers)
         shared: dict[str, Any] = dict(
-            object="model", created=0, owned_by="megatron-ssm", max_model_len=served.max_length,
+            object="model", created=start, owned_by="megatron-ssm", max_model_len=served.max_length,
             has_chat_template=served.template.path is not None, has_reasoning=served.template.reasons,
         )  # fmt: skip
         cards = {
@@ -65,11 +70,13 @@ def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics
         if "model" not in request.path_params:
             return _json(ModelList(object="list", data=list(cards.values())))
         name = request.path_params["model"]
-        return _json(cards[served.adapter_of(name) or served.name])
+        served.adapter_of(name)
+        return _json(cards[name])
 
     get = {"/": page, "/health": health, "/ready": ready, "/metrics": metrics_text, "/openapi.json": openapi,
-           "/v1/models": models, "/v1/models/{model:path}": models}  # fmt: skip
-    routes = [Route(path, function, methods=["GET"]) for path, function in get.items()]
+           "/version": software, "/v1/models": models, "/v1/models/{model:path}": models}  # fmt: skip
+    routes = [Route("/ping", health, methods=["GET", "POST"])]
+    routes += [Route(path, function, methods=["GET"]) for path, function in get.items()]
     for path, (body, _, _) in GENERATING.items():
         routes.append(Route(path, GenerationEndpoint(body, service, served, keys, metrics), methods=["POST"]))
     routes.append(Route("/v1/embeddings", EmbeddingEndpoint(service, served, keys), methods=["POST"]))
@@ -77,7 +84,8 @@ def make_app(service: Service, served: ServedModel, keys: Keys, metrics: Metrics
         routes.append(Route(path, WorkEndpoint(work, service, served, keys), methods=["POST"]))
     handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
     app = _Guarded(Starlette(routes=routes, exception_handlers=handlers), hosts)
-    return _Counted(app, metrics, {route.path for route in routes})
+    paths = {route.path for route in routes}
+    return AccessLog(app, lambda record: metrics.observe_request(_label(record.path, paths), record))
 
 
 class _Guarded:
@@ -95,10 +103,11 @@ class _Guarded:
             if scope["path"] not in PROBES:
                 self._hosts.check(headers.get("host"), headers.get("origin"))
         except ApiError as error:
+            scope["record"].error = error.for_log
             return await _json(error.reply, error.status)(scope, receive, send)
         origin = headers.get("origin", "")
         if self._hosts.shares_with(origin):
-            send = _with_headers(send, {"Access-Control-Allow-Origin": origin, "Vary": "Origin", **EXPOSED})
+            scope["record"].headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin", **EXPOSED}
             if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 asked = headers.get("access-control-request-headers", "")
                 permission = {**PREFLIGHT, **({"Access-Control-Allow-Headers": asked} if asked else {})}
@@ -106,47 +115,13 @@ class _Guarded:
         await self._app(scope, receive, send)
 
 
-def _with_headers(send: Send, headers: dict[str, str]) -> Send:
-    """A copy of `send` that adds headers to the response."""
-    added = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), *added]}
-        await send(message)
-
-    return sent
-
-
-class _Counted:
-    """Counts requests by path and status. A request whose reply is not complete counts as status 499."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str]):
-        self._app, self._metrics, self._paths = app, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        status, is_complete = 499, False
-
-        async def counted(message: Message) -> None:
-            nonlocal status, is_complete
-            status = message.get("status", status)
-            is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counted)
-        finally:
-            self._metrics.count_request(self._label(scope["path"]), status if is_complete else 499)
-
-    def _label(self, path: str) -> str:
-        """The path as the documentation writes it, or "other": clients may invent any number of paths, and each label takes
-        memory.
-        """
-        if path.startswith("/v1/models/"):
-            return "/v1/models/NAME"
-        return path if path in self._paths else "other"
+def _label(path: str, paths: set[str]) -> str:
+    """The path as the documentation writes it, or "other": clients may invent any number of paths, and each label takes
+    memory.
+    """
+    if path.startswith("/v1/models/"):
+        return "/v1/models/NAME"
+    return path if path in paths else "other"
 
 
 def _json(reply: ReplyModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -155,6 +130,7 @@ def _json(reply: ReplyModel, status: int = 200, headers: dict[str, str] | None =
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    request.scope["record"].error = error.for_log
     return _json(error.reply, error.status, error.headers)
 
 
@@ -162,6 +138,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """The reply to a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:100]}: {error.detail}"  # request.url may not be a valid one
+    request.scope["record"].error = str(error.detail)
     return _json(ApiError(error.status_code, message).reply, error.status_code, dict(error.headers or {}))
 
 

@@ -195,7 +195,7 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
     """The model as clients see it; ValueError or FileNotFoundError if the directory lacks something."""
     tokenizer = load_tokenizer(directory)
     check_fits(tokenizer, config)
-    template = ChatTemplate(directory)
+    template = ChatTemplate(directory, arguments.chat_template)
     parser = PARSERS[arguments.tool_parser][0] if arguments.tool_parser else detect_parser(template.text)
     settings = (
         config,
@@ -207,15 +207,16 @@ def _served(arguments: Namespace, directory: Path, config: Stack, ranks: int) ->
         arguments.ep,
         software_version(),
     )
-    name = arguments.served_model_name or directory.resolve().name
+    name, *aliases = arguments.served_model_name or [directory.resolve().name]
     adapters = {adapter: Path(where).resolve().name for adapter, where in arguments.lora.items()}
-    if name in adapters:
-        raise ValueError(f"--lora {name}={arguments.lora[name]}: the model itself has this name; choose another one")
+    for taken in adapters.keys() & {name, *aliases}:
+        raise ValueError(f"--lora {taken}={arguments.lora[taken]}: the model itself has this name; choose another one")
     fingerprint = f"fp_{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}"
     return ServedModel(
         name, tokenizer, config.vocab_size,
         stop_tokens(directory, config, tokenizer), arguments.max_length, template, arguments.share_prefixes, fingerprint,
         parser, config.hidden_size, sampling_defaults(directory), directory.resolve().name, adapters,
+        tuple(aliases),
     )  # fmt: skip
 
 
@@ -247,7 +248,10 @@ def _serve_on_rank_0(engine: Engine, channel: Channel, inputs: _Inputs, argument
 
     run_server(
         engine, channel, inputs.served, inputs.keys, inputs.hosts, Service(limits), listener, arguments.drain_timeout,
-        lambda: announce(inputs.served.name, where, size), watch,
+        lambda: announce(
+            inputs.served.name, where, size, slots=limits.slots, max_length=arguments.max_length,
+            dtype=engine.model.weights or str(engine.model.dtype).removeprefix("torch."), ranks=engine.model.num_ranks,
+        ), watch,
     )  # fmt: skip
 
 

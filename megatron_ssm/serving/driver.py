@@ -85,7 +85,7 @@ class Driver(threading.Thread):
         fail: Callable[[BaseException], None],
     ):
         super().__init__(name="engine", daemon=True)
-        self.load = Load(slots=len(engine.cache.lengths))
+        self.load = Load(len(engine.cache.lengths), prefix_cache_max_bytes=engine.prefix_cache.max_bytes)
         self.error: BaseException | None = None
         self._engine, self._channel, self._runner = engine, channel, TurnRunner(engine)
         self._deliver, self._fail, self._compiler = deliver, fail, GrammarCompiler(engine)
@@ -216,6 +216,7 @@ class Driver(threading.Thread):
     def _report(self, updates: list[Update]) -> None:
         """Hand over the updates, and update the load."""
         firsts = [u for u in updates if u.error is None and len(u.tokens) == u.sequence.reported]
+        prefixes = self._engine.prefix_cache
         load, (running, waiting), (proposed, accepted) = self.load, self._engine.load, self._engine.speculated
         self.load = Load(
             load.slots,
@@ -228,6 +229,9 @@ class Driver(threading.Thread):
             proposed_tokens=proposed,
             accepted_tokens=accepted,
             bytes_sent=self._engine.bytes_sent + self._channel.sent,
+            prefix_cache_entries=len(prefixes),
+            prefix_cache_bytes=prefixes.nbytes,
+            prefix_cache_max_bytes=prefixes.max_bytes,
         )
         if updates:
             self._deliver(updates)

@@ -18,6 +18,7 @@ from megatron_ssm.api.response_replies import replies_to
 from megatron_ssm.api.response_request import ResponseRequest
 from megatron_ssm.api.sequences import Update
 
+from .access_log import Record
 from .bodies import ClientDisconnected, read_body, while_connected
 from .keys import Keys
 from .metrics import Metrics
@@ -42,19 +43,19 @@ class Endpoint:
         self._service, self._served, self._keys = service, served, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = time.monotonic()
+        record: Record = scope["record"]
         headers = Headers(scope=scope)
-        owner = self._keys.owner(headers.get("authorization"))
+        record.key = self._keys.owner(headers)
         self._service.check_room()  # before work that would be unused
         try:
             body = await self._service.arrived(read_body(receive, headers, self._service.limits.body))
             seconds = self._service.limits.seconds + GRACE_S
-            await while_connected(receive, self._answer(body, owner, arrival, send), seconds)
+            await while_connected(receive, self._answer(body, record, send), seconds)
         except ClientDisconnected:
             return
 
-    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
-        """Send the reply to a request with this body. arrival: when the request began to arrive."""
+    async def _answer(self, body: bytes, record: Record, send: Send) -> None:
+        """Send the reply to a request with this body."""
         raise NotImplementedError
 
 
@@ -70,24 +71,24 @@ class GenerationEndpoint(Endpoint):
         super().__init__(service, served, keys)
         self._model, self._metrics = model, metrics
 
-    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
-        work = partial(prepare_request, self._model, body, owner, self._served)
-        request = await self._service.prepare(work, arrival)
-        with self._service.added(request.sequences, arrival, request.parameter_of_count) as updates:
+    async def _answer(self, body: bytes, record: Record, send: Send) -> None:
+        work = partial(prepare_request, self._model, body, record.key, self._served)
+        request = await self._service.prepare(work, record.arrival)
+        record.sequences = request.sequences
+        with self._service.added(request.sequences, record.arrival) as updates:
             replies = replies_to(request, self._served)
-            pieces = self._pieces(len(request.sequences), replies, updates, arrival)
+            pieces = self._pieces(replies, updates, record)
             if request.body.stream:
                 await _stream(request, replies, pieces, send)
             else:
                 await _whole(replies, pieces, send)
 
     async def _pieces(
-        self, left: int, replies: Replies, updates: "asyncio.Queue[Update]", arrival: float
+        self, replies: Replies, updates: "asyncio.Queue[Update]", record: Record
     ) -> AsyncIterator[Piece | None]:
-        """Yields the parts of all replies as they come, and None after PING_S without a part. left: the number of
-        replies.
-        """
+        """Yields the parts of all replies as they come, and None after PING_S without a part."""
         firsts: dict[int, float] = {}
+        left = len(record.sequences)
         tokens = [0] * left
         while left:
             getting = asyncio.ensure_future(updates.get())
@@ -98,11 +99,14 @@ class GenerationEndpoint(Endpoint):
                 getting.cancel()  # no effect on a task that is done
             update = getting.result()
             if update.error is not None:
+                record.error = update.error.for_log
                 raise update.error
-            index, now = update.sequence.index, time.monotonic()
+            index, now, request = update.sequence.index, time.monotonic(), update.sequence.request
             if update.tokens and index not in firsts:
                 firsts[index] = now
-                self._metrics.observe_first_token(now - arrival)
+                record.first_token = record.first_token or now
+                admitted_at = now if request is None else request.admitted_at or now
+                self._metrics.observe_first_token(now - record.arrival, admitted_at - record.arrival)
             tokens[index] += len(update.tokens)
             if update.finished is not None:
                 left -= 1
@@ -113,13 +117,14 @@ class GenerationEndpoint(Endpoint):
 class EmbeddingEndpoint(Endpoint):
     """Computes embeddings, of as many texts at a time as there are slots."""
 
-    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
-        request = await self._service.prepare(partial(prepare_embeddings, body, self._served), arrival)
+    async def _answer(self, body: bytes, record: Record, send: Send) -> None:
+        request = await self._service.prepare(partial(prepare_embeddings, body, self._served), record.arrival)
+        record.sequences = request.sequences
         slots, left = self._service.limits.slots, request.sequences
         vectors: dict[int, list[float]] = {}
         while left:
             now, left = left[:slots], left[slots:]
-            with self._service.added(now, arrival) as updates:
+            with self._service.added(now, record.arrival) as updates:
                 for _ in now:
                     update = await updates.get()
                     if update.error is not None:
@@ -141,9 +146,9 @@ class WorkEndpoint(Endpoint):
         super().__init__(service, served, keys)
         self._work = work
 
-    async def _answer(self, body: bytes, owner: str, arrival: float, send: Send) -> None:
+    async def _answer(self, body: bytes, record: Record, send: Send) -> None:
         work = partial(self._work, body, self._served)
-        await _send_json(await self._service.prepare(lambda: work().to_json().encode(), arrival), send)
+        await _send_json(await self._service.prepare(lambda: work().to_json().encode(), record.arrival), send)
 
 
 async def _whole(replies: Replies, pieces: AsyncIterator[Piece | None], send: Send) -> None:

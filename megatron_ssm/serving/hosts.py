@@ -11,9 +11,8 @@ from collections.abc import Iterable
 
 from megatron_ssm.api.errors import ApiError
 
+PROBES = ("/health", "/ready", "/ping")  # orchestrators request these by the server's address; replies are no secret
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:/\[\]\s*]+)(:[0-9]*)?", re.IGNORECASE)
-
-
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^:/\[\]\s*]+)(:[0-9]+)?|null", re.IGNORECASE)
 
 
@@ -27,6 +26,7 @@ class Hosts:
         bound: The host of the server's address.
         others: Further hosts that requests may name.
         origins: The origins (scheme, host, port) of pages of other hosts that may use the server and read replies (CORS).
+            Pages that servers on this machine serve may, too, if `bound` is loopback.
 
     Raises:
         ValueError: One of `others` is not a host name or an address, or one of `origins` is not an origin.
@@ -35,7 +35,8 @@ class Hosts:
     def __init__(self, bound: str, others: Iterable[str] = (), origins: Iterable[str] = ()):
         self._others = {_checked(host) for host in others}
         self._origins = {_checked_origin(origin) for origin in origins}
-        self._are_any_allowed = not self._others and not is_loopback(bound)
+        self._is_local = is_loopback(bound)
+        self._are_any_allowed = not self._others and not self._is_local
 
     def check(self, host: str | None, origin: str | None = None) -> None:
         """ApiError 403 if the header Host, or the header Origin, names a host that is not allowed.
@@ -53,7 +54,10 @@ class Hosts:
 
     def shares_with(self, origin: str | None) -> bool:
         """Return True if pages of this origin may read replies, although the origin is another host."""
-        return origin is not None and origin.lower() in self._origins
+        scheme, _, host = (origin or "").lower().partition("://")
+        found = HOST.fullmatch(host) if self._is_local and scheme == "http" else None
+        is_local = found is not None and is_loopback(_plain(found[1]))
+        return origin is not None and (is_local or origin.lower() in self._origins)
 
     def _allows(self, host: str) -> bool:
         """Return True if requests may name this host, with any port."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_ssm.api.errors import ApiError
@@ -35,25 +35,26 @@ class Keys:
             raise ValueError(f"{path} has no API keys")
         return cls(keys)
 
-    def owner(self, authorization: str | None) -> str:
-        """A name for the user who sent this Authorization header; "" if there are no keys. ApiError 401 without a valid key.
-
-        The name is the number of the key, and tells nothing about its text.
-        """
+    def owner(self, headers: Mapping[str, str]) -> str:
+        """The number of the key in these headers, from 1; "" if there are no keys. ApiError 401 without a valid key."""
         if not self._digests:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
-        found = ""
-        for number, digest in enumerate(self._digests):
+        given, found = _digest(key_in(headers)), ""
+        for number, digest in enumerate(self._digests, 1):
             if hmac.compare_digest(given, digest):  # no early exit: every key is compared
-                found = f"key {number}"
+                found = str(number)
         if not found:
             raise ApiError(
                 401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         return found
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """Return the key in Authorization or, if that has none, in X-Api-Key or api-key; "" without any."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key") or headers.get("api-key") or ""
 
 
 def _digest(key: str) -> bytes:

@@ -1,15 +1,17 @@
 """The metrics that Prometheus reads at /metrics. Each server has its own registry."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from .access_log import Record
 from .connections import Connections
 
 PREFIX = "megatron_ssm_"
-FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
 NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
@@ -27,12 +29,18 @@ class Load:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     bytes_sent: int = 0
+    prefix_cache_entries: int = 0
+    prefix_cache_bytes: int = 0
+    prefix_cache_max_bytes: int = 0
 
 
 GAUGES = {
     "slots": "Requests that fit into the batch.",
     "running": "Requests in the batch.",
     "waiting": "Requests in the queue.",
+    "prefix_cache_entries": "Prefixes in the prefix cache of rank 0.",
+    "prefix_cache_bytes": "Memory of the prefix cache of rank 0.",
+    "prefix_cache_max_bytes": "The most memory of the prefix cache of a rank.",
 }
 COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were read.",
@@ -54,23 +62,26 @@ class Metrics:
             f"{PREFIX}requests", "HTTP requests by path and status; 499: the client hung up early.", ["path", "status"],
             registry=self._registry,
         )  # fmt: skip
-        self._first_token = Histogram(
-            f"{PREFIX}time_to_first_token_seconds", "From the arrival of a request to the first token of a reply.",
-            buckets=FIRST_TOKEN_S, registry=self._registry,
-        )  # fmt: skip
-        self._next_token = Histogram(
-            f"{PREFIX}time_per_output_token_seconds", "Mean time of a reply's tokens after the first.",
-            buckets=NEXT_TOKEN_S, registry=self._registry,
-        )  # fmt: skip
+        self._queue = self._histogram("queue_time", "From the arrival of a request to the slot of a reply.")
+        self._first_token = self._histogram("time_to_first_token", "From the arrival of a request to a first token.")
+        self._next_token = self._histogram("time_per_output_token", "Mean time of the later tokens.", NEXT_TOKEN_S)
+        self._duration = self._histogram("request", "From the arrival of a request that got tokens to its end.")
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
-    def count_request(self, path: str, status: int) -> None:
-        """Count an HTTP request that has ended."""
-        self._requests.labels(path, str(status)).inc()
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = REQUEST_S) -> Histogram:
+        return Histogram(f"{PREFIX}{name}_seconds", text, buckets=buckets, registry=self._registry)
 
-    def observe_first_token(self, seconds: float) -> None:
-        """Record the time from the arrival of a request to the first token of a reply."""
+    def observe_request(self, path: str, record: Record) -> None:
+        """Count an HTTP request that has ended, and the time that it has taken if it got tokens."""
+        self._requests.labels(path, str(record.status)).inc()
+        if record.first_token is not None:
+            self._duration.observe(time.monotonic() - record.arrival)
+
+    def observe_first_token(self, seconds: float, queue_s: float) -> None:
+        """Record the times from the arrival of a request to the first token of a reply, and to its slot."""
         self._first_token.observe(seconds)
+        self._queue.observe(queue_s)
 
     def observe_reply(self, seconds: float, tokens: int) -> None:
         """Record the time from the first to the last token of a complete reply, which has `tokens` tokens."""
@@ -102,10 +113,12 @@ class _ConnectionMetrics:
         return _connection_metrics(self._connections)
 
 
-def connection_lines(connections: Connections) -> str:
-    """Return the metrics of connections in Prometheus' text format."""
+def router_metrics(connections: Connections, replicas: int) -> str:
+    """Return the metrics of the router in Prometheus' text format. replicas: the number of those that are ready."""
     registry = CollectorRegistry()
     registry.register(_ConnectionMetrics(connections))
+    Gauge(f"{PREFIX}replicas", "Replicas of the model that take requests.", registry=registry).set(replicas)
+    ProcessCollector(registry=registry)
     return generate_latest(registry).decode()
 
 

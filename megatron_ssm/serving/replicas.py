@@ -132,7 +132,7 @@ class Replicas:
         replica.path = str(self._folder / str(next(self._starts)))
         # A session of its own: Ctrl-C in a terminal is for this process, which passes it on.
         replica.process = start_module(
-            "megatron_ssm", [*self._command, "--socket", replica.path],
+            "megatron_ssm", [*self._command, "--socket", replica.path, "--replica", str(replica.number)],
             self._environments[replica.number],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip

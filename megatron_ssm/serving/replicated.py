@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_ssm.parallel.local_launch import handle_like_sigterm
 
+from .access_log import AccessLog
 from .announcement import address, announce
 from .connections import Connections, allow_files, bind
 from .replicas import Replicas, replica_environments
@@ -40,14 +41,14 @@ def serve_replicas(arguments: Namespace, argv: Sequence[str]) -> None:
             arguments.share_prefixes,
         )  # fmt: skip
         size = f"{arguments.replicas} replicas of {arguments.slots} slots of {arguments.max_length} tokens"
-        name = arguments.served_model_name or Path(arguments.model).resolve().name
+        name = (arguments.served_model_name or [Path(arguments.model).resolve().name])[0]
 
         async def run() -> Server:
             connections = Connections(arguments.max_connections, arguments.arrival_timeout)
-            app = Router(replicas, limits, connections)
+            app = AccessLog(Router(replicas, limits, connections))
             server = Server(
                 app, replicas, connections, arguments.drain_timeout,
-                lambda: announce(name, address(arguments, listener), size),
+                lambda: announce(name, address(arguments, listener), size, replicas=arguments.replicas),
             )  # fmt: skip
             if code := await replicas.start():
                 raise SystemExit(code)

@@ -16,14 +16,18 @@ from starlette.types import Receive, Scope, Send
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.reply_models import Status
 
+from .access_log import Record
 from .bodies import ClientDisconnected, read_body, while_connected
 from .connections import Connections
-from .metrics import PREFIX, connection_lines
+from .hosts import PROBES
+from .keys import key_in
+from .metrics import PREFIX, router_metrics
 from .replicas import Replica, Replicas
 
 GRACE_S = 60.0  # for a client to read its reply, after the replica's own limits
 PREFIX_LENGTH = 1024  # characters of a prompt that decide about its replica
 PROMPTS = ("messages", "prompt", "input")  # the parameters that may be the prompt
+REPLACED = (b"content-length", b"x-request-id", b"x-forwarded-for")
 OF_CONNECTION = (b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"date")
 LOST = (OSError, h11.RemoteProtocolError)  # the replica has closed the connection, or there is none
 LOST_MESSAGE = "the replica of the model that had this request was lost"
@@ -50,7 +54,7 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method, headers = scope["path"], scope["method"], Headers(scope=scope)
-        if path in ("/health", "/ready") and method == "GET":
+        if path in PROBES and method in ("GET", "POST"):
             return await self._status(path)(scope, receive, send)
         try:
             body = await self._body(receive, headers)
@@ -59,11 +63,12 @@ class Router:
         except ClientDisconnected:
             return
         except ApiError as error:
+            scope["record"].error = error.for_log
             reply = Response(error.reply.to_json(), error.status, error.headers, media_type="application/json")
             await reply(scope, receive, send)
 
     def _status(self, path: str) -> Response:
-        if path == "/health":
+        if path != "/ready":
             return Response(Status(status="ok").to_json(), media_type="application/json")
         is_ready = bool(self._replicas.ready)
         status = Status(status="ready" if is_ready else "unavailable")
@@ -81,8 +86,9 @@ class Router:
 
     async def _pass_on(self, scope: Scope, headers: Headers, body: bytes, send: Send) -> None:
         """Pass a request on. If its replica is lost before a part of the body was sent, pass it to another one, once."""
-        owner = "" if self._limits.shares_prefixes else headers.get("authorization", "")
-        prefix, reply = prefix_of(owner, body), _Reply(send)
+        owner = "" if self._limits.shares_prefixes else key_in(headers)
+        record: Record = scope["record"]
+        prefix, reply = prefix_of(owner, body), _Reply(send, record)
         lost: list[Replica] = []
         while len(lost) < 2:
             try:
@@ -90,10 +96,12 @@ class Router:
             except ApiError as error:
                 return await reply.fail(error)
             replica.open, replica.taken = replica.open + 1, replica.taken + 1
+            record.is_passed_on = True
             try:
                 return await reply.relay(replica, _request(scope, body), body)
             except LOST:
                 lost.append(replica)
+                record.is_passed_on = False
                 if reply.has_content:
                     break
             finally:
@@ -111,11 +119,8 @@ class Router:
             if start.status_code != 200:
                 return await Response(text, start.status_code, media_type="application/json")(scope, _nothing, send)
             add_metrics(lines, text.decode(), replica.number)
-        own = connection_lines(self._connections) + (
-            f"# HELP {PREFIX}replicas Replicas of the model that take requests.\n# TYPE {PREFIX}replicas gauge\n"
-            f"{PREFIX}replicas {len(self._replicas.ready)}\n"
-        )
-        all_lines = "".join(line for family in lines.values() for line in family) + own
+        add_metrics(lines, router_metrics(self._connections, len(self._replicas.ready)), None)
+        all_lines = "".join(line for family in lines.values() for line in family)
         await Response(all_lines, media_type="text/plain; version=0.0.4")(scope, _nothing, send)
 
 
@@ -130,6 +135,7 @@ class _Reply:
     """
 
     send: Send
+    record: Record
     has_begun: bool = False
     has_content: bool = False
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -154,6 +160,7 @@ class _Reply:
 
     async def fail(self, error: ApiError) -> None:
         """Raise the error if nothing was sent; end a stream with it; leave another reply incomplete."""
+        self.record.error, self.record.is_passed_on = error.for_log, False
         if not self.has_begun:
             raise error
         if dict(self.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
@@ -189,7 +196,9 @@ def _request(scope: Scope, body: bytes) -> h11.Request:
     """The request for a replica, on a connection of its own."""
     query = scope.get("query_string", b"")
     target = scope.get("raw_path", b"") + (b"?" + query if query else b"")
-    kept = [row for row in scope["headers"] if row[0] not in (*OF_CONNECTION, b"content-length")]
+    record: Record = scope["record"]
+    kept = [row for row in scope["headers"] if row[0] not in (*OF_CONNECTION, *REPLACED)]
+    kept += [(b"x-request-id", record.id.encode()), (b"x-forwarded-for", record.client.encode())]
     if b"host" not in dict(kept):  # HTTP/1.0
         kept.append((b"host", b"localhost"))
     length = (b"content-length", str(len(body)).encode())
@@ -207,16 +216,18 @@ def prefix_of(owner: str, body: bytes) -> bytes:
     return hashlib.sha256(f"{owner}\n{beginning}".encode()).digest() if prompts else b""
 
 
-def add_metrics(lines: dict[str, list[str]], text: str, replica: int) -> None:
-    """Add a replica's metrics to {name of a family: its lines}, with the label `replica`; without those of connections."""
+def add_metrics(lines: dict[str, list[str]], text: str, replica: int | None) -> None:
+    """Add metrics to {name of a family: its lines}. replica: a label for those of a replica, whose connections are left out;
+    None for those of the router.
+    """
     name = ""
     for line in text.splitlines(keepends=True):
         if line.startswith("# HELP "):
             name = line.split()[2]
-        if name.startswith(f"{PREFIX}connections"):
+        if name.startswith(f"{PREFIX}connections") and replica is not None:
             continue
         family = lines.setdefault(name, [])
-        if not line.startswith("#"):
+        if not line.startswith("#") and replica is not None:
             family.append(re.sub(r"^(\w+)(?:\{(.*)\})? ", rf'\1{{\2,replica="{replica}"}} ', line).replace("{,", "{"))
         elif line not in family:
             family.append(line)

@@ -1,6 +1,7 @@
 """uvicorn with the signals and the limits of this server."""
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -10,9 +11,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 import uvicorn
-from starlette.types import ASGIApp
 
+from .access_log import AccessLog
 from .connections import ACCEPTED_AT_ONCE, Connections
+
+log = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # the exit code after SIGINT
 ERRORS_S = 1.0  # for clients to receive the errors that end their requests, before their connections are closed
@@ -38,19 +41,19 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, service: Work, connections: Connections, drain_s: int, announce: Callable[[], None]
+        self, app: AccessLog, service: Work, connections: Connections, drain_s: int, announce: Callable[[], None]
     ):
         protocol: Any = connections.protocol
         super().__init__(
             uvicorn.Config(
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
+                forwarded_allow_ips=["127.0.0.1", "::1"], timeout_graceful_shutdown=drain_s + DRAIN_ERRORS_S,
                 backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=math.ceil(connections.seconds) + 1,  # later than `connections` closes one
             )
         )  # fmt: skip
         self.is_interrupted, self.why_aborted = False, ""
-        self._service, self._drain_s, self._announce = service, drain_s, announce
+        self._app, self._service, self._drain_s, self._announce = app, service, drain_s, announce
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -68,6 +71,11 @@ class Server(uvicorn.Server):
             listener.listen(QUEUE)  # uvicorn has given the system's queue the length of ACCEPTED_AT_ONCE
         self._announce()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End when the requests have ended, and say why."""
+        await super().shutdown(sockets)
+        log.info("end", extra={"fields": dict(requests=self._app.served, reason=self.why_aborted or "SIGTERM")})
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's handler of SIGTERM and SIGINT."""
         if sig != signal.SIGINT:
@@ -79,6 +87,9 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.abort, "the server was interrupted")
 
     def _drain(self) -> None:
+        if self.should_exit:
+            return
+        log.info("drain", extra={"fields": {"open": self._app.open}})
         self._service.drain()
         self.should_exit = True
         self._loop.call_later(self._drain_s, self._service.close, "the server is shutting down")

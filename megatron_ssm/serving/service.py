@@ -1,6 +1,4 @@
-"""Keeps the sequences that are being prepared, waiting or running, for asyncio's thread, and limits their number and
-time.
-"""
+"""Keeps the requests that are being prepared, waiting or running, for asyncio's thread, and limits their number and time."""
 
 import asyncio
 import math
@@ -11,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_ssm.api.errors import ApiError, bad_request
+from megatron_ssm.api.errors import ApiError
 from megatron_ssm.api.sequences import Sequence, Update
 
 from .driver import Driver
@@ -27,7 +25,7 @@ class Limits:
 
     Args:
         slots: The number of sequences in the batch.
-        waiting: The number of further sequences that may wait for a slot; a request that is being prepared counts as one.
+        waiting: The number of further requests, of one or several sequences, that may be prepared or wait for a slot.
         body: The largest body of a request, in bytes.
         seconds: The time from the arrival of a request to the end of its reply.
         connections: The number of connections at a time.
@@ -42,28 +40,21 @@ class Limits:
     arrival: float
 
 
-@dataclass
-class _Open:
-    """A sequence that has not ended: the queue of its client's updates, and the time at which it was added."""
-
-    updates: "asyncio.Queue[Update]"
-    since: float
-
-
 class Service:
     """Adds sequences to the engine within the limits, and passes on the driver's updates. For asyncio's thread only."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
         self._driver: Driver | None = None
-        self._open: dict[Sequence, _Open] = {}
+        self._open: dict[Sequence, asyncio.Queue[Update]] = {}  # sequences that have not ended, and where updates go
+        self._added = 0  # the number of requests with open sequences
         # One thread for each request that may be prepared, so that no request waits while the grammar of another one is
-        # checked.
+        # checked. A thread starts when no other is idle, and takes 0.04 MB.
         self._pool = ThreadPoolExecutor(limits.slots + limits.waiting, "requests")
         self._prepared: set[Future[Any]] = set()  # of requests that are being prepared; may include finished ones
         self._shutdown_of_new = Shutdown()  # refuses new requests, and those that are arriving
         self._shutdown_of_all = Shutdown()  # also refuses requests that are being prepared
-        self._mean_s = 1.0  # running mean of the time that a sequence is open, waiting included
+        self._mean_s = 1.0  # running mean of the time that a request is open, waiting included
 
     @property
     def is_ready(self) -> bool:
@@ -112,22 +103,20 @@ class Service:
         return await self._shutdown_of_all.result_of(asyncio.wrap_future(future), self._left(since), late)
 
     @contextmanager
-    def added(
-        self, sequences: list[Sequence], since: float, param: str | None = None
-    ) -> "Iterator[asyncio.Queue[Update]]":
-        """Context: add a client's sequences, and yield the queue of their updates. At the end, sequences that are still open
-        are cancelled.
+    def added(self, sequences: list[Sequence], since: float) -> "Iterator[asyncio.Queue[Update]]":
+        """Context: add the sequences of a request that has just been prepared, and yield the queue of their updates. At the
+        end, sequences that are still open are cancelled.
 
-        The request has been prepared. since: the time at which it arrived. param: the parameter that determines the number
-        of sequences. ApiError 400 if there is never room for this many, 503 after `close`, 429 if too many are waiting. The
-        last update of a sequence says that it has finished, or has an error: 504 if the time is over.
+        since: the time at which it arrived. ApiError 503 after `close`. The last update of a sequence says that it has
+        finished, or has an error: 504 if the time is over.
         """
         self._shutdown_of_all.check()
-        self._check_count(len(sequences), param)
         assert self._driver is not None, "the service has been started"
         updates: asyncio.Queue[Update] = asyncio.Queue()
+        start = time.monotonic()
+        self._added += 1
         for sequence in sequences:
-            self._open[sequence] = _Open(updates, time.monotonic())
+            self._open[sequence] = updates
             self._driver.add(sequence)
         timer = asyncio.get_running_loop().call_later(
             self._left(since), self._end, sequences, 504, self._late, "timeout"
@@ -136,32 +125,25 @@ class Service:
             yield updates
         finally:
             timer.cancel()
+            self._added -= 1
+            self._mean_s += 0.1 * (time.monotonic() - start - self._mean_s)
             self._end(sequences, 499, "the client has disconnected", "disconnected")
 
     def deliver(self, updates: list[Update]) -> None:
         """Pass on updates from the driver. Updates of sequences that this service has ended are dropped."""
         for update in updates:
-            entry = self._open.get(update.sequence)
-            if entry is None:
-                continue
-            if update.error is not None or update.finished is not None:
-                self._pop(update.sequence)
-            entry.updates.put_nowait(update)
+            is_last = update.error is not None or update.finished is not None
+            updates_of = self._open.pop(update.sequence, None) if is_last else self._open.get(update.sequence)
+            if updates_of is not None:
+                updates_of.put_nowait(update)
 
     def _end(self, sequences: list[Sequence], status: int, message: str, code: str) -> None:
         """End with an error each of these sequences that is open."""
         for sequence in sequences:
-            entry = self._pop(sequence)
-            if entry is not None and self._driver is not None:
+            updates = self._open.pop(sequence, None)
+            if updates is not None and self._driver is not None:
                 self._driver.cancel(sequence)
-                entry.updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
-
-    def _pop(self, sequence: Sequence) -> _Open | None:
-        """Remove a sequence from the open ones, and update the mean time. None if it is not open."""
-        entry = self._open.pop(sequence, None)
-        if entry is not None:
-            self._mean_s += 0.1 * (time.monotonic() - entry.since - self._mean_s)
-        return entry
+                updates.put_nowait(Update(sequence, error=ApiError(status, message, code=code)))
 
     @property
     def _late(self) -> str:
@@ -174,17 +156,10 @@ class Service:
     def check_room(self) -> None:
         """ApiError 503 if no requests are accepted, 429 if too many are waiting."""
         self._shutdown_of_new.check()
-        self._check_count(1, None)
-
-    def _check_count(self, count: int, param: str | None) -> None:
-        """ApiError if there is no room for `count` further sequences. param: the parameter that determines `count`."""
-        room = self.limits.slots + self.limits.waiting
-        if count > room:
-            raise bad_request(f"the request asks for {count} replies, and the server takes at most {room}", param)
         self._prepared = {future for future in self._prepared if not future.done()}
-        if len(self._open) + len(self._prepared) + count > room:
+        if self._added + len(self._prepared) >= self.limits.slots + self.limits.waiting:
             seconds = min(LONGEST_RETRY_S, math.ceil(self._mean_s))
             raise ApiError(
-                429, f"there is no room for {count} more replies to run or wait; try again later", code="queue_full",
+                429, "there is no room for another request to run or wait; try again later", code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )  # fmt: skip

@@ -127,13 +127,18 @@ def shortened(value: object, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-def print_on_rank_0(line: str) -> None:
-    """Print a line to stderr on rank 0, before all ranks exit for the same reason.
+def print_error(line: str) -> None:
+    """Print a line to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_on_rank_0(line: str, report: Callable[[str], object] = print_error) -> None:
+    """Print a line to stderr on rank 0, before all ranks exit for the same reason. report: in place of `print_error`.
 
     Launchers end all ranks when the first one exits. So the other ranks wait RANK_0_GRACE_S, in case rank 0 is late.
     """
     if this_rank() == 0:
-        print(line, file=sys.stderr, flush=True)
+        report(line)
     else:
         time.sleep(RANK_0_GRACE_S)
 
@@ -188,8 +193,8 @@ def leave_on_interrupt() -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
-def run(name: str, command: Callable[[], object]) -> int:
-    """Run `command()` and return the exit code of the process.
+def run(name: str, command: Callable[[], object], report: Callable[[str], object] = print_error) -> int:
+    """Run `command()` and return the exit code of the process. report: prints, in place of `print_error`.
 
     | code | outcome | printed |
     |---|---|---|
@@ -206,27 +211,26 @@ def run(name: str, command: Callable[[], object]) -> int:
         command()
         return 0
     except LauncherError as error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        report(f"{name}: {error}")
         return 2
     except INPUT_ERRORS as error:
-        print_on_rank_0(f"{name}: {' '.join(str(error).split())}")
+        print_on_rank_0(f"{name}: {' '.join(str(error).split())}", report)
         return 2
     except Failure as error:
-        print_on_rank_0(f"{name}: {error}")
+        print_on_rank_0(f"{name}: {error}", report)
         return 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL:
             place = "" if error.filename is None else f" {error.filename}"
-            print(f"{name}: rank {this_rank()} cannot write{place}: {error.strerror}", file=sys.stderr)
+            report(f"{name}: rank {this_rank()} cannot write{place}: {error.strerror}")
             return 1
         if is_lack_of_memory(error):
             first = str(error).strip().split("\n")[0]
-            print(f"{name}: rank {this_rank()} has not enough memory{first and f': {first}'}", file=sys.stderr)
+            report(f"{name}: rank {this_rank()} has not enough memory{first and f': {first}'}")
             return 1
-        print(f"{name}: rank {this_rank()} failed", file=sys.stderr)
-        traceback.print_exc()
+        report(f"{name}: rank {this_rank()} failed\n{traceback.format_exc().rstrip()}")
         return 1
 
 

@@ -191,6 +191,7 @@ def test_what_cannot_chat_is_an_error(directory, tmp_path):
         assert stderr.count("\n") == 1 and message in stderr
     copy(directory, tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
+    chat(tmp_path, "hi", flags=[*CHAT, "--chat-template", directory / "chat_template.jinja"])
     _, stderr = chat(tmp_path, "hi", code=2)
     assert stderr.count("\n") == 1 and "has no chat template" in stderr and "megatron-ssm generate" in stderr
 

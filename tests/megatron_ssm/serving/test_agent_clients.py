@@ -123,7 +123,11 @@ def test_codex_runs_a_command(tmp_path):
         config = f'model = "scripted"\nmodel_provider = "local"\n[model_providers.local]\n{provider}'
         (home / "config.toml").write_text(config)
         # Nothing listens at the proxy's port, so the server is all that can be reached.
-        environment = os.environ | {"CODEX_HOME": str(home), "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+        environment = os.environ | {
+            "CODEX_HOME": str(home),
+            "HTTPS_PROXY": "http://127.0.0.1:9",
+            "NO_PROXY": "127.0.0.1",
+        }
         command = [codex, "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
         done = subprocess.run(
             [*command, "How many apples are there?"], cwd=work, env=environment, stdin=subprocess.DEVNULL,

@@ -1,11 +1,14 @@
 """The command line of the server. Oracle: its documentation."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from programs import completed
@@ -13,7 +16,8 @@ from programs import completed
 from megatron_ssm.cli import main as cli
 from megatron_ssm.serving import command
 from megatron_ssm.serving.command import bind, serve
-from servers import ROOT, open_sockets
+from megatron_ssm.serving.server import DRAIN_ERRORS_S
+from servers import ROOT, open_sockets, server
 from serving import checkpoint
 
 HELP = """
@@ -60,6 +64,20 @@ def test_flags_out_of_range(capsys, flags, message):
     assert capsys.readouterr().err == f"megatron-ssm: {message}\n"
 
 
+def test_the_unit_of_systemd_and_the_image_start_a_server(tmp_path):
+    """With options that exist; systemd waits longer for the end than the server for its requests."""
+    unit = (ROOT / "launch" / "megatron-ssm.service").read_text()
+    settings = dict(re.findall(r"^(\w+)=(.*)$", unit, re.MULTILINE))
+    program, *words = shlex.split(settings["ExecStart"])
+    assert int(settings["TimeoutStopSec"]) > cli.parser().parse_args(words).drain_timeout + DRAIN_ERRORS_S
+    entry = json.loads(re.findall("^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[0])
+    assert cli.parser().parse_args(entry[1:]).model == "/model"
+    if shutil.which("systemd-analyze"):
+        (tmp_path / "megatron-ssm.service").write_text(unit.replace(program, sys.executable))
+        result = subprocess.run(["systemd-analyze", "verify", tmp_path / "megatron-ssm.service"], capture_output=True)
+        assert (result.returncode, result.stderr) == (0, b"")
+
+
 def refusal(model, *flags):
     """The error of a server that does not start."""
     arguments = cli.parser().parse_args(["serve", "--model", str(model), "--device", "cpu", *map(str, flags)])
@@ -88,6 +106,39 @@ def test_what_does_not_start(tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(directory / name, tmp_path)
     assert "tokenizer.json does not exist" in refusal(tmp_path)
+
+
+def test_names_and_a_chat_template(tmp_path):
+    """Every name is answered, and shown in the reply to it. The template decides about the format of tool calls, too."""
+    (tmp_path / "template").write_text("{{ messages[-1].content }}<tool_call>")
+    flags = [
+        "--served-model-name",
+        "gpt-4o",
+        "--served-model-name",
+        "org/model",
+        "--chat-template",
+        tmp_path / "template",
+    ]
+    before = time.time()
+    with server(checkpoint("mamba2"), tmp_path / "log", *flags) as running:
+        with running.client() as client:
+            cards = client.get("/v1/models").json()["data"]
+            assert [(card["id"], card["root"], card["has_chat_template"]) for card in cards] == [
+                ("gpt-4o", "mamba2", True), ("org/model", "mamba2", True),
+            ]  # fmt: skip
+            assert before - 1 <= cards[0]["created"] <= time.time()
+            assert client.get("/v1/models/org/model").json() == cards[1]
+        for asked, shown in ((None, "gpt-4o"), ("gpt-4o", "gpt-4o"), ("org/model", "org/model")):
+            reply = running.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": asked})
+            assert reply.json()["model"] == shown
+        assert running.post("/v1/completions", {"prompt": "a", "model": "mamba2"}).status_code == 404
+        told = running.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
+        assert told["tokens"] == list(b"hi<tool_call>")
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 1}
+        assert running.post("/v1/chat/completions", body).status_code == 200
+    assert "--lora gpt-4o=" in refusal(checkpoint("mamba2"), *flags, "--lora", f"gpt-4o={tmp_path}")
+    assert "nowhere" in refusal(checkpoint("mamba2"), "--chat-template", tmp_path / "nowhere")
 
 
 def test_the_address_is_taken_before_the_model_is_loaded(monkeypatch):
@@ -134,7 +185,7 @@ def test_a_full_disk_under_stdout_does_not_end_the_server(monkeypatch, caplog):
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         serve(cli.parser().parse_args(flags))
-    line = caplog.records[-1].getMessage()
+    (line,) = [record.getMessage() for record in caplog.records if "stdout" in record.getMessage()]
     assert re.search(
         r"serving \S+ at http://127.0.0.1:\d+ .*; stdout cannot be written: No space left on device$", line
     )

@@ -15,6 +15,7 @@ import uvicorn
 from chosen import by_default
 from programs import Fork
 
+from megatron_ssm.serving.access_log import AccessLog
 from megatron_ssm.serving.connections import OTHER_FILES, Connections, allow_files, bind
 from megatron_ssm.serving.server import Server
 from servers import IGNORE_EOS, LIMIT_S, server, with_template
@@ -90,7 +91,7 @@ def test_connections_are_kept_between_requests_as_long_as_documented(seconds):
 
     async def keep_alive():
         connections = Connections(9, seconds)
-        server = Server(app, None, connections, 1, lambda: None)
+        server = Server(AccessLog(app), None, connections, 1, lambda: None)
         server.config.load()
         options = dict(config=server.config, server_state=server.server_state, app_state={})
         return connections.protocol(**options).timeout_keep_alive
@@ -162,7 +163,7 @@ def test_the_port_of_a_server_that_has_ended_can_be_taken():
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def visit(listener, client):
-        server = Server(app, None, Connections(9, LIMIT_S), LIMIT_S, lambda: None)
+        server = Server(AccessLog(app), None, Connections(9, LIMIT_S), LIMIT_S, lambda: None)
         serving, loop = asyncio.create_task(server.serve([listener])), asyncio.get_running_loop()
         while not server.started:
             await asyncio.sleep(0)

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ssm.api.errors import ApiError
 from megatron_ssm.serving.hosts import Hosts
-from megatron_ssm.serving.keys import Keys
+from megatron_ssm.serving.keys import Keys, key_in
 from servers import LIMIT_S, server, with_template
 
 # Keys
@@ -14,17 +14,20 @@ from servers import LIMIT_S, server, with_template
 def test_each_key_is_a_user(tmp_path):
     (tmp_path / "keys").write_text("# ours\nsk-one\n\n  sk-two  \n")
     keys = Keys.read(tmp_path / "keys")
-    assert keys.owner("Bearer sk-one") == keys.owner("bearer sk-one") != keys.owner("Bearer sk-two")
-    assert "sk" not in keys.owner("Bearer sk-one")
+    for sent in ({"authorization": "Bearer sk-one"}, {"authorization": "bearer sk-one"}, {"x-api-key": "sk-one"},
+                 {"api-key": "sk-one"}, {"authorization": "Basic proxy", "x-api-key": "sk-one"}):  # fmt: skip
+        assert keys.owner(sent) == "1" and key_in(sent) == "sk-one"
+    assert keys.owner({"authorization": "Bearer sk-two"}) == "2"
     wrong = "sk-one, Basic sk-one, Bearer, Bearer sk-on, Bearer sk-one2, Bearer # ours, Bearer é".split(", ")
-    for header in (None, "", *wrong):
+    headers = [{"authorization": header} for header in ("", *wrong)]
+    for sent in ({}, *headers, {"x-api-key": ""}, {"api-key": "sk-on"}, {"x-api-key": "Bearer sk-one"}):
         with pytest.raises(ApiError) as refused:
-            keys.owner(header)
+            keys.owner(sent)
         assert refused.value.status == 401 and refused.value.headers["WWW-Authenticate"] == "Bearer"
 
 
 def test_without_keys_everybody_is_the_same_user():
-    assert Keys().owner(None) == Keys().owner("Bearer anything") == ""
+    assert Keys().owner({}) == Keys().owner({"authorization": "Bearer anything"}) == ""
 
 
 def test_wrong_files(tmp_path):
@@ -97,6 +100,24 @@ def test_pages_from_elsewhere():
     assert all(is_allowed_from(Hosts("0.0.0.0"), origin) for origin in foreign)
 
 
+def test_pages_of_this_machine_may_read_replies_of_a_server_that_only_this_machine_reaches():
+    """With any port, over http; not pages whose host is only named like it."""
+    pages = ("http://localhost:3000", "http://127.0.0.1", "http://[::1]:5173", "HTTP://LocalHost:1")
+    others = (
+        "https://localhost:3000",
+        "null",
+        "",
+        None,
+        "localhost",
+        "http://",
+        *(f"http://{host}" for host in OTHERS),
+    )
+    local, public = Hosts("127.0.0.1"), Hosts("0.0.0.0", ["model.example"])
+    assert [page for page in pages if not local.shares_with(page)] == []
+    assert [page for page in others if local.shares_with(page)] == []
+    assert [page for page in (*pages, *others) if public.shares_with(page)] == []
+
+
 @pytest.mark.parametrize("host", ("model.example:80", "http://model.example", "", "a b", "::1", "*"))
 def test_hosts_that_cannot_be_allowed(host):
     with pytest.raises(ValueError, match="--allowed-host .* must be a host name or an address, without a port"):
@@ -110,7 +131,7 @@ def test_requests(tmp_path):
             for path in ("/", "/openapi.json", "/metrics", "/v1/models", "/nowhere"):
                 reply = client.get(path, headers={"Host": "evil.example:8000"})
                 assert reply.status_code == 403 and "names 'evil.example:8000'" in reply.json()["error"]["message"]
-            for path in ("/health", "/ready"):
+            for path in ("/health", "/ready", "/ping"):
                 for name in ("Host", "Origin"):
                     assert client.get(path, headers={name: "10.0.0.7:8000"}).status_code == 200
             refused = client.post("/v1/completions", json={"prompt": "a"}, headers={"Host": "evil.example"})
@@ -150,7 +171,11 @@ def test_origins_that_share_replies(tmp_path):
                     assert reply.status_code == 403 and "access-control-allow-origin" not in reply.headers
             reply = client.get("/v1/models", headers={"Origin": PAGE, "Host": "evil.example"})
             assert reply.status_code == 403
-            assert client.options("/v1/models", headers={"Origin": running.url, **asked}).status_code == 405
+            for name in ("X-Api-Key", "api-key"):
+                assert client.get("/v1/models", headers={name: "sk-a"}).status_code == 200
+            reply = client.get("/v1/models", headers={"Origin": "http://localhost:3000", "X-Api-Key": "sk-a"})
+            assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
+            assert reply.headers["access-control-expose-headers"] == "Retry-After, X-Request-Id"
 
 
 @pytest.mark.parametrize("origin", ("chat.example", "https://chat.example/", "*", "https://", ""))

@@ -78,19 +78,14 @@ def test_requests_that_are_prepared_have_places_in_the_queue():
         work = lambda: (may_end.wait(LIMIT_S), done.append(number))  # noqa: E731
         return await service.prepare(work, time.monotonic())
 
-    async def entered(service):
-        with service.added([Sequence(Arguments([1], 1, seed=0))], time.monotonic()):
-            pass
-
     async def visit():
         room = 6
         limited = service(room - 1, 1)
         tasks = [asyncio.create_task(prepared(limited, number)) for number in range(room)]
         await asyncio.sleep(0)
-        for full in (lambda: prepared(limited, room), lambda: entered(limited)):
-            with pytest.raises(ApiError) as refused:
-                await full()
-            assert refusal(refused.value) == (429, "queue_full")
+        with pytest.raises(ApiError) as refused:
+            await prepared(limited, room)
+        assert refusal(refused.value) == (429, "queue_full")
         tasks[0].cancel()  # a thread works on it
         await asyncio.wait(tasks[:1])
         with pytest.raises(ApiError):
@@ -99,7 +94,7 @@ def test_requests_that_are_prepared_have_places_in_the_queue():
         await asyncio.wait(tasks)
         await asyncio.to_thread(limited._pool.shutdown)
         with limited.added([Sequence(Arguments([1], 1, seed=0)) for _ in range(room)], time.monotonic()):
-            pass
+            limited.check_room()  # they are one request
         assert sorted(done) == [*range(room)]
 
     asyncio.run(visit())
@@ -174,6 +169,18 @@ def test_requests_that_are_prepared_when_the_server_drains_are_finished():
         draining.stop()
 
     asyncio.run(asyncio.wait_for(visit(), LIMIT_S))
+
+
+def test_two_hundred_clients_at_once(tmp_path):
+    """With the default options, none is refused."""
+
+    async def visit(running):
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=running.url, timeout=LIMIT_S, limits=limits) as client:
+            return await asyncio.gather(*(sent(client, number) for number in range(200)))
+
+    with server(with_template("mamba2"), tmp_path / "log") as running:
+        assert Counter(status for _, status, _ in asyncio.run(visit(running))) == {200: 200}
 
 
 @pytest.mark.full

@@ -31,9 +31,14 @@ def test_times_tokens_and_prefixes(tmp_path, keys):
         expected = dict(
             prompt_tokens_total=3 * 300, reused_tokens_total=300, prefix_hits_total=1, new_tokens_total=3 * NEW, slots=16,
             running=0, waiting=0, bytes_sent_total=0, time_to_first_token_seconds_count=3,
-            time_per_output_token_seconds_count=3,
+            time_per_output_token_seconds_count=3, queue_time_seconds_count=3, request_seconds_count=3,
+            prefix_cache_max_bytes=2**30,
         )  # fmt: skip
         assert {name: running.metric(name) for name in expected} == expected
+        assert running.metric("prefix_cache_entries") >= 2 and 0 < running.metric("prefix_cache_bytes") < 2**30
+        assert "\nprocess_resident_memory_bytes " in httpx.get(running.url + "/metrics", timeout=60).text
+        sums = [running.metric(f"{name}_seconds_sum") for name in ("queue_time", "time_to_first_token", "request")]
+        assert 0 < sums[0] <= sums[1] <= sums[2]
         for name in ("time_to_first_token_seconds", "time_per_output_token_seconds"):
             assert running.metric(f"{name}_bucket", 'le="+Inf"') == 3 and 0 < running.metric(f"{name}_sum") < 3 * 60
 

@@ -102,15 +102,20 @@ def test_metrics_of_replicas_have_a_label():
             "# HELP megatron_ssm_slots Slots.\n# TYPE megatron_ssm_slots gauge\nmegatron_ssm_slots 4.0\n"
             "# HELP megatron_ssm_requests_total Requests.\n# TYPE megatron_ssm_requests_total counter\n"
             'megatron_ssm_requests_total{path="/",status="200"} 2.0\n'
+            "# HELP process_open_fds F\n# TYPE process_open_fds gauge\nprocess_open_fds 7.0\n"
             "# HELP megatron_ssm_connections C.\n# TYPE megatron_ssm_connections gauge\nmegatron_ssm_connections 1.0\n"
         )
         add_metrics(lines, text, number)
+    own = "# HELP process_open_fds F\n# TYPE process_open_fds gauge\nprocess_open_fds 9.0\n"
+    add_metrics(lines, own, None)
     assert [line for family in lines.values() for line in family] == [
         "# HELP megatron_ssm_slots Slots.\n", "# TYPE megatron_ssm_slots gauge\n",
         'megatron_ssm_slots{replica="0"} 4.0\n', 'megatron_ssm_slots{replica="1"} 4.0\n',
         "# HELP megatron_ssm_requests_total Requests.\n", "# TYPE megatron_ssm_requests_total counter\n",
         'megatron_ssm_requests_total{path="/",status="200",replica="0"} 2.0\n',
         'megatron_ssm_requests_total{path="/",status="200",replica="1"} 2.0\n',
+        "# HELP process_open_fds F\n", "# TYPE process_open_fds gauge\n", 'process_open_fds{replica="0"} 7.0\n',
+        'process_open_fds{replica="1"} 7.0\n', "process_open_fds 9.0\n",
     ]  # fmt: skip
 
 
@@ -193,13 +198,30 @@ def test_clients_of_a_lost_replica(directory, tmp_path):
 
 
 def test_keys_and_streams(directory, tmp_path):
-    """Replicas check keys."""
+    """Replicas check keys. A request is logged once: by its replica or, if it reached none, by the router."""
     (tmp_path / "keys").write_text("one\n")
-    with start(directory, tmp_path, "--api-key-file", tmp_path / "keys", key="one") as running:
+    flags = ["--api-key-file", tmp_path / "keys", "--log-format", "json"]
+    with start(directory, tmp_path, *flags, key="one") as running:
         assert httpx.get(running.url + "/ready", timeout=LIMIT_S).status_code == 200
         assert httpx.get(running.url + "/v1/models", timeout=LIMIT_S).status_code == 401
         assert httpx.get(running.url + "/v1/models", headers={"Host": "evil"}, timeout=LIMIT_S).status_code == 403
+        assert httpx.post(running.url + "/ping", timeout=LIMIT_S).status_code == 200
+        body, headers = (
+            {"prompt": "a", "max_tokens": 3},
+            {"X-Request-Id": "mine", "X-Forwarded-For": "spoofed, 10.1.2.3"},
+        )
+        reply = running.post("/v1/completions", body, headers={**running.headers, **headers})
+        assert reply.headers.get_list("x-request-id") == ["mine"]
+        large = running.post("/v1/completions", {"prompt": "a" * 2**21}, headers=headers)
+        assert (large.status_code, large.headers["x-request-id"]) == (413, "mine")
         check_signal(running, signal.SIGTERM)
+        lines = [json.loads(line) for line in running.log.read_text().splitlines()]
+        mine = [line for line in lines if line.get("id") == "mine"]
+        assert [(line["status"], line.get("replica") in (0, 1), line["client"]) for line in mine] == [
+            (200, True, "10.1.2.3"), (413, False, "10.1.2.3"),
+        ]  # fmt: skip
+        ends = [line for line in lines if line["message"] == "end"]
+        assert len(ends) == 3 and ends[-1].keys() == {"time", "level", "message", "requests", "reason", "replica"}
 
 
 def check_signal(running, number):

@@ -76,12 +76,15 @@ def test_limits(directory, tmp_path):
         assert chunked.status_code == 413 and chunked.json()["error"]["type"] == "invalid_request_error"
         assert running.post("/v1/completions", {**SHORT, "max_tokens": 2 * 10**6}).status_code == 400
 
-        response, _ = begin(client, **ENDLESS, n=3)
+        streams = [begin(client, **ENDLESS, n=n) for n in (5, 1, 1)]
         refused = running.post("/v1/completions", SHORT)
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
         assert refused.json()["error"]["code"] == "queue_full"
-        response.close()
+        for stream, _ in streams:
+            stream.close()
         running.wait_until_idle()
+        many = running.post("/v1/completions", {**SHORT, "prompt": ["a"] * 100})
+        assert many.status_code == 200 and len(many.json()["choices"]) == 100
         assert running.post("/v1/completions", SHORT).status_code == 200
         assert running.metric("requests_total", 'status="429"') == 1
 
@@ -136,7 +139,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(directory, tmp_path, 
         assert running.process.wait(LIMIT_S) == 0
         with pytest.raises(httpx.ConnectError):
             running.post("/v1/completions", SHORT)
-        assert running.log.read_text().count("\n") == 1  # the line that names the kernels
+        assert "Traceback" not in running.log.read_text()
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert tokens == expected(directory, "a", 3000)[1:]
 
@@ -155,7 +158,7 @@ def test_after_the_drain_timeout_open_requests_end_with_an_error(directory, tmp_
                 assert (error["message"], error["code"]) == ("the server is shutting down", "unavailable")
             assert whole.result().status_code == 503
         assert running.process.wait(LIMIT_S) == 0
-        assert running.log.read_text().count("\n") == 1  # the line that names the kernels
+        assert "Traceback" not in running.log.read_text()
 
 
 @pytest.mark.full
