@@ -410,8 +410,9 @@ def _grammar(body: GenerationRequest, served: ServedModel) -> tuple[str, Grammar
 
     Calls that are forced leave no room for another grammar. Where the reply may call tools, it is calls or JSON.
     """
-    outputs = body.structured_outputs or StructuredOutputs()
+    outputs, forced = body.structured_outputs or StructuredOutputs(), _forced_calls(body)
     given: list[tuple[str, Callable[..., Grammar], Any]] = [
+        ("tools", grammars.json_schema, forced),
         (body.format_field, grammars.json_schema, _schema(body.response_format)),
         ("structured_outputs.json", grammars.json_schema, outputs.json_),
         ("structured_outputs.json_object", grammars.json_schema, ANY_OBJECT if outputs.json_object else None),
@@ -423,10 +424,7 @@ def _grammar(body: GenerationRequest, served: ServedModel) -> tuple[str, Grammar
         ("guided_regex", grammars.regex, body.guided_regex),
         ("guided_grammar", grammars.lark, body.guided_grammar),
     ]
-    forced = _forced_calls(body)
-    found = (
-        [row for row in given if row[2] is not None] if forced is None else [("tools", grammars.json_schema, forced)]
-    )
+    found = [row for row in given if row[2] is not None][: None if forced is None else 1]
     if not found:
         return "", None
     name, make, value = found[0]
@@ -447,11 +445,8 @@ def _or_calls(name: str, grammar: Grammar, body: ChatRequest, served: ServedMode
     if grammar.kind != "json_schema":
         raise bad_request(f"tools and {name} exclude each other, unless tool_choice is none", name)
     assert served.tool_parser is not None, "the request was checked"
-    rules, schemas, added = (
-        served.tool_parser.rules,
-        schemas_of(body.tools),
-        served.tokenizer.get_added_tokens_decoder(),
-    )
+    rules, schemas = served.tool_parser.rules, schemas_of(body.tools)
+    added = served.tokenizer.get_added_tokens_decoder()
     start = f"start: answer | calls\nanswer: %json {grammar.text}\n"
     grammars.lark(start + rules(schemas, body.max_calls))  # checks it, in a process that has no special tokens
 

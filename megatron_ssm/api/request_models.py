@@ -30,11 +30,11 @@ SHOWN = 60  # characters of a wrong value in the error
 IGNORED = frozenset(
     """
     access_programs background_options cache_salt client_metadata context_management disable_any_whitespace
-    disable_fallback ec_transfer_params guided_decoding_backend guided_whitespace_pattern image include_reasoning
-    kv_transfer_params length_penalty max_tool_calls media_io_kwargs metadata mm_processor_kwargs prediction priority
-    prompt_cache_key prompt_cache_options prompt_cache_retention request_id return_mm_kwargs return_token_offsets
-    routed_experts_prompt_start safety_identifier service_tier session_id store stream_interval truncation
-    truncation_side user verbosity vllm_xargs web_search_options whitespace_pattern
+    disable_fallback ec_transfer_params guided_decoding_backend guided_whitespace_pattern image include
+    include_reasoning kv_transfer_params length_penalty max_tool_calls media_io_kwargs metadata mm_processor_kwargs
+    prediction priority prompt_cache_key prompt_cache_options prompt_cache_retention request_id return_mm_kwargs
+    return_token_offsets routed_experts_prompt_start safety_identifier service_tier session_id store stream_interval
+    stream_options truncation truncation_side user verbosity vllm_xargs web_search_options whitespace_pattern
     """.split()
 )
 # {parameters of OpenAI's and vLLM's that are not implemented: the values, besides null, with which they change nothing}

@@ -71,17 +71,10 @@ class ResponseTool(CallableTool):
 
 
 class InputText(_Lenient):
-    """A part of a message's content."""
+    """A part of a message's content, of a reasoning, or of its summary."""
 
-    type: Literal["input_text", "output_text", "text", "summary_text", "refusal"]
+    type: Literal["input_text", "output_text", "reasoning_text", "text", "summary_text", "refusal"]
     text: Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
-
-
-class ReasoningText(_Lenient):
-    """A part of the reasoning, or of its summary."""
-
-    type: Literal["reasoning_text", "text", "summary_text"]
-    text: str
 
 
 Text = Annotated[
@@ -141,8 +134,8 @@ class InputReasoning(_Lenient):
     """The reasoning before the next message or call."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] = []
-    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = []
+    content: Annotated[list[InputText], Field(fail_fast=True)] = []
+    summary: Annotated[list[InputText], Field(fail_fast=True)] = []
 
 
 class OtherItem(_Lenient):
@@ -250,16 +243,6 @@ class ResponseRequest(GenerationParameters):
     """Is part of the reply."""
     previous_response_id: NotStored = None
     conversation: NotStored = None
-    include: list[
-        Literal[
-            "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
-            "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
-            "web_search_call.results",
-        ]
-    ] = []  # fmt: skip
-    """Has no effect: the reasoning is sent in full, and there is nothing of the others."""
-    stream_options: dict[str, bool] = {}
-    """Has no effect."""
 
     @property
     def callable_tools(self) -> list[tuple[str, CallableTool]]:

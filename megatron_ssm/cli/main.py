@@ -211,9 +211,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
                        help=f"{LORA_HELP}, for requests whose model is NAME; repeatable")  # fmt: skip
     serve.add_argument("--log-level", choices=LEVELS, default="info",
                        help="debug: probes, too; warning: no requests that succeed (default: info)")  # fmt: skip
-    serve.add_argument(
-        "--log-format", choices=LOG_FORMATS, default="text", help="of the lines on stderr (default: text)"
-    )
+    serve.add_argument("--log-format", choices=LOG_FORMATS, default="text",
+                       help="of the lines on stderr (default: text)")  # fmt: skip
     # from run_local_ranks, and the path of the socket of a replica and its number
     _add_hidden(serve, "--local_rank", "--local-rank", "--rendezvous", "--socket", "--replica")
 
