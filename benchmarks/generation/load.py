@@ -1,4 +1,4 @@
-"""The HTTP server under load, against llama.cpp's llama-server and transformers, at the 130m shape on two cores (25 min).
+"""The HTTP server under load, beside llama.cpp's llama-server and transformers, at 130m on two cores (about 25 min).
 
 The claims, with two threads or two ranks: 8 clients at a time get at least 1.2x the new tokens a second of llama-server
 at the same format, and the 95th percentile of the time to the first token is no longer. Mamba-2 with the same random

@@ -141,4 +141,4 @@ def test_the_error_that_ends_the_server_is_an_object_too(tmp_path):
     done = completed(["serve", "--model", tmp_path, "--log-format", "json", "--device", "cpu"])
     assert done.returncode == 2
     (line,) = map(json.loads, done.stderr.splitlines())
-    assert line["level"] == "error" and line["message"].startswith("megatron_ssm serve: ")
+    assert line["level"] == "error" and line["message"].startswith("megatron-ssm serve: ")
