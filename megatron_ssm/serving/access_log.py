@@ -17,7 +17,7 @@ from .hosts import PROBES
 
 log = logging.getLogger(__name__)
 
-QUIET = (*PROBES, "/metrics")  # paths whose requests are logged at the level debug
+QUIET = (*PROBES, "/metrics")  # paths whose requests are logged at the level debug if they succeed
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HUNG_UP = 499
 
@@ -105,6 +105,6 @@ class AccessLog:
                 record.status = 500 if failure or record.error else HUNG_UP
             self._finish(record)
             if not record.is_passed_on:
-                level = logging.DEBUG if is_quiet else logging.WARNING if record.error else logging.INFO
+                level = logging.WARNING if record.error else logging.DEBUG if is_quiet else logging.INFO
                 level = logging.ERROR if failure else level
                 log.log(level, "request", exc_info=failure, extra={"fields": record.fields()})
