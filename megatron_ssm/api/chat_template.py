@@ -10,7 +10,7 @@ from megatron_ssm.inference.special_tokens import special_tokens
 from megatron_ssm.inference.text import read_chat_template, read_text
 from megatron_ssm.inference.thinking import END
 
-from .errors import bad_request
+from .errors import ApiError, bad_request
 from .template_process import TemplateProcess
 
 LONGEST = 10**6  # characters of a template
@@ -53,4 +53,5 @@ class ChatTemplate:
                 {**defaults, **(variables or {}), "messages": messages, **self._special_tokens}
             )
         except ValueError as error:
-            raise bad_request(f"the chat template refuses the messages: {error}", param) from None
+            message = "the chat template refuses the messages"
+            raise ApiError(400, f"{message}: {error}", param, for_log=message) from None

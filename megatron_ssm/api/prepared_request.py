@@ -448,7 +448,10 @@ def _or_calls(name: str, grammar: Grammar, body: ChatRequest, served: ServedMode
     rules, schemas = served.tool_parser.rules, schemas_of(body.tools)
     added = served.tokenizer.get_added_tokens_decoder()
     start = f"start: answer | calls\nanswer: %json {grammar.text}\n"
-    grammars.lark(start + rules(schemas, body.max_calls))  # checks it, in a process that has no special tokens
+    try:
+        grammars.lark(start + rules(schemas, body.max_calls))  # checks it, in a process that has no special tokens
+    except ValueError as error:
+        raise bad_request(f"tools: {str(error).splitlines()[0]}", "tools") from None
 
     def mark(text: str) -> str:
         special = [id for id, token in added.items() if token.special and token.content == text]

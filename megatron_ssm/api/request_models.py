@@ -179,16 +179,6 @@ ITEMS = {
     "custom_tool_call_output": "an output",
     "reasoning": "some reasoning",
     "additional_tools": "further tools",
-    # Items of tools that the model here cannot call; they are ignored.
-    **dict.fromkeys(
-        """
-        apply_patch_call apply_patch_call_output code_interpreter_call computer_call computer_call_output
-        file_search_call ghost_snapshot image_generation_call local_shell_call local_shell_call_output
-        mcp_approval_request mcp_approval_response mcp_call mcp_list_tools program program_output shell_call
-        shell_call_output tool_search_call tool_search_output web_search_call
-        """.split(),
-        OTHER_ITEM,
-    ),
 }
 TAGS = {
     "a text",

@@ -25,12 +25,8 @@ from .request_models import (
     parse_body,
 )
 
-# Tools that OpenAI's server runs, or for which its models were trained.
-HostedTool = Literal[
-    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation",
-    "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search", "web_search_2025_08_26",
-    "web_search_preview", "web_search_preview_2025_03_11",
-]  # fmt: skip
+# Items without which a conversation would lack a part. Others that are not in ITEMS are of hosted tools.
+NOT_KNOWN = {"compaction", "compaction_trigger", "configuration_update", "item_reference"}
 ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -63,9 +59,9 @@ class CallableTool(Function):
 
 
 class ResponseTool(CallableTool):
-    """A tool in the form of /v1/responses; a namespace has tools of its own. Hosted tools are ignored."""
+    """A tool in the form of /v1/responses; a namespace has tools of its own. Other types are hosted tools, and ignored."""
 
-    type: Literal["function", "custom", "namespace", HostedTool]  # type: ignore[assignment]
+    type: str  # type: ignore[assignment]
     name: FunctionName = ""
     tools: Annotated[list[CallableTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
 
@@ -139,7 +135,7 @@ class InputReasoning(_Lenient):
 
 
 class OtherItem(_Lenient):
-    """An item of a tool that the model here cannot call."""
+    """An item of a hosted tool, which is ignored."""
 
     type: str
 
@@ -152,7 +148,7 @@ class AdditionalTools(OtherItem):
 
 def _kind_of_item(item: Any) -> str | None:
     kind = item.get("type") or "message" if isinstance(item, dict) else None
-    return ITEMS.get(kind) if isinstance(kind, str) else None
+    return ITEMS.get(kind, OTHER_ITEM) if isinstance(kind, str) and kind not in NOT_KNOWN else None
 
 
 Item = Annotated[
@@ -165,8 +161,7 @@ Item = Annotated[
     Discriminator(
         _kind_of_item,
         custom_error_type="item",
-        custom_error_message="Input should be an item of type "
-        + ", ".join(name for name, tag in ITEMS.items() if tag != OTHER_ITEM),
+        custom_error_message=f"Input should be an item of type {', '.join(ITEMS)}",
     ),
 ]
 Input = Annotated[
@@ -285,14 +280,18 @@ class ResponseChat(ChatRequest):
     @classmethod
     def of(cls, body: ResponseRequest) -> "ResponseChat":
         """Return the chat of a request. ApiError 400 for a format without its schema, or no messages."""
-        form, choice = body.text.format, body.tool_choice
+        form = body.text.format
+        choice: Any = body.tool_choice
+        tools = sorted(body.callable_tools, key=lambda each: not each[0])
+        full_names = {tool.name: full_name(namespace, tool.name) for namespace, tool in tools}  # those without one win
+        if not isinstance(choice, str):
+            choice = {"type": "function", "function": {"name": full_names.get(choice.name, choice.name)}}
         if form.type == "json_schema" and form.schema_ is None:
             raise bad_request("text.format needs the field schema", cls.format_field)
         messages = body.messages()
         if not messages:
             raise bad_request("input has no message", cls.prompt_field)
         schema = {} if form.schema_ is None else {"json_schema": {"schema": form.schema_}}
-        full_names = {tool.name: full_name(namespace, tool.name) for namespace, tool in body.callable_tools}
         return parse_body(
             cls,
             {
@@ -301,9 +300,7 @@ class ResponseChat(ChatRequest):
                 "messages": messages,
                 "max_completion_tokens": body.max_output_tokens,
                 "tools": [tool.for_chat(namespace) for namespace, tool in body.callable_tools],
-                "tool_choice": choice
-                if isinstance(choice, str)
-                else {"type": "function", "function": {"name": full_names.get(choice.name, choice.name)}},
+                "tool_choice": choice,
                 "parallel_tool_calls": body.parallel_tool_calls,
                 "response_format": {"type": form.type, **schema},
                 "thinking_token_budget": body.thinking_token_budget,

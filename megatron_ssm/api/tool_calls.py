@@ -8,7 +8,6 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from megatron_ssm.inference.schemas import map_schema
@@ -140,13 +139,10 @@ class XmlParser(CallParser):
 
     @classmethod
     def rules(cls, tools: Schemas, max_calls: int | None, mark: Callable[[str], str] = json.dumps) -> str:
-        """Return a rule for a call, in which a parameter of the tool may have any text."""
-        functions = []
-        for name, schema in tools.items():
-            parameters = " | ".join(json.dumps(f"<parameter={each}>\n") for each in schema.get("properties", {}))
-            functions.append(json.dumps(f"{name}>\n") + (f" (({parameters}) value)*" if parameters else ""))
+        """Return a rule for a call, whose parameters are in the order of the schema and may have any text."""
+        functions = [json.dumps(f"{name}>\n") + _xml_parameters(schema) for name, schema in tools.items()]
         call = f'{mark(cls.begin)} "\\n<function=" ({" | ".join(functions)}) "</function>\\n" {mark(cls.end)}'
-        return _repeated(call, max_calls) + '\nvalue[suffix="\\n</parameter>\\n"]: /(?s:.*)/'
+        return _repeated(call, max_calls) + '\nvalue[suffix="</parameter>"]: /(?s:.*)/'
 
     def read(self, body: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the call, with arguments of the types that the tool's schema gives them."""
@@ -248,12 +244,10 @@ def call_schema(tools: Schemas) -> dict[str, Any]:
     """Return the JSON schema of a call of one of these tools, on one line.
 
     References in the schema of a tool are changed to stay within that schema. Objects that list their properties have no
-    others, unless the schema says so or combines schemas.
+    others, unless the schema says so or combines schemas. Keywords that llguidance does not know are ignored.
     """
     places = {name: f"#/$defs/tool{i}" for i, name in enumerate(tools)}
-    definitions = {
-        place[8:]: map_schema(tools[name], partial(_embedded, place=place)) for name, place in places.items()
-    }
+    definitions = {place[8:]: _embedded(tools[name], place) for name, place in places.items()}
     calls = [
         {
             "type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": place}},
@@ -261,7 +255,7 @@ def call_schema(tools: Schemas) -> dict[str, Any]:
         }
         for name, place in places.items()
     ]  # fmt: skip
-    return {"$defs": definitions, "anyOf": calls, "x-guidance": {"whitespace_pattern": " "}}
+    return {"$defs": definitions, "anyOf": calls, "x-guidance": {"whitespace_pattern": " ", "lenient": True}}
 
 
 def calls_schema(tools: Schemas, max_calls: int | None) -> dict[str, Any]:
@@ -282,14 +276,28 @@ def begun_length(text: str, mark: str) -> int:
     return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
-def _embedded(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """A part of a schema that is embedded at a place in another schema, as `call_schema` says."""
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        schema["$ref"] = place + reference[1:]
-    if "properties" in schema and not COMBINING & schema.keys():
-        schema.setdefault("additionalProperties", False)
-    return schema
+def _xml_parameters(schema: dict[str, Any]) -> str:
+    """A part of a rule: the parameters that a schema lists, of which some are required, or any."""
+    properties, required = schema.get("properties"), schema.get("required") or []
+    if not isinstance(properties, dict) or COMBINING & schema.keys():
+        return r' ("<parameter=" /[^>\s]+/ ">\n" value "\n")*'
+    marks = {name: json.dumps(f"<parameter={name}>\n") for name in properties}
+    return "".join(rf' ({mark} value "\n")' + "?" * (name not in required) for name, mark in marks.items())
+
+
+def _embedded(schema: dict[str, Any], place: str) -> Any:
+    """The schema of a tool for embedding at a place in another schema, as `call_schema` says."""
+    parts: list[dict[str, Any]] = []
+    map_schema(schema, parts.append)
+    combines = any("allOf" in part or ("properties" in part and COMBINING & part.keys()) for part in parts)
+
+    def changed(part: dict[str, Any]) -> dict[str, Any]:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            part["$ref"] = place + reference[1:]
+        return part if combines or "properties" not in part else {"additionalProperties": False, **part}
+
+    return map_schema(schema, changed)
 
 
 def _json_call(call: Any) -> tuple[str, dict[str, Any]]:

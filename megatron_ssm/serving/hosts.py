@@ -55,7 +55,7 @@ class Hosts:
     def shares_with(self, origin: str | None) -> bool:
         """Return True if pages of this origin may read replies, although the origin is another host."""
         scheme, _, host = (origin or "").lower().partition("://")
-        found = HOST.fullmatch(host) if self._is_local and scheme == "http" else None
+        found = HOST.fullmatch(host) if self._is_local and scheme in ("http", "https") else None
         is_local = found is not None and is_loopback(_plain(found[1]))
         return origin is not None and (is_local or origin.lower() in self._origins)
 

@@ -54,7 +54,7 @@ class Keys:
 def key_in(headers: Mapping[str, str]) -> str:
     """Return the key in Authorization or, if that has none, in X-Api-Key or api-key; "" without any."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key") or headers.get("api-key") or ""
+    return (scheme.lower() == "bearer" and key.strip()) or headers.get("x-api-key") or headers.get("api-key") or ""
 
 
 def _digest(key: str) -> bytes:

@@ -130,7 +130,6 @@ def test_the_model_sees_functions(tmp_path):
         ({"input": [THOUGHT]}, "input", "input has no message"),
         ({"input": [{**SAID, "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "'input_text'"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "an item of type message, function_call"),
-        ({"tools": [{"type": "search"}]}, "tools[0].type", "Input should be 'function'"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name", "String should match"),
         ({"tools": [SPACE | {"name": "n" * 128}]}, "tools[0].function.name", "String should match"),
         ({"tools": [{**SPACE, "tools": [{}]}]}, "tools[0].tools[0].name", "is missing"),

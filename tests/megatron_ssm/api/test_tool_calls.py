@@ -21,6 +21,7 @@ WEATHER = {
         "city": {"type": "string"}, "days": {"type": "integer"}, "hourly": {"type": "boolean"}, "at": {"type": "object"},
         "unit": {"anyOf": [{"enum": ["C", "F"]}, {"type": "null"}]}, "what": {},
     },
+    "required": ["city"],
 }  # fmt: skip
 TOOLS = {"weather": WEATHER, "now": {"type": "object"}}
 ROME = ("weather", {"city": "Rome é 🦀", "days": 3})
@@ -252,7 +253,8 @@ XML_CALL = XML.replace("Rome é 🦀", "Rome")
 WITH_SCHEMA = [
     ("hermes", [f"<tool_call>\n{JSON_CALL}\n</tool_call>"], ["<tool_call>\n{}\n</tool_call>"]),
     ("qwen3_coder", [XML_CALL, "<tool_call>\n<function=now>\n</function>\n</tool_call>"],
-     [XML_CALL.replace("weather", "other"), XML_CALL.replace("city", "other"), XML_CALL[:-12]]),
+     [XML_CALL.replace("weather", "other"), XML_CALL.replace("city", "other"), XML_CALL[:-12],
+      "<tool_call>\n<function=weather>\n</function>\n</tool_call>"]),
     ("granite", [f"<|tool_call|>[{JSON_CALL}, {OTHER_CALL}]"], ["<|tool_call|>[]"]),
     ("nemotron", [f"<TOOLCALL>[{JSON_CALL}]</TOOLCALL>"], [f"<TOOLCALL>[{JSON_CALL}]", "<TOOLCALL>[{}]</TOOLCALL>"]),
 ]  # fmt: skip
@@ -287,6 +289,18 @@ def test_forced_calls_have_the_properties_of_the_schema_on_one_line(tmp_path):
     assert accepts_arguments('{"properties": {"x": 1}, "free": {"y": {"z": 2}}}') and accepts_arguments("{}")
     assert not accepts('{"sum": 3}')
     assert not any(map(accepts_arguments, ['{"other": 1}', '{"properties": {"x": 1, "y": 2}}', '{"free":\n{}}']))
+
+
+def test_forced_calls_of_a_schema_that_combines_others(tmp_path):
+    """Each part lists some of the properties; keywords that the grammar does not know are ignored."""
+    a, b = ({"properties": {name: {"type": "integer"}}, "required": [name]} for name in "ab")
+    model = served(tmp_path)
+    for parameters in ({"allOf": [a, b]}, {**a, "anyOf": [b]}, {"$defs": {"a": a}, "allOf": [{"$ref": "#/$defs/a"}, b]},
+                       {"properties": {**a["properties"], **b["properties"]}, "not": {"required": ["c"]}}):  # fmt: skip
+        tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", **parameters}}}
+        accepts = accepted(model, tools=[tool], tool_choice=NAMED)
+        assert accepts('[{"name": "weather", "arguments": {"a": 1, "b": 2}}]'), parameters
+        assert not accepts('[{"name": "weather", "arguments": {"a": "1", "b": 2}}]'), parameters
 
 
 def replied(model, tokens, size, **changes):

@@ -101,17 +101,15 @@ def test_pages_from_elsewhere():
 
 
 def test_pages_of_this_machine_may_read_replies_of_a_server_that_only_this_machine_reaches():
-    """With any port, over http; not pages whose host is only named like it."""
-    pages = ("http://localhost:3000", "http://127.0.0.1", "http://[::1]:5173", "HTTP://LocalHost:1")
-    others = (
+    """With any port; not pages whose host is only named like it."""
+    pages = (
+        "http://localhost:3000",
         "https://localhost:3000",
-        "null",
-        "",
-        None,
-        "localhost",
-        "http://",
-        *(f"http://{host}" for host in OTHERS),
+        "http://127.0.0.1",
+        "http://[::1]:5173",
+        "HTTP://LocalHost:1",
     )
+    others = ("null", "", None, "localhost", "http://", "file://localhost", *(f"http://{host}" for host in OTHERS))
     local, public = Hosts("127.0.0.1"), Hosts("0.0.0.0", ["model.example"])
     assert [page for page in pages if not local.shares_with(page)] == []
     assert [page for page in others if local.shares_with(page)] == []
