@@ -24,7 +24,7 @@ from fused import Net, backward, quiet
 from megatron_ssm.checkpoints.folders import find_checkpoints
 from megatron_ssm.checkpoints.peft import load_lora
 from megatron_ssm.checkpoints.training import Snapshot, load_training
-from megatron_ssm.models.adapters import remove_lora
+from megatron_ssm.model.adapters import remove_lora
 from serving import attempt, checkpoint
 from shared import die, error_of
 from sparsefusion.collectives.agreement import on_first, together

@@ -18,7 +18,7 @@ from chosen import by_default
 
 from benchmarks.support import charts, table_charts
 from benchmarks.support import tables as published
-from megatron_ssm.training.options import parse_options
+from megatron_ssm.train.options import parse_options
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]

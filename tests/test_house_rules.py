@@ -21,27 +21,24 @@ ROOMS = {
     ).split(),
     "attention2d": "layout compute cost schedules".split(),
     "commir": "ir programs scheduling lowering execution searching".split(),
-    "megatron_ssm": (
-        "stack sizing native ops parallel context tape operators families decoding inference models checkpoints diagnostics "
-        "training advice integrations api serving cli"
-    ).split(),
+    "megatron_ssm": "spec kernels parallel layers model engine checkpoints train plan server integrations cli".split(),
 }
 FOLDERS = ("examples", "launch", "benchmarks", "tests")
 ALL_FILES = PACKAGE_FILES + [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MEGATRON_FILES = {
     "megatron_ssm/parallel/groups.py", "megatron_ssm/parallel/megatron_ddp.py", "megatron_ssm/integrations/specs.py",
-    "megatron_ssm/training/indexed.py",
+    "megatron_ssm/train/indexed.py",
 } | {f"megatron_ssm/integrations/megatron_{name}.py" for name in ("gpt", "layers", "split", "weights")}  # fmt: skip
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
-    ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/ops/cuda_kernels.py"},
-    ("transformer_engine", "apex"): {"megatron_ssm/ops/fused_adam.py"},
-    ("llguidance",): {"megatron_ssm/inference/grammar.py", "megatron_ssm/inference/grammar_check.py"},
+    ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/kernels/cuda_kernels.py"},
+    ("transformer_engine", "apex"): {"megatron_ssm/kernels/fused_adam.py"},
+    ("llguidance",): {"megatron_ssm/engine/grammar.py", "megatron_ssm/engine/grammar_check.py"},
     ("lm_eval",): {"megatron_ssm/integrations/lm_eval.py"},
-    ("deepspeed",): {"megatron_ssm/training/deepspeed_trainer.py"},
-    ("tensorboard", "wandb"): {"megatron_ssm/training/tracking.py"},
+    ("deepspeed",): {"megatron_ssm/train/deepspeed_trainer.py"},
+    ("tensorboard", "wandb"): {"megatron_ssm/train/tracking.py"},
     ("transformers",): {"megatron_ssm/cli/benchmark.py", "megatron_ssm/integrations/lm_eval.py"},
     ("llama_cpp",): {"megatron_ssm/cli/benchmark.py"},
-    ("pyarrow", "datasets"): {"megatron_ssm/training/prepare.py"},
+    ("pyarrow", "datasets"): {"megatron_ssm/train/prepare.py"},
 }
 # Pages of the design, which are not part of the repository.
 DESIGN_PAGES = re.compile(

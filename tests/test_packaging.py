@@ -74,7 +74,7 @@ def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
     assert names & LIBRARIES == (LIBRARIES if has_libraries else set())
     platform = re.sub(r"\W", "_", sysconfig.get_platform()) if has_libraries else "any"
     assert wheel.name.endswith(f"-py3-none-{platform}.whl")
-    assert {f"{package}/py.typed" for package in PACKAGES} | {"megatron_ssm/serving/page.html"} <= names
+    assert {f"{package}/py.typed" for package in PACKAGES} | {"megatron_ssm/server/page.html"} <= names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
 
     with zipfile.ZipFile(wheel) as archive:
@@ -87,7 +87,7 @@ def test_wheel_in_a_clean_environment(sources, tmp_path, cc):
     # Built without function clones, loops are for the oldest processors; products use what this one has.
     is_slower = has_libraries and CPUINFO.exists() and "avx2" in CPUINFO.read_text().split()
     assert len([line for line in doctor["warnings"] if "but this processor has AVX2" in line]) == 2 * is_slower
-    program = "from megatron_ssm.native import products; print(products.instructions() != products.INSTRUCTIONS[0])"
+    program = "from megatron_ssm.kernels import products; print(products.instructions() != products.INSTRUCTIONS[0])"
     assert output(commands / "python", "-c", program, cwd=tmp_path).strip() == str(is_slower)
     for package in PACKAGES:
         where = output(commands / "python", "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path)

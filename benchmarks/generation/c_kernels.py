@@ -19,10 +19,9 @@ from transformers.models.mamba import modeling_mamba
 import megatron_ssm
 from benchmarks.support.shapes import PROMPT, SHAPES, random_model
 from benchmarks.support.tables import interleaved, markdown, publish
-from megatron_ssm.native import kernels
-from megatron_ssm.ops import convolution, scan
-from megatron_ssm.ops.matrices import linear
-from megatron_ssm.ops.quantized_matrices import Int4Weight, Int8Weight
+from megatron_ssm.kernels import convolution, kernels, scan
+from megatron_ssm.kernels.matrices import linear
+from megatron_ssm.kernels.quantized_matrices import Int4Weight, Int8Weight
 
 REPETITIONS, STREAM = 15, 256 * 2**20  # bytes read to measure the bandwidth
 INNER, STATE, HEADS, HEAD_DIM, STATE_2 = 1536, 16, 24, 64, 128

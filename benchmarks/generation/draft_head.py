@@ -23,7 +23,7 @@ import megatron_ssm
 from benchmarks.support.shapes import HYBRIDS, processor
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
 from megatron_ssm import families
-from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.spec.fields import hf_shapes
 
 NEW, LONGEST, REPETITIONS = 96, 7, 4
 PHRASE, JUMPS = 120, 0.1  # tokens; how often another token follows in training

@@ -17,8 +17,8 @@ from benchmarks.support.anonymous_memory import peak_growth, return_freed_blocks
 from benchmarks.support.shapes import processor
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import families, generate, load
-from megatron_ssm.sizing.memory import Memory
-from megatron_ssm.stack.fields import Field
+from megatron_ssm.model.memory import Memory
+from megatron_ssm.spec.fields import Field
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "configs" / "nemotron-3-nano-30b-a3b.json"
 PATTERN, PROMPT, NEW, GB = "MEMEM*", 256, 16, 10**9

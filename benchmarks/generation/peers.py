@@ -28,8 +28,8 @@ import megatron_ssm
 from benchmarks.support.pair import launch, meet
 from benchmarks.support.shapes import SHAPES, processor, random_model
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
-from megatron_ssm.native.products import instructions
-from megatron_ssm.ops.huge_pages import HugePages
+from megatron_ssm.kernels.huge_pages import HugePages
+from megatron_ssm.kernels.products import instructions
 
 NEW, PROMPTS, REPETITIONS = 16, {256: 10, 1024: 2}, 10  # decoded tokens; {length of a prompt: repetitions}
 IN_A_ROW = 2  # repetitions in a turn

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from benchmarks.support.shapes import processor
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import families
-from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.spec.fields import hf_shapes
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples" / "configs" / "mamba-2.8b.json"
 GB = 10**9

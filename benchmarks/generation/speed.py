@@ -19,7 +19,7 @@ import megatron_ssm
 from benchmarks.support import table_charts
 from benchmarks.support.shapes import PROMPT, SHAPES, random_model
 from benchmarks.support.tables import interleaved, markdown, publish
-from megatron_ssm.native import kernels
+from megatron_ssm.kernels import kernels
 
 COMPARED = ("Granite 4.0 H", *SHAPES)  # a hybrid, and Mamba
 NEW, REPETITIONS = 16, 10

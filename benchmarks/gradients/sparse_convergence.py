@@ -19,12 +19,12 @@ from benchmarks.support import charts
 from benchmarks.support.cells import ROOT, cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.models.initialization import initialize as initialize_parameters
+from megatron_ssm.model.initialization import initialize as initialize_parameters
 from megatron_ssm.parallel.groups import Groups
-from megatron_ssm.training.batches import Batches
-from megatron_ssm.training.corpus import Corpus
-from megatron_ssm.training.options import Options
-from megatron_ssm.training.trainer import Trainer, evaluate
+from megatron_ssm.train.batches import Batches
+from megatron_ssm.train.corpus import Corpus
+from megatron_ssm.train.options import Options
+from megatron_ssm.train.trainer import Trainer, evaluate
 
 STEPS, WARMUP, SHOWN_EVERY, RATE = 400, 100, 10, "200mbit"
 MODEL = dict(

@@ -1,7 +1,7 @@
 """The batch raised until memory ends, beside the formula: five families, one rank and two (about 15 min).
 
 The claim: the largest batch that a rank with LIMIT bytes can read and decode is at least 0.9 and at most 1.2 times that of
-the formula of `megatron_ssm.sizing.memory`. Shapes near 130m with random weights in bf16, states in fp32. A rank may have
+the formula of `megatron_ssm.model.memory`. Shapes near 130m with random weights in bf16, states in fp32. A rank may have
 LIMIT bytes of anonymous memory: its weights, and the growth to its peak while it reads prompts of PROMPT tokens and decodes
 NEW more. The batch is raised by a twenty-fifth of the formula's until a rank has more, and the last one that fitted counts.
 Ranks use gloo.
@@ -24,7 +24,7 @@ from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import FIVE_FAMILIES, random_model
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import families
-from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.model.memory import Memory
 
 LIMIT, PROMPT, NEW, DEGREES, STEPS = 900e6, 8, 4, (1, 2), 25
 PAPER = ["the paper's four, 1 -> 4 GPUs", "", "", "2 to 4x"]

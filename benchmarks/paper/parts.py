@@ -31,8 +31,8 @@ import megatron_ssm
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import FIVE_FAMILIES, PROMPT, random_model
 from benchmarks.support.tables import markdown, print_or_publish
+from megatron_ssm.layers.tape_run import BoundCall, Section
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.tape.run import BoundCall, Section
 
 TURNS, TOKENS = 5, 8  # turns; decoded tokens of each
 LINKS = ("shared memory", "gloo")

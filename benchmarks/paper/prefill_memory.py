@@ -1,6 +1,6 @@
 """The longest prompt that fits: a batch of 256 on 48 and 80 GB, published shapes (about 6 min).
 
-The claim: the formula of `megatron_ssm.sizing.memory` is within 5 % of the measured memory of a prefill, on one rank and on
+The claim: the formula of `megatron_ssm.model.memory` is within 5 % of the measured memory of a prefill, on one rank and on
 two. Weights and activations are in bf16, states in fp32. One layer of each published shape with a small vocabulary is
 measured: the growth of a rank's anonymous memory to its peak, which is at least 1 GB. The rank with the most counts. Ranks
 use gloo.
@@ -20,8 +20,8 @@ from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import PUBLISHED
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm import families
-from megatron_ssm.sizing.memory import Memory
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.model.memory import Memory
+from megatron_ssm.spec.stack import Stack
 
 GB, BATCH, DEGREES, BUDGETS = 1e9, 256, (1, 2, 4), (48, 80)
 PROMPT, CHUNK = 1024, 64  # tokens of the prompts, and of the chunks in which they are read, for the largest batch

@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.support.shapes import PUBLISHED
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm import families
-from megatron_ssm.sizing.advise import decoding_shape
-from megatron_ssm.sizing.memory import Memory
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.model.advise import decoding_shape
+from megatron_ssm.model.memory import Memory
+from megatron_ssm.spec.stack import Stack
 from sparsefusion.fabric.advice import best_degree
 from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.fabric.readers import extend_by_sweeps, read_curves

@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 from attention2d import Attention2D
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.models.initialization import initialize
-from megatron_ssm.models.model import Model
-from megatron_ssm.training.options import Options
+from megatron_ssm.model.initialization import initialize
+from megatron_ssm.model.model import Model
+from megatron_ssm.train.options import Options
 
 VOCABULARY = 256
 

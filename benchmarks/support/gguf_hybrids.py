@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ssm import families
-from megatron_ssm.operators.attention import AttentionSpec
-from megatron_ssm.operators.experts import ExpertsSpec
-from megatron_ssm.operators.gated_delta import GatedDeltaSpec
-from megatron_ssm.operators.mamba1 import Mamba1Spec
-from megatron_ssm.operators.mamba2 import Mamba2Spec
-from megatron_ssm.operators.mlp import MlpSpec
+from megatron_ssm.layers.attention import AttentionSpec
+from megatron_ssm.layers.experts import ExpertsSpec
+from megatron_ssm.layers.gated_delta import GatedDeltaSpec
+from megatron_ssm.layers.mamba1 import Mamba1Spec
+from megatron_ssm.layers.mamba2 import Mamba2Spec
+from megatron_ssm.layers.mlp import MlpSpec
 
 ARCHITECTURES = {
     "nemotron_h": "nemotron_h", "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1", "jamba": "jamba",

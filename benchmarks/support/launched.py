@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ssm.checkpoints.shards import ShardWriter
-from megatron_ssm.training.options import parse_options
-from megatron_ssm.training.pretraining import pretrain
-from megatron_ssm.training.trainer import Trainer
+from megatron_ssm.train.options import parse_options
+from megatron_ssm.train.pretraining import pretrain
+from megatron_ssm.train.trainer import Trainer
 from sparsefusion.foundation import command_line
 
 CLONE_NEWNET = 0x40000000

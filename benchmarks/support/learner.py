@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.models.initialization import initialize
-from megatron_ssm.training.options import Options
+from megatron_ssm.model.initialization import initialize
+from megatron_ssm.train.options import Options
 from sparsefusion.fabric.measurement import timed
 
 VOCAB, SEQUENCES, TOKENS = 256, 2, 128  # SEQUENCES and TOKENS: of each rank's batch

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ssm.native import kernels
-from megatron_ssm.operators.mamba1 import MambaMixer
-from megatron_ssm.operators.mamba2 import Mamba2Mixer
-from megatron_ssm.operators.operator import Partial
-from megatron_ssm.ops.convolution import causal_conv
-from megatron_ssm.ops.matrices import linear
-from megatron_ssm.ops.scan import ssd
+from megatron_ssm.kernels import kernels
+from megatron_ssm.kernels.convolution import causal_conv
+from megatron_ssm.kernels.matrices import linear
+from megatron_ssm.kernels.scan import ssd
+from megatron_ssm.layers.mamba1 import MambaMixer
+from megatron_ssm.layers.mamba2 import Mamba2Mixer
+from megatron_ssm.layers.operator import Partial
 from megatron_ssm.parallel.operators import gather_last
 
 

@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from megatron_ssm.diagnostics.doctor import cpu_model
-from megatron_ssm.native.products import instructions
+from megatron_ssm.cli.doctor import cpu_model
+from megatron_ssm.kernels.products import instructions
 
 PROMPT = 256
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from benchmarks.support.cells import ROOT
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.models.initialization import initialize
-from megatron_ssm.training.options import Options
+from megatron_ssm.model.initialization import initialize
+from megatron_ssm.train.options import Options
 
 SIZE, SYMBOLS = 16, string.digits + string.ascii_letters
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif", "DejaVuSerif-Italic", "STIXGeneral", "cmr10",

@@ -17,8 +17,8 @@ from benchmarks.support.anonymous_memory import peak_growth, return_freed_blocks
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import random_model, training_step
 from benchmarks.support.tables import markdown, print_or_publish
+from megatron_ssm.model.activations import TrainingMemory
 from megatron_ssm.parallel.groups import Groups, initialize
-from megatron_ssm.sizing.activations import TrainingMemory
 
 TOKENS = 32_768
 MODELS = {

@@ -29,23 +29,23 @@ import torch.distributed as dist
 from benchmarks.support.cells import cell_arguments, measure_cell
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import families, generate
-from megatron_ssm.advice.divisions import (
+from megatron_ssm.checkpoints.hf import build
+from megatron_ssm.model.context import schedule_of
+from megatron_ssm.model.initialization import initialize
+from megatron_ssm.model.model import Model
+from megatron_ssm.parallel.groups import Groups, join
+from megatron_ssm.plan.divisions import (
     Division,
     Generation,
     Training,
     generation_divisions,
     training_divisions,
 )
-from megatron_ssm.advice.measured import MeasuredDevice
-from megatron_ssm.checkpoints.hf import build
-from megatron_ssm.models.context import schedule_of
-from megatron_ssm.models.initialization import initialize
-from megatron_ssm.models.model import Model
-from megatron_ssm.parallel.groups import Groups, join
-from megatron_ssm.stack.stack import Stack
-from megatron_ssm.training.batches import Batches, Tokens
-from megatron_ssm.training.options import Options
-from megatron_ssm.training.trainer import Trainer
+from megatron_ssm.plan.measured import MeasuredDevice
+from megatron_ssm.spec.stack import Stack
+from megatron_ssm.train.batches import Batches, Tokens
+from megatron_ssm.train.options import Options
+from megatron_ssm.train.trainer import Trainer
 from sparsefusion import Fabric
 from sparsefusion.fabric.measurement import collective_calls, measure
 

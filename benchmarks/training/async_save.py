@@ -24,11 +24,11 @@ from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, publish
 from megatron_ssm import families
 from megatron_ssm.parallel.groups import initialize, shut_down
-from megatron_ssm.training.batches import Batches, Tokens
-from megatron_ssm.training.options import Options
-from megatron_ssm.training.pretraining import make_model
-from megatron_ssm.training.saving import Saver
-from megatron_ssm.training.trainer import Trainer
+from megatron_ssm.train.batches import Batches, Tokens
+from megatron_ssm.train.options import Options
+from megatron_ssm.train.pretraining import make_model
+from megatron_ssm.train.saving import Saver
+from megatron_ssm.train.trainer import Trainer
 
 REPETITIONS, STEPS = 10, 2
 RUN = dict(

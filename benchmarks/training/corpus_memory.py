@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.support.tables import markdown
-from megatron_ssm.training.corpus import Corpus
-from megatron_ssm.training.options import Options
-from megatron_ssm.training.prepare import INDEX_VERSION, MAGIC, TYPE_CODES
+from megatron_ssm.train.corpus import Corpus
+from megatron_ssm.train.options import Options
+from megatron_ssm.train.prepare import INDEX_VERSION, MAGIC, TYPE_CODES
 
 TOKENS, LENGTHS = 1_000_000_000, (200, 3000)  # of the dataset, in uint16; of its documents, from and to
 SEQ, BATCH, SAMPLES = 1024, 16, 20_000

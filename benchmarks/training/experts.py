@@ -9,7 +9,7 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
 
 from benchmarks.support.tables import interleaved, markdown, publish
-from megatron_ssm.ops.experts import apply_experts, apply_experts_ref
+from megatron_ssm.kernels.experts import apply_experts, apply_experts_ref
 
 EXPERTS, CHOSEN, HIDDEN, CHANNELS = 64, 6, 768, 256
 TOKENS = (256, 1024)

@@ -36,7 +36,7 @@ from benchmarks.support.launched import (
 )
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm.checkpoints.folders import find_checkpoints, step_of
-from megatron_ssm.training.trainer import Trainer
+from megatron_ssm.train.trainer import Trainer
 
 DEFAULTS = ["--lost-rank-timeout", "15"]  # TINY has a shorter one
 LAB = f"faults-{os.getpid()}"

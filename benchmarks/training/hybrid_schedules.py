@@ -17,8 +17,8 @@ from benchmarks.support.cells import cell_arguments, measured_cells, write_resul
 from benchmarks.support.context import VOCABULARY, random_model, training_step
 from benchmarks.support.tables import markdown, print_or_publish
 from megatron_ssm import families
-from megatron_ssm.models.context import schedule_of
-from megatron_ssm.training.options import Options
+from megatron_ssm.model.context import schedule_of
+from megatron_ssm.train.options import Options
 from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 5

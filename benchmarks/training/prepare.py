@@ -15,7 +15,7 @@ from statistics import median
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks.support.tables import markdown
-from megatron_ssm.training.prepare import BATCH_DOCUMENTS, prepare
+from megatron_ssm.train.prepare import BATCH_DOCUMENTS, prepare
 
 SOURCES = Path(os.__file__).parent  # Python's standard library, a text that is everywhere
 MEGABYTES, RUNS, LEAST = 8, 3, 0.8

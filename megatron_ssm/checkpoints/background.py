@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_ssm.ops.huge_pages import HugePages
+from megatron_ssm.kernels.huge_pages import HugePages
 
 from .training import Snapshot, Stage
 

@@ -18,11 +18,11 @@ import torch
 from tqdm import tqdm
 
 from megatron_ssm import families
-from megatron_ssm.families import check_directory, read_json
-from megatron_ssm.models.adapters import merge_lora
-from megatron_ssm.stack.fields import hf_shapes
-from megatron_ssm.stack.reader import QUANTIZATION, FieldReader
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.layers.families import check_directory, read_json
+from megatron_ssm.model.adapters import merge_lora
+from megatron_ssm.spec.fields import hf_shapes
+from megatron_ssm.spec.reader import QUANTIZATION, FieldReader
+from megatron_ssm.spec.stack import Stack
 from sparsefusion.foundation.command_line import Failure
 
 from .deepspeed_files import is_deepspeed

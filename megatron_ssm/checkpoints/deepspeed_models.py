@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_ssm.models.model import Model
-from megatron_ssm.stack.fields import Field, field_of, hf_shapes
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.model.model import Model
+from megatron_ssm.spec.fields import Field, field_of, hf_shapes
+from megatron_ssm.spec.stack import Stack
 from sparsefusion.collectives.agreement import together
 
 from .deepspeed_files import DeepSpeedCheckpoint, Part, checksum_of_deepspeed, is_deepspeed, read_deepspeed

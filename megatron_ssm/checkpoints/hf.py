@@ -17,17 +17,17 @@ from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
 from megatron_ssm import families
-from megatron_ssm.models.context import check_schedule
-from megatron_ssm.models.model import Model
-from megatron_ssm.models.parameters import fields_of
-from megatron_ssm.native.products import BLOCK
-from megatron_ssm.operators.operator import Operator
-from megatron_ssm.ops.huge_pages import HugePages, trim_heap
-from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
+from megatron_ssm.kernels.huge_pages import HugePages, trim_heap
+from megatron_ssm.kernels.products import BLOCK
+from megatron_ssm.kernels.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
+from megatron_ssm.layers.operator import Operator
+from megatron_ssm.model.context import check_schedule
+from megatron_ssm.model.model import Model
+from megatron_ssm.model.parameters import fields_of
 from megatron_ssm.parallel.layers import QUANTIZABLE, ExpertMatrices, Packed, Ranks, VocabularyParallel
 from megatron_ssm.parallel.recomputation import Recomputation
-from megatron_ssm.stack.fields import Field, field_of, hf_shapes
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.spec.fields import Field, field_of, hf_shapes
+from megatron_ssm.spec.stack import Stack
 from sparsefusion import FORMATS
 from sparsefusion.collectives.agreement import together
 from sparsefusion.collectives.counted import Counter

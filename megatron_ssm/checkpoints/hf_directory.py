@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_ssm.stack.fields import hf_shapes
-from megatron_ssm.stack.reader import QUANTIZATION
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.spec.fields import hf_shapes
+from megatron_ssm.spec.reader import QUANTIZATION
+from megatron_ssm.spec.stack import Stack
 
 from .disk import HiddenFolder
 from .failures import first_line, os_errors_as

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_ssm.models.model import Model
+from megatron_ssm.model.model import Model
 from megatron_ssm.parallel.groups import Groups
 from sparsefusion import SparseFusion
 from sparsefusion.collectives.agreement import on_first, together

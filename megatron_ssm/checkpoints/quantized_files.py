@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_ssm import families
-from megatron_ssm.models.model import Model
-from megatron_ssm.native.products import BLOCK
-from megatron_ssm.operators.operator import Operator
-from megatron_ssm.ops.huge_pages import HugePages
-from megatron_ssm.ops.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed
+from megatron_ssm.kernels.huge_pages import HugePages
+from megatron_ssm.kernels.products import BLOCK
+from megatron_ssm.kernels.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed
+from megatron_ssm.layers.operator import Operator
+from megatron_ssm.model.model import Model
 from megatron_ssm.parallel.layers import QUANTIZABLE
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.stack.fields import Field, field_of
-from megatron_ssm.stack.reader import QUANTIZATION
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.spec.fields import Field, field_of
+from megatron_ssm.spec.reader import QUANTIZATION
+from megatron_ssm.spec.stack import Stack
 from sparsefusion.collectives.counted import Counter
 
 from .hf_directory import FLOATS, Merged, Writer, file_plan, has_draft_head, match_tensors, open_tensors

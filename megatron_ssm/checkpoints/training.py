@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_ssm.models.model import Model
-from megatron_ssm.operators.operator import Place
-from megatron_ssm.ops.fused_adam import counts_by_group
-from megatron_ssm.stack.fields import Field, field_of
+from megatron_ssm.kernels.fused_adam import counts_by_group
+from megatron_ssm.layers.operator import Place
+from megatron_ssm.model.model import Model
+from megatron_ssm.spec.fields import Field, field_of
 from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.collectives.wire_formats import at_least_fp32
 from sparsefusion.foundation.command_line import Failure

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from megatron_ssm import Model
-from megatron_ssm.advice.host_memory import own_memory
 from megatron_ssm.checkpoints.hf import load
 from megatron_ssm.checkpoints.quantized_files import format_of
-from megatron_ssm.diagnostics.doctor import kernels_line
-from megatron_ssm.families import read_for_ranks
-from megatron_ssm.sizing.memory import Memory
+from megatron_ssm.kernels.report import kernels_line
+from megatron_ssm.layers.families import read_for_ranks
+from megatron_ssm.model.memory import Memory
+from megatron_ssm.plan.host_memory import own_memory
 from sparsefusion.foundation.command_line import Printer
 
 log = logging.getLogger(__name__)

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_ssm.api.errors import ApiError
-from megatron_ssm.api.prepared_request import TOO_LONG, PreparedRequest, ServedModel, prepare_request
-from megatron_ssm.api.replies import Replies
-from megatron_ssm.api.request_models import ChatRequest, parse_body
-from megatron_ssm.api.sequences import Update
-from megatron_ssm.inference.engine import Engine
-from megatron_ssm.inference.generation_config import read_generation_config
+from megatron_ssm.engine.engine import Engine
+from megatron_ssm.engine.generation_config import read_generation_config
 from megatron_ssm.parallel.heartbeat import Watch
-from megatron_ssm.serving.channel import Channel
-from megatron_ssm.serving.command import ModelInputs, run_engine
-from megatron_ssm.serving.driver import Driver
+from megatron_ssm.server.channel import Channel
+from megatron_ssm.server.command import ModelInputs, run_engine
+from megatron_ssm.server.driver import Driver
+from megatron_ssm.server.errors import ApiError
+from megatron_ssm.server.prepared_request import TOO_LONG, PreparedRequest, ServedModel, prepare_request
+from megatron_ssm.server.replies import Replies
+from megatron_ssm.server.request_models import ChatRequest, parse_body
+from megatron_ssm.server.sequences import Update
 from sparsefusion.foundation.command_line import Printer
 
 HELP = "/reset: a new conversation; /system TEXT: a new one with this system message; /exit or Ctrl-D: leave"

@@ -19,12 +19,12 @@ from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.checkpoints.hf_directory import FLOATS, open_tensors, stored_bytes, weight_files
 from megatron_ssm.checkpoints.peft import check_lora, load_lora
 from megatron_ssm.checkpoints.quantized_files import SCALES
-from megatron_ssm.diagnostics.doctor import size_text, start_line
-from megatron_ssm.families import read_for_ranks
-from megatron_ssm.inference.generation import stream
-from megatron_ssm.inference.generation_config import sampling_defaults
-from megatron_ssm.inference.text import TextStream, check_fits, load_tokenizer, read_chat_template, stop_tokens
-from megatron_ssm.models.context import schedule_of
+from megatron_ssm.engine.generation import stream
+from megatron_ssm.engine.generation_config import sampling_defaults
+from megatron_ssm.engine.text import TextStream, check_fits, load_tokenizer, read_chat_template, stop_tokens
+from megatron_ssm.kernels.report import size_text
+from megatron_ssm.layers.families import read_for_ranks
+from megatron_ssm.model.context import schedule_of
 from megatron_ssm.parallel.groups import (
     check_device,
     check_world,
@@ -33,7 +33,7 @@ from megatron_ssm.parallel.groups import (
     replicas,
     shut_down,
 )
-from megatron_ssm.stack.stack import Stack
+from megatron_ssm.spec.stack import Stack
 from sparsefusion.collectives.agreement import together
 from sparsefusion.foundation.command_line import Failure, Printer
 from sparsefusion.foundation.launcher import launched_ranks
@@ -129,8 +129,8 @@ def _prompt_ids(arguments: Namespace, tokenizer: "Tokenizer", config: Stack) -> 
 
 def _chat_text(directory: str, message: str) -> str:
     """The text that the chat template makes of one message. ValueError if there is no template, or if it refuses."""
-    from megatron_ssm.api.chat_template import ChatTemplate  # these need the extra serve
-    from megatron_ssm.api.errors import ApiError
+    from megatron_ssm.server.chat_template import ChatTemplate  # these need the extra serve
+    from megatron_ssm.server.errors import ApiError
 
     template = ChatTemplate(directory)
     if template.path is None:
@@ -191,7 +191,7 @@ def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, i
         1.0 if arguments.repetition_penalty is None else arguments.repetition_penalty, inputs.stop_tokens, arguments.stop,
         arguments.seed, min_p=arguments.min_p,
     )  # fmt: skip
-    log.info("\n".join([start_line(model), *inputs.hints]))  # after the last possible error
+    log.info("\n".join([model.start_line, *inputs.hints]))  # after the last possible error
     for column in columns:
         progress.times.append(time.perf_counter())
         progress.sent.append(model.counter.nbytes)

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
-from megatron_ssm.api.tool_calls import PARSERS
 from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
-from megatron_ssm.serving.log_lines import FORMATS as LOG_FORMATS
-from megatron_ssm.serving.log_lines import LEVELS, configure_log
+from megatron_ssm.server.log_lines import FORMATS as LOG_FORMATS
+from megatron_ssm.server.log_lines import LEVELS, configure_log
+from megatron_ssm.server.tool_calls import PARSERS
 from sparsefusion import FORMATS
 from sparsefusion.foundation.command_line import (
     LIMIT,
@@ -428,10 +428,10 @@ def _serve(arguments: argparse.Namespace, argv: list[str]) -> int:
     def command() -> None:
         with _naming_the_extra():
             if is_router:
-                from megatron_ssm.serving.replicated import serve_replicas
+                from megatron_ssm.server.replicated import serve_replicas
 
                 return serve_replicas(arguments, argv)
-            from megatron_ssm.serving.command import serve
+            from megatron_ssm.server.command import serve
         serve(arguments)
 
     report = logging.getLogger("megatron_ssm").error if arguments.log_format == "json" else print_error
@@ -445,7 +445,7 @@ def _check_models(program: str, directories: Sequence[str], ranks: int, experts:
     """
 
     def check() -> None:
-        from megatron_ssm.families import read_for_ranks
+        from megatron_ssm.layers.families import read_for_ranks
 
         for directory in directories:
             read_for_ranks(directory, ranks, experts)
@@ -486,7 +486,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     silence_third_parties()
 
     def command() -> None:
-        from megatron_ssm.advice.command import advise
+        from megatron_ssm.plan.command import advise
 
         advise(arguments)
 
@@ -525,7 +525,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     silence_third_parties()
 
     def command() -> None:
-        from megatron_ssm.training.prepare import prepare
+        from megatron_ssm.train.prepare import prepare
 
         made = prepare(
             arguments.input, arguments.out, arguments.tokenizer_model, arguments.text_column,
@@ -539,7 +539,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 def _new(arguments: argparse.Namespace) -> int:
     def command() -> None:
-        from megatron_ssm.training.new_project import write_project
+        from megatron_ssm.train.new_project import write_project
 
         print(write_project(arguments.directory))
 
@@ -551,7 +551,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     silence_third_parties()
 
     def command() -> None:
-        from megatron_ssm.diagnostics.doctor import doctor
+        from .doctor import doctor
 
         doctor(arguments.json)
 

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import NoReturn
 
-from megatron_ssm.training.options import parse_options
+from megatron_ssm.train.options import parse_options
 from sparsefusion.foundation.command_line import leave_on_interrupt, run, silence_third_parties
 from sparsefusion.foundation.launcher import adopt_launcher
 
@@ -19,10 +19,10 @@ def main() -> int:
 
     def command() -> None:
         if options.dry_run:
-            from megatron_ssm.advice.dry_run import dry_run
+            from megatron_ssm.plan.dry_run import dry_run
 
             return dry_run(options)
-        from megatron_ssm.training.pretraining import pretrain
+        from megatron_ssm.train.pretraining import pretrain
 
         pretrain(options)
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ssm.checkpoints.hf import dtype_of, load
-from megatron_ssm.inference.engine import Engine
-from megatron_ssm.inference.sampling import log_probabilities
-from megatron_ssm.models.model import Model
+from megatron_ssm.engine.engine import Engine
+from megatron_ssm.engine.sampling import log_probabilities
+from megatron_ssm.model.model import Model
 from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, replicas, shut_down
 from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank, start_rank
 from sparsefusion.foundation.launcher import launched_ranks

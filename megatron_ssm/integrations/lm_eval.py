@@ -25,8 +25,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_ssm.checkpoints.hf import dtype_of
-from megatron_ssm.families import check_directory
-from megatron_ssm.inference.text import stop_tokens
+from megatron_ssm.engine.text import stop_tokens
+from megatron_ssm.layers.families import check_directory
 from sparsefusion.foundation.command_line import run
 from sparsefusion.foundation.launcher import adopt_launcher
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ssm import families
-from megatron_ssm.families import FAMILIES
-from megatron_ssm.operators.mlp import ACTIVATIONS, MlpSpec, squared_relu
-from megatron_ssm.stack.reader import Family
-from megatron_ssm.stack.stack import Stack, Unit
+from megatron_ssm.layers.families import FAMILIES
+from megatron_ssm.layers.mlp import ACTIVATIONS, MlpSpec, squared_relu
+from megatron_ssm.spec.reader import Family
+from megatron_ssm.spec.stack import Stack, Unit
 from sparsefusion.foundation.command_line import did_you_mean
 
 # Symbols of layers in Megatron's patterns. ATTENTION also stands for a layer with a shared block.

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ssm import families
-from megatron_ssm.operators.attention import AttentionSpec
-from megatron_ssm.operators.gated_delta import GatedDeltaSpec
-from megatron_ssm.operators.mlp import MlpSpec
-from megatron_ssm.stack.stack import Spec
-from megatron_ssm.stack.stack import Stack as ModelStack
+from megatron_ssm.layers.attention import AttentionSpec
+from megatron_ssm.layers.gated_delta import GatedDeltaSpec
+from megatron_ssm.layers.mlp import MlpSpec
+from megatron_ssm.spec.stack import Spec
+from megatron_ssm.spec.stack import Stack as ModelStack
 
 from .megatron_fields import check_key_value_heads
 

@@ -16,18 +16,18 @@ from torch import nn
 
 from attention2d import Attention2D, CoreAttention
 from megatron_ssm import families
-from megatron_ssm.context.blocks import ContextRanks, check_block_length
-from megatron_ssm.context.token_sharding import TokenSharding
-from megatron_ssm.models.context import check_schedule
-from megatron_ssm.operators.attention import attend_with_cache
-from megatron_ssm.operators.call import Call, Positions
-from megatron_ssm.operators.context_attention import ContextAttention
-from megatron_ssm.operators.operator import Operator, Place, run
-from megatron_ssm.operators.shared_block import SharedBlock
+from megatron_ssm.layers.attention import attend_with_cache
+from megatron_ssm.layers.call import Call, Positions
+from megatron_ssm.layers.context_attention import ContextAttention
+from megatron_ssm.layers.operator import Operator, Place, run
+from megatron_ssm.layers.shared_block import SharedBlock
+from megatron_ssm.model.context import check_schedule
+from megatron_ssm.parallel.blocks import ContextRanks, check_block_length
 from megatron_ssm.parallel.layers import RMSNorm
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.stack.stack import Part
-from megatron_ssm.stack.stack import Stack as ModelStack
+from megatron_ssm.parallel.token_sharding import TokenSharding
+from megatron_ssm.spec.stack import Part
+from megatron_ssm.spec.stack import Stack as ModelStack
 from sparsefusion.collectives.counted import Counter
 
 from .megatron_fields import config_of_layers

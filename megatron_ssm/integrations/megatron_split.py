@@ -13,11 +13,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
 
-from megatron_ssm.models.initialization import draw
-from megatron_ssm.models.parameters import attach_field
+from megatron_ssm.model.initialization import draw
+from megatron_ssm.model.parameters import attach_field
 from megatron_ssm.parallel.ranks import Ranks
-from megatron_ssm.stack.fields import Field, field_of
-from megatron_ssm.stack.stack import Part
+from megatron_ssm.spec.fields import Field, field_of
+from megatron_ssm.spec.stack import Part
 
 
 class SplitModule(nn.Module):

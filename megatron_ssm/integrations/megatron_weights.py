@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build, load, save
-from megatron_ssm.stack.stack import Stack as ModelStack
+from megatron_ssm.spec.stack import Stack as ModelStack
 from sparsefusion.collectives.agreement import together
 
 from . import megatron_gpt

@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from attention2d import CoreAttention
-from megatron_ssm.families import FAMILIES
+from megatron_ssm.layers.families import FAMILIES
 
 from .megatron_fields import check_hf_fields
 from .megatron_layers import (

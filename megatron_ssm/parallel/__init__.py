@@ -1,6 +1,7 @@
-"""Tensor parallelism: process groups, the ranks of a model, the communication operators, and the parallel layers.
+"""Parallelism of tensors and sequences: groups, ranks, communication operators, parallel layers, and context ranks.
 
-In: tensors of which each rank holds a part. Out: sums and gathers, with their gradients.
-A token's all-reduces are called in `layers.py` here and in the mixers of `operators/`, defined in `operators.py`, and
-executed by `ranks.py`. Where C runs a tape, `tape/sums.py` calls them.
+In: tensors of which each rank holds a part, or this rank's blocks of a sequence, in zigzag or contiguous order.
+Out: sums and gathers with their gradients; the inputs before each block, and its incoming state.
+A token's all-reduces are called in `layers.py` here and in the mixers of the room `layers`, defined in `operators.py`, and
+executed by `ranks.py`. Where C runs a tape, `tape_sums.py` calls them. Attention between context ranks is `attention2d`.
 """

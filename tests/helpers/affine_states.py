@@ -8,7 +8,7 @@ A_t.)
 
 import torch
 
-from megatron_ssm.context.blocks import ContextRanks
+from megatron_ssm.parallel.blocks import ContextRanks
 from megatron_ssm.parallel.operators import differentiable
 from sparsefusion.collectives import counted
 

@@ -10,7 +10,7 @@ from chosen import by_default
 
 from attention2d import USP, AllGather, Attention2D, Ring, Ulysses
 from hf import SMALL, cache_name, hf_model, precisely
-from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.spec.fields import hf_shapes
 
 SEQ = 70  # more than one chunk of either scan
 EXPERTS = dict(

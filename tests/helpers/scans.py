@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_ssm.ops.convolution import causal_conv, causal_conv_ref
-from megatron_ssm.ops.scan import selective_scan, selective_scan_ref, ssd, ssd_ref
+from megatron_ssm.kernels.convolution import causal_conv, causal_conv_ref
+from megatron_ssm.kernels.scan import selective_scan, selective_scan_ref, ssd, ssd_ref
 
 KINDS = {  # name: (the fast implementation, the plain one)
     "selective": (selective_scan, selective_scan_ref),

@@ -5,7 +5,7 @@ import json
 import torch
 from tokenizers import pre_tokenizers
 
-from megatron_ssm.inference.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, write_byte_tokenizer
+from megatron_ssm.engine.text import BYTE_END_OF_TEXT_ID, END_OF_TEXT, write_byte_tokenizer
 from serving import save_table
 
 # A prompt ends with 2 for each result of a tool that contains RESULT, or with 1 if there is none.

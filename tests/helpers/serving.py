@@ -12,7 +12,7 @@ from chosen import by_default
 
 from hf import hf_model, save_hf
 from megatron_ssm import load
-from megatron_ssm.inference.text import write_byte_tokenizer
+from megatron_ssm.engine.text import write_byte_tokenizer
 
 IDS = torch.arange(18).view(2, 9) % 61
 VOCAB = 257  # that of the byte tokenizer; not divisible by any number of ranks

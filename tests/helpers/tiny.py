@@ -9,11 +9,11 @@ import hf
 from megatron_ssm import families
 from megatron_ssm.checkpoints.training import Snapshot
 from megatron_ssm.parallel.groups import Groups, initialize
-from megatron_ssm.training.batches import Batches, Tokens
-from megatron_ssm.training.deepspeed_settings import read_settings
-from megatron_ssm.training.options import Options
-from megatron_ssm.training.pretraining import make_model, make_trainer
-from megatron_ssm.training.trainer import Trainer
+from megatron_ssm.train.batches import Batches, Tokens
+from megatron_ssm.train.deepspeed_settings import read_settings
+from megatron_ssm.train.options import Options
+from megatron_ssm.train.pretraining import make_model, make_trainer
+from megatron_ssm.train.trainer import Trainer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

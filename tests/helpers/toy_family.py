@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from affine_states import entering_states
-from megatron_ssm.families.common import layer_count, stack_of
-from megatron_ssm.operators import AttentionSpec, Operator, Partial, State
+from megatron_ssm.layers import AttentionSpec, Operator, Partial, State
+from megatron_ssm.layers.families.common import layer_count, stack_of
 from megatron_ssm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_ssm.stack import Family, Field, Norm, Part, Sizes, Spec, Unit, packed, row_parallel
+from megatron_ssm.spec import Family, Field, Norm, Part, Sizes, Spec, Unit, packed, row_parallel
 
 
 @dataclass(frozen=True)

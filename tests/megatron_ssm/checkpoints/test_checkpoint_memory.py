@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import megatron_ssm
 from benchmarks.support.anonymous_memory import peak_growth
 from megatron_ssm import families
-from megatron_ssm.stack.fields import hf_shapes
+from megatron_ssm.spec.fields import hf_shapes
 
 SLACK = 8 * 2**20
 FILE_BYTES = 55_000_000

@@ -17,7 +17,7 @@ from cases import assemble
 from hf import assert_same_bytes, hf_model, precisely, tensors_in
 from megatron_ssm import families
 from megatron_ssm.checkpoints.peft import CONFIG, WEIGHTS
-from megatron_ssm.models.lora import lora_targets
+from megatron_ssm.model.lora import lora_targets
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

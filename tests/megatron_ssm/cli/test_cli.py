@@ -22,9 +22,9 @@ from hf import edit_config, save_hf
 from megatron_ssm import generate, load
 from megatron_ssm.cli import commands
 from megatron_ssm.cli import main as __main__
-from megatron_ssm.inference.text import write_byte_tokenizer
+from megatron_ssm.engine.text import write_byte_tokenizer
 from megatron_ssm.parallel.local_launch import GRACE_S, _wait
-from megatron_ssm.training.options import parse_options
+from megatron_ssm.train.options import parse_options
 from serving import attempt
 from sparsefusion.foundation import command_line
 
@@ -466,7 +466,7 @@ for line in ("--help", "generate --help", "generate --modle x --prompt x", "gene
 
 def test_a_model_loads_no_compiler():
     """torch._dynamo takes as long to import as all of torch."""
-    modules = "megatron_ssm.inference.generation, sparsefusion.fusion.sparse_fusion"
+    modules = "megatron_ssm.engine.generation, sparsefusion.fusion.sparse_fusion"
     line = f"import sys, {modules}; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, timeout=60).returncode == 0
 

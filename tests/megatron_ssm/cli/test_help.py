@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ssm.cli.main import parser
-from megatron_ssm.training import options
+from megatron_ssm.train import options
 from sparsefusion.cli import commands
 
 ROOT = Path(__file__).resolve().parents[3]

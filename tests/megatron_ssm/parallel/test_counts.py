@@ -10,7 +10,7 @@ from chosen import by_default
 
 import megatron_ssm
 from hf import save_hf
-from megatron_ssm.sizing.advise import all_reduces
+from megatron_ssm.model.advise import all_reduces
 from sparsefusion import all_reduce
 
 LAYERS, HIDDEN, STATE, KERNEL, VOCAB, BATCH = 3, 32, 8, 4, 61, 2

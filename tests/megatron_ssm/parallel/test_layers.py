@@ -11,7 +11,7 @@ from torch import nn
 
 import megatron_ssm
 from hf import save_hf
-from megatron_ssm.operators.operator import Partial, as_input, sum_of
+from megatron_ssm.layers.operator import Partial, as_input, sum_of
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
     Packed,

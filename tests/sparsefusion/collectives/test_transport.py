@@ -13,7 +13,7 @@ from chosen import by_default
 
 import megatron_ssm
 from hf import save_hf
-from megatron_ssm.tape.run import BoundCall
+from megatron_ssm.layers.tape_run import BoundCall
 from shared import die, error_of
 from sparsefusion.collectives import shared_memory
 from sparsefusion.reduction import quantized

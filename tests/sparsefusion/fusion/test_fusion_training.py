@@ -11,7 +11,7 @@ from chosen import by_default
 
 import tiny
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
-from megatron_ssm.training.trainer import Trainer
+from megatron_ssm.train.trainer import Trainer
 from sparsefusion.foundation.command_line import Failure
 from sparsefusion.fusion import trial
 

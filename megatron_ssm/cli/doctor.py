@@ -1,0 +1,228 @@
+"""`python -m megatron_ssm doctor`: what is installed, which kernels run on this machine, and known problems.
+
+A report is a dictionary of plain values, printed as a page or as JSON. An entry that raises an error is "unknown (ERROR)".
+"""
+
+import json
+import os
+import platform
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ssm.kernels.optional_imports import version_of
+from megatron_ssm.kernels.report import dtype_name
+from sparsefusion.foundation.command_line import Printer
+from sparsefusion.foundation.launcher import this_rank
+from sparsefusion.native.library import Library, file_of
+
+from .known_problems import LIBRARIES, find_problems, torch_build, usable_cores, value_or_unknown
+
+if TYPE_CHECKING:
+    from megatron_ssm.kernels.implementations import Implementation
+
+PACKAGES = (
+    "megatron-ssm", "torch", "numpy", "safetensors", "tokenizers", "transformers", "megatron-core", "deepspeed",
+    "mamba-ssm", "causal-conv1d", "flash-linear-attention", "transformer-engine",
+    "apex",
+)  # fmt: skip
+NOT_TRAINED = "none: quantized matrices are not trained"
+
+
+def doctor(as_json: bool) -> None:
+    """Print the report on rank 0."""
+    parts = report()
+    Printer(this_rank() == 0).print(json.dumps(parts) + "\n" if as_json else page(parts))
+
+
+def report() -> dict[str, Any]:
+    """{name of a part: its content} of the report."""
+    parts = {
+        "versions": versions,
+        "kernels": libraries,
+        "operations": operations,
+        "launchers": launchers,
+        "threads": threads,
+        "warnings": find_problems,
+    }
+    return {name: value_or_unknown(part) for name, part in parts.items()}
+
+
+# What is installed
+
+
+def versions() -> dict[str, Any]:
+    """The versions of the machine and of the packages."""
+    machine = {
+        "python": platform.python_version,
+        "platform": platform.platform,
+        "CPU": cpu_model,
+        "cores for this process": usable_cores,
+        "torch build": torch_build,
+    }
+    return {name: value_or_unknown(find) for name, find in machine.items()} | {
+        name: value_or_unknown(version_of, name) for name in PACKAGES
+    }
+
+
+def cpu_model() -> str:
+    """The name of the processor, if Linux knows it, and its architecture."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0]} ({platform.machine()})" if models else platform.machine()
+
+
+def libraries() -> dict[str, Any]:
+    """{package: facts about its C library} with the keys loaded, variant, file and why not."""
+    return {package: value_or_unknown(_library_of, package) for package in LIBRARIES}
+
+
+def _library_of(package: str) -> dict[str, Any]:
+    library, file = Library(package, {}), file_of(package)
+    return {"loaded": bool(library), "variant": library.variant, "file": file and str(file), "why not": library.why}
+
+
+def launchers() -> dict[str, str]:
+    """{launcher: its path} in the folder of this Python or in PATH."""
+    paths = {name: value_or_unknown(_launcher, name) for name in ("torchrun", "deepspeed", "srun")}
+    if paths["torchrun"] == "not found" and version_of("torch") != "not installed":
+        paths["torchrun"] = "not found; python -m torch.distributed.run is the same"
+    return paths
+
+
+def _launcher(name: str) -> str:
+    folders = [str(Path(sys.executable).parent)] if sys.executable else []
+    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])) or "not found"
+
+
+def threads() -> dict[str, Any]:
+    """The number of torch's threads, and the environment variable that sets it."""
+
+    def torch_threads() -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    return {"torch": value_or_unknown(torch_threads), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set")}
+
+
+# The implementation of each operation
+
+
+def operations() -> list[dict[str, str]]:
+    """A row for each operation on each kind of device of this machine."""
+    import torch
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [row for device in devices for row in operations_on(device)]
+
+
+def operations_on(device: str) -> list[dict[str, str]]:
+    """A row for each operation on "cpu" or "cuda": the kernels of inference and training, and the calls that torch runs."""
+    from megatron_ssm.kernels.implementations import IMPLEMENTATIONS
+
+    names = dict.fromkeys(kernel.operation for kernel in IMPLEMENTATIONS)
+    rows = [(name, *_runs([k for k in IMPLEMENTATIONS if (k.operation, k.device) == (name, device)])) for name in names]
+    rows += _products() if device == "cpu" else [(name, "torch", train, "cuBLAS") for name, _, train, _ in _products()]
+    rows += [
+        ("attention", "torch", "torch", "torch's scaled_dot_product_attention"),
+        _adamw(device),
+        _all_reduce(device),
+    ]
+    return [dict(zip(("operation", "device", "inference", "training", "why"), (name, device, *row), strict=True))
+            for name, *row in rows]  # fmt: skip
+
+
+def _runs(kernels: "list[Implementation]") -> tuple[str, str, str]:
+    """(inference, training, reason why torch runs) of an operation with these kernels on a device."""
+    usable = [kernel for kernel in kernels if not kernel.why_not]
+    whys = [*dict.fromkeys(kernel.why_not for kernel in kernels if kernel.why_not)]
+    if not kernels:
+        return "torch", "torch", "no kernel on this device"
+    training = next((kernel.package for kernel in usable if kernel.trained), "torch")
+    inference = [f"{kernel.package}{f' ({kernel.tokens})' * bool(kernel.tokens and whys)}" for kernel in usable]
+    other_dtypes = "float64, float16" if kernels[0].device == "cpu" else "float64"
+    why = "; ".join(whys) or f"torch: {', '.join([other_dtypes, *filter(None, (k.torch_for for k in usable))])}"
+    return ", ".join([*dict.fromkeys(inference), *["torch"] * bool(whys)]), training, why
+
+
+def _adamw(device: str) -> tuple[str, str, str, str]:
+    from megatron_ssm.kernels.fused_adam import adamw_on_cuda
+
+    name, why = adamw_on_cuda() if device == "cuda" else ("torch", "torch's fused AdamW")
+    return "AdamW", "none: it trains", name, why or "float64: torch"
+
+
+def _all_reduce(device: str) -> tuple[str, str, str, str]:
+    library, name = Library("sparsefusion", {}), "all-reduce between ranks"
+    if device == "cuda":
+        return name, "NCCL", "NCCL", "the backend of torch.distributed for cuda"
+    if not library:
+        return name, "gloo", "gloo", f"no C kernels: {library.why}"
+    return name, "C, shared memory", "C, shared memory", "if all ranks are on one machine; else gloo"
+
+
+def _products() -> list[tuple]:
+    """A row for the product with matrices of each dtype: the C kernels (native/dispatch.c), or torch."""
+    import torch
+
+    from megatron_ssm.kernels import products
+
+    rows = []
+    for stored in (torch.float32, torch.bfloat16, torch.float16, *products.QUANTIZED):
+        x = torch.float32 if stored in products.QUANTIZED else stored
+        ranges, last_limit = [], 0
+        for kernel, limit in products.kernels_for(stored, x).items():
+            if limit > last_limit:
+                ranges.append(f"C ({kernel})" if limit == products.NO_LIMIT else f"C ({kernel}) up to {limit} rows")
+                last_limit = limit
+        inference = ", then ".join(ranges if last_limit == products.NO_LIMIT else [*ranges, "torch"])
+        training = NOT_TRAINED if stored in products.QUANTIZED else "torch"
+        why = f"instructions: {products.instructions()}"
+        rows.append((f"matrix product, {_matrix_name(stored)}", inference, training, why))
+    return rows
+
+
+def _matrix_name(stored: Any) -> str:
+    """The name of a matrix's dtype. 4-bit numbers are stored as uint8."""
+    return {"uint8": "int4"}.get(dtype_name(stored), dtype_name(stored))
+
+
+# The page
+
+
+def page(parts: dict[str, Any]) -> str:
+    """A report as text of at most 80 columns, which ends in a verdict. Longer words, such as paths, are not cut."""
+    titles = {"kernels": "C kernels", "operations": "what runs each operation"}
+    sections = [f"{titles.get(name, name).capitalize()}\n{_section(part)}" for name, part in parts.items()]
+    lines = parts["warnings"] if isinstance(parts["warnings"], list) else []
+    count = len(lines) + json.dumps(parts).count('"unknown (')
+    verdict = f"{count} problem{'s' * (count > 1)}, listed above." if count else "No problems found."
+    return "\n\n".join(["megatron-ssm doctor", *sections, verdict]) + "\n"
+
+
+def _section(part: Any) -> str:
+    """The text of a part, which is a string, {name: value}, rows of a table, or lines."""
+    if isinstance(part, list) and part and isinstance(part[0], dict):
+        part = {row["operation"] + f", {row['device']}" * (row["device"] != "cpu"):
+                f"{row['inference']}; training: {row['training']} ({row['why']})" for row in part}  # fmt: skip
+    if isinstance(part, dict):
+        begin = max(map(len, part)) + 4
+        texts = {name: _library_line(value) if isinstance(value, dict) else str(value) for name, value in part.items()}
+        return "\n".join(_wrapped(text, f"  {name}".ljust(begin), begin) for name, text in texts.items())
+    return "\n".join(_wrapped(line, "  ", 4) for line in ([part] if isinstance(part, str) else part or ["none"]))
+
+
+def _wrapped(text: str, begin: str, indent: int) -> str:
+    """A text in lines, of which the first begins with `begin` and the others with spaces."""
+    return textwrap.fill(text, 80, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def _library_line(library: dict[str, Any]) -> str:
+    """A value of `libraries` as text."""
+    file = f", {library['file']}" if library["file"] else ""
+    return f"C ({library['variant']}){file}" if library["loaded"] else f"torch ({library['why not']}){file}"

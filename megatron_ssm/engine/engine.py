@@ -1,0 +1,391 @@
+"""Continuous batching: requests join and leave a running batch between steps, without changing each other's tokens.
+
+The cache of an `Engine` has a fixed number of rows, called slots, one for each sequence. A step generates a token for every
+running request. A waiting request gets the first free slot, and its prompt is read, at once or in chunks, while other
+requests go on decoding. With a prefix cache, reading starts after the longest known prefix of the prompt.
+
+On several tensor-parallel ranks, every rank makes the same calls on its own `Engine`. The ranks compare each request when it
+is added, so that a difference is an error on every rank.
+"""
+
+import operator
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ssm.model.model import Model
+from sparsefusion.collectives.agreement import together
+
+from .grammar import Grammar, GrammarMatcher
+from .prefix_cache import PrefixCache
+from .prompt_reader import PromptReader, snapshot_interval
+from .request import Request
+from .request_tokenizer import RequestTokenizer
+from .sampling import Sampling, choose_tokens, draw_seed, log_probabilities
+from .slot import Slot, by_adapter
+from .speculation import SpeculativeDecoder, check_draft
+from .thinking import Thinking, ThinkingFollower
+
+DRAFT_PROPOSALS = 7  # the largest number of proposals of a draft if `speculate` is 0
+
+
+class Engine:
+    """Serves any number of requests, of which at most `slots` run at a time.
+
+    The rounding of a matrix product may depend on the size of the batch. So a request gets the tokens of its solo run,
+    except where two logits differ by less than rounding errors.
+
+    Args:
+        model: The model.
+        slots: The largest number of running requests.
+        max_length: The largest number of tokens of a request, including its prompt. A model with attention allocates their
+            keys and values at once. None: unlimited; the allocation grows with the longest request.
+        chunk: The most tokens of a prompt that a step reads, so that long prompts do not delay other requests. None: all.
+        prefix_bytes: The memory on this rank for snapshots of prompts. 0 disables the prefix cache.
+        block: The number of tokens between two snapshots of a prompt; there is also one at its end. By default 256, or more
+            if states are large (see `snapshot_interval`).
+        token_budget: The most tokens that all requests read in a step, more than `slots` (None: unlimited). Each decoding
+            request reads one, and the prompts share the rest equally, so that no prompt delays another one for long.
+        speculate: The largest number of tokens that speculative decoding (see the module `speculation`) proposes for a
+            request in a step. 0 disables it, unless there is a draft, which then proposes up to 7.
+        draft: A small model, split over the same ranks, that proposes tokens. By default the model's draft head if it was
+            loaded, else prompt lookup. It reads prompts under the same limits as the model.
+        adapters: {name: model with LoRA adapters} from `with_lora(model, ...)`, for requests that name one. A step calls the
+            model of each adapter separately, for all of its requests at once.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        slots: int = 8,
+        max_length: int | None = None,
+        chunk: int | None = None,
+        prefix_bytes: int = 0,
+        block: int | None = None,
+        token_budget: int | None = None,
+        speculate: int = 0,
+        draft: Model | None = None,
+        adapters: Mapping[str, Model] | None = None,
+    ):
+        self._options: dict[str, Any] = dict(
+            slots=slots, max_length=max_length, chunk=chunk, block=block, prefix_bytes=prefix_bytes,
+            token_budget=token_budget, speculate=speculate,
+        )  # fmt: skip
+        _check_options(self._options)
+        check_draft(model, speculate, draft)
+        self._models = {"": model, **(adapters or {})}
+        self._options["adapters"] = sorted(self._models)
+        if draft is not None:
+            self._options["draft"] = f"{draft.config.num_layers} layers of {draft.config.hidden_size}"
+        if not speculate and (draft is not None or model.draft_head is not None):
+            speculate = DRAFT_PROPOSALS
+        self.model, self.max_length, self._token_budget, self._speculate = model, max_length, token_budget, speculate
+        self.cache = model.new_cache(slots, None if max_length is None else max_length + speculate)
+        self._decoder = SpeculativeDecoder(model, self.cache, speculate, draft, chunk)
+        self.prefix_cache = PrefixCache(prefix_bytes)
+        block = block or snapshot_interval(self.cache.state_bytes, prefix_bytes)
+        self._prompts = PromptReader(self.cache, self.prefix_cache, chunk, block)
+        self._waiting: deque[Request] = deque()
+        self._slots: dict[int, Slot] = {}
+        self._requests_added = 0
+        self.tokenizer = RequestTokenizer(model.directory, model.config.vocab_size)
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """The number of prompt tokens that the model has read."""
+        return self._prompts.tokens_read
+
+    @property
+    def speculated(self) -> tuple[int, int]:
+        """(number of proposed tokens, number of accepted ones) of speculative decoding so far."""
+        return self._decoder.proposed, self._decoder.accepted
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this rank has sent for the model and the draft model."""
+        return self.model.ranks.counter.sent + self._decoder.bytes_of_draft
+
+    @property
+    def is_busy(self) -> bool:
+        """True if any request is waiting or running."""
+        return bool(self._waiting or self._slots)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """(number of running requests, number of waiting ones)."""
+        return len(self._slots), len(self._waiting)
+
+    # Requests
+
+    def add(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop_tokens: int | Iterable[int] = (),
+        stop_strings: str | Iterable[str] = (),
+        seed: int | None = None,
+        min_new_tokens: int = 0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        min_p: float | None = None,
+        **options: Any,
+    ) -> Request:
+        """Queue a request. prompt: token ids. See `generate` for the other arguments, and `make_request` for the options.
+
+        All ranks call it with the same arguments, on engines that have had the same calls. Without a seed, the first rank
+        draws one for all ranks. ValueError on every rank if arguments or options of engines differ across ranks, or if the
+        request cannot be served.
+        """
+
+        def make() -> Request:
+            sampling = Sampling(
+                temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p
+            )
+            return self.make_request(
+                prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens, **options
+            )
+
+        def same(request: Request) -> dict[str, Any]:
+            return self._options | self.fingerprint([request])
+
+        request = together(make, self.model.generating_groups, same, self.model.device)
+        return self.enqueue(request, draw_seed(self.model) if request.seed is None else request.seed)
+
+    def make_request(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: int | Iterable[int],
+        stop_strings: str | Iterable[str],
+        seed: int | None,
+        min_new_tokens: int,
+        *,
+        logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: bool = False,
+        grammar: Grammar | None = None,
+        prefix_key: str = "",
+        matcher: GrammarMatcher | None = None,
+        thinking: Thinking | None = None,
+        pooling: str | None = None,
+        adapter: str = "",
+    ) -> Request:
+        """Make a request without queueing it, and reserve space for it in the cache. Sends nothing.
+
+        Args:
+            prompt, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens: See `add`.
+            logit_bias: {id: bias}, added to the logits before penalties and temperature.
+            logprobs: The number of most likely ids in `Request.logprobs` for each new token, in addition to that token. None
+                leaves the list empty.
+            prompt_logprobs: Fill `Request.prompt_logprobs` too.
+            grammar: The grammar of the new text (see the module `grammar`). Stop tokens are allowed only where the text may
+                end, and the request ends where nothing else may follow.
+            prefix_key: Only requests with equal keys share the prefix cache.
+            matcher: A new matcher of the grammar, which is then not compiled here.
+            thinking: The reasoning before the answer, and its budget.
+            pooling: "last" or "mean": compute the embedding of the prompt in place of new tokens (see `Request`).
+            adapter: The name of one of the engine's adapters; "": the model itself.
+
+        Raises:
+            ValueError, FileNotFoundError: This engine cannot serve the request.
+        """
+        stop_tokens = (stop_tokens,) if isinstance(stop_tokens, int) else stop_tokens
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        ids, stop_tokens = tuple(map(operator.index, prompt)), frozenset(map(operator.index, stop_tokens))
+        biases = tuple(sorted((operator.index(i), bias) for i, bias in (logit_bias or {}).items()))
+        request = Request(
+            ids, max_new_tokens, sampling, stop_tokens, stop_strings, seed, min_new_tokens,
+            biases, logprobs, prompt_logprobs, grammar, prefix_key, matcher, thinking,
+            pooling, adapter,
+        )  # fmt: skip
+        self._check(request)
+        if self.max_length is None:
+            self.cache.reserve(request.max_cached_tokens + self._speculate)  # a call pads rows to its longest proposal
+        return request
+
+    def _check(self, request: Request) -> None:
+        """ValueError or FileNotFoundError if this engine cannot serve the request."""
+        vocabulary, prompt, strings = self.model.config.vocab_size, request.prompt, request.stop_strings
+        if request.adapter not in self._models:
+            raise ValueError(f"unknown adapter {request.adapter!r}: expected one of {sorted(self._models)}")
+        thinking_end_ids = () if request.thinking is None else request.thinking.end_ids
+        for name, ids in (
+            ("token id", (*prompt, *thinking_end_ids)),
+            ("logit_bias: token id", (i for i, _ in request.logit_bias)),
+        ):
+            wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
+            if wrong is not None:
+                raise ValueError(f"{name} {wrong} is outside the vocabulary of {vocabulary}")
+        if self.max_length is not None and len(prompt) + request.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {request.max_new_tokens} new ones do not fit into "
+                f"max_length={self.max_length}"
+            )
+        if request.num_logprobs is not None and request.num_logprobs > vocabulary:
+            raise ValueError(f"logprobs={request.num_logprobs} exceeds the vocabulary of {vocabulary}")
+        if request.with_prompt_logprobs and self.model.context_ranks is not None:
+            raise ValueError("prompt_logprobs=True is not supported on context ranks, which share the prompt")
+        if request.pooling is not None and self.model.context_ranks is not None:
+            raise ValueError(f"pooling={request.pooling!r} is not supported on context ranks, which share the prompt")
+        if not all(isinstance(text, str) for text in strings):
+            raise ValueError(f"stop_strings={strings!r} must be strings")
+        if strings:
+            self.tokenizer.text_stream(strings)  # ValueError if one is empty
+        if request.thinking is not None:
+            ThinkingFollower(request.thinking, self.tokenizer)  # ValueError without a tokenizer
+        if request.grammar is not None and request.matcher is None:
+            request.matcher = self.tokenizer.matcher(request.grammar)
+
+    def fingerprint(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """The values that must be equal on every rank before requests are queued: the arguments of the requests, and the
+        checksum of the tokenizer if any request needs it.
+        """
+        is_used = any(request.stop_strings or request.grammar or request.thinking for request in requests)
+        arguments = {
+            f"request {row}: {name}": value
+            for row, request in enumerate(requests)
+            for name, value in request.arguments.items()
+        }
+        return arguments | {"tokenizer": self.tokenizer.checksum if is_used else None}
+
+    def enqueue(self, request: Request, seed: int) -> Request:
+        """Queue a request that all ranks have compared. seed: the seed of a request without its own."""
+        request.seed = seed if request.seed is None else request.seed
+        request.id, self._requests_added = self._requests_added, self._requests_added + 1
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request, waiting or running; its slot is free in the next step. All ranks cancel the same requests."""
+        self._check_own(request)
+        if request.finished is not None:
+            return
+        request.finished = "cancelled"
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for slot in [s for s in self._slots.values() if s.request is request]:
+            del self._slots[slot.row]
+
+    def stream(self, request: Request) -> Iterator[int]:
+        """Yield the tokens of a request as they are generated; steps the engine, and so all requests, to get more."""
+        self._check_own(request)
+        return self._tokens_of(request)
+
+    def _tokens_of(self, request: Request) -> Iterator[int]:
+        yielded = 0
+        while True:
+            while yielded < len(request.tokens):
+                yielded += 1
+                yield request.tokens[yielded - 1]
+            if request.finished is not None:
+                return
+            self.step()
+
+    def _unfinished(self) -> list[Request]:
+        """The requests that are waiting or running."""
+        return [*self._waiting, *(slot.request for slot in self._slots.values())]
+
+    def _check_own(self, request: Request) -> None:
+        """ValueError if the request belongs to another engine and is not finished."""
+        if request.finished is None and request not in self._unfinished():
+            raise ValueError("the request belongs to another engine")
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """Read the next tokens of prompts, and decode one token of each running request; all ranks together.
+
+        Returns the requests that got a token (`tokens[-1]`; see `finished`), several with speculative decoding, or their
+        embedding, the oldest first; [] if no request is left. It calls the model, or that of each adapter, once for its
+        decoding requests, and once for each length among the chunks of its prompts. Then it chooses tokens, once for each
+        set of equal sampling options, and again while requests accept proposals. Sends the messages of these calls.
+        """
+        decoding = [slot for slot in self._slots.values() if not slot.is_reading]
+        self._admit()
+        reading = [slot for slot in self._slots.values() if slot.is_reading]
+        advanced: list[Request] = []
+        spare = (self._token_budget or sys.maxsize) - len(decoding) - len(reading)  # beyond one token of each request
+        for slots in by_adapter(decoding):
+            if self._decoder.is_pending:  # the cache holds the proposed tokens of one call at a time
+                advanced += self._choose()
+            spare -= self._decoder.decode(slots, len(slots) + spare) - len(slots)
+        self._prompts.read(reading, len(reading) + spare)
+        pooled = [slot for slot in reading if slot.request.pooling is not None and not slot.is_reading]
+        for slot in pooled:
+            slot.finish_pooling()
+            del self._slots[slot.row]
+        advanced += [slot.request for slot in pooled] + self._choose()
+        return sorted(advanced, key=lambda request: request.id)
+
+    def _choose(self) -> list[Request]:
+        """Choose the tokens of all slots with logits, and accept or reject proposals; returns the requests of the slots."""
+        slots = ready = sorted((s for s in self._slots.values() if s.logits is not None), key=lambda s: s.request.id)
+        while ready:
+            self._choose_tokens(ready)
+            ready = [slot for slot in ready if slot.logits is not None]
+        self._decoder.accept()
+        return [slot.request for slot in slots]
+
+    def _admit(self) -> None:
+        """Put waiting requests into free slots, in their order."""
+        free = [row for row in range(len(self.cache.lengths)) if row not in self._slots]
+        for row in free[: len(self._waiting)]:
+            request = self._waiting.popleft()
+            request.admitted_at = time.monotonic()
+            self._slots[row] = slot = Slot.of(row, request, self._models[request.adapter], self.tokenizer)
+            self._prompts.begin(slot)
+
+    def _choose_tokens(self, slots: Sequence[Slot]) -> None:
+        """Choose a token for each slot, together for equal sampling options; free the slots of finished requests."""
+        groups: dict[Sampling, list[Slot]] = {}
+        for slot in slots:
+            groups.setdefault(slot.request.sampling, []).append(slot)
+        for sampling, group in groups.items():
+            local = torch.stack([slot.allowed_logits() for slot in group])
+            tokens = choose_tokens(local, sampling, [slot.generator for slot in group], self.model.ranks)
+            tokens = self.model.same_on_peers(tokens)
+            self._note_log_probabilities(group, tokens)
+            for slot, token in zip(group, tokens.tolist(), strict=True):
+                slot.append(token)
+                if slot.request.finished is not None:
+                    del self._slots[slot.row]
+
+    def _note_log_probabilities(self, slots: Sequence[Slot], tokens: torch.Tensor) -> None:
+        """Add the log-probabilities of the chosen tokens (batch,) to the requests that want them."""
+        rows = [
+            (index, slot)
+            for index, slot in enumerate(slots)
+            if slot.request.num_logprobs is not None and tokens[index] >= 0
+        ]
+        if not rows:
+            return
+        local = torch.stack([slot.logits for _, slot in rows if slot.logits is not None])  # (rows, width)
+        count = max(slot.request.num_logprobs or 0 for _, slot in rows)
+        results = log_probabilities(local, tokens[[index for index, _ in rows]], count, self.model.ranks)
+        for (_, slot), (chosen, best) in zip(rows, results, strict=True):
+            slot.request.logprobs.append((chosen, best[: slot.request.num_logprobs]))
+
+
+def _check_options(options: dict) -> None:
+    """ValueError for an option of an engine that is out of range or of a wrong type."""
+    for name, value in options.items():
+        may_be_none = name in ("max_length", "chunk", "token_budget", "block")
+        least = int(name not in ("prefix_bytes", "speculate"))
+        if not (may_be_none and value is None) and (type(value) is not int or value < least):
+            raise ValueError(f"{name}={value!r} must be an integer, at least {least}")
+    budget, slots = options["token_budget"], options["slots"]
+    if budget is not None and budget <= slots:
+        raise ValueError(f"token_budget={budget} must be more than slots={slots}: each slot reads at least one token")
