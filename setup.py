@@ -126,7 +126,7 @@ setup(
         "sparsefusion": ["py.typed"],
         "attention2d": ["py.typed"],
         "commir": ["py.typed"],
-        "megatron_ssm": ["py.typed", "serving/page.html"],
+        "megatron_ssm": ["py.typed", "server/page.html"],
     },
     entry_points={
         "console_scripts": [

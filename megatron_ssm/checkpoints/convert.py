@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_ssm import families
+from megatron_ssm.layers import families
 from megatron_ssm.layers.families import check_directory, read_json
 from megatron_ssm.model.adapters import merge_lora
 from megatron_ssm.spec.fields import hf_shapes

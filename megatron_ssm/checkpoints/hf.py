@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
-from megatron_ssm import families
 from megatron_ssm.kernels.huge_pages import HugePages, trim_heap
 from megatron_ssm.kernels.products import BLOCK
 from megatron_ssm.kernels.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
+from megatron_ssm.layers import families
 from megatron_ssm.layers.operator import Operator
 from megatron_ssm.model.context import check_schedule
 from megatron_ssm.model.model import Model

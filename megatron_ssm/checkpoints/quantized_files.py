@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megatron_ssm import families
 from megatron_ssm.kernels.huge_pages import HugePages
 from megatron_ssm.kernels.products import BLOCK
 from megatron_ssm.kernels.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed
+from megatron_ssm.layers import families
 from megatron_ssm.layers.operator import Operator
 from megatron_ssm.model.model import Model
 from megatron_ssm.parallel.layers import QUANTIZABLE

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_ssm import families
+from megatron_ssm.layers import families
 from megatron_ssm.layers.families import FAMILIES
 from megatron_ssm.layers.mlp import ACTIVATIONS, MlpSpec, squared_relu
 from megatron_ssm.spec.reader import Family

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_ssm import families
+from megatron_ssm.layers import families
 from megatron_ssm.layers.attention import AttentionSpec
 from megatron_ssm.layers.gated_delta import GatedDeltaSpec
 from megatron_ssm.layers.mlp import MlpSpec

@@ -15,7 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
 from attention2d import Attention2D, CoreAttention
-from megatron_ssm import families
+from megatron_ssm.layers import families
 from megatron_ssm.layers.attention import attend_with_cache
 from megatron_ssm.layers.call import Call, Positions
 from megatron_ssm.layers.context_attention import ContextAttention

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build, load, save
+from megatron_ssm.layers import families
 from megatron_ssm.spec.stack import Stack as ModelStack
 from sparsefusion.collectives.agreement import together
 

@@ -1,7 +1,7 @@
 """The C kernels of this package as functions of torch tensors, and the conditions under which they can be used.
 
-`ops`, `tape` and the norms of `parallel.layers` and `operators` call them, and have an equivalent in torch for arguments
-that the kernels do not support. All tensors are on the CPU; nothing is sent. "Typed" tensors share one dtype, float32 or
+The operations of this room, tapes, and norms call them, and have an equivalent in torch for arguments that the kernels do
+not support. All tensors are on the CPU; nothing is sent. "Typed" tensors share one dtype, float32 or
 bfloat16. The functions record no gradients: each backward pass is a kernel of its own, in float32. A function that
 overwrites a state returns that tensor. Unlike torch, the kernels do not broadcast: another shape than the documented one is
 a ValueError. Limits of sizes are checked where an operation is dispatched, and not here.

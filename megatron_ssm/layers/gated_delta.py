@@ -173,7 +173,7 @@ class GatedDelta(Operator):
 
     Forward sends nothing. Backward sends one all-reduce for the weight of the norm and, with fewer key heads than ranks, one
     for each tensor that holds q and k (the weights of in_proj and of the convolution). Over context ranks, both directions
-    also pass the convolution's inputs and states, or exchange heads (see `context`).
+    also pass the convolution's inputs and states, or exchange heads (see `parallel/scans.py`).
     """
 
     A_log: nn.Parameter

@@ -150,7 +150,8 @@ class MambaMixer(Operator):
     that holds whole heads needs no sum of x_proj; with more ranks than heads, the ranks of one head (`head_ranks`) sum it.
 
     Forward sends the all-reduce of x_proj if there are fewer heads than ranks, and backward that of its gradient. Over
-    context ranks, both directions also pass the convolution's inputs and states, or exchange channels (see `context`).
+    context ranks, both directions also pass the convolution's inputs and states, or exchange channels
+    (see `parallel/scans.py`).
     """
 
     small_matrices = ("x_proj", "dt_proj")

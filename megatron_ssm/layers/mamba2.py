@@ -167,7 +167,7 @@ class Mamba2Mixer(Operator):
     squares as a column. Backward sends one all-reduce of the gradients of the sums of squares if 1 < groups < ranks. With
     fewer groups than ranks it also sends one all-reduce for each parameter with rows of B and C: the weights and biases of
     in_proj and of the convolution. Over context ranks, both directions also pass the convolution's inputs and states, or
-    exchange channels (see `context`).
+    exchange channels (see `parallel/scans.py`).
     """
 
     A_log: nn.Parameter

@@ -1,4 +1,4 @@
-/* Activation functions of rows. The enum has the order of ACTIVATIONS in tape/operations.py. */
+/* Activation functions of rows. The enum has the order of ACTIVATIONS in layers/tape_operations.py. */
 #include <math.h>
 
 #include "kernels.h"

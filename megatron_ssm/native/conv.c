@@ -1,4 +1,4 @@
-/* The causal depthwise convolution followed by SiLU, and its gradient. See `causal_conv` in ops/convolution.py.
+/* The causal depthwise convolution followed by SiLU, and its gradient. See `causal_conv` in kernels/convolution.py.
 
    A task of the forward pass is a block of WIDTH channels of one sequence. A task of the backward pass is a block of channels of all
    sequences, because it sums the gradients of weight and bias. No two tasks write the same memory. */

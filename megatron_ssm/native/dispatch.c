@@ -127,7 +127,7 @@ int kernel_line(int index, int weight_type, int type, ptrdiff_t *rows, char *nam
   return 1;
 }
 
-/* Mamba-2's recurrence. See `ssd` in ops/scan.py. */
+/* Mamba-2's recurrence. See `ssd` in kernels/scan.py. */
 int ssd(const void *x, const float *dt, const float *A_log, const void *B, const void *C, const float *D, const float *state,
         void *y, float *next, float *saved, const ptrdiff_t *strides, ptrdiff_t batch, ptrdiff_t seq, ptrdiff_t heads,
         ptrdiff_t P, ptrdiff_t groups, ptrdiff_t N, int type, int one_by_one, int may_round, int threads) {

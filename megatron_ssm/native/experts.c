@@ -1,4 +1,4 @@
-/* Operations of a tape for routed experts: the router, and the experts. ops/experts.py is their twin in torch. */
+/* Operations of a tape for routed experts: the router, and the experts. kernels/experts.py is their twin in torch. */
 #include <math.h>
 
 #include "tape.h"

@@ -1,4 +1,4 @@
-/* The gated delta rule: S = exp(g) S; d = beta (v - S^T k); S = S + k d^T; y = S^T q. See `gated_delta` in ops/gated_delta.py.
+/* The gated delta rule: S = exp(g) S; d = beta (v - S^T k); S = S + k d^T; y = S^T q. See `gated_delta` in kernels/gated_delta.py.
 
    A task is one value head of one sequence. It goes from token to token, or from chunk to chunk: with c the sums of g in a chunk,
 

@@ -1,4 +1,4 @@
-/* RMSNorm, and Mamba-2's gated RMSNorm. See `RMSNorm` in parallel/layers.py and `Mamba2Mixer` in operators/mamba2.py. */
+/* RMSNorm, and Mamba-2's gated RMSNorm. See `RMSNorm` in parallel/layers.py and `Mamba2Mixer` in layers/mamba2.py. */
 #include <math.h>
 #include <stdlib.h>
 

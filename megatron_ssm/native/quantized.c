@@ -1,5 +1,5 @@
 /* Conversions: x of a product to integers, matrices to 8 or 4 bits, and such matrices to floating point. quantized.h describes their
-   format; ops/quantized_matrices.py is the twin in torch. */
+   format; kernels/quantized_matrices.py is the twin in torch. */
 #include <math.h>
 
 #include "quantized.h"

@@ -1,4 +1,4 @@
-/* Mamba-1's selective scan with softplus(dt), D and the gate, and its gradient. See `selective_scan` in ops/scan.py.
+/* Mamba-1's selective scan with softplus(dt), D and the gate, and its gradient. See `selective_scan` in kernels/scan.py.
 
    A task is a block of channels of one sequence, or of all sequences. It computes one token after the other, and the states (N, WIDTH)
    of a sequence stay in the first-level cache. No two tasks write the same memory, except that all tasks of a thread add to that
@@ -165,7 +165,7 @@ int selective_scan(const void *x, const void *dt, const float *A_log, const void
   return 0;
 }
 
-/* The states that a block of tokens passes to other blocks, float32; see context/summaries.py. Forward: the final state from zeros,
+/* The states that a block of tokens passes to other blocks, float32; see parallel/summaries.py. Forward: the final state from zeros,
    and the sum of dt over the tokens. In reverse: the gradient of the initial state that comes from the outputs; there, x is
    the gradient of the outputs, and B is C. `next` receives the result, y the sums (batch, channels), or is NULL. */
 INLINE void carry_block(const Scan *a, ptrdiff_t b, ptrdiff_t first, ptrdiff_t width, int reverse) {

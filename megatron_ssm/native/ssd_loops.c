@@ -1,4 +1,4 @@
-/* Mamba-2's recurrence by plain loops, and its gradient. See `ssd` in ops/scan.py.
+/* Mamba-2's recurrence by plain loops, and its gradient. See `ssd` in kernels/scan.py.
 
    A task is one head of one sequence. It computes one token after the other; the forward pass computes four tokens at a time, unless
    `one_by_one` is set. The forward pass computes up to WIDTH channels of the head at a time, and the backward pass PART. No two tasks

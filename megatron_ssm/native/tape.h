@@ -1,4 +1,4 @@
-/* A tape: the operations that a model applies to the tokens of a call, on buffers in one arena. tape/operations.py has the same
+/* A tape: the operations that a model applies to the tokens of a call, on buffers in one arena. layers/tape_operations.py has the same
    structs. */
 #ifndef TAPE_H
 #define TAPE_H

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_ssm import families
 from megatron_ssm.checkpoints.quantized_files import format_of
+from megatron_ssm.layers import families
 from megatron_ssm.parallel.groups import device_of_rank, join, shut_down
 from megatron_ssm.spec.stack import Stack
 from sparsefusion import Fabric

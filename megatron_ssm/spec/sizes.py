@@ -1,4 +1,4 @@
-"""The work, memory and messages of an operator on one rank, which `sizing` and `advice` add up."""
+"""The work, memory and messages of an operator on one rank, which `model` and `plan` add up."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ssm import families
 from megatron_ssm.checkpoints.hf_directory import COMPANION_FILES
 from megatron_ssm.engine.text import BYTE_END_OF_TEXT_ID, load_tokenizer, write_byte_tokenizer, write_whole_files
+from megatron_ssm.layers import families
 from megatron_ssm.model.initialization import MEGATRON
 from megatron_ssm.spec.stack import Stack
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ssm import families
 from megatron_ssm.checkpoints.folders import DamagedCheckpoint, find_checkpoints, read_training
 from megatron_ssm.kernels.fused_adam import adamw_on_cuda
+from megatron_ssm.layers import families
 from megatron_ssm.model.lora import find_modules
 from megatron_ssm.parallel.blocks import check_sequence_length
 from megatron_ssm.spec.stack import Stack

@@ -23,7 +23,7 @@ def lazy_exports(
 
     Args:
         package: The name of the package.
-        modules: {exported name: the module that defines it, relative to the package}.
+        modules: {exported name: the module that defines it, or that is exported itself, relative to the package}.
         own: Exported names that `__init__.py` itself defines.
     """
     names = sorted([*own, *modules])
@@ -33,7 +33,8 @@ def lazy_exports(
             return version()
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
+        module = importlib.import_module(f".{modules[name]}", package)
+        value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,4 +1,4 @@
-"""Experts. Oracle: a loop over experts with autograd in float64, and transformers' whole models (models/test_logits.py)."""
+"""Experts. Oracle: a loop over experts with autograd in float64, and transformers' whole models (model/test_logits.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the watch over ranks leaves alone; what it does is tested on whole runs, in training/test_faults.py."""
+"""What the watch over ranks leaves alone; what it does is tested on whole runs, in train/test_faults.py."""
 
 import subprocess
 import sys
