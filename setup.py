@@ -16,12 +16,12 @@ from setuptools.command.build_ext import build_ext
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from sparsefusion.native.library import LIBRARY_NAME, digest, skipped, sources  # noqa: E402
+from commfabric.native.library import LIBRARY_NAME, digest, skipped, sources  # noqa: E402
 
 REPOSITORY = "https://github.com/megatron-ssm/megatron-ssm"
 FLAGS = ["-std=gnu11", "-O3", "-fno-wrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 # Kernels of megatron_ssm may add in any order. Those of sparsefusion may not: their sums over ranks have a fixed order.
-OWN_FLAGS = {"sparsefusion": [], "megatron_ssm": ["-fassociative-math", "-fno-signed-zeros"]}
+OWN_FLAGS = {"commfabric": [], "megatron_ssm": ["-fassociative-math", "-fno-signed-zeros"]}
 WIDE, THREADS = "-mprefer-vector-width=512", "-fopenmp"
 # Flags to try, the best first: a compiler may lack OpenMP, the flags for x86-64, or function clones for several processors.
 ATTEMPTS = ([WIDE, THREADS], [THREADS], ["-DNO_CLONES", THREADS], [], ["-DNO_CLONES"])
@@ -83,7 +83,7 @@ def kernels(package: str) -> Extension:
     return Extension(
         f"{package}.native.libkernels",
         [name for name in files if name.endswith(".c")],
-        include_dirs=["sparsefusion/native"],
+        include_dirs=["commfabric/native"],
         define_macros=macros,
         optional=True,
     )
@@ -121,8 +121,9 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    packages=find_packages(include=["sparsefusion*", "attention2d*", "commir*", "megatron_ssm*"]),
+    packages=find_packages(include=["commfabric*", "sparsefusion*", "attention2d*", "commir*", "megatron_ssm*"]),
     package_data={
+        "commfabric": ["py.typed"],
         "sparsefusion": ["py.typed"],
         "attention2d": ["py.typed"],
         "commir": ["py.typed"],
@@ -137,7 +138,7 @@ setup(
     },
     # An editable install then puts this directory on the path, so packages that are added later are found too.
     package_dir={"": "."},
-    ext_modules=[] if skipped() else [kernels("sparsefusion"), kernels("megatron_ssm")],
+    ext_modules=[] if skipped() else [kernels("commfabric"), kernels("megatron_ssm")],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelsWheel},
     install_requires=[
         "torch>=2.6",

@@ -5,14 +5,14 @@ Its sub-packages are listed in docs/architecture.md, and each says which ones it
 Importing the package loads neither torch nor any submodule; each public name is imported when it is first used.
 """
 
-from sparsefusion.foundation.lazy import lazy_exports
+from commfabric.foundation.lazy import lazy_exports
 
-_HOME = {name: "schedules.family" for name in ("Attention2D", "Ring", "AllGather", "Ulysses", "USP")} | {
-    "Tree": "schedules.tree",
-    "candidates": "schedules.choosing",
-    "choose": "schedules.choosing",
-    "attention": "schedules.sdpa",
-    "CoreAttention": "schedules.megatron",
+_HOME = {name: ".schedules.family" for name in ("Attention2D", "Ring", "AllGather", "Ulysses", "USP")} | {
+    "Tree": ".schedules.tree",
+    "candidates": ".schedules.choosing",
+    "choose": ".schedules.choosing",
+    "attention": ".schedules.sdpa",
+    "CoreAttention": ".schedules.megatron",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import megatron_ssm
-from sparsefusion.foundation.command_line import run, silence_third_parties
+from commfabric.foundation.command_line import run, silence_third_parties
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 768  # tokens of the byte-pair encoding

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import attention2d
-from sparsefusion.collectives.agreement import on_first
+from commfabric.collectives.agreement import on_first
 
 
 def attention_function(schedule: attention2d.Attention2D, length: int) -> Callable:

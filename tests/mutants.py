@@ -64,19 +64,19 @@ MUTANTS = (
         "tests/sparsefusion/fusion/test_fusion_states.py::test_another_number_of_ranks_takes_the_mean_residual",
     ),
     Mutant(
-        "int8 truncates", "sparsefusion/collectives/wire_formats.py",
+        "int8 truncates", "commfabric/collectives/wire_formats.py",
         "(blocks / scale).round_()", "(blocks / scale).trunc_()",
-        "tests/sparsefusion/collectives/test_wire_formats.py::test_int8_rounds_halves_to_even",
+        "tests/commfabric/collectives/test_wire_formats.py::test_int8_rounds_halves_to_even",
     ),
     Mutant(
-        "a sum over ranks lacks one rank", "sparsefusion/reduction/quantized.py",
+        "a sum over ranks lacks one rank", "commfabric/reduction/quantized.py",
         "range(1, len(encoded))", "range(2, len(encoded))",
-        "tests/sparsefusion/reduction/test_quantized_all_reduce.py::test_sums_bits_and_bytes",
+        "tests/commfabric/reduction/test_quantized_all_reduce.py::test_sums_bits_and_bytes",
     ),
     Mutant(
-        "a dead rank not noticed", "sparsefusion/collectives/shared_memory.py",
+        "a dead rank not noticed", "commfabric/collectives/shared_memory.py",
         "state == MISSING and rank in dead_ranks", "False",
-        "tests/sparsefusion/collectives/test_shared_memory_failures.py::test_a_killed_rank_is_named",
+        "tests/commfabric/collectives/test_shared_memory_failures.py::test_a_killed_rank_is_named",
     ),
     Mutant(
         "messages sent at the same time", "sparsefusion/planning/fusion_cuts.py",
@@ -84,14 +84,14 @@ MUTANTS = (
         "tests/sparsefusion/planning/test_planner.py::test_fusion_cuts_are_optimal",
     ),
     Mutant(
-        "C selects one element too many of equal ones", "sparsefusion/native/selection.c",
+        "C selects one element too many of equal ones", "commfabric/native/selection.c",
         "equal-- <= 0", "equal-- < 0",
         "tests/sparsefusion/selection/test_sparsifiers.py::test_c_takes_what_torch_takes",
     ),
     Mutant(
-        "C sends fp16 without its scale", "sparsefusion/native/formats.h",
+        "C sends fp16 without its scale", "commfabric/native/formats.h",
         "half_of_float(x[i] / divisor)", "half_of_float(x[i])",
-        "tests/sparsefusion/collectives/test_shared_memory.py::test_other_numbers_of_ranks",
+        "tests/commfabric/collectives/test_shared_memory.py::test_other_numbers_of_ranks",
     ),
     # attention2d
     Mutant(

@@ -17,6 +17,8 @@ import megatron_ssm
 import sparsefusion
 import tiny
 from attention2d import Ring, Tree
+from commfabric.collectives.agreement import on_first, together
+from commfabric.fabric.cost_model import Fabric
 from commir.execution.state import Count
 from commir.searching.graph_run import GraphRunner
 from commir.searching.layers import transformer_layer
@@ -27,8 +29,6 @@ from megatron_ssm.checkpoints.training import Snapshot, load_training
 from megatron_ssm.model.adapters import remove_lora
 from serving import attempt, checkpoint
 from shared import die, error_of
-from sparsefusion.collectives.agreement import on_first, together
-from sparsefusion.fabric.cost_model import Fabric
 
 PROMPT = torch.tensor([[1, 2, 3]])
 

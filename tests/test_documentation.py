@@ -22,7 +22,7 @@ from megatron_ssm.train.options import parse_options
 from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")
+PACKAGES = ("commfabric", "sparsefusion", "attention2d", "commir", "megatron_ssm")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BENCHMARKS = [path for path in sorted((ROOT / "benchmarks").glob("*/*.py")) if path.parent.name != "support"]
 

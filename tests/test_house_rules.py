@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")  # each imports only packages to its left
+PACKAGES = (
+    "commfabric",
+    "sparsefusion",
+    "attention2d",
+    "commir",
+    "megatron_ssm",
+)  # each imports only packages to its left
 PRESENT = [package for package in PACKAGES if (ROOT / package / "__init__.py").exists()]
 PACKAGE_FILES = [path for package in PRESENT for path in sorted((ROOT / package).rglob("*.py"))]
 # The sub-packages of each package in order: each imports only those before it.
 ROOMS = {
-    "sparsefusion": (
-        "foundation native collectives fabric reduction selection planning gradients adapters fusion cli"
-    ).split(),
+    "commfabric": "foundation native collectives fabric reduction".split(),
+    "sparsefusion": "selection planning gradients adapters fusion cli".split(),
     "attention2d": "layout compute cost schedules".split(),
     "commir": "ir programs scheduling lowering execution searching".split(),
     "megatron_ssm": "spec kernels parallel layers model engine checkpoints train plan server integrations cli".split(),

@@ -16,8 +16,8 @@ import pytest
 from native_variants import CPUINFO, compiler
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("sparsefusion", "attention2d", "commir", "megatron_ssm")
-LIBRARIES = {"sparsefusion/native/libkernels.so", "megatron_ssm/native/libkernels.so"}
+PACKAGES = ("commfabric", "sparsefusion", "attention2d", "commir", "megatron_ssm")
+LIBRARIES = {"commfabric/native/libkernels.so", "megatron_ssm/native/libkernels.so"}
 NO_COMPILER = "/nonexistent"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from attention2d.layout.token_order import Segment
-from sparsefusion.collectives.counted import Counter, Exchange, exchange
+from commfabric.collectives.counted import Counter, Exchange, exchange
 
 Tensors = Sequence[torch.Tensor]
 
@@ -105,7 +105,7 @@ class Axis:
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Exchange:
-        """Start `sparsefusion.collectives.counted.exchange` in this group, counting its bytes."""
+        """Start `commfabric.collectives.counted.exchange` in this group, counting its bytes."""
         return exchange(sends, receives, self.group, self.counter)
 
     def all_gather(self, layout: ChunkLayout, tensors: Tensors) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 
 from attention2d.layout.block_mask import BlockMask
 from attention2d.layout.token_order import KernelCall, Segment, kernel_calls, split_calls
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives.wire_formats import at_least_fp32
 
 from .axis import Axis, ChunkLayout, Tensors, add_to
 from .tile import attend, attend_backward, empty_result, merge, tile_length

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from attention2d.layout import token_order as orders
 from attention2d.layout.block_mask import BlockMask
 from attention2d.layout.grid import Grid
-from sparsefusion.collectives.counted import Counter
+from commfabric.collectives.counted import Counter
 
 from .axis import Axis
 from .heads import gather_heads, scatter_heads

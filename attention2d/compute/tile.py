@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives.wire_formats import at_least_fp32
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.agreement import check_member
+from commfabric.collectives.agreement import check_member
 
 
 def group_size(group: ProcessGroup | None) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.agreement import together
-from sparsefusion.collectives.counted import Counter, all_gather
+from commfabric.collectives.agreement import together
+from commfabric.collectives.counted import Counter, all_gather
 
 from . import token_order as orders
 from .grid import group_size

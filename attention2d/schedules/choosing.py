@@ -10,7 +10,7 @@ from attention2d.cost.volume import messages
 from attention2d.layout import token_order as orders
 from attention2d.layout.attention_arguments import check_heads, check_sizes
 from attention2d.layout.grid import Grid, group_size
-from sparsefusion.fabric.cost_model import Fabric
+from commfabric.fabric.cost_model import Fabric
 
 from .family import Attention2D
 

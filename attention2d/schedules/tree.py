@@ -20,7 +20,7 @@ from attention2d.layout.attention_arguments import (
     refuse_features,
 )
 from attention2d.layout.sharding import SequenceSharding
-from sparsefusion.collectives.counted import all_gather, all_to_all
+from commfabric.collectives.counted import all_gather, all_to_all
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ from attention2d.schedules.choosing import candidates
 from benchmarks.paper.projection import h100s
 from benchmarks.support import table_charts
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.fabric.cost_model import Fabric
+from commfabric.fabric.cost_model import Fabric
 
 SEQ, RANKS, FLOPS = 2**20, (64, 256, 1024), 0.5 * 989e12
 MEASURED, CARD = 4, 50e9  # ranks of the measured fabric; bytes per second of a network card

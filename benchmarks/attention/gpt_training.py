@@ -23,8 +23,8 @@ from benchmarks.attention.grid_attention import point
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import VOCABULARY, bytes_on_wire, random_model
 from benchmarks.support.tables import markdown, print_or_publish
-from sparsefusion.collectives.counted import Counter, all_reduce
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.collectives.counted import Counter, all_reduce
+from commfabric.fabric.measurement import repetitions, timed
 
 REPETITIONS, BURST, LAYERS, HEAD_DIM = 3, "16kb", 2, 16
 MEGATRON, OURS = "Megatron's GPTModel", "ours"

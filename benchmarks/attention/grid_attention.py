@@ -17,7 +17,7 @@ from attention2d import USP, AllGather, Attention2D, Ring, Ulysses, choose
 from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.fabric.measurement import repetitions, timed
 
 REPETITIONS, BURST = 10, "16kb"  # burst: of the emulated links (launch/netlab.sh)
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.fabric.measurement import repetitions, timed
-from sparsefusion.reduction import quantized
+from commfabric.fabric.measurement import repetitions, timed
+from commfabric.reduction import quantized
 
 REPETITIONS, SMALL, REPETITIONS_OF_SMALL = 30, 128 << 10, 150
 SIZES = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20]

@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.support import charts
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.fabric.advice import MAMBA_2_8B, best_degree
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
+from commfabric.fabric.advice import MAMBA_2_8B, best_degree
+from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.curve import Curve
+from commfabric.fabric.readers import extend_by_sweeps, read_curves
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "examples" / "h100x4"

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.tables import markdown, print_or_publish
-from sparsefusion.collectives import counted as collectives
-from sparsefusion.fabric.cost_model import size_name
-from sparsefusion.fabric.measurement import collective_calls, measure, repetitions, timed
+from commfabric.collectives import counted as collectives
+from commfabric.fabric.cost_model import size_name
+from commfabric.fabric.measurement import collective_calls, measure, repetitions, timed
 
 CELLS = [(2, "200mbit"), (4, "200mbit"), (2, "1gbit"), (4, "1gbit")]
 FITTED = [1 << bits for bits in range(10, 23)]

@@ -11,10 +11,10 @@ from operator import attrgetter
 from pathlib import Path
 
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.fabric.advice import MAMBA_2_8B, Row, Shape, best_degree
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
+from commfabric.fabric.advice import MAMBA_2_8B, Row, Shape, best_degree
+from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.curve import Curve
+from commfabric.fabric.readers import extend_by_sweeps, read_curves
 
 FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
 BEST_CASE, WORST_CASE = attrgetter("low"), attrgetter("high")  # ends of a prediction's interval

@@ -18,7 +18,7 @@ import megatron_ssm
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import PROMPT, SHAPES, random_model
 from benchmarks.support.tables import markdown, print_or_publish
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.fabric.measurement import repetitions, timed
 
 RANKS, NEW, REPETITIONS = 2, 8, 10
 RATES = ["200mbit", "1gbit", "none"]

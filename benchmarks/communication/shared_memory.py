@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.shared_memory import connect
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.collectives import counted as collectives
+from commfabric.collectives.shared_memory import connect
+from commfabric.fabric.measurement import repetitions, timed
 
 RANKS = (2, 4)
 SIZES = {"3 KB (768 floats)": 768, "8 KB": 2048, "64 KB": 16384, "768 KB (256 x 768)": 196608, "4 MB": 1 << 20}

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
+from commfabric.fabric.measurement import repetitions
 from sparsefusion import MODES, SparseFusion
-from sparsefusion.fabric.measurement import repetitions
 from sparsefusion.fusion.cost_measurement import SampledFabric
 from sparsefusion.fusion.dry_run import dry_run
 from sparsefusion.planning.compression import CompressionSettings

@@ -29,8 +29,8 @@ from benchmarks.support.cells import ROOT, cell_arguments, measure_cell, write_r
 from benchmarks.support.learner import warm_turn
 from benchmarks.support.small_learners import TASKS, Task, symbols, texts
 from benchmarks.support.tables import markdown, publish
+from commfabric.fabric.measurement import repetitions
 from sparsefusion import SparseFusion
-from sparsefusion.fabric.measurement import repetitions
 from sparsefusion.fusion.cost_measurement import SampledFabric
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.planning.compression import CompressionSettings

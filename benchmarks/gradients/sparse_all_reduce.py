@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.tables import markdown, print_or_publish
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.fabric.measurement import repetitions, timed
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.planning.plan import Unit
 

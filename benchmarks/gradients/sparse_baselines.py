@@ -27,7 +27,7 @@ from benchmarks.gradients.sparse_ablation import HIDDEN, LAYERS, Contestant, Den
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.learner import SEQUENCES, TOKENS, VOCAB, Learner, warm_turn
 from benchmarks.support.tables import markdown, print_or_publish
-from sparsefusion.fabric.measurement import repetitions
+from commfabric.fabric.measurement import repetitions
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.planning.plan import Buffer, Plan, Unit
 

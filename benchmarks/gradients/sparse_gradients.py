@@ -28,8 +28,8 @@ from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
+from commfabric.fabric.measurement import repetitions, timed
 from sparsefusion import SparseFusion
-from sparsefusion.fabric.measurement import repetitions, timed
 from sparsefusion.fusion.trial import MOST_PLANS, ROUNDS, STEPS
 
 TURNS, CLOSE_TURNS, DENSITY, LAYERS = 5, 10, 0.01, 4  # turns of each copy

@@ -25,7 +25,7 @@ from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.naive import shard_naively
 from benchmarks.support.shapes import FIVE_FAMILIES, PROMPT, random_model
 from benchmarks.support.tables import markdown, print_or_publish, publish
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.fabric.measurement import repetitions, timed
 
 SHAPE, RANKS, NEW = "Mamba-1 130m", 2, 16
 BEFORE = PROMPT + PROMPT // 2  # the tokens before the one in the middle of the output

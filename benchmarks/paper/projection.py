@@ -13,13 +13,13 @@ from typing import Any
 
 from benchmarks.support.shapes import PUBLISHED
 from benchmarks.support.tables import markdown, publish
+from commfabric.fabric.advice import best_degree
+from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.readers import extend_by_sweeps, read_curves
 from megatron_ssm import families
 from megatron_ssm.model.advise import decoding_shape
 from megatron_ssm.model.memory import Memory
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.fabric.advice import best_degree
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
 
 FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
 DEGREES, BATCHES, PROMPT, GB = (1, 2, 4, 8), (1, 64), 1024, 1e9

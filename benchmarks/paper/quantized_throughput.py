@@ -20,7 +20,7 @@ from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.shapes import random_model
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.fabric.measurement import repetitions, timed
 
 RANKS, NEW, REPETITIONS = 2, 8, 15
 LINKS, FORMATS, OUTPUTS = ("1gbit", "200mbit"), ("fp32", "fp16", "int8"), (16, 64, 256)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from attention2d import Attention2D
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.tables import markdown, print_or_publish
+from commfabric.fabric.measurement import repetitions, timed
 from commir import Mesh, Schedule, differentiable, execute, programs
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, place
-from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 20
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.tables import markdown, print_or_publish
+from commfabric.fabric.measurement import repetitions, timed
 from commir import Mesh, Schedule, execute, programs
 from commir.ir.program import Program
 from commir.scheduling.placements import Placement, place
-from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 10
 

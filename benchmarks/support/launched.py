@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from commfabric.foundation import command_line
 from megatron_ssm.checkpoints.shards import ShardWriter
 from megatron_ssm.train.options import parse_options
 from megatron_ssm.train.pretraining import pretrain
 from megatron_ssm.train.trainer import Trainer
-from sparsefusion.foundation import command_line
 
 CLONE_NEWNET = 0x40000000
 TINY = """--data text --out out --log log.jsonl --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4

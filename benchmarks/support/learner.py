@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from commfabric.fabric.measurement import timed
 from megatron_ssm import families
 from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.model.initialization import initialize
 from megatron_ssm.train.options import Options
-from sparsefusion.fabric.measurement import timed
 
 VOCAB, SEQUENCES, TOKENS = 256, 2, 128  # SEQUENCES and TOKENS: of each rank's batch
 MAX_STEAL = 0.03  # the share of the cores' time that the hypervisor may take from an accepted turn

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import measured_cells, write_result
 from benchmarks.support.tables import markdown
+from commfabric.collectives.counted import exchange
+from commfabric.fabric.measurement import repetitions, timed
 from commir import Mesh, Plan, Schedule, execute, interpret, known, programs, search
 from commir.execution.verifier import smallest, unscheduled
 from commir.ir.program import Program
@@ -22,8 +24,6 @@ from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
 from commir.searching.search import _lowered, check_homes_divide
 from commir.searching.tile_times import LEAST_OVERLAP, measure_overlap, measure_tile
-from sparsefusion.collectives.counted import exchange
-from sparsefusion.fabric.measurement import repetitions, timed
 
 SMALL, LARGEST = 2_000, 20_000_000  # bytes of the messages by which links are measured
 BURST = "16kb"

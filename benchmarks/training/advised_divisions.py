@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measure_cell
 from benchmarks.support.tables import markdown, print_or_publish
+from commfabric.fabric.measurement import collective_calls, measure
 from megatron_ssm import families, generate
 from megatron_ssm.checkpoints.hf import build
 from megatron_ssm.model.context import schedule_of
@@ -47,7 +48,6 @@ from megatron_ssm.train.batches import Batches, Tokens
 from megatron_ssm.train.options import Options
 from megatron_ssm.train.trainer import Trainer
 from sparsefusion import Fabric
-from sparsefusion.fabric.measurement import collective_calls, measure
 
 REPEATED, VOCAB, RANKS = 2, 512, 2
 TURNS = 3  # in which a row is predicted and measured

@@ -16,10 +16,10 @@ from attention2d.layout.attention_arguments import check_heads
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import VOCABULARY, random_model, training_step
 from benchmarks.support.tables import markdown, print_or_publish
+from commfabric.fabric.measurement import repetitions, timed
 from megatron_ssm import families
 from megatron_ssm.model.context import schedule_of
 from megatron_ssm.train.options import Options
-from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 5
 NAMES = ("ring", "all-gather", "ulysses", "usp", "2d", "3d")

@@ -18,7 +18,7 @@ from attention2d import Ring
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.context import bytes_on_wire, random_model, training_step
 from benchmarks.support.tables import markdown, print_or_publish
-from sparsefusion.fabric.measurement import repetitions, timed
+from commfabric.fabric.measurement import repetitions, timed
 
 REPETITIONS = 5
 DELTA = "gated delta net"

@@ -9,11 +9,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
+from commfabric.collectives.counted import Counter
 from commir.lowering.plan import Plan
 from commir.programs.attention_programs import is_self_attention
 from commir.scheduling.loop_nest import LoopNest
 from commir.scheduling.placements import is_placed, placements_of
-from sparsefusion.collectives.counted import Counter
 
 Tensor = torch.Tensor
 

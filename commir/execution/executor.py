@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives.agreement import together
+from commfabric.collectives.counted import Counter, exchange
 from commir.lowering.plan import Plan, check_plan
 from commir.programs.attention_programs import is_self_attention
-from sparsefusion.collectives.agreement import together
-from sparsefusion.collectives.counted import Counter, exchange
 
 from .attention_grids import attend, grid_of
 from .rank_steps import take_steps
@@ -38,7 +38,7 @@ def execute(
         group: as many ranks as the mesh has (None: one rank).
         count: counts what this rank sends and holds. The plan's own steps are then taken, not those of attention2d. All
             ranks have a count, or none has.
-        counter: counts messages as `sparsefusion.collectives` does.
+        counter: counts messages as `commfabric.collectives` does.
 
     Raises:
         ValueError: on every rank, if an input of one rank is missing or has the wrong shape or dtype; if plans, devices or

@@ -8,11 +8,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives.counted import Counter
 from commir.lowering.lower import Schedule
 from commir.lowering.plan import Plan, check_plan
 from commir.programs.attention_programs import SAVED, is_self_attention, self_attention_like
 from commir.scheduling.placements import in_chunks, is_placed, place, placements_of
-from sparsefusion.collectives.counted import Counter
 
 from .executor import compare, run
 from .state import Count, RankState, without_autocast

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.program import Operand, Program
 from commir.lowering.plan import Plan
 from commir.lowering.plan_steps import Key, Step, register_key
 from commir.lowering.tensor_blocks import local_sizes
 from commir.lowering.unrolled_loops import loops_of, travelling
 from commir.programs.tiles import Tile, TileInto, derive, tile_into, tile_of
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
 Run = Generator[Any, Any, Any]  # yields Messages or handles; see the module's docstring

@@ -9,7 +9,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-from sparsefusion.fabric.cost_model import Fabric
+from commfabric.fabric.cost_model import Fabric
 
 
 @dataclass(frozen=True)

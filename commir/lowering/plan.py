@@ -7,11 +7,11 @@ from functools import cached_property
 
 import torch
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.mesh import Mesh
 from commir.ir.program import ITEMSIZES, Operand, Program
 from commir.scheduling.known_schedules import known_as
 from commir.scheduling.loop_nest import Digit, LoopNest
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .accounting import Account, account
 from .explain import lines_of_messages

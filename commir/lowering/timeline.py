@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from commfabric.fabric.cost_model import Fabric
 from commir.ir.mesh import Mesh
-from sparsefusion.fabric.cost_model import Fabric
 
 from .accounting import Message
 from .plan_steps import Arrive, Combine, Compute, Send, SendPartial, Step, Summarize

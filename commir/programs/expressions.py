@@ -10,10 +10,10 @@ from functools import reduce
 
 import torch
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.expression_syntax import FUNCTIONS as NAMES
 from commir.ir.expression_syntax import factors_of, split_number
 from commir.ir.program import Program
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {name: getattr(torch, name) for name in NAMES}

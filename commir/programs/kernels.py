@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.expression_syntax import FUNCTIONS
 from commir.ir.program import KERNELS, Program
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .expressions import unshared
 from .operators import Operator

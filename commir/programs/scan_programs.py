@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.program import SCANNED, WHOLE, Axis, Operand, Program, Result, Scan
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]

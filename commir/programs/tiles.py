@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention2d.compute.tile import attend, attend_backward, empty_result, merge, tile_length
 from attention2d.layout.token_order import KernelCall, Segment, kernel_calls, split_calls
+from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.program import Program
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .compiled_tiles import compiled
 from .expressions import evaluate

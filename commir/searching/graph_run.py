@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives.agreement import check_member, together
+from commfabric.collectives.counted import Counter
+from commfabric.collectives.wire_formats import at_least_fp32
 from commir.execution.executor import run
 from commir.execution.state import Count, RankState, without_autocast
 from commir.lowering.plan import Plan
-from sparsefusion.collectives.agreement import check_member, together
-from sparsefusion.collectives.counted import Counter
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .operator_options import GraphNode
 

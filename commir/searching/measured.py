@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives.agreement import together
+from commfabric.fabric.measurement import repetitions, timed
 from commir.execution.executor import execute
 from commir.lowering.plan import Plan, check_plan
-from sparsefusion.collectives.agreement import together
-from sparsefusion.fabric.measurement import repetitions, timed
 
 from .tile_times import random_inputs
 

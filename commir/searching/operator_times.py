@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives.agreement import on_first
+from commfabric.collectives.counted import all_reduce
 from commir.ir.mesh import Mesh
 from commir.ir.program import Program
-from sparsefusion.collectives.agreement import on_first
-from sparsefusion.collectives.counted import all_reduce
 
 from .operator_options import GraphNode, options_of, tile_name
 from .tile_times import tile_seconds

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives.agreement import together
+from commfabric.collectives.counted import all_reduce, exchange
+from commfabric.collectives.wire_formats import at_least_fp32
+from commfabric.fabric.measurement import repetitions, timed
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
-from sparsefusion.collectives.agreement import together
-from sparsefusion.collectives.counted import all_reduce, exchange
-from sparsefusion.collectives.wire_formats import at_least_fp32
-from sparsefusion.fabric.measurement import repetitions, timed
 
 REPETITIONS = 7
 LEAST_OVERLAP = -2.0

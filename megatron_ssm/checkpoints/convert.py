@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.layers import families
 from megatron_ssm.layers.families import check_directory, read_json
 from megatron_ssm.model.adapters import merge_lora
 from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.reader import QUANTIZATION, FieldReader
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.foundation.command_line import Failure
 
 from .deepspeed_files import is_deepspeed
 from .deepspeed_models import hugging_face_tensors

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from commfabric.collectives.agreement import together
 from megatron_ssm.model.model import Model
 from megatron_ssm.spec.fields import Field, field_of, hf_shapes
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.agreement import together
 
 from .deepspeed_files import DeepSpeedCheckpoint, Part, checksum_of_deepspeed, is_deepspeed, read_deepspeed
 from .failures import in_one_line

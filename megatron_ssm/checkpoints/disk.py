@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from sparsefusion.foundation.command_line import Failure, is_lack_of_memory
+from commfabric.foundation.command_line import Failure, is_lack_of_memory
 
 from .failures import first_line
 

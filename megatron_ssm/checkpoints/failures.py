@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
-from sparsefusion.foundation.command_line import INPUT_ERRORS, Failure
+from commfabric.foundation.command_line import INPUT_ERRORS, Failure
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sparsefusion.collectives.agreement import on_first
-from sparsefusion.foundation.command_line import Failure
+from commfabric.collectives.agreement import on_first
+from commfabric.foundation.command_line import Failure
 
 from .disk import Result, read_with_retries
 from .failures import in_one_line

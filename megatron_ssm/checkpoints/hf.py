@@ -16,6 +16,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
+from commfabric import FORMATS
+from commfabric.collectives.agreement import together
+from commfabric.collectives.counted import Counter
+from commfabric.reduction.quantized import format_choice
 from megatron_ssm.kernels.huge_pages import HugePages, trim_heap
 from megatron_ssm.kernels.products import BLOCK
 from megatron_ssm.kernels.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed, quantize
@@ -28,10 +32,6 @@ from megatron_ssm.parallel.layers import QUANTIZABLE, ExpertMatrices, Packed, Ra
 from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.spec.fields import Field, field_of, hf_shapes
 from megatron_ssm.spec.stack import Stack
-from sparsefusion import FORMATS
-from sparsefusion.collectives.agreement import together
-from sparsefusion.collectives.counted import Counter
-from sparsefusion.reduction.quantized import format_choice
 
 from .failures import os_errors_as
 from .hf_directory import (

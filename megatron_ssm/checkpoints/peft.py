@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from commfabric.collectives.agreement import together
 from megatron_ssm.model.adapters import adapter_parameters, attach_lora, remove_lora, share_parameters
 from megatron_ssm.model.lora import NOT_TRAINED, Lora, lora_fields, lora_targets
 from megatron_ssm.model.model import Model
 from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.agreement import together
 
 from .disk import HiddenFolder
 from .failures import first_line

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commfabric.collectives.agreement import on_first, together
 from megatron_ssm.model.model import Model
 from megatron_ssm.parallel.groups import Groups
 from sparsefusion import SparseFusion
-from sparsefusion.collectives.agreement import on_first, together
 from sparsefusion.fusion.checkpoint_state import check_states, mean_residuals, model_part
 
 from .failures import in_one_line

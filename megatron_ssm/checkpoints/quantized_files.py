@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from commfabric.collectives.counted import Counter
 from megatron_ssm.kernels.huge_pages import HugePages
 from megatron_ssm.kernels.products import BLOCK
 from megatron_ssm.kernels.quantized_matrices import QUANTIZED_FORMATS, QuantizedMatrix, narrowed
@@ -35,7 +36,6 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.spec.fields import Field, field_of
 from megatron_ssm.spec.reader import QUANTIZATION
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.counted import Counter
 
 from .hf_directory import FLOATS, Merged, Writer, file_plan, has_draft_head, match_tensors, open_tensors
 

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from commfabric.collectives.agreement import on_first, together
+from commfabric.collectives.wire_formats import at_least_fp32
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.kernels.fused_adam import counts_by_group
 from megatron_ssm.layers.operator import Place
 from megatron_ssm.model.model import Model
 from megatron_ssm.spec.fields import Field, field_of
-from sparsefusion.collectives.agreement import on_first, together
-from sparsefusion.collectives.wire_formats import at_least_fp32
-from sparsefusion.foundation.command_line import Failure
 
 from .disk import DirectoryLock, is_machine_error, read_with_retries, sync_directory
 from .failures import first_line, in_one_line

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from commfabric.foundation.command_line import Printer
 from megatron_ssm import Model
 from megatron_ssm.checkpoints.hf import load
 from megatron_ssm.checkpoints.quantized_files import format_of
@@ -26,7 +27,6 @@ from megatron_ssm.kernels.report import kernels_line
 from megatron_ssm.layers.families import read_for_ranks
 from megatron_ssm.model.memory import Memory
 from megatron_ssm.plan.host_memory import own_memory
-from sparsefusion.foundation.command_line import Printer
 
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from commfabric.foundation.command_line import Printer
 from megatron_ssm.engine.engine import Engine
 from megatron_ssm.engine.generation_config import read_generation_config
 from megatron_ssm.parallel.heartbeat import Watch
@@ -22,7 +23,6 @@ from megatron_ssm.server.prepared_request import TOO_LONG, PreparedRequest, Serv
 from megatron_ssm.server.replies import Replies
 from megatron_ssm.server.request_models import ChatRequest, parse_body
 from megatron_ssm.server.sequences import Update
-from sparsefusion.foundation.command_line import Printer
 
 HELP = "/reset: a new conversation; /system TEXT: a new one with this system message; /exit or Ctrl-D: leave"
 COMMAND = re.compile(r"/(reset|system|exit)(?:\s+(.*))?|/[a-z]+")

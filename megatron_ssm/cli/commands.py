@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from commfabric.collectives.agreement import together
+from commfabric.foundation.command_line import Failure, Printer
+from commfabric.foundation.launcher import launched_ranks
 from megatron_ssm.checkpoints.convert import STATE_SPACES_EMBEDDING, convert
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.checkpoints.hf_directory import FLOATS, open_tensors, stored_bytes, weight_files
@@ -34,9 +37,6 @@ from megatron_ssm.parallel.groups import (
     shut_down,
 )
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.agreement import together
-from sparsefusion.foundation.command_line import Failure, Printer
-from sparsefusion.foundation.launcher import launched_ranks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,11 +12,11 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commfabric.foundation.command_line import Printer
+from commfabric.foundation.launcher import this_rank
+from commfabric.native.library import Library, file_of
 from megatron_ssm.kernels.optional_imports import version_of
 from megatron_ssm.kernels.report import dtype_name
-from sparsefusion.foundation.command_line import Printer
-from sparsefusion.foundation.launcher import this_rank
-from sparsefusion.native.library import Library, file_of
 
 from .known_problems import LIBRARIES, find_problems, torch_build, usable_cores, value_or_unknown
 
@@ -157,7 +157,7 @@ def _adamw(device: str) -> tuple[str, str, str, str]:
 
 
 def _all_reduce(device: str) -> tuple[str, str, str, str]:
-    library, name = Library("sparsefusion", {}), "all-reduce between ranks"
+    library, name = Library("commfabric", {}), "all-reduce between ranks"
     if device == "cuda":
         return name, "NCCL", "NCCL", "the backend of torch.distributed for cuda"
     if not library:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from commfabric.native.library import Library, skipped
 from megatron_ssm.kernels.optional_imports import nvidia_apex, version_of
-from sparsefusion.native.library import Library, skipped
 
-LIBRARIES = ("sparsefusion", "megatron_ssm")
+LIBRARIES = ("commfabric", "megatron_ssm")
 STALE_LOCK_S = 600.0  # an older lock of a build is assumed to come from a killed build
 SHARED_BYTES = 8 * 2**20  # the space in /dev/shm that the ranks of one machine may need
 NVIDIA_APEX = "pip install -v --no-build-isolation git+https://github.com/NVIDIA/apex"

@@ -14,12 +14,8 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import NoReturn
 
-from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
-from megatron_ssm.server.log_lines import FORMATS as LOG_FORMATS
-from megatron_ssm.server.log_lines import LEVELS, configure_log
-from megatron_ssm.server.tool_calls import PARSERS
-from sparsefusion import FORMATS
-from sparsefusion.foundation.command_line import (
+from commfabric import FORMATS
+from commfabric.foundation.command_line import (
     LIMIT,
     Parser,
     check_number,
@@ -28,8 +24,12 @@ from sparsefusion.foundation.command_line import (
     run,
     silence_third_parties,
 )
-from sparsefusion.foundation.launcher import adopt_launcher, this_rank
-from sparsefusion.foundation.lazy import version
+from commfabric.foundation.launcher import adopt_launcher, this_rank
+from commfabric.foundation.lazy import version
+from megatron_ssm.parallel.local_launch import accept_passed_interrupts, run_local_ranks
+from megatron_ssm.server.log_lines import FORMATS as LOG_FORMATS
+from megatron_ssm.server.log_lines import LEVELS, configure_log
+from megatron_ssm.server.tool_calls import PARSERS
 
 WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of bench
 # Of bench --against: the module, and the package to install

@@ -4,9 +4,9 @@ import os
 import sys
 from typing import NoReturn
 
+from commfabric.foundation.command_line import leave_on_interrupt, run, silence_third_parties
+from commfabric.foundation.launcher import adopt_launcher
 from megatron_ssm.train.options import parse_options
-from sparsefusion.foundation.command_line import leave_on_interrupt, run, silence_third_parties
-from sparsefusion.foundation.launcher import adopt_launcher
 
 
 def main() -> int:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from commfabric.collectives.agreement import together
 from megatron_ssm.model.model import Model
-from sparsefusion.collectives.agreement import together
 
 from .grammar import Grammar, GrammarMatcher
 from .prefix_cache import PrefixCache

@@ -6,8 +6,8 @@ from typing import Any, overload
 
 import torch
 
+from commfabric.collectives.agreement import together
 from megatron_ssm.model.model import Model
-from sparsefusion.collectives.agreement import together
 
 from .engine import Engine
 from .request import Request

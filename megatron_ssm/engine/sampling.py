@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
+from commfabric.collectives.agreement import on_first
 from megatron_ssm.model.model import Model
 from megatron_ssm.parallel.operators import gather_last
 from megatron_ssm.parallel.ranks import Ranks
-from sparsefusion.collectives.agreement import on_first
 
 LogProbability = tuple[float, list[tuple[int, float]]]  # log-probability of a token; (id, it) of the most likely ids
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from commfabric.collectives.agreement import together
+from commfabric.foundation.command_line import did_you_mean
 from megatron_ssm.model.model import Model
 from megatron_ssm.spec.reader import token_ids
-from sparsefusion.collectives.agreement import together
-from sparsefusion.foundation.command_line import did_you_mean
 
 from .beam_search import BeamSearch, BeamSettings
 from .generation import generate

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfabric.foundation.launcher import launched_ranks
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.engine.engine import Engine
 from megatron_ssm.engine.sampling import log_probabilities
 from megatron_ssm.model.model import Model
 from megatron_ssm.parallel.groups import TIMEOUT, device_of_rank, replicas, shut_down
 from megatron_ssm.parallel.local_launch import GRACE_S, environment_of_rank, start_rank
-from sparsefusion.foundation.launcher import launched_ranks
 
 MODULE = "megatron_ssm.integrations.evaluation_ranks"  # this module; its __name__ as a program is __main__
 DEFAULT_BATCH = 8

@@ -24,11 +24,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoConfig, AutoTokenizer
 
+from commfabric.foundation.command_line import run
+from commfabric.foundation.launcher import adopt_launcher
 from megatron_ssm.checkpoints.hf import dtype_of
 from megatron_ssm.engine.text import stop_tokens
 from megatron_ssm.layers.families import check_directory
-from sparsefusion.foundation.command_line import run
-from sparsefusion.foundation.launcher import adopt_launcher
 
 from .evaluation_ranks import EvaluatedModel, batch_size_of, check_integer, check_switch
 

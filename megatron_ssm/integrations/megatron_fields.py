@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from commfabric.foundation.command_line import did_you_mean
 from megatron_ssm.layers import families
 from megatron_ssm.layers.families import FAMILIES
 from megatron_ssm.layers.mlp import ACTIVATIONS, MlpSpec, squared_relu
 from megatron_ssm.spec.reader import Family
 from megatron_ssm.spec.stack import Stack, Unit
-from sparsefusion.foundation.command_line import did_you_mean
 
 # Symbols of layers in Megatron's patterns. ATTENTION also stands for a layer with a shared block.
 MAMBA, ATTENTION, MLP = "M", "*", "-"

@@ -15,6 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import nn
 
 from attention2d import Attention2D, CoreAttention
+from commfabric.collectives.counted import Counter
 from megatron_ssm.layers import families
 from megatron_ssm.layers.attention import attend_with_cache
 from megatron_ssm.layers.call import Call, Positions
@@ -28,7 +29,6 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.token_sharding import TokenSharding
 from megatron_ssm.spec.stack import Part
 from megatron_ssm.spec.stack import Stack as ModelStack
-from sparsefusion.collectives.counted import Counter
 
 from .megatron_fields import config_of_layers
 from .megatron_split import SplitModule

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfabric.collectives.agreement import together
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.layers import families
 from megatron_ssm.spec.stack import Stack as ModelStack
-from sparsefusion.collectives.agreement import together
 
 from . import megatron_gpt
 from .megatron_fields import layer_pattern, spec_options, transformer_options

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives.wire_formats import at_least_fp32
 
 from .matrices import linear
 from .quantized_matrices import QuantizedMatrix

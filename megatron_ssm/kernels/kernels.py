@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE, Library
+from commfabric.native.library import FLOAT, INT, POINTER, SIZE, Library
 
 from .arguments import address, c_array, check_shapes, contiguous, next_state, token_major, token_strides
 

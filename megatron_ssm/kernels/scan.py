@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives.wire_formats import at_least_fp32
 
 from . import cuda_scans, kernels
 from .arguments import are_float32

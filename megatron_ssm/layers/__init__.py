@@ -5,19 +5,19 @@ Out: hidden states; the states are advanced in place. Tapes are lists of operati
 `tapes.py` decides which calls have one, and `cuda_graphs.py` records graphs that decode a token.
 """
 
-from sparsefusion.foundation.lazy import lazy_exports
+from commfabric.foundation.lazy import lazy_exports
 
 _HOME = {
-    "Operator": "operator",
-    "Partial": "operator",
-    "Place": "operator",
-    "Call": "call",
-    "State": "state",
-    "Cache": "cache",
-    "AttentionSpec": "attention",
-    "Mamba1Spec": "mamba1",
-    "Mamba2Spec": "mamba2",
-    "MlpSpec": "mlp",
+    "Operator": ".operator",
+    "Partial": ".operator",
+    "Place": ".operator",
+    "Call": ".call",
+    "State": ".state",
+    "Cache": ".cache",
+    "AttentionSpec": ".attention",
+    "Mamba1Spec": ".mamba1",
+    "Mamba2Spec": ".mamba2",
+    "MlpSpec": ".mlp",
 }
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__, _HOME)

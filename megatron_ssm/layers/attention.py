@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,7 +27,6 @@ from megatron_ssm.parallel.operators import sum_over_ranks
 from megatron_ssm.spec.fields import Field, divide_either_way, divides, norm_field, row_parallel, rows_of
 from megatron_ssm.spec.sizes import AttentionSizes, Sizes, Workload
 from megatron_ssm.spec.stack import Spec
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .low_rank import adapter_of, adapter_of_parts

@@ -4,8 +4,8 @@ import torch
 
 from attention2d import Attention2D, Tree
 from attention2d.compute.tile import attend, merge
+from commfabric.collectives.counted import Counter
 from megatron_ssm.parallel.token_sharding import TokenSharding
-from sparsefusion.collectives.counted import Counter
 
 from .attention import attend_with_cache
 from .call import Call

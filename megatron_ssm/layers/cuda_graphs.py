@@ -38,9 +38,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from commfabric.collectives import counted as collectives
 from megatron_ssm.parallel.layers import is_altered
 from megatron_ssm.parallel.tracked import Version
-from sparsefusion.collectives import counted as collectives
 
 from .attention import Attention, attend_with_cache
 from .cache import Cache

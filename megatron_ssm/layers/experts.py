@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.kernels.experts import SIGMOID, Router, apply_experts
 from megatron_ssm.parallel.dispatch import dispatched
 from megatron_ssm.parallel.layers import ExpertMatrices, ReplicatedLinear
@@ -14,7 +15,6 @@ from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.spec.fields import Field, divides
 from megatron_ssm.spec.sizes import Sizes, Workload
 from megatron_ssm.spec.stack import Spec
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .mlp import ACTIVATIONS

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.kernels import kernels
 from megatron_ssm.kernels.gated_delta import CHUNK, gated_delta
 from megatron_ssm.kernels.matrices import linear
@@ -31,7 +32,6 @@ from megatron_ssm.parallel.scans import gated_delta_over_context
 from megatron_ssm.spec.fields import Field, divide_either_way, divides, norm_field, row_parallel, rows_of
 from megatron_ssm.spec.sizes import RecurrenceSizes, Sizes, Workload
 from megatron_ssm.spec.stack import Spec
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .convolution import Convolution, keep_last_inputs

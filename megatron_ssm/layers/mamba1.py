@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.kernels import cuda_kernels
 from megatron_ssm.kernels.matrices import linear
 from megatron_ssm.parallel.blocks import halo
@@ -33,7 +34,6 @@ from megatron_ssm.parallel.token_sharding import TokenSharding
 from megatron_ssm.spec.fields import Field, divide_either_way, divides, packed, row_parallel
 from megatron_ssm.spec.sizes import RecurrenceSizes, Sizes, Workload
 from megatron_ssm.spec.stack import Spec
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .convolution import Convolution, keep_last_inputs

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.kernels import kernels
 from megatron_ssm.kernels.quantized_matrices import QuantizedMatrix
 from megatron_ssm.kernels.scan import ssd
@@ -33,7 +34,6 @@ from megatron_ssm.parallel.scans import ssd_over_context
 from megatron_ssm.spec.fields import Field, divide_either_way, divides, packed, row_parallel
 from megatron_ssm.spec.sizes import RecurrenceSizes, Sizes, Workload
 from megatron_ssm.spec.stack import Spec
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .convolution import Convolution, keep_last_inputs

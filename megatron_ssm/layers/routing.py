@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives import counted as collectives
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.kernels.experts import SIGMOID, Router
 from megatron_ssm.parallel.ranks import Ranks
-from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 
 @dataclass(frozen=True)

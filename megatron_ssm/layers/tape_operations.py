@@ -5,11 +5,11 @@ import ctypes
 import torch
 from torch import Tensor
 
+from commfabric.native.library import FLOAT, INT, POINTER, SIZE
 from megatron_ssm.kernels import products
 from megatron_ssm.kernels.arguments import are_float32
 from megatron_ssm.kernels.kernels import TYPES
 from megatron_ssm.kernels.quantized_matrices import QuantizedMatrix
-from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE
 
 SUM_IN_PYTHON, NO_MEMORY, UNUSUAL, STOPPED = -1, -2, -3, -4  # results of C's `run_tape`
 ONE_RANK, IN_C, IN_PYTHON = range(3)  # the ways to compute an all-reduce

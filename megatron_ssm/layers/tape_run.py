@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commfabric.native.library import SIZE
 from megatron_ssm.kernels import kernels, products
-from sparsefusion.native.library import SIZE
 
 from .tape_builder import AllReduce, Buffer, Builder
 from .tape_operations import NO_MEMORY, STOPPED, UNUSUAL, Op, Slot, Sum, Tape

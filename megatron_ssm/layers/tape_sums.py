@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from commfabric.collectives.counted import Counter
 from megatron_ssm.kernels.arguments import address
 from megatron_ssm.parallel.ranks import Ranks
-from sparsefusion.collectives.counted import Counter
 
 from .tape_operations import IN_C, IN_PYTHON, ONE_RANK, SUM_IN_PYTHON, Sum
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.parallel.layers import RMSNorm
 from megatron_ssm.parallel.tracked import TrackedModule
 from megatron_ssm.spec.stack import Norm, Unit
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .call import Call
 from .operator import Lowered, Operator, Partial, Place, as_input, check_plain, mix_with_rollback, sum_of

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.layers.families import FAMILIES
 from megatron_ssm.layers.low_rank import Adapters, LowRank
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.spec.fields import Field
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .initialization import draw, field_generator
 from .lora import Lora, Target, find_modules, lora_fields, lora_targets

@@ -1,11 +1,11 @@
-"""Bytes that decoding one token reads and sends, as a `Shape` for `sparsefusion.fabric.advice`."""
+"""Bytes that decoding one token reads and sends, as a `Shape` for `commfabric.fabric.advice`."""
 
 from collections import Counter
 from collections.abc import Iterator
 
+from commfabric.fabric.advice import Shape
 from megatron_ssm.spec.sizes import Workload
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.fabric.advice import Shape
 
 from .memory import Memory, sizes_of
 

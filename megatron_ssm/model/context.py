@@ -10,6 +10,8 @@ from attention2d import Attention2D, choose
 from attention2d.layout.attention_arguments import check_heads
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.family import named_grids
+from commfabric.collectives.counted import Counter
+from commfabric.fabric.cost_model import Fabric
 from commir import Mesh, Plan, Schedule, best_grid, search, verify
 from commir.lowering.scan_messages import takes_slices
 from commir.programs import attention, gated_delta, selective_scan
@@ -19,8 +21,6 @@ from commir.searching.grids import VERIFIED, leaving_lse
 from megatron_ssm.parallel.blocks import ContextRanks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.counted import Counter
-from sparsefusion.fabric.cost_model import Fabric
 
 SMALLER_SIZES = range(16, 2, -1)  # sizes of the mesh on which a plan for more than VERIFIED ranks is verified
 

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.kernels.matrices import linear
 from megatron_ssm.layers.operator import as_input
 from megatron_ssm.parallel.layers import VocabularyParallel
 from megatron_ssm.parallel.operators import reduce_from_ranks
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.spec.sizes import LARGE_LOGITS, LOGITS_PIECE
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 POSITIONS = 256  # the number of positions per sequence whose log-sum-exps are computed at once
 

@@ -9,6 +9,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from attention2d import Attention2D
+from commfabric.collectives import counted as collectives
+from commfabric.collectives.agreement import together
 from megatron_ssm.kernels.huge_pages import HugePages
 from megatron_ssm.kernels.report import dtype_name, kernels_line, size_text
 from megatron_ssm.layers.attention import attend_with_cache
@@ -28,8 +30,6 @@ from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.parallel.token_sharding import KeyValuePlacement, TokenSharding
 from megatron_ssm.parallel.tracked import TrackedList, TrackedModule
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.agreement import together
 
 from .context import check_length, check_schedule, context_ranks
 from .draft_head import DraftHead

@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives import counted
-from sparsefusion.collectives.counted import Counter
+from commfabric.collectives import counted
+from commfabric.collectives.counted import Counter
 
 from .recomputation import Recomputation
 

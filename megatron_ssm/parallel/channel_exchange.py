@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from commfabric.collectives import counted
 from megatron_ssm.kernels.gated_delta import gated_delta
 from megatron_ssm.kernels.scan import selective_scan, ssd
-from sparsefusion.collectives import counted
 
 from .blocks import ContextRanks
 from .operators import differentiable

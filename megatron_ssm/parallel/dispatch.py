@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparsefusion.collectives import counted
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives import counted
+from commfabric.collectives.wire_formats import at_least_fp32
 
 from .ranks import Ranks
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from sparsefusion.collectives.agreement import gather_objects, together
-from sparsefusion.collectives.meeting import gather_in_store, meet
-from sparsefusion.foundation.launcher import adopt_launcher, launched_ranks, this_rank
+from commfabric.collectives.agreement import gather_objects, together
+from commfabric.collectives.meeting import gather_in_store, meet
+from commfabric.foundation.launcher import adopt_launcher, launched_ranks, this_rank
 
 TIMEOUT = datetime.timedelta(minutes=5)  # the time-out of a collective, after which a lost rank ends the run
 

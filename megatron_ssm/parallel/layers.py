@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.kernels import kernels
 from megatron_ssm.kernels.matrices import linear, rows_at
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 from .operators import copy_to_ranks, reduce_from_ranks
 from .ranks import Ranks

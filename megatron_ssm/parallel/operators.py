@@ -146,7 +146,7 @@ def in_pieces(function: Callable[..., torch.Tensor], x: torch.Tensor, *beside: t
 def reduce_beside(x: torch.Tensor, column: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of x (..., n) in the model's format and of column (..., 1), exact; both partial. Backward sends nothing.
 
-    Sends one all-reduce if the column is part of the messages of x (see `sparsefusion.reduction.quantized`). Sends two
+    Sends one all-reduce if the column is part of the messages of x (see `commfabric.reduction.quantized`). Sends two
     if the format is a user's function, or has 16 bits and the backend sums it.
     """
     if ranks.group is None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from sparsefusion import all_reduce
-from sparsefusion.collectives import counted as collectives
-from sparsefusion.collectives.agreement import check_member
-from sparsefusion.collectives.shared_memory import SharedMemory, SumInPlace, connect
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric import all_reduce
+from commfabric.collectives import counted as collectives
+from commfabric.collectives.agreement import check_member
+from commfabric.collectives.shared_memory import SharedMemory, SumInPlace, connect
+from commfabric.collectives.wire_formats import at_least_fp32
 
 from .groups import neighbours
 from .recomputation import Recomputation

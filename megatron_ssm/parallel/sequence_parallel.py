@@ -19,8 +19,8 @@ from contextlib import contextmanager
 
 import torch
 
-from sparsefusion.collectives import counted
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives import counted
+from commfabric.collectives.wire_formats import at_least_fp32
 
 from .operators import copy_to_ranks, differentiable
 from .ranks import Ranks

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsefusion.collectives import counted
+from commfabric.collectives import counted
 
 from .blocks import ContextRanks
 

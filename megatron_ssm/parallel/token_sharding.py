@@ -9,8 +9,8 @@ from functools import cached_property
 
 import torch
 
-from sparsefusion.collectives import counted
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives import counted
+from commfabric.collectives.wire_formats import at_least_fp32
 
 from .blocks import ContextRanks
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from commfabric import Fabric
+from commfabric.collectives.agreement import together
+from commfabric.collectives.counted import all_reduce
+from commfabric.foundation.command_line import Failure, Printer, check_number
+from commfabric.foundation.launcher import launched_ranks, this_rank
 from megatron_ssm.checkpoints.quantized_files import format_of
 from megatron_ssm.layers import families
 from megatron_ssm.parallel.groups import device_of_rank, join, shut_down
 from megatron_ssm.spec.stack import Stack
-from sparsefusion import Fabric
-from sparsefusion.collectives.agreement import together
-from sparsefusion.collectives.counted import all_reduce
-from sparsefusion.foundation.command_line import Failure, Printer, check_number
-from sparsefusion.foundation.launcher import launched_ranks, this_rank
 
 from .devices import DEVICES, LARGEST, SMALLEST, Device, read_device
 from .divisions import Generation, Processor, Training, generation_divisions, training_divisions

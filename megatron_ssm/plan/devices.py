@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commfabric import Fabric
+from commfabric.foundation.command_line import did_you_mean, shortened
 from megatron_ssm.model.activations import TrainingMemory
 from megatron_ssm.model.flops import BF16_TFLOPS, expert_elements, forward_flops
 from megatron_ssm.model.memory import Memory
 from megatron_ssm.spec.sizes import Workload
 from megatron_ssm.spec.stack import Stack
-from sparsefusion import Fabric
-from sparsefusion.foundation.command_line import did_you_mean, shortened
 
 from .traffic import Sums
 

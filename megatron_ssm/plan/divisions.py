@@ -21,13 +21,13 @@ from typing import Protocol
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
+from commfabric import Fabric
 from megatron_ssm.checkpoints.quantized_files import format_of
 from megatron_ssm.model.activations import TrainingMemory
 from megatron_ssm.model.advise import block_outputs
 from megatron_ssm.model.memory import Memory
 from megatron_ssm.parallel.blocks import check_sequence_length
 from megatron_ssm.spec.stack import Stack
-from sparsefusion import Fabric
 
 from .traffic import (
     Sums,

@@ -5,6 +5,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from commfabric import Fabric
+from commfabric.foundation.command_line import Failure, Printer
+from commfabric.foundation.launcher import launched_ranks, this_rank
 from megatron_ssm.model.advise import block_outputs
 from megatron_ssm.model.memory import Memory
 from megatron_ssm.parallel.groups import check_world, shut_down
@@ -12,9 +15,6 @@ from megatron_ssm.train.indexed import IndexedBatches
 from megatron_ssm.train.memory_budget import has_residuals, training_memory
 from megatron_ssm.train.options import Options
 from megatron_ssm.train.run_inputs import RunInputs
-from sparsefusion import Fabric
-from sparsefusion.foundation.command_line import Failure, Printer
-from sparsefusion.foundation.launcher import launched_ranks, this_rank
 
 from .devices import DEVICES, read_device
 from .divisions import FP32, Training, local_tokens, training_division

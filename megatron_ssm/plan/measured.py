@@ -16,6 +16,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from attention2d.compute.tile import attend
+from commfabric import Fabric
+from commfabric.collectives.counted import all_reduce
+from commfabric.collectives.shared_memory import connect
+from commfabric.fabric.curve import Curve
+from commfabric.fabric.measurement import repetitions, timed
 from megatron_ssm.engine.generation import stream
 from megatron_ssm.kernels import fused_adam
 from megatron_ssm.model.initialization import draw
@@ -28,11 +33,6 @@ from megatron_ssm.spec.fields import field_of
 from megatron_ssm.spec.sizes import RecurrenceSizes
 from megatron_ssm.spec.stack import Stack
 from megatron_ssm.train.gradients import clip_gradients, grad_norm
-from sparsefusion import Fabric
-from sparsefusion.collectives.counted import all_reduce
-from sparsefusion.collectives.shared_memory import connect
-from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.measurement import repetitions, timed
 
 from .traffic import Sums
 

@@ -17,12 +17,12 @@ from attention2d.cost.volume import messages
 from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import Candidate
+from commfabric import FORMATS, Fabric
+from commfabric.collectives.wire_formats import BLOCK, wire_format
 from megatron_ssm.model.advise import SUM_BYTES, inner_sums
 from megatron_ssm.model.memory import sizes_of
 from megatron_ssm.spec.sizes import Workload
 from megatron_ssm.spec.stack import Stack
-from sparsefusion import FORMATS, Fabric
-from sparsefusion.collectives.wire_formats import BLOCK, wire_format
 
 TOKEN_BYTES, AGREEMENT_BYTES = 8, 16
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of the first and of the further buckets of torch's DDP

@@ -5,7 +5,7 @@ import socket
 from argparse import Namespace
 from typing import Any
 
-from sparsefusion.foundation.command_line import Printer
+from commfabric.foundation.command_line import Printer
 
 from .hosts import is_loopback
 

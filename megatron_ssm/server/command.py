@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
+from commfabric.collectives.agreement import together
+from commfabric.foundation.command_line import is_lack_of_memory
+from commfabric.foundation.launcher import launched_ranks
 from megatron_ssm.checkpoints.hf import dtype_of, load
 from megatron_ssm.checkpoints.peft import check_lora, with_lora
 from megatron_ssm.engine.engine import Engine
@@ -29,9 +32,6 @@ from megatron_ssm.parallel.heartbeat import Watch, watched
 from megatron_ssm.parallel.local_launch import handle_like_sigterm
 from megatron_ssm.parallel.ranks import Ranks
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.agreement import together
-from sparsefusion.foundation.command_line import is_lack_of_memory
-from sparsefusion.foundation.launcher import launched_ranks
 
 from .announcement import address, announce
 from .app import software_version

@@ -6,7 +6,7 @@ import re
 from datetime import datetime, timezone
 from typing import Any
 
-from sparsefusion.foundation.launcher import this_rank
+from commfabric.foundation.launcher import this_rank
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
-from sparsefusion.foundation.command_line import did_you_mean
+from commfabric.foundation.command_line import did_you_mean
 
 from .errors import ApiError, bad_request
 from .tool_calls import NO_ARGUMENTS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsefusion.foundation.command_line import did_you_mean
+from commfabric.foundation.command_line import did_you_mean
 
 # The values of quantization_config, by format of the matrices, in directories that `convert --weights` writes.
 QUANTIZATION = {

@@ -27,6 +27,8 @@ from packaging.version import Version
 from pydantic import ValidationError
 from torch import nn
 
+from commfabric.collectives.agreement import on_first, together
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.checkpoints.deepspeed_files import NAMES
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.disk import sync_directory
@@ -38,8 +40,6 @@ from megatron_ssm.model.parameters import parameter_groups
 from megatron_ssm.parallel.deepspeed_groups import DeepSpeedGroups
 from megatron_ssm.parallel.groups import Groups, join_alone
 from megatron_ssm.spec.fields import field_of
-from sparsefusion.collectives.agreement import on_first, together
-from sparsefusion.foundation.command_line import Failure
 
 from .batches import Tokens
 from .gradients import Gradients, average_divided_gradients, average_replicated_gradients, clip_gradients, grad_norm

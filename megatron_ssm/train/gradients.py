@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commfabric.collectives.wire_formats import at_least_fp32
 from megatron_ssm.model.model import Model
 from megatron_ssm.model.parameters import fields_of
-from sparsefusion.collectives.wire_formats import at_least_fp32
 
 Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
 

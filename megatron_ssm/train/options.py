@@ -10,9 +10,10 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sparsefusion import FORMATS, MODES, SPARSIFIERS
-from sparsefusion.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
-from sparsefusion.foundation.launcher import this_rank
+from commfabric import FORMATS
+from commfabric.foundation.command_line import LIMIT, Parser, check_number, did_you_mean, shortened
+from commfabric.foundation.launcher import this_rank
+from sparsefusion import MODES, SPARSIFIERS
 
 from .megatron_flags import ANYWAY, NOT_THERE, SAME, add_arguments, answers, translated
 

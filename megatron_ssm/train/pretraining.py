@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfabric.collectives.agreement import on_first, together
+from commfabric.foundation.command_line import Failure
+from commfabric.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
@@ -25,9 +28,6 @@ from megatron_ssm.parallel.groups import Groups, check_device, check_world, devi
 from megatron_ssm.parallel.heartbeat import watched
 from megatron_ssm.spec.fields import field_of
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.agreement import on_first, together
-from sparsefusion.foundation.command_line import Failure
-from sparsefusion.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
 
 from .batch_sizes import BatchSizes
 from .interruption import Interruption

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
+from commfabric.collectives.agreement import on_first
+from commfabric.foundation.command_line import Printer
 from megatron_ssm.checkpoints.failures import first_line, in_one_line
-from sparsefusion.collectives.agreement import on_first
-from sparsefusion.foundation.command_line import Printer
 
 from .options import Options, flag
 from .tracking import Trackers

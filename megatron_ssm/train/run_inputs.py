@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfabric.collectives.agreement import together
+from commfabric.foundation.command_line import LIMIT
+from commfabric.foundation.launcher import launched_ranks
 from megatron_ssm.checkpoints.folders import DamagedCheckpoint, find_checkpoints, read_training
 from megatron_ssm.kernels.fused_adam import adamw_on_cuda
 from megatron_ssm.layers import families
 from megatron_ssm.model.lora import find_modules
 from megatron_ssm.parallel.blocks import check_sequence_length
 from megatron_ssm.spec.stack import Stack
-from sparsefusion.collectives.agreement import together
-from sparsefusion.foundation.command_line import LIMIT
-from sparsefusion.foundation.launcher import launched_ranks
 
 from .batch_sizes import BatchSizes
 from .batches import Batches, Tokens

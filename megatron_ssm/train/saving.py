@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commfabric.collectives.agreement import gather_objects, on_first, together
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
 from megatron_ssm.checkpoints.disk import DirectoryLock
@@ -27,8 +29,6 @@ from megatron_ssm.checkpoints.folders import (
 )
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
-from sparsefusion.collectives.agreement import gather_objects, on_first, together
-from sparsefusion.foundation.command_line import Failure
 
 from .gradients import local_part
 from .interruption import Interruption

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commfabric.collectives.wire_formats import at_least_fp32
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.kernels import fused_adam
@@ -28,8 +30,6 @@ from megatron_ssm.parallel.groups import Groups
 from megatron_ssm.parallel.torch_ddp import ordered_ddp
 from megatron_ssm.spec.fields import field_of
 from sparsefusion import SparseFusion
-from sparsefusion.collectives.wire_formats import at_least_fp32
-from sparsefusion.foundation.command_line import Failure
 
 from .batch_sizes import BatchSizes
 from .batches import IGNORE_INDEX, Batches, Tokens, windows

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
+from commfabric.fabric.cost_model import Fabric
 from sparsefusion import EXCHANGES, MODES, SPARSIFIERS
-from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.plan import WIRES
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sparsefusion.fabric.nccl import parse_setting
-from sparsefusion.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
-from sparsefusion.foundation.launcher import adopt_launcher
-from sparsefusion.foundation.lazy import version
+from commfabric.fabric.nccl import parse_setting
+from commfabric.foundation.command_line import Parser, leave_on_interrupt, run, silence_third_parties
+from commfabric.foundation.launcher import adopt_launcher
+from commfabric.foundation.lazy import version
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 # Examples of the commands
@@ -155,8 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    from sparsefusion.fabric.command import measure_command
-    from sparsefusion.fabric.nccl_tests import measure_with_nccl_tests
+    from commfabric.fabric.command import measure_command
+    from commfabric.fabric.nccl_tests import measure_with_nccl_tests
 
     measurement = measure_with_nccl_tests if arguments.nccl_tests else measure_command
     measurement(arguments)
@@ -164,8 +164,8 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 def _fit(arguments: argparse.Namespace) -> None:
     """Read the files, save the fabric, and print its table."""
-    from sparsefusion.fabric.cost_model import Fabric
-    from sparsefusion.fabric.readers import extend_by_sweeps, read_curves
+    from commfabric.fabric.cost_model import Fabric
+    from commfabric.fabric.readers import extend_by_sweeps, read_curves
 
     files = {operation: getattr(arguments, operation) for operation in OPERATIONS}
     sweeps = [
@@ -185,8 +185,8 @@ def _fit(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     """Write the report, and print the paths of its files."""
-    from sparsefusion.fabric.cost_model import Fabric
-    from sparsefusion.fabric.report import write_report
+    from commfabric.fabric.cost_model import Fabric
+    from commfabric.fabric.report import write_report
 
     for path in write_report(Fabric.load(arguments.fabric), arguments.out):
         print(path)

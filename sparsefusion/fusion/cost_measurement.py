@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.counted import all_reduce
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.measurement import collective_calls, repetitions, timed
+from commfabric.collectives.counted import all_reduce
+from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.measurement import collective_calls, repetitions, timed
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.planning.compression import CompressionSettings

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparsefusion.collectives.agreement import on_first
-from sparsefusion.fabric.cost_model import Fabric
+from commfabric.collectives.agreement import on_first
+from commfabric.fabric.cost_model import Fabric
 from sparsefusion.planning.compression import CompressionSettings, sends_less
 from sparsefusion.planning.plan import FRAMEWORK_BUCKET_MODES, Plan
 from sparsefusion.planning.planner import calibrated_costs, make_plans, predict

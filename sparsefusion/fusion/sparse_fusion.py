@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed import ProcessGroup
 
+from commfabric.collectives.agreement import together
+from commfabric.collectives.counted import Counter
+from commfabric.fabric.cost_model import Fabric
 from sparsefusion.adapters.attachment import NotCopied
 from sparsefusion.adapters.dispatch import Adapter, adapter_for
 from sparsefusion.adapters.refusals import refuse_gradients, refuse_options
 from sparsefusion.adapters.target_groups import target_groups
-from sparsefusion.collectives.agreement import together
-from sparsefusion.collectives.counted import Counter
-from sparsefusion.fabric.cost_model import Fabric
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.compression import CompressionSettings

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from sparsefusion.collectives.counted import all_reduce
+from commfabric.collectives.counted import all_reduce
 from sparsefusion.gradients.session import Session, StepObserver
 from sparsefusion.planning.plan import Plan
 

@@ -10,7 +10,7 @@ from itertools import accumulate, compress
 
 import torch
 
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives.wire_formats import at_least_fp32
 from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.fused import add_at, residual_like, take
 from sparsefusion.selection.sparsifiers import random_indices

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from sparsefusion.collectives.counted import Counter, begin_all_gather, begin_all_reduce, begin_all_to_all
+from commfabric.collectives.counted import Counter, begin_all_gather, begin_all_reduce, begin_all_to_all
 from sparsefusion.planning.plan import Unit
 
 from .error_feedback import ErrorFeedback

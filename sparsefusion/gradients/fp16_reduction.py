@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.counted import Counter, Exchange, begin_all_reduce
+from commfabric.collectives.counted import Counter, Exchange, begin_all_reduce
 
 from .half_precision import from_fp16, largest_fp16, to_fp16
 from .nonfinite import largest

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from sparsefusion.native.library import FLOAT, POINTER, SIZE, Library
+from commfabric.native.library import FLOAT, POINTER, SIZE, Library
 
 from .nonfinite import largest
 
@@ -21,7 +21,7 @@ SIGNATURES = {
 @cache
 def kernels() -> Library:
     """The C library of the package, or the reason why it cannot be used."""
-    return Library("sparsefusion", SIGNATURES)
+    return Library("commfabric", SIGNATURES)
 
 
 def to_fp16(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.counted import Counter, Exchange, begin_all_reduce
-from sparsefusion.collectives.wire_formats import at_least_fp32
+from commfabric.collectives.counted import Counter, Exchange, begin_all_reduce
+from commfabric.collectives.wire_formats import at_least_fp32
 from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.fused import add_at, residual_like
 

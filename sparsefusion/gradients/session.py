@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sparsefusion.collectives.counted import all_reduce
+from commfabric.collectives.counted import all_reduce
 from sparsefusion.planning.plan import Plan
 
 from .buffer_queue import BufferQueue

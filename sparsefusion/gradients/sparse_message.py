@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import pad
 
-from sparsefusion.collectives.wire_formats import Cast, Int8, padded, wire_format
+from commfabric.collectives.wire_formats import Cast, Int8, padded, wire_format
 from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.indices import decode_indices, encode_indices, index_bytes, index_dtype
 

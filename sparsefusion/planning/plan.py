@@ -9,8 +9,8 @@ from functools import cache, cached_property
 
 import torch
 
+from commfabric.collectives.wire_formats import Cast, Int8, padded, wire_format
 from sparsefusion import EXCHANGES, FORMATS, MODES, SPARSIFIERS
-from sparsefusion.collectives.wire_formats import Cast, Int8, padded, wire_format
 
 FRAMEWORK_BUCKET_MODES = ("dense", "fp16")  # modes that reduce the framework's own buckets
 WIRES = tuple(format for format in FORMATS if format != "auto")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from sparsefusion.collectives.wire_formats import at_least_fp32
-from sparsefusion.native.library import FLOAT, INT, POINTER, SIZE, Library
+from commfabric.collectives.wire_formats import at_least_fp32
+from commfabric.native.library import FLOAT, INT, POINTER, SIZE, Library
 
 from .sparsifiers import select
 
@@ -33,7 +33,7 @@ class _Segment(ctypes.Structure):
 @cache
 def kernels() -> Library:
     """The C library of this package, or the reason why it cannot be used."""
-    return Library("sparsefusion", SIGNATURES)
+    return Library("commfabric", SIGNATURES)
 
 
 def take(

@@ -6,7 +6,7 @@ fewer than about one in 32,768 elements is selected, plain indices take fewer by
 
 import torch
 
-from sparsefusion.collectives.wire_formats import view_bytes
+from commfabric.collectives.wire_formats import view_bytes
 
 BLOCK, INDEX_BYTES = 1 << 16, 2
 

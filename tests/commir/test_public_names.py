@@ -11,9 +11,9 @@ import torch
 
 import commir
 from attention_problems import exact
+from commfabric.fabric.curve import Curve
+from commfabric.fabric.fitting import Segment
 from sparsefusion import Fabric
-from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.fitting import Segment
 
 
 def fabric():

@@ -8,9 +8,9 @@ A_t.)
 
 import torch
 
+from commfabric.collectives import counted
 from megatron_ssm.parallel.blocks import ContextRanks
 from megatron_ssm.parallel.operators import differentiable
-from sparsefusion.collectives import counted
 
 
 def entering_states(

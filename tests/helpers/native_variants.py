@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from chosen import by_default
 
-from sparsefusion.native.library import Library, skipped
+from commfabric.native.library import Library, skipped
 
 ROOT = Path(__file__).resolve().parents[2]
 CPUINFO = Path("/proc/cpuinfo")
@@ -54,7 +54,7 @@ def variants(module):
 
     @pytest.fixture(params=MARKED)
     def variant(request, library_path, monkeypatch):
-        library = Library("sparsefusion", module.SIGNATURES, library_path("sparsefusion", request.param))
+        library = Library("commfabric", module.SIGNATURES, library_path("commfabric", request.param))
         assert library, library.why
         monkeypatch.setattr(module, "kernels", lambda: library)
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from sparsefusion.collectives.shared_memory import connect, kernels
+from commfabric.collectives.shared_memory import connect, kernels
 
 SOON = 10  # seconds within which an error must be raised: over 3 times the limit promised, because machines may be busy
 needs_library = pytest.mark.skipif(not kernels(), reason=f"no C library: {kernels().why}")

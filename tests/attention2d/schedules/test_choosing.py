@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from attention2d import Ring, Tree, choose
 from attention2d.schedules.choosing import candidates
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.curve import Curve
+from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.curve import Curve
 
 # (heads, kv_heads, ranks): what the best grid sends in forward, and its (ulysses, rows, cols). The unit is a chunk, which is
 # one rank's queries. On U x R x C ranks with k = kv_heads / heads it is (2 + 2 k) (U - 1) / U + 2 (C - 1) + 2 k (R - 1).

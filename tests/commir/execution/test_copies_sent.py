@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commfabric.collectives.counted import exchange
 from commir import Mesh, Schedule, interpret, programs
 from commir.execution.rank_steps import take_steps
 from commir.execution.state import Count, Messages, RankState
 from commir.lowering.accounting import AHEAD
 from commir.scheduling.placements import Placement, place
 from loop_programs import cases, mesh_of, plans, random_inputs
-from sparsefusion.collectives.counted import exchange
 
 CASES = [
     (programs.attention, (1, 8, 8, 32, 8), ["heads", "q", "kv", Placement("q", True), Placement("kv", True)]),

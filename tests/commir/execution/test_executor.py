@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import attention2d
+from commfabric.collectives.counted import Counter
 from commir import Mesh, Schedule, differentiable, execute, interpret, known, programs, verify
 from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
@@ -15,7 +16,6 @@ from commir.ir.program import Axis, Operand, Program, Result
 from commir.scheduling.placements import Placement, place
 from loop_programs import assert_close, cases, mesh_of, plans, random_inputs
 from shared import references_kept
-from sparsefusion.collectives.counted import Counter
 
 
 def float_inputs(program):

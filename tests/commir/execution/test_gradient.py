@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 import attention2d
 from attention_problems import Problem
+from commfabric.collectives.counted import Counter
 from commir import Mesh, Schedule, differentiable, execute, interpret, programs, search, verify
 from commir.execution.attention_grids import grid_of
 from commir.execution.gradient import backward_plan
 from commir.execution.state import Count
 from commir.scheduling.placements import Placement, in_chunks, place
 from loop_programs import assert_close, random_inputs
-from sparsefusion.collectives.counted import Counter
 
 RING_KV, RING_Q = Placement("q", True), Placement("kv", True)  # keys travel; queries travel
 LAYOUTS = [  # world, mesh, placement

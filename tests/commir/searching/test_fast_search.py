@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 
 from benchmarks.support.plans import all_plans
+from commfabric.fabric.curve import Curve
 from commir import Axis, Mesh, Operand, Program, programs, search
 from commir.ir.program import Result
 from commir.lowering.operand_layouts import digits_of, digits_of_chunk
@@ -15,7 +16,6 @@ from commir.searching.fast_costs import FastCosts
 from commir.searching.search import _order, ranked
 from loop_programs import cases
 from sparsefusion import Fabric
-from sparsefusion.fabric.curve import Curve
 
 MESHES = [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2), Mesh(n=1, g=4), Mesh(n=3, g=4)]
 FABRIC = Fabric(tuple(Curve.fit("p2p", n, [(1e2, 1e-5), (1e4, 3e-5), (1e6, 4e-5), (1e8, 0.2)]) for n in (2, 3, 4)))

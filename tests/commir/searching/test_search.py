@@ -13,6 +13,7 @@ import pytest
 from chosen import by_default
 
 from benchmarks.support.plans import all_plans
+from commfabric.fabric.curve import Curve
 from commir import Axis, Mesh, Operand, Program, Result, Schedule, pareto, programs, search, verify
 from commir.execution.verifier import VerificationError
 from commir.scheduling.known_schedules import known, known_as, known_schedules
@@ -23,7 +24,6 @@ from commir.searching.candidates import candidates
 from commir.searching.cost import CostModel
 from loop_programs import cases, mesh_of
 from sparsefusion import Fabric
-from sparsefusion.fabric.curve import Curve
 
 MESHES = [Mesh(g=4), Mesh(g=6), Mesh(n=2, g=2), Mesh(n=2, g=4), Mesh(n=1, g=4), Mesh(g=4).split("g", a=2, b=2)]
 FEWEST = by_default([MESHES[0], MESHES[2]], MESHES)

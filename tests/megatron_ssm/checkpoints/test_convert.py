@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.support.launched import disks_work, small_disk
+from commfabric.foundation.command_line import Failure
 from hf import INDEX, hf_model
 from megatron_ssm import families
 from megatron_ssm.checkpoints.convert import Row, convert, hugging_face_config, state_spaces_config
 from megatron_ssm.cli.main import main
 from megatron_ssm.engine.text import write_byte_tokenizer
-from sparsefusion.foundation.command_line import Failure
 
 # What MambaLMHeadModel.save_pretrained writes for such models (mamba_ssm/models/config_mamba.py, modules/mamba*.py).
 MODEL = dict(

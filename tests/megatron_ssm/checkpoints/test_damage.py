@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import tiny
 from benchmarks.support.launched import disks_work, small_disk
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.checkpoints import disk
 from megatron_ssm.checkpoints.disk import DirectoryLock
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, read_training
@@ -22,7 +23,6 @@ from megatron_ssm.checkpoints.pending_gradients import PendingFile
 from megatron_ssm.checkpoints.shards import ShardReader
 from megatron_ssm.checkpoints.training import Snapshot, load_training
 from serving import attempt
-from sparsefusion.foundation.command_line import Failure
 
 RUN_SETTINGS = {"vocab_size": tiny.VOCAB}
 FULL = "No space left on device"

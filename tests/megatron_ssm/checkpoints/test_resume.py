@@ -18,9 +18,9 @@ from chosen import by_default
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import tiny
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.checkpoints.folders import find_checkpoints, newest_checkpoint, rename_to_damaged, rename_to_old
 from megatron_ssm.checkpoints.training import MOMENTS, Snapshot, load_training
-from sparsefusion.foundation.command_line import Failure
 
 EXACT = 1e-10
 HALF = tiny.STEPS // 2

@@ -18,6 +18,7 @@ import pytest
 import torch
 from programs import Fork, completed
 
+from commfabric.foundation import command_line
 from hf import edit_config, save_hf
 from megatron_ssm import generate, load
 from megatron_ssm.cli import commands
@@ -26,7 +27,6 @@ from megatron_ssm.engine.text import write_byte_tokenizer
 from megatron_ssm.parallel.local_launch import GRACE_S, _wait
 from megatron_ssm.train.options import parse_options
 from serving import attempt
-from sparsefusion.foundation import command_line
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "naïve — 語\n"

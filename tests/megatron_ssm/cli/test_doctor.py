@@ -223,7 +223,7 @@ def test_more_threads_than_cores(harmed):
 
 def test_without_kernels_it_says_torch_and_why(harmed):
     page, _ = harmed
-    for package in ("sparsefusion", "megatron_ssm"):
+    for package in ("commfabric", "megatron_ssm"):
         assert re.search(rf"^  {package} +torch \(MEGATRON_SSM_SKIP_NATIVE is set\)", page, re.MULTILINE)
     assert lines_of(page, "selective scan", "torch; training: torch (MEGATRON_SSM_SKIP_NATIVE is set)")
     assert lines_of(
@@ -234,7 +234,7 @@ def test_without_kernels_it_says_torch_and_why(harmed):
 
 def unbuilt(directory):
     """A copy of the packages without their C libraries, beside a torch that cannot be imported."""
-    for package in ("sparsefusion", "megatron_ssm"):
+    for package in ("commfabric", "megatron_ssm"):
         shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (directory / "torch.py").write_text("raise ImportError('libc10.so:\\ncannot open')\n")
     return directory
@@ -292,10 +292,10 @@ def test_a_cpu_build_of_torch_beside_a_gpu():
 
 
 def test_kernels_of_a_compiler_without_function_clones():
-    (line,) = known_problems.slow_kernels_on({"sse2", "avx2"}, {"megatron_ssm": "SSE2", "sparsefusion": "AVX2"})
+    (line,) = known_problems.slow_kernels_on({"sse2", "avx2"}, {"megatron_ssm": "SSE2", "commfabric": "AVX2"})
     assert line.startswith("megatron_ssm's C kernels use SSE2, but this processor has AVX2: reinstall with GCC 12")
     assert not known_problems.slow_kernels_on({"sse2"}, {"megatron_ssm": "SSE2"})
-    assert not known_problems.slow_kernels_on({"avx2"}, {"megatron_ssm": "", "sparsefusion": "AVX-512"})
+    assert not known_problems.slow_kernels_on({"avx2"}, {"megatron_ssm": "", "commfabric": "AVX-512"})
 
 
 def test_shared_memory_that_is_missing_or_small(tmp_path):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from chosen import by_default
 
 import megatron_ssm
+from commfabric.native.library import Library
 from hf import save_hf
 from megatron_ssm import Engine, load
 from megatron_ssm.engine import speculation
 from megatron_ssm.engine.speculation import History, SpeculativeDecoder
 from megatron_ssm.kernels import kernels
 from serving import FAMILIES, VOCAB, attempt, checkpoint, families, ids, on_ranks
-from sparsefusion.native.library import Library
 
 worlds = pytest.mark.parametrize("world", (1, 2))
 

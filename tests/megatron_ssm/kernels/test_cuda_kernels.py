@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from cases import oracle
+from commfabric.native.library import Library
 from megatron_ssm import generate, load
 from megatron_ssm.kernels import cuda_convolution, cuda_gated_delta, cuda_kernels, cuda_scans, kernels
 from megatron_ssm.kernels.convolution import causal_conv_ref
@@ -18,7 +19,6 @@ from megatron_ssm.kernels.gated_delta import gated_delta, gated_delta_ref
 from megatron_ssm.kernels.optional_imports import OptionalImport
 from megatron_ssm.kernels.scan import selective_scan_ref, ssd_ref
 from scans import KINDS, PREVIOUS, SEQUENCES, delta_inputs, error, everything, in_pieces, inputs_of
-from sparsefusion.native.library import Library
 
 __all__ = ["oracle"]
 SEVERAL = {"selective": "selective_scan_fn", "ssd": "mamba_chunk_scan_combined", "conv": "causal_conv1d_fn"}

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from affine_states import entering_states
+from commfabric.collectives.counted import Counter
 from hf import Float64
 from megatron_ssm.kernels.gated_delta import CHUNK, gated_delta, gated_delta_ref
 from megatron_ssm.kernels.kernels import LIBRARY
@@ -14,7 +15,6 @@ from megatron_ssm.parallel.channel_exchange import gated_delta_by_heads
 from megatron_ssm.parallel.scans import gated_delta_over_context
 from megatron_ssm.parallel.summaries import delta_summary
 from scans import delta_inputs, error
-from sparsefusion.collectives.counted import Counter
 
 EXACT = 1e-10
 NAMES = ("q", "k", "v", "g", "beta", "state")

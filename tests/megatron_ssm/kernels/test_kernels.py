@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from cases import oracle
+from commfabric.native.library import Library
 from megatron_ssm import generate, load
 from megatron_ssm.kernels import kernels, products
 from megatron_ssm.kernels.matrices import linear
@@ -23,7 +24,6 @@ from megatron_ssm.kernels.quantized_matrices import QUANTIZED_FORMATS, Int8Weigh
 from megatron_ssm.parallel.layers import RMSNorm
 from native_variants import MARKED, ROOT, library_path
 from scans import KINDS, PREVIOUS, SEQUENCES, error, everything, in_pieces, inputs_of
-from sparsefusion.native.library import Library
 
 __all__ = ["library_path", "oracle"]
 

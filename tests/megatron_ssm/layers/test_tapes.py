@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import megatron_ssm
 from cases import CASES, EXPERTS, groups_of, with_layers
+from commfabric.native.library import Library
 from megatron_ssm import families
 from megatron_ssm.kernels import kernels, products
 from megatron_ssm.layers import operations, tapes
 from megatron_ssm.model.adapters import adapter_parameters
 from serving import IDS, one_by_one, saved
-from sparsefusion.native.library import Library
 
 pytestmark = pytest.mark.skipif(not kernels.LIBRARY, reason=f"no C library: {kernels.LIBRARY.why}")
 

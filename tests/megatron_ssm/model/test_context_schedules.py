@@ -4,11 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from attention2d import Attention2D, Ring, Ulysses
+from commfabric.fabric.curve import Curve
 from megatron_ssm import families
 from megatron_ssm.model.context import schedule_of
 from serving import checkpoint
 from sparsefusion import Fabric
-from sparsefusion.fabric.curve import Curve
 
 SIZES = dict(tensor_ranks=1, seq=64, batch=1)
 

@@ -11,6 +11,7 @@ from gradients import assert_near, gradients, shifted, transformers_loss, whole
 import megatron_ssm
 from attention2d import Ring
 from cases import SCHEDULES, groups_of, oracle
+from commfabric.fabric.curve import Curve
 from commir import Mesh, Schedule, verify
 from commir.programs import gated_delta, selective_scan
 from commir.scheduling.loop_nest import IllegalSchedule
@@ -19,7 +20,6 @@ from megatron_ssm import families
 from megatron_ssm.model.context import check_schedule, plan_to_verify, scan_plan
 from serving import attempt, checkpoint
 from sparsefusion import Fabric
-from sparsefusion.fabric.curve import Curve
 
 __all__ = ["oracle"]
 

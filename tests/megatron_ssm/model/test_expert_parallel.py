@@ -10,10 +10,10 @@ from gradients import assert_near, gradients, shifted, transformers_loss, whole
 import megatron_ssm
 from attention2d import Ring
 from cases import DECODED, SEQ, groups_of, oracle
+from commfabric.collectives import counted
 from megatron_ssm.kernels.experts import Router
 from megatron_ssm.layers.call import Call
 from megatron_ssm.layers.operator import run as apply
-from sparsefusion.collectives import counted
 
 __all__ = ["oracle"]
 

@@ -15,6 +15,7 @@ from programs import completed
 import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
 from cases import CASES, oracle
+from commfabric.foundation.command_line import run
 from hf import SMALL, save_hf
 from megatron_ssm import families
 from megatron_ssm.cli import main as __main__
@@ -26,7 +27,6 @@ from megatron_ssm.spec.sizes import Workload
 from megatron_ssm.train.options import parse_options
 from megatron_ssm.train.pretraining import pretrain
 from sparsefusion import all_reduce
-from sparsefusion.foundation.command_line import run
 
 __all__ = ["oracle"]
 
@@ -61,8 +61,8 @@ def relative(got, exact):
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
     """Keep the measurements of `auto` short."""
-    monkeypatch.setattr("sparsefusion.reduction.quantized.AUTO_SIZES", [2048, 65536])
-    monkeypatch.setattr("sparsefusion.fabric.measurement.BUDGET_S", 0.0)
+    monkeypatch.setattr("commfabric.reduction.quantized.AUTO_SIZES", [2048, 65536])
+    monkeypatch.setattr("commfabric.fabric.measurement.BUDGET_S", 0.0)
 
 
 # Logits
@@ -190,7 +190,7 @@ def test_sums_of_squares_are_exact(ranks, tp, oracle):
 @pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_auto_measures_when_the_model_is_loaded(ranks, tp, oracle, monkeypatch):
     """It measures once for each group; later calls and loads measure nothing."""
-    from sparsefusion.reduction import quantized
+    from commfabric.reduction import quantized
 
     source, ids = oracle("mamba").directory, oracle("mamba").ids
     measured, measure = [], quantized.measure

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commfabric.collectives.counted import Counter
 from megatron_ssm.parallel.blocks import ContextRanks
 from megatron_ssm.parallel.channel_exchange import selective_scan_by_channels, ssd_by_heads
 from megatron_ssm.parallel.scans import ScanInputs
 from scans import KINDS, SEQUENCES, error, inputs_of
-from sparsefusion.collectives.counted import Counter
 
 # (kind, how many sets of inputs, their sizes): each head of a Mamba-1 mixer has inputs of its own.
 CASES = {

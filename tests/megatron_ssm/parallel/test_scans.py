@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commfabric.collectives.counted import Counter
 from megatron_ssm.kernels.convolution import causal_conv
 from megatron_ssm.parallel.blocks import ContextRanks, check_block_length, halo
 from megatron_ssm.parallel.scans import ScanInputs, selective_scan_over_context, ssd_over_context
 from scans import KINDS, SEQUENCES, error, inputs_of
-from sparsefusion.collectives.counted import Counter
 
 ORDERS = ("zigzag", "contiguous")
 several_ranks = pytest.mark.parametrize("world", (1, 2, 3, 4))

@@ -20,6 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import tiny
 from attention2d.schedules.choosing import candidates
 from attention2d.schedules.family import named_grids
+from commfabric.collectives.shared_memory import kernels as native_sums
+from commfabric.fabric.curve import Curve
+from commfabric.fabric.fitting import Segment
 from megatron_ssm import families
 from megatron_ssm.cli.main import main
 from megatron_ssm.engine.generation import stream
@@ -57,9 +60,6 @@ from megatron_ssm.plan.traffic import (
 from megatron_ssm.spec.reader import QUANTIZATION
 from megatron_ssm.train.options import CONTEXT_SCHEDULES, parse_options
 from sparsefusion import Fabric
-from sparsefusion.collectives.shared_memory import kernels as native_sums
-from sparsefusion.fabric.curve import Curve
-from sparsefusion.fabric.fitting import Segment
 
 MODELS = {
     "mamba": dict(model_type="mamba"),
@@ -679,7 +679,7 @@ def test_ranks_that_are_asked_different_things(ranks, files, world, flag):
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """A configuration and a fabric. No rank waits for the others' errors."""
-    monkeypatch.setattr("sparsefusion.foundation.command_line.RANK_0_GRACE_S", 0.0)
+    monkeypatch.setattr("commfabric.foundation.command_line.RANK_0_GRACE_S", 0.0)
     (tmp_path / "config.json").write_text(json.dumps(options(**tiny.ZAMBA2).new_config(64, 0)))
     fabric().save(tmp_path / "fabric.json")
     return tmp_path

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import tiny  # noqa: F401  (imports Megatron once)
+from commfabric.fabric.curve import Curve
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.plan import dry_run as module
 from megatron_ssm.plan.dry_run import dry_run
 from megatron_ssm.train.options import parse_options
 from megatron_ssm.train.pretraining import pretrain
 from sparsefusion import Fabric
-from sparsefusion.fabric.curve import Curve
-from sparsefusion.foundation.command_line import Failure
 
 TINY = """--data text --out out --num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16
     --micro-batch-size 1 --global-batch-size 8 --train-iters 4""".split()

@@ -38,6 +38,8 @@ from benchmarks.support.launched import (
     texts,
     write_text,
 )
+from commfabric.collectives.agreement import on_first
+from commfabric.foundation import command_line
 from megatron_ssm.checkpoints import disk
 from megatron_ssm.checkpoints import training as checkpoint_writer
 from megatron_ssm.checkpoints.background import BackgroundWriter
@@ -51,8 +53,6 @@ from megatron_ssm.train.progress import Progress
 from megatron_ssm.train.saving import BEGUN
 from megatron_ssm.train.trainer import SequenceLoss, Trainer
 from ranks import run_agent
-from sparsefusion.collectives.agreement import on_first
-from sparsefusion.foundation import command_line
 
 ROOT = Path(__file__).resolve().parents[3]
 

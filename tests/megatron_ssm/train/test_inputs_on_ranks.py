@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 import tiny
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.checkpoints.pending_gradients import PendingFile, read_pending
 from megatron_ssm.model.model import Model
 from megatron_ssm.train import run_inputs
@@ -18,7 +19,6 @@ from megatron_ssm.train.progress import Progress
 from megatron_ssm.train.run_inputs import read_on_all_ranks
 from megatron_ssm.train.trainer import Trainer
 from serving import attempt
-from sparsefusion.foundation.command_line import Failure
 
 TINY = """--num-layers 2 --hidden-size 16 --mamba-state-dim 4 --mamba-head-dim 4 --seq-length 16 --micro-batch-size 1
     --global-batch-size 6 --train-iters 2 --log-interval 1 --device cpu --out out""".split()

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatron_ssm
 import tiny  # noqa: F401  (imports Megatron once, for the forked ranks)
+from commfabric.foundation.command_line import run
 from hf import save_hf
 from megatron_ssm.engine.text import load_tokenizer
 from megatron_ssm.layers.families import FAMILIES
@@ -34,7 +35,6 @@ from megatron_ssm.train.options import Options, parse_options
 from megatron_ssm.train.pretraining import pretrain
 from megatron_ssm.train.trainer import Trainer
 from ranks import run_agent
-from sparsefusion.foundation.command_line import run
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "pretrain.py"

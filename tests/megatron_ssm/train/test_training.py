@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import tiny
+from commfabric.foundation.command_line import Failure
 from megatron_ssm.parallel.groups import initialize
 from megatron_ssm.train.batches import Tokens, windows
 from megatron_ssm.train.options import Options
 from megatron_ssm.train.trainer import adamw, clip_gradients, evaluate, grad_norm, learning_rate
-from sparsefusion.foundation.command_line import Failure
 
 EXACT = 1e-10
 MODELS = {

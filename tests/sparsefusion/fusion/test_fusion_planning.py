@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
+from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.curve import Curve
 from fused import Net, backward, force_plan, quiet, same_on_all_ranks
 from sparsefusion import MODES, SparseFusion
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.curve import Curve
 from sparsefusion.fusion import cost_measurement, trial
 from sparsefusion.planning.compression import CompressionSettings
 

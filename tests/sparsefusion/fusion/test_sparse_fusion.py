@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from commfabric.collectives.counted import begin_all_gather
 from fused import Net, backward, batch, force_plan, plan, quiet, residual_of, same_on_all_ranks, sum_over_ranks
 from sparsefusion import SPARSIFIERS
-from sparsefusion.collectives.counted import begin_all_gather
 from sparsefusion.gradients.buffer_queue import BufferQueue
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.gradients.reducer import Reducer

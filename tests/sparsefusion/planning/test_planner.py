@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsefusion.fabric.cost_model import Fabric
-from sparsefusion.fabric.curve import Curve
+from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.curve import Curve
 from sparsefusion.fusion.cost_measurement import SampledFabric
 from sparsefusion.planning.compression import CompressionSettings as Settings
 from sparsefusion.planning.compression import sends_less

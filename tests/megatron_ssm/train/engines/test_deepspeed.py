@@ -8,6 +8,7 @@ from chosen import by_default
 from deepspeed_package import deepspeed
 
 import tiny
+from commfabric.foundation.command_line import Failure
 from fp32_runs import FP32, MODELS, close, one_rank, run_of
 from megatron_ssm import families
 from megatron_ssm.checkpoints.training import Snapshot
@@ -17,7 +18,6 @@ from megatron_ssm.train.batches import Tokens
 from megatron_ssm.train.deepspeed_settings import read_settings
 from megatron_ssm.train.pretraining import make_model, make_trainer
 from megatron_ssm.train.trainer import evaluate
-from sparsefusion.foundation.command_line import Failure
 
 __all__ = ["deepspeed"]
 pytestmark = pytest.mark.usefixtures("deepspeed")  # imported before ranks are forked

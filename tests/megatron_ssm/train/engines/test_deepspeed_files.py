@@ -15,6 +15,8 @@ from deepspeed_package import deepspeed
 import megatron_ssm
 import tiny
 from benchmarks.support.launched import disks_work, small_disk
+from commfabric.foundation.command_line import Failure
+from commfabric.foundation.command_line import run as run_command
 from fp32_runs import FP32, close, one_rank, run_of
 from hf import save_hf, tensors_in
 from megatron_ssm import families
@@ -29,8 +31,6 @@ from megatron_ssm.train.pretraining import make_model, make_trainer, pretrain
 from megatron_ssm.train.saving import checkpoint_to_resume
 from megatron_ssm.train.trainer import SequenceLoss
 from serving import attempt
-from sparsefusion.foundation.command_line import Failure
-from sparsefusion.foundation.command_line import run as run_command
 
 __all__ = ["deepspeed"]
 pytestmark = pytest.mark.usefixtures("deepspeed")  # imported before ranks are forked
