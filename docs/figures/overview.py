@@ -6,22 +6,23 @@ from svg import INK, MUTED, Drawing
 
 PACKAGES = (
     ("megatron_ssm", "violet", "state-space language models split over ranks",
-     "configs · native · ops · parallel · context · layers · decoding · inference",
-     "models · checkpoints · diagnostics · training · sizing · integrations · cli"),
+     "spec · kernels · parallel · layers · model · engine",
+     "checkpoints · train · plan · server · integrations · cli"),
     ("commir", "blue", "loop programs turned into verified schedules on many ranks",
      "ir · programs · scheduling · lowering · execution · searching", ""),
     ("attention2d", "blue", "exact attention over sequences that are spread over ranks",
      "layout · compute · cost · schedules", ""),
-    ("sparsefusion", "green", "moving fewer bytes, and knowing what bytes cost",
-     "foundation · native · collectives · fabric · reduction · selection",
-     "planning · gradients · adapters · fusion · cli"),
+    ("sparsefusion", "green", "sparse gradients on a budget of bytes",
+     "selection · planning · gradients · adapters · fusion · cli", ""),
+    ("commfabric", "green", "moving bytes between ranks, and what that costs",
+     "foundation · native · collectives · fabric · reduction", ""),
 )  # fmt: skip
 LEFT, WIDTH = 190, 470
 
 
 def overview() -> Path:
     """Draw the packages from bottom to top in import order, and beside them their users and what they use."""
-    drawing = Drawing(880, 582, "The packages and what talks to what")
+    drawing = Drawing(880, 668, "The packages and what talks to what")
     tops = {}
     top = 62
     for name, colour, about, first, second in PACKAGES:
@@ -32,7 +33,7 @@ def overview() -> Path:
         drawing.text(LEFT + 16, top + 68, first, 12.5, colour=MUTED)
         drawing.text(LEFT + 16, top + 87, second, 12.5, colour=MUTED)
         tops[name.split()[0]] = (top, height)
-        if name != "sparsefusion":
+        if name != "commfabric":
             middle = LEFT + WIDTH / 2
             drawing.line([(middle, top + height), (middle, top + height + 26)], arrow=True)
             drawing.text(middle + 10, top + height + 18, "imports", 12, colour=MUTED)
@@ -58,7 +59,7 @@ def overview() -> Path:
     beside("attention2d", "any model's\nattention", True)
     beside("attention2d", "Megatron-Core's\nlayers", False, both=True)
     beside("sparsefusion", "torch DDP,\nMegatron DDP,\nDeepSpeed", True, 66)
-    beside("sparsefusion", "nccl-tests'\nmeasurements", False, inward=True)
+    beside("commfabric", "nccl-tests'\nmeasurements", False, inward=True)
     bottom = top + 4
     middle = LEFT + WIDTH / 2
     drawing.box(
