@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .prompt_reader import PromptReader, snapshot_interval
 from .request import Request
 from .request_tokenizer import RequestTokenizer
 from .sampling import Sampling, choose_tokens, draw_seed, log_probabilities
-from .slot import Slot, by_adapter
+from .slot import Slot, by_adapter, run_model
 from .speculation import SpeculativeDecoder, check_draft
 from .thinking import ThinkingFollower
 
@@ -255,29 +256,42 @@ class Engine:
         set of equal sampling options, and again while requests accept proposals. Sends the messages of these calls.
         """
         decoding = [slot for slot in self._slots.values() if not slot.is_reading]
-        self._admit()
-        reading = [slot for slot in self._slots.values() if slot.is_reading]
+        if self._waiting:
+            self._admit()
+        others = len(decoding) < len(self._slots)
+        reading = [slot for slot in self._slots.values() if slot.is_reading] if others else []
         advanced: list[Request] = []
         spare = (self._token_budget or sys.maxsize) - len(decoding) - len(reading)  # beyond one token of each request
         for slots in by_adapter(decoding):
+            slots.sort(key=attrgetter("row"))
+            if not self._speculate:
+                run_model(self.cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
+                continue
             if self._decoder.is_pending:  # the cache holds the proposed tokens of one call at a time
                 advanced += self._choose()
             spare -= self._decoder.decode(slots, len(slots) + spare) - len(slots)
-        self._prompts.read(reading, len(reading) + spare)
-        pooled = [slot for slot in reading if slot.request.options.pooling is not None and not slot.is_reading]
+        if reading:
+            advanced += self._read(reading, len(reading) + spare)
+        return sorted(advanced + self._choose(), key=attrgetter("id"))
+
+    def _read(self, slots: Sequence[Slot], budget: int) -> list[Request]:
+        """Read the next tokens of prompts; returns the requests that have their embedding, and end."""
+        self._prompts.read(slots, budget)
+        pooled = [slot for slot in slots if slot.request.options.pooling is not None and not slot.is_reading]
         for slot in pooled:
             slot.finish_pooling()
             del self._slots[slot.row]
-        advanced += [slot.request for slot in pooled] + self._choose()
-        return sorted(advanced, key=lambda request: request.id)
+        return [slot.request for slot in pooled]
 
     def _choose(self) -> list[Request]:
         """Choose the tokens of all slots with logits, and accept or reject proposals; returns the requests of the slots."""
-        slots = ready = sorted((s for s in self._slots.values() if s.logits is not None), key=lambda s: s.request.id)
+        slots = ready = [slot for slot in self._slots.values() if slot.logits is not None]
+        slots.sort(key=attrgetter("request.id"))
         while ready:
             self._choose_tokens(ready)
             ready = [slot for slot in ready if slot.logits is not None]
-        self._decoder.accept()
+        if self._speculate:
+            self._decoder.accept()
         return [slot.request for slot in slots]
 
     def _admit(self) -> None:
@@ -293,12 +307,13 @@ class Engine:
         """Choose a token for each slot, together for equal sampling options; free the slots of finished requests."""
         groups: dict[Sampling, list[Slot]] = {}
         for slot in slots:
-            groups.setdefault(slot.request.options.sampling, []).append(slot)
+            groups.setdefault(slot.sampling, []).append(slot)
         for sampling, group in groups.items():
             local = torch.stack([slot.allowed_logits() for slot in group])
             tokens = choose_tokens(local, sampling, [slot.generator for slot in group], self.model.ranks)
             tokens = self.model.same_on_peers(tokens)
-            self._note_log_probabilities(group, tokens)
+            if [slot for slot in group if slot.request.options.logprobs is not None]:
+                self._note_log_probabilities(group, tokens)
             for slot, token in zip(group, tokens.tolist(), strict=True):
                 slot.append(token)
                 if slot.request.finished is not None:

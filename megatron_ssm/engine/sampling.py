@@ -89,6 +89,8 @@ def log_probabilities(local: torch.Tensor, tokens: torch.Tensor, count: int, ran
 
 def gather_candidates(values: torch.Tensor, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather every rank's values and ids (batch, n) as (batch, ranks * n). Ids are sent in the dtype of the values."""
+    if ranks.size == 1:
+        return values, ids
     parts = ranks.all_gather(torch.stack([values, ids.to(values.dtype)]))
     values, ids = torch.cat(parts.unbind(), dim=-1)
     return values, ids.long()
@@ -106,7 +108,7 @@ def _candidates(local: torch.Tensor, top_k: int | None, ranks: Ranks) -> tuple[t
     """The logits and ids (batch, n) that may be drawn, all or the top_k, by descending logit, then by ascending id."""
     width = local.shape[-1]
     if top_k is None or top_k >= width * ranks.size:
-        values, ids = gather_last(local, ranks), None
+        values, ids = local if ranks.size == 1 else gather_last(local, ranks), None
     else:
         values, index = _largest(local, min(top_k, width))
         values, ids = gather_candidates(values, index + ranks.rank * width, ranks)

@@ -12,7 +12,7 @@ from .grammar import GrammarMatcher
 from .options import GenerationOptions
 from .request import Request
 from .request_tokenizer import RequestTokenizer
-from .sampling import apply_repetition_penalty
+from .sampling import Sampling, apply_repetition_penalty
 from .text import TextStream
 from .thinking import ThinkingFollower
 
@@ -54,6 +54,7 @@ class Slot:
         request: The request.
         model: The model with the request's adapter.
         vocabulary: The ids in this rank's slice of the vocabulary.
+        sampling: How its tokens are chosen.
         generator: The generator of sampled tokens, or None with greedy search.
         text: The stream that finds stop strings, or None.
         penalties: The penalties for earlier tokens, or None.
@@ -71,6 +72,7 @@ class Slot:
     request: Request
     model: Model
     vocabulary: range
+    sampling: Sampling
     generator: torch.Generator | None = None
     text: TextStream | None = None
     penalties: Penalties | None = None
@@ -96,7 +98,8 @@ class Slot:
     @classmethod
     def of(cls, row: int, request: Request, model: Model, tokenizer: RequestTokenizer) -> "Slot":
         """A slot for a request whose prompt has not been read."""
-        slot = cls(row, request, model, range(model.embeddings.start, model.embeddings.stop), matcher=request.matcher)
+        vocabulary = range(model.embeddings.start, model.embeddings.stop)
+        slot = cls(row, request, model, vocabulary, request.options.sampling, matcher=request.matcher)
         if request.options.temperature:
             assert request.seed is not None, "a queued request has a seed"
             slot.generator = torch.Generator().manual_seed(request.seed)
@@ -222,7 +225,7 @@ def run_model(cache: Cache, slots: Sequence[Slot], ids: Sequence[Sequence[int]],
     prompt: the tokens are parts of prompts (see `Model.next_logits`).
     """
     if slots:
-        model, rows = slots[0].model, cache.select(slot.row for slot in slots)
+        model, rows = slots[0].model, cache.select([slot.row for slot in slots])
         local = model.next_logits(torch.tensor(ids, device=model.device), None, rows, prompt)
         for slot, logits in zip(slots, local, strict=True):
             slot.logits = logits

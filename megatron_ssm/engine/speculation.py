@@ -7,7 +7,7 @@ from a small draft model, or from the draft head of the model's own checkpoint.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -186,15 +186,14 @@ class SpeculativeDecoder:
         used = next((field.used for field in config.fields() if field.by_expert), 1.0)
         return expert_elements(config) / matrix_elements(config), used
 
-    def decode(self, slots: Iterable[Slot], max_tokens: int) -> int:
-        """Call the model once for slots of one adapter, which then have logits; returns the number of tokens that it read.
+    def decode(self, slots: Sequence[Slot], max_tokens: int) -> int:
+        """Call the model once for slots of one adapter, by rows, which then have logits; returns the number of tokens read.
 
         `accept` must follow once the requests have chosen their tokens, and before another `decode` if there `is_pending`.
         max_tokens: the most tokens to read; it reads at least one per slot. Sends the messages of the call and of the draft
         model.
         """
-        slots = sorted(slots, key=lambda slot: slot.row)
-        proposals = self._propose(slots, max_tokens) if self._longest and slots else []
+        proposals = self._propose(slots, max_tokens)
         if not any(proposals):
             run_model(self._cache, slots, [[slot.request.tokens[-1]] for slot in slots], prompt=False)
             return len(slots)

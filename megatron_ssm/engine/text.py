@@ -184,6 +184,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
+_BYTE_CHARACTERS, _TO_LATIN_1 = frozenset(_BYTE_OF_CHARACTER), str.maketrans(_BYTE_OF_CHARACTER)
 
 
 # Streaming
@@ -297,9 +298,13 @@ class TextStream:
 
 def _begun_stop_length(text: str, stop_strings: Sequence[str]) -> int:
     """The length of the longest suffix of `text` that begins a stop string without completing it."""
-    longest = max((len(stop) - 1 for stop in stop_strings), default=0)
-    lengths = range(min(longest, len(text)), 0, -1)
-    return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in stop_strings)), 0)
+    longest = max(map(len, stop_strings), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[-length:]
+        for stop in stop_strings:
+            if stop.startswith(end) and len(stop) > length:
+                return length
+    return 0
 
 
 def token_bytes(tokenizer: "Tokenizer") -> Callable[[int], bytes]:
@@ -326,9 +331,7 @@ def _byte_reader(tokenizer: "Tokenizer") -> Callable[[str], bytes | None]:
 
 def _byte_level_bytes(token: str) -> bytes:
     """The bytes of a token of byte characters; an added token with any other character represents its own text."""
-    if all(character in _BYTE_OF_CHARACTER for character in token):
-        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
-    return token.encode()
+    return token.translate(_TO_LATIN_1).encode("latin-1") if _BYTE_CHARACTERS.issuperset(token) else token.encode()
 
 
 def _byte_fallback_bytes(token: str) -> bytes | None:

@@ -112,17 +112,20 @@ class Cache:
     @property
     def capacity(self) -> int | None:
         """The number of tokens of a row for which there is memory; None: no operator stores anything per token."""
-        return next((tensor.shape[1] for tensor in self._per_token()), None)
+        for state in self.states.values():
+            for tensor in state.per_token.values():
+                return tensor.shape[1]
+        return None
 
     def select(self, rows: Iterable[int]) -> "Cache":
         """A view of some rows, which shares the storage of this cache. A call of the model continues the rows of the view.
 
         Raises ValueError unless they are distinct rows of a cache that is not itself a selection.
         """
-        rows = [int(row) for row in rows]
+        rows = list(map(int, rows))
         if not isinstance(self.rows, slice) or self.rows != EVERY_ROW:
             raise ValueError("select() of a selection: call it on the whole cache")
-        if not rows or len({*rows}) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
+        if not rows or len({*rows}) < len(rows) or min(rows) < 0 or max(rows) >= len(self.lengths):
             raise ValueError(f"rows {rows}: expected distinct rows of a cache of {len(self.lengths)}, at least one")
         consecutive = rows == list(range(rows[0], rows[0] + len(rows)))
         selected = slice(rows[0], rows[0] + len(rows)) if consecutive else torch.tensor(rows)

@@ -117,11 +117,6 @@ class DecodingGraphs:
     def __reduce__(self) -> tuple:
         return DecodingGraphs, ()
 
-    @staticmethod
-    def is_on_gpu(ids: Any) -> bool:
-        """Return True if these ids are on a GPU, so that a graph may decode them."""
-        return torch.is_tensor(ids) and ids.device.type == DEVICE
-
     def logits(self, model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor | None:
         """`model.compute` of a decoding step by a graph: ids (batch, 1) -> new logits (batch, 1, width).
 

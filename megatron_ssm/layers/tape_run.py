@@ -108,7 +108,7 @@ class BoundCall:
         self.arena = self.arena[-self.arena.data_ptr() % 64 :][: self.rows * builder.arena_bytes_per_row]
         self.sums = [self._sum(all_reduce) for all_reduce in builder.sums]
         self._sum_structs = (Sum * max(1, len(self.sums)))(*(tape_sum.struct for tape_sum in self.sums))
-        self.sent = SentInC(self.sums)
+        self.sent = SentInC(self.sums) if any(one.sum_in_c for one in self.sums) else None
         self._scratch: dict[tuple, Tensor] = {}
         self._slots: dict[int, tuple[Any, int, Any, Tensor]] = {}
         self._run_tape = kernels.functions().run_tape
@@ -171,26 +171,25 @@ class BoundCall:
 
     def run(self, section: Section) -> int:
         """Run the operations of a section. Return 0, or UNUSUAL if C does not support the call and changed nothing."""
-        try:
-            return self._run(section)
-        finally:
-            self.cache = self.call = None  # a tape does not keep a cache in memory
-
-    def _run(self, section: Section) -> int:
         struct = self.struct
         struct.start = struct.at = section.start
         struct.stop, struct.threads = section.stop, torch.get_num_threads()
-        self.sent.check()
-        while code := self._run_tape(self.address):
-            if code == UNUSUAL:
-                return code
-            kernels.raise_if_failed(code == NO_MEMORY)
-            if code == STOPPED:
-                self.tape.builder.stops[struct.at - 1](self)
-            else:
-                number = self.tape.ops[struct.at - 1].sum
-                self.sums[number].finish(code)
-        self.sent.count()
+        if self.sent is not None:
+            self.sent.check()
+        try:
+            while code := self._run_tape(self.address):
+                if code == UNUSUAL:
+                    return code
+                kernels.raise_if_failed(code == NO_MEMORY)
+                if code == STOPPED:
+                    self.tape.builder.stops[struct.at - 1](self)
+                else:
+                    number = self.tape.ops[struct.at - 1].sum
+                    self.sums[number].finish(code)
+        finally:
+            self.cache = self.call = None  # a tape does not keep a cache in memory
+        if self.sent is not None:
+            self.sent.count()
         return 0
 
     def hidden(self, ids: Tensor, x: Tensor, section: Section) -> Tensor | None:

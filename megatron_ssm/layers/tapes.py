@@ -10,7 +10,6 @@ Reading the weights evicts Python's and torch's data from the caches: layer by l
 
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from megatron_ssm.kernels import kernels
-from megatron_ssm.parallel.tracked import Version
+from megatron_ssm.parallel.tracked import Changes, Version
 
 from .cache import Cache
 from .call import Call, Positions
@@ -59,23 +58,21 @@ class Tapes(threading.local):
         None if C can compute none of the layers or, when decoding, not the embeddings or the head.
         """
         entry = self._tapes.get(kind)
-        if entry is None or not entry[0].is_current(model):
+        if entry is None or (entry[0].count != Changes.count and not entry[0].is_current(model)):
             self._tapes[kind] = entry = Version(model), _make(model, kind)
         return entry[1]
 
-    def logits(
-        self, model: Any, ids: Tensor, cache: Cache, speculative: bool, describe: Callable[[], Call]
-    ) -> Tensor | None:
+    def logits(self, model: Any, ids: Tensor, cache: Cache, speculative: bool) -> Tensor | None:
         """This rank's logits (batch, tokens, width) of decoded tokens ids (batch, tokens), by one call of C.
 
         Advances the cache, unless the tokens are speculative. Returns None, with nothing done, if C cannot compute them.
-        describe: A function that makes the `Call`, for layers that Python computes.
         """
         call = self._bound_call(model, SPECULATE if speculative else DECODE, ids, cache)
         if call is None:
             return None
         tape = call.tape
-        call.call = describe() if tape.builder.stops else None
+        if tape.builder.stops:  # layers that Python computes
+            call.call = model.describe_decoding(ids, cache, speculative)
         logits = call.logits(ids, tape.sections["all"])
         if logits is not None and model.config.logits_scale != 1.0:
             logits.mul_(model.config.logits_scale)
@@ -95,13 +92,15 @@ class Tapes(threading.local):
         ):
             return None
         (batch, tokens), limit = ids.shape, 1 if kind == DECODE else MAX_SPECULATIVE
-        if not batch or not 0 < tokens <= limit or cache.batch != batch or not cache.lengths.is_cpu:
+        lengths = cache.lengths[cache.rows]
+        if not batch or not 0 < tokens <= limit or len(lengths) != batch or not lengths.is_cpu:
             return None
         tape = self.tape(model, kind)
         if tape is None or not tape.is_fast(batch * tokens):
             return None
-        if cache.capacity is not None:
-            cache.reserve(int(cache.lengths[cache.rows].max()) + tokens)
+        longest, capacity = int(lengths.max()) + tokens, cache.capacity
+        if capacity is not None and longest > capacity:
+            cache.reserve(longest)
         call = tape.call(batch, tokens)
         return call if call.bind(cache) else None
 

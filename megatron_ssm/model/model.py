@@ -58,11 +58,6 @@ class CallKind:
     speculative: bool = False
     without_head: bool = False
 
-    @property
-    def is_prompt_or_sharded(self) -> bool:
-        """True if the tokens are part of a prompt, or split over the context ranks."""
-        return self.prompt or self.is_sharded
-
 
 class Model(TrackedModule):
     """A state-space language model split over the tensor-parallel ranks, with uninitialized parameters.
@@ -357,16 +352,10 @@ class Model(TrackedModule):
         """
         return self._call(input_ids, None, cache, CallKind(speculative=True))
 
-    def native_logits(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> torch.Tensor | None:
-        """Decode tokens by one call of C (a tape). Returns None, without side effects, if C does not support the call."""
-        if self._graphs.is_on_gpu(input_ids):
-            return None
-
-        def describe() -> Call:
-            call = self._describe(input_ids, None, cache, cache.lengths[cache.rows].tolist(), True, None)
-            return replace(call, speculative=speculative)
-
-        return self._tapes.logits(self, input_ids, cache, speculative, describe)
+    def describe_decoding(self, input_ids: torch.Tensor, cache: Cache, speculative: bool) -> Call:
+        """The description of a call that decodes tokens (batch, tokens). Reserves space for their keys and values."""
+        call = self._describe(input_ids, None, cache, cache.lengths[cache.rows].tolist(), True, None)
+        return replace(call, speculative=speculative)
 
     def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
         """The logits of a decoding step by a CUDA graph, or None if no graph can compute this step."""
@@ -377,9 +366,9 @@ class Model(TrackedModule):
     ) -> torch.Tensor:
         """This rank's slice of the logits, (batch, kept, ceil(vocab / ranks)). Updates the cache. See `local_logits`."""
         keep = kind.logits_to_keep
-        may_decode = attention_mask is None and keep >= 0 and kind.seq is None and not kind.is_prompt_or_sharded
-        if cache is not None and may_decode:
-            local = self.native_logits(input_ids, cache, kind.speculative)
+        is_prompt = kind.prompt or kind.is_sharded
+        if cache is not None and attention_mask is None and keep >= 0 and kind.seq is None and not is_prompt:
+            local = self._tapes.logits(self, input_ids, cache, kind.speculative)
             if local is not None:
                 return local
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-class _Changes:
+class Changes:
     """The number of changes of all modules in this process."""
 
     count = 0
@@ -17,23 +17,23 @@ class _Changes:
 
 def changed(module: nn.Module) -> None:
     """Count a change of a module."""
-    _Changes.count += 1
+    Changes.count += 1
     module.__dict__["changes"] = module.__dict__.get("changes", 0) + 1
 
 
 class Version:
-    """The version of a model at the creation of this object."""
+    """The version of a model at the creation of this object. count: `Changes.count` when it was last current."""
 
     def __init__(self, model: nn.Module):
-        self._count, self._modules = _Changes.count, _changes(model)
+        self.count, self._modules = Changes.count, _changes(model)
 
     def is_current(self, model: nn.Module) -> bool:
         """Return True if the model has not changed since."""
-        if self._count != _Changes.count:
-            count, modules = _Changes.count, _changes(model)
+        if self.count != Changes.count:
+            count, modules = Changes.count, _changes(model)
             if modules != self._modules:
                 return False
-            self._count = count  # another model has changed
+            self.count = count  # another model has changed
         return True
 
 

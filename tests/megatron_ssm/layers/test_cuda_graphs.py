@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ssm import Engine, generate, load
 from megatron_ssm.cli import commands
 from megatron_ssm.cli.main import parser
-from megatron_ssm.layers import cuda_graphs
+from megatron_ssm.layers import cuda_graphs, tapes
 from megatron_ssm.layers.attention import attend_with_cache
 from megatron_ssm.layers.call import Positions
 from megatron_ssm.layers.families import read
@@ -120,6 +120,7 @@ def captured(monkeypatch):
 
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graphs, "MIN_KEYS", 4)
+    monkeypatch.setattr(tapes, "may_use_kernels", lambda: False)
     monkeypatch.setattr(cuda_graphs, "capture", capture)
     return captured
 
@@ -622,6 +623,7 @@ def use_graphs_on_cpu(patch, capture):
     """Let models on the CPU decode by the graphs of `capture`, even if their ranks communicate by gloo."""
     for name, value in dict(DEVICE="cpu", MIN_KEYS=4, capture=capture, _is_capturable=lambda model: True).items():
         patch.setattr(cuda_graphs, name, value)
+    patch.setattr(tapes, "may_use_kernels", lambda: False)
 
 
 @pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.full), 2))
@@ -629,6 +631,7 @@ def test_ranks_decode_by_graphs(ranks, world, monkeypatch):
     """They count the bytes that replays send too."""
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
     monkeypatch.setattr(cuda_graphs, "MIN_KEYS", 4)
+    monkeypatch.setattr(tapes, "may_use_kernels", lambda: False)
 
     def run(model):
         assert cuda_graphs._is_capturable(model) == (world == 1)  # gloo computes its sums on the host

@@ -4,6 +4,7 @@ import copy
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import megatron_ssm
 from cases import CASES, EXPERTS, groups_of, with_layers
 from commfabric.native.library import Library
 from megatron_ssm import families
+from megatron_ssm.engine.text import write_byte_tokenizer
 from megatron_ssm.kernels import kernels, products
-from megatron_ssm.layers import operations, tapes
+from megatron_ssm.layers import tape_operations, tapes
 from megatron_ssm.model.adapters import adapter_parameters
 from serving import IDS, one_by_one, saved
 
@@ -411,7 +413,7 @@ def test_a_token_takes_few_calls_of_python(tmp_path):
         model_type="zamba2", vocab_size=512, num_hidden_layers=24, layers_block_type=kinds, num_attention_heads=4,
         n_mamba_heads=8, mamba_d_state=16, adapter_rank=8, intermediate_size=256, **sizes,
     )  # fmt: skip
-    model, calls = megatron_ssm.initialize(megatron_ssm.build(megatron_ssm.layers.families.from_dict(raw))), []
+    model, calls = megatron_ssm.initialize(megatron_ssm.build(families.from_dict(raw))), []
     with torch.no_grad():
         cache, token = model.new_cache(1, 64), torch.tensor([[3]])
         model.next_logits(IDS[:1], cache=cache, prompt=True)
@@ -427,9 +429,44 @@ def test_a_token_takes_few_calls_of_python(tmp_path):
     assert 0 < len(calls) <= 60, calls
 
 
+ROOT = Path(megatron_ssm.__file__).parents[1]
+PACKAGES = ("commfabric", "sparsefusion", "attention2d", "commir", "megatron_ssm")
+
+
+@pytest.mark.parametrize(
+    "batch, options, most",
+    [(1, {}, 45), (1, dict(temperature=1.0, top_k=5, seed=1, stop_strings="zz"), 50), (4, {}, 90)],
+)
+def test_a_generated_token_takes_few_calls_of_python(tmp_path, batch, options, most):
+    """Of a hybrid of four layers; the mean of eight tokens."""
+    directory = saved(
+        tmp_path,
+        "qwen3_5_text",
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        vocab_size=300,
+    )
+    write_byte_tokenizer(directory)
+    tokens = megatron_ssm.stream(megatron_ssm.load(directory), IDS[:1].repeat(batch, 1), max_new_tokens=16, **options)
+    calls, roots = [], tuple(f"{ROOT / package}/" for package in PACKAGES)
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(roots):
+            calls.append(frame.f_code)
+
+    for _ in range(8):
+        next(tokens)
+    sys.setprofile(profile)
+    for _ in range(8):
+        next(tokens)
+    sys.setprofile(None)
+    files = {code.co_filename for code in calls}
+    assert len(calls) <= 8 * most and len(files) <= 9, (len(calls) / 8, sorted(files))
+
+
 def test_operations_are_those_of_c():
-    assert operations.Op.n.size == 64 and operations.Tape.threads.offset % 4 == 0
-    names = " ".join(operations.KINDS).upper().split()
+    assert tape_operations.Op.n.size == 64 and tape_operations.Tape.threads.offset % 4 == 0
+    names = " ".join(tape_operations.KINDS).upper().split()
     header = (kernels.LIBRARY.path.parent / "tape.h").read_text() if hasattr(kernels.LIBRARY, "path") else None
     if header is not None:
         listed = header[header.index("EMBED") : header.index("STOP\n") + 4].replace(",", " ").split()
