@@ -35,7 +35,7 @@ def lazy_exports(
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(modules[name], package)
-        value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+        value = getattr(module, name, module)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -187,9 +187,9 @@ def _generate_and_print(model: "Model", inputs: _Inputs, arguments: Namespace, i
     start = time.perf_counter()
     columns = stream(
         model, torch.tensor([inputs.prompt], device=model.device), None, arguments.max_new_tokens,
-        arguments.temperature or 0.0, arguments.top_k, arguments.top_p,
-        1.0 if arguments.repetition_penalty is None else arguments.repetition_penalty, inputs.stop_tokens, arguments.stop,
-        arguments.seed, min_p=arguments.min_p,
+        arguments.temperature or 0.0, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p,
+        repetition_penalty=1.0 if arguments.repetition_penalty is None else arguments.repetition_penalty,
+        stop_tokens=inputs.stop_tokens, stop_strings=arguments.stop, seed=arguments.seed,
     )  # fmt: skip
     log.info("\n".join([model.start_line, *inputs.hints]))  # after the last possible error
     for column in columns:
