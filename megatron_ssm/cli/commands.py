@@ -227,7 +227,7 @@ def _report(model: "Model", inputs: _Inputs, arguments: Namespace, progress: _Pr
 def _bytes_of_a_step(model: "Model", arguments: Namespace) -> int:
     """The bytes of one decoded token, measured with the second token after a prompt of one token."""
     steps = stream(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device), None, 2,
-                   arguments.temperature or 0.0, arguments.top_k, seed=0)  # fmt: skip
+                   arguments.temperature or 0.0, top_k=arguments.top_k, seed=0)  # fmt: skip
     next(steps)
     before = model.counter.nbytes
     next(steps)
