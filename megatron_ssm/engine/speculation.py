@@ -186,7 +186,7 @@ class SpeculativeDecoder:
         used = next((field.used for field in config.fields() if field.by_expert), 1.0)
         return expert_elements(config) / matrix_elements(config), used
 
-    def decode(self, slots: Sequence[Slot], max_tokens: int) -> int:
+    def decode(self, slots: list[Slot], max_tokens: int) -> int:
         """Call the model once for slots of one adapter, by rows, which then have logits; returns the number of tokens read.
 
         `accept` must follow once the requests have chosen their tokens, and before another `decode` if there `is_pending`.
