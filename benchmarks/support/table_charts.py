@@ -106,22 +106,22 @@ def sparse_gradients(figure: Figure) -> None:
 
 def peers_of_hybrids(figure: Figure) -> None:
     """Decoded tokens per second of each hybrid: transformers and ours in fp32, llama.cpp and ours with 4-bit weights."""
-    bars: dict[str, dict[str, float]] = {}
+    bars: dict[str, dict[str, tuple[float, str]]] = {}  # {model: {series: (tokens per second, label)}}
     for row in published("peers-of-hybrids")[1:]:
-        cells = bars.setdefault(row[0], {})
         if row[2].endswith("transformers"):
-            cells["ours, fp32"], cells["transformers, fp32"] = numbers(row[3])[:2]
+            names, cell = ("ours, fp32", "transformers, fp32"), row[3]
         elif row[2].startswith("decode after 256,"):
-            cells["ours, int4"], cells["llama.cpp, Q4_K"] = numbers(row[6])[:2]
+            names, cell = ("ours, int4", "llama.cpp, Q4_K"), row[6]
+        else:
+            continue
+        ours, theirs, ratio = numbers(cell)
+        bars.setdefault(row[0], {}).update({names[0]: (ours, f"{ratio:.1f}x"), names[1]: (theirs, "")})
     bars = {name: cells for name, cells in bars.items() if len(cells) == 4}
     axes = figure.subplots()
-    pairs = {"transformers, fp32": "", "ours, fp32": "transformers, fp32", "llama.cpp, Q4_K": "",
-             "ours, int4": "llama.cpp, Q4_K"}  # fmt: skip
-    for place, (series, peer) in enumerate(pairs.items()):
+    for place, series in enumerate(("transformers, fp32", "ours, fp32", "llama.cpp, Q4_K", "ours, int4")):
+        values, labels = zip(*(cells[series] for cells in bars.values()), strict=True)
         heights = [number + 0.2 * (place - 1.5) for number in range(len(bars))]
-        drawn = axes.barh(heights, [cells[series] for cells in bars.values()], 0.2, label=series)
-        labels = [f"{cells[series] / cells[peer]:.1f}x" if peer else "" for cells in bars.values()]
-        axes.bar_label(drawn, labels, padding=3, fontsize=7)
+        axes.bar_label(axes.barh(heights, values, 0.2, label=series), labels, padding=3, fontsize=7)
     axes.set_yticks(range(len(bars)), bars)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
