@@ -23,10 +23,9 @@ def command_options(parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if action.help in (None, argparse.SUPPRESS) or "--help" in action.option_strings:
             continue
-        meaning = str(action.help) + (" (required)" if action.required and action.option_strings else "")
-        if action.choices:
-            meaning = f"{', '.join(map(str, action.choices))}: {meaning}"
-        value = "" if action.nargs == 0 or action.choices else f" {action.metavar or action.dest.upper()}"
+        meaning = action.help + (" (required)" if action.required and action.option_strings else "")
+        choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else ""
+        value = "" if action.nargs == 0 else f" {choices or action.metavar or action.dest.upper()}"
         name = ", ".join(action.option_strings) + value if action.option_strings else str(action.metavar or action.dest)
         rows.append(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
@@ -51,11 +50,13 @@ def ignored_parameters() -> str:
 
 
 def parameters_not_implemented() -> str:
-    """A table of the parameters of HTTP requests with the values that are accepted."""
-    rows = ["| parameter | values that change nothing |", "| --- | --- |"]
+    """A table of the parameters of HTTP requests, by the values that are accepted."""
+    names: dict[str, list[str]] = {}
     for name, values in sorted(NOT_IMPLEMENTED.items()):
-        rows.append(f"| `{name}` | {', '.join(f'`{json.dumps(value)}`' for value in values)} |")
-    return "\n".join(rows)
+        accepted = ", ".join(f"`{json.dumps(value)}`" for value in values) or "`null`"
+        names.setdefault(accepted, []).append(f"`{name}`")
+    rows = ["| parameters | values that change nothing |", "| --- | --- |"]
+    return "\n".join(rows + [f"| {', '.join(each)} | {accepted} |" for accepted, each in names.items()])
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
