@@ -61,9 +61,11 @@ lint: .venv/stamp
 	@$(PYTHON) -m ruff format --check --quiet .
 	@$(PYTHON) -m mypy
 
-# Builds the site into build/site.
+# Builds the site into build/site, and says how to read it.
 docs: .venv/stamp
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+	@echo "docs: the site is in build/site. Open build/site/index.html in a browser; for its search, run"
+	@echo "docs:     $(PYTHON) -m http.server -d build/site    # and open http://127.0.0.1:8000"
 
 # The first line of a benchmark is the beginning of its docstring and says "about N min".
 bench: .venv/stamp

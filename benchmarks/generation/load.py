@@ -14,7 +14,7 @@ Lengths of prompts and replies are drawn from the percentiles of the conversatio
 
 Numbers are medians of the rounds, with the least and the most of them.
 
-`llama-server` must be on the PATH; docs/results/inference.md says how it is built. transformers has no server for this: it
+`llama-server` must be on the PATH; docs/results/index.md says how it is built. transformers has no server for this: it
 generates requests of the first part as one batch of 8. Formats on the command line (fp32, bf16, int8) are the only ones that
 are measured.
 """
@@ -68,7 +68,7 @@ def servers(format: str, directory: Path) -> list[Server]:
     gguf = directory / f"{THEIRS[format]}.gguf"
     program = shutil.which("llama-server")
     if program is None:
-        raise RuntimeError("llama-server is not on the PATH; docs/results/inference.md says how it is built")
+        raise RuntimeError("llama-server is not on the PATH; docs/results/index.md says how it is built")
     llama = [program, "--model", gguf, "--ctx-size", LONGEST * CLIENTS, "--parallel", CLIENTS]
     llama += ["--threads", THREADS, "--threads-batch", THREADS]
     llama += ["--no-cache-prompt", "--cache-ram", 0, "--ctx-checkpoints", 0]

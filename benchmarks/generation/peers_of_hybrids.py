@@ -1,15 +1,13 @@
-"""Prefill and decode of hybrids against llama.cpp and transformers, the same weights in each format (about 30 min).
+"""Prefill and decode of hybrids against llama.cpp and transformers, the same weights in each format (about 20 min).
 
 It needs the packages of the extra `peers`. Random weights of 100 to 200 million parameters of Nemotron-H, Granite 4.0 H,
 Falcon-H1, Jamba and Qwen3.5, of 340 million of Granite and Qwen3-Next with experts, and of Qwen3.5's published 0.8B shape,
-which is only decoded. Ours and llama.cpp's take turns in one process, with one and with two threads; the first tokens that
-both choose greedily are compared before. The
-claims, at equal format and threads: prefill of 256 tokens with AMX in fp32 >= 2x as fast, in bf16 and with int8 weights >=
-3x; without AMX in fp32 and bf16 >= 1.2x, with int8 weights >= 1.8x; decoding in fp32 >= 1.0x, in bf16 and with int8 weights
->= 1.4x, with int4 weights >= 1.2x of Q4_K, after 256 and after 2,048 tokens; decoding >= 3x as fast as transformers. Of
-Qwen3.5, also prefill of 4,096 tokens; without AMX, its decoding in bf16 >= 1.05x, with int8 and int4 weights >= 1.2x, after
-256 tokens. Of Granite and Qwen3-Next with experts, without AMX: prefill of 256 and 2,048 tokens in fp32, bf16 and int8 >=
-1.1x, decoding in fp32 >= 1.0x, in bf16 >= 1.05x, with int8 and int4 weights >= 1.15x, and of 8 sequences >= 2x of one.
+which is only decoded. Ours and llama.cpp's take turns in one process, on two threads; the first tokens that both choose
+greedily are compared before. The claims, at equal format and threads, without AMX: prefill of 256 tokens in fp32 and bf16
+>= 1.2x as fast, with int8 weights >= 1.8x; decoding in fp32 >= 1.0x, in bf16 and with int8 weights >= 1.4x, with int4
+weights >= 1.2x of Q4_K; decoding >= 3x as fast as transformers. Of Qwen3.5, decoding in bf16 >= 1.05x, with int8 and int4
+weights >= 1.2x. Of models with experts: prefill >= 1.1x, decoding in fp32 >= 1.0x, in bf16 >= 1.05x, with int8 and int4
+weights >= 1.15x, and of 8 sequences >= 2x of one.
 Arguments: names of models, and numbers of threads.
 """
 
@@ -23,11 +21,18 @@ from typing import Any
 import torch
 
 import megatron_ssm
-from benchmarks.generation.peers import IN_A_ROW, NEW, OURS, SEQUENCES, TITLES, our_decoding, random_tokens
 from benchmarks.support.shapes import HYBRIDS, processor, random_model
 from benchmarks.support.tables import interleaved, markdown, print_or_publish
 
 PROMPT, CONTEXTS, REPETITIONS, GREEDY = 256, (256, 2048), 6, 8
+IN_A_ROW, NEW, SEQUENCES = 2, 16, 8  # repetitions in a turn; decoded tokens; sequences that are decoded together
+OURS = {
+    "F32": {},
+    "BF16": dict(dtype=torch.bfloat16),
+    "Q8_0": dict(weights="int8"),
+    "Q4_K": dict(weights="int4"),
+}
+TITLES = {"F32": "fp32 / F32", "BF16": "bf16 / BF16", "Q8_0": "int8 / Q8_0", "Q4_K": "int4 / Q4_K"}
 WITH_EXPERTS = ("Granite 4.0 H, experts", "Qwen3-Next")
 PROMPTS = {"Qwen3.5": (256, 4096), "Qwen3.5 0.8B": ()} | dict.fromkeys(WITH_EXPERTS, (256, 2048))  # if not only PROMPT
 FORMATS = {"Qwen3.5 0.8B": ("BF16", "Q4_K")}  # where they are not all of OURS
@@ -62,6 +67,23 @@ def check(ours: megatron_ssm.Model, theirs: Any) -> None:
         logits = theirs([found[-1]])
     if found != wanted:
         raise RuntimeError(f"llama.cpp chooses {found}, not {wanted}")
+
+
+def our_decoding(model: megatron_ssm.Model, threads: int, sequences: int = 1) -> Callable[[], None]:
+    """A function that decodes NEW tokens of each of some sequences, one by one."""
+    steps, cache = random_tokens(NEW, sequences, 1), model.new_cache(sequences)
+
+    def decode() -> None:
+        torch.set_num_threads(threads)
+        for ids in steps:
+            model(ids, cache=cache)
+
+    return decode
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    """Ids of this shape, the same at each call; equal ones would choose the same experts."""
+    return torch.randint(1, 1000, shape, generator=torch.Generator().manual_seed(2))
 
 
 def prefills(ours: megatron_ssm.Model, theirs: Any, threads: int, prompt: int) -> tuple[Callable, Callable]:
@@ -169,7 +191,7 @@ def row_of_transformers(shape: str, threads: int, ours: megatron_ssm.Model, thei
 @torch.no_grad()
 def main() -> None:
     """Measure all shapes, print the processor, and publish the table."""
-    rows, counts = [], [int(each) for each in sys.argv[1:] if each.isdecimal()] or [1, 2]
+    rows, counts = [], [int(each) for each in sys.argv[1:] if each.isdecimal()] or [2]
     for shape in [each for each in sys.argv[1:] if not each.isdecimal()] or HYBRIDS:
         with tempfile.TemporaryDirectory() as temporary:
             torch.set_num_threads(2)

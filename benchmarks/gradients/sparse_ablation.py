@@ -1,8 +1,7 @@
-"""The parts of SSFusion one by one, and how long planning takes (about 15 min; root).
+"""The parts of SSFusion one by one (about 15 min; root).
 
 The claims: fusion brings most of the speed-up, and the choice of dense gradients some more; sending these while the others
-are selected, or during the backward pass, brings nothing on a CPU. Planning 500 gradients in all modes, from measurements to
-JSON, takes at most 60 ms.
+are selected, or during the backward pass, brings nothing on a CPU.
 
 Every contestant trains a copy of a Mamba-2 of 24 layers with 410 gradients. They take turns. A turn is a step that does not
 count and one that does, and is repeated if the hypervisor took the cores away meanwhile; the table shows medians. `dense`
@@ -10,11 +9,9 @@ is torch's DDP with its default buckets, and `in 0.2 MB` with the buckets from w
 contestant has the same plan as the one before, and so shows the spread.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -24,16 +21,10 @@ from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
 from commfabric.fabric.measurement import repetitions
-from sparsefusion import MODES, SparseFusion
-from sparsefusion.fusion.cost_measurement import SampledFabric
-from sparsefusion.fusion.dry_run import dry_run
-from sparsefusion.planning.compression import CompressionSettings
+from sparsefusion import SparseFusion
 from sparsefusion.planning.plan import Buffer, Plan, Unit
-from sparsefusion.planning.planner import calibrated_costs, make_plans, predict
-from sparsefusion.planning.timeline import Costs, Tensor, Timeline
 
 REPETITIONS, DENSITY, LAYERS, HIDDEN, BUCKET_MB = 20, 0.01, 24, 192, 0.2
-PLANNED = ((100, 10), (500, 20), (500, 128), (500, 500))  # gradients and buckets
 
 
 @dataclass(frozen=True)
@@ -156,29 +147,6 @@ def measure(out: str) -> None:
     dist.destroy_process_group()
 
 
-def planning_seconds(count: int, buckets: int) -> float:
-    """Seconds from a timeline and costs to the plans of all modes on another rank; links of 1 ms and 25 MB/s."""
-    sizes = [768 * 3072, 256, 768, 24, 24, 24, 768 * 768, 768, 2304] * count
-    tensors = [Tensor(f"w{i}", n, 2 if n > 4000 else 1, 0.1 + 1e-3 * i) for i, n in enumerate(sizes[:count])]
-    each = -(-count // buckets)
-    names = [tensor.name for tensor in tensors]
-    atoms = tuple(tuple(names[i : i + each]) for i in range(0, count, each))
-    points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 15, 1 << 18, 1 << 21)]
-    fabric = SampledFabric({"all_reduce": points, "all_gather": points})
-    costs = Costs(fabric, 4, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
-    profiled, compression, found = Timeline(tuple(tensors), atoms, 4, 4, 30.0), CompressionSettings(DENSITY), []
-    for _ in range(5):
-        start = time.perf_counter()
-        calibrated = calibrated_costs(costs, profiled)
-        plans = make_plans(MODES[:-1], compression, profiled, calibrated, can_send_early=True)
-        seconds = {mode: predict(plan, compression, profiled, calibrated) for mode, plan in plans.items()}
-        dry_run(plans, seconds, compression, profiled)
-        for plan in plans.values():
-            Plan.from_json(plan.with_predictions(seconds).to_json())
-        found.append(time.perf_counter() - start)
-    return median(found)
-
-
 def row(cell: Cell, measured: list[dict]) -> list[str]:
     """A row of the table: each contestant's speed-up over dense, and what it sends."""
     dense, *ours = measured
@@ -194,13 +162,9 @@ def row(cell: Cell, measured: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    """Measure every cell, and publish both tables."""
+    """Measure every cell, and publish the table."""
     rows = [row(cell, measure_cell(__file__, cell.ranks, cell.rate)) for cell in CELLS]
     publish("sparse-ablation", markdown(["ranks, links", "dense", *CONTESTANTS], rows))
-    lines = [
-        [f"{count} in {buckets}", f"{1e3 * planning_seconds(count, buckets):.0f} ms"] for count, buckets in PLANNED
-    ]
-    publish("sparse-planning", markdown(["gradients, in buckets of the framework", "planning all modes"], lines))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What four small models learn from sparse gradients: per step, per byte and per second (about 45 min; root).
+"""What four small models learn in a step from sparse gradients (about 30 min).
 
 Does selecting over fused tensors leave tensors out, and does a model learn less (SSFusion, section III-A)? A ResNet, an
-LSTM, a transformer and a Mamba-2 are trained by two workers at densities 0.01, 0.05 and 0.1 with five seeds. Contestants
-have the same seeds, so differences are paired; an interval is that of Student's t at 95 %. Plans are the planner's, from
-fixed costs of links of 200 mbit, so that all seeds have the same plan. A tensor is missed in a step if no worker has sent
-an element of it. The workers are simulated in one process: they select by `ErrorFeedback`, and their elements are added in
-the order of the workers, as in an all-gather in fp32. Times are of real ranks behind slow links.
+LSTM, a transformer and a Mamba-2 are trained by two workers at density 0.01 with five seeds. Contestants have the same
+seeds, so differences are paired; an interval is that of Student's t at 95 %. Plans are the planner's, from fixed costs of
+links of 200 mbit, so that all seeds have the same plan. A tensor is missed in a step if no worker has sent an element of
+it. The workers are simulated in one process: they select by `ErrorFeedback`, and their elements are added in the order of
+the workers, as in an all-gather in fp32.
 
 Results go to build/sparse_accuracy.json after each run, so an interrupted measurement continues; remove it to start again.
 """
@@ -21,16 +21,11 @@ from itertools import accumulate, groupby, product
 from statistics import mean, stdev
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.support.cells import ROOT, cell_arguments, measure_cell, write_result
-from benchmarks.support.learner import warm_turn
-from benchmarks.support.small_learners import TASKS, Task, symbols, texts
+from benchmarks.support.cells import ROOT
+from benchmarks.support.small_learners import TASKS, symbols, texts
 from benchmarks.support.tables import markdown, publish
-from commfabric.fabric.measurement import repetitions
-from sparsefusion import SparseFusion
 from sparsefusion.fusion.cost_measurement import SampledFabric
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.planning.compression import CompressionSettings
@@ -41,15 +36,14 @@ from sparsefusion.selection.fused import add_at
 from sparsefusion.selection.indices import INDEX_BYTES
 
 RESULTS = ROOT / "build" / "sparse_accuracy.json"
-WORKERS, SEEDS, DENSITIES, STEPS, EVERY, RATE_WARMUP = 2, range(5), (0.01, 0.05, 0.1), 150, 25, 15
+WORKERS, SEEDS, DENSITY, STEPS, RATE_WARMUP = 2, range(5), 0.01, 150, 15
 HELD_OUT = {"resnet": 256}  # examples; of the others TEXTS
 TEXTS = 64
-FEW_SEEDS, TIMED, RATE = SEEDS[:3], 20, "200mbit"  # seeds of the ablation; turns of the timing, and its links
 BACKWARD_S, ATOMS = 5e-3, 4  # of the timeline from which plans are made
-STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # {seeds: the factor of the standard error, at 95 %}
+STUDENT_T = 2.78  # the factor of the standard error of five seeds, at 95 %
 
 
-def planned(mode: str, parameters: dict[str, torch.Tensor], density: float, budget: str = "none") -> Plan:
+def planned(mode: str, parameters: dict[str, torch.Tensor], budget: str = "none") -> Plan:
     """The planner's plan of a mode for two ranks, from fixed costs: links of 200 mbit, and a backward pass of BACKWARD_S."""
     sizes = {name: p.numel() for name, p in reversed(parameters.items())}
     shares = dict(zip(sizes, accumulate(n / sum(sizes.values()) for n in sizes.values()), strict=True))
@@ -61,7 +55,7 @@ def planned(mode: str, parameters: dict[str, torch.Tensor], density: float, budg
         SampledFabric({"all_reduce": points, "all_gather": points}), 2, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n,
         lambda n: 1e-10 * n,
     )  # fmt: skip
-    return make_plans([mode], CompressionSettings(density, budget=budget), timeline, costs)[mode]
+    return make_plans([mode], CompressionSettings(DENSITY, budget=budget), timeline, costs)[mode]
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -70,9 +64,9 @@ def joined(units: Sequence[Unit]) -> Unit:
     return Unit(names, sum(unit.numel for unit in units), sum(unit.k for unit in units))
 
 
-def bucket_small_dense(parameters: dict, density: float) -> Plan:
+def bucket_small_dense(parameters: dict) -> Plan:
     """Selection over each buffer without the gradients that `selective` sends dense."""
-    plan = planned("selective", parameters, density)
+    plan = planned("selective", parameters)
     buffers = []
     for buffer in plan.buffers:
         sparse = [unit for unit in buffer.units if unit.k]
@@ -80,62 +74,32 @@ def bucket_small_dense(parameters: dict, density: float) -> Plan:
     return replace(plan, mode="bucket", buffers=tuple(buffers))
 
 
-def fused_in(count: int, parameters: dict, density: float) -> Plan:
-    """Selection over `count` buffers of about the same number of elements."""
-    plan = planned("layerwise", parameters, density)
-    units = [unit for buffer in plan.buffers for unit in buffer.units]
-    numel, ends = sum(u.numel for u in units), accumulate(u.numel for u in units)
-    numbers = [int(count * (end - 1) / numel) for end in ends]
-    groups = groupby(zip(units, numbers, strict=True), key=lambda pair: pair[1])
-    return replace(plan, mode="bucket", buffers=tuple(Buffer((joined([u for u, _ in group]),)) for _, group in groups))
-
-
 @dataclass(frozen=True)
 class Contestant:
     """A way to send gradients.
 
     Attributes:
-        plan: plan(parameters, density) makes its plan; None: dense.
-        sparsifier, density_warmup: Of SparseFusion.
+        plan: plan(parameters) makes its plan; None: dense.
         keeps_residuals: False: residuals are dropped after each step.
-        other: Another plan, which takes turns of TURN steps with the first.
     """
 
-    plan: Callable[[dict, float], Plan] | None = None
-    sparsifier: str = "dgc"
-    density_warmup: int = 0
+    plan: Callable[[dict], Plan] | None = None
     keeps_residuals: bool = True
-    other: Callable[[dict, float], Plan] | None = None
-
-
-TURN = 10
-LAYERWISE, SELECTIVE = partial(planned, "layerwise"), partial(planned, "selective")
 
 
 MAIN = {
     "dense": Contestant(),
     "bucket": Contestant(partial(planned, "bucket")),
-    "layerwise": Contestant(LAYERWISE),
-    "selective": Contestant(SELECTIVE),
-    "selective, budget bytes": Contestant(partial(SELECTIVE, budget="bytes")),
-    "selective, budget paper": Contestant(partial(SELECTIVE, budget="paper")),
+    "layerwise": Contestant(partial(planned, "layerwise")),
+    "selective": Contestant(partial(planned, "selective")),
+    "selective, budget paper": Contestant(partial(planned, "selective", budget="paper")),
     "bucket, small ones dense": Contestant(bucket_small_dense),
 }
 WITHOUT_FEEDBACK = {
     "bucket, no residuals": replace(MAIN["bucket"], keeps_residuals=False),
     "layerwise, no residuals": replace(MAIN["layerwise"], keeps_residuals=False),
 }
-DEGREES = {f"buffers: {count}": Contestant(partial(fused_in, count)) for count in (1, 4, 16)}
-WARM = {f"{name}, warm-up": replace(MAIN[name], density_warmup=50) for name in ("bucket", "layerwise", "selective")}
-SPARSIFIERS = {
-    f"{mode}, {sparsifier}": replace(MAIN[mode], sparsifier=sparsifier)
-    for mode in ("bucket",)
-    for sparsifier in ("gaussiank", "redsync", "sidco")
-}
-CHANGING = {"selective and layerwise in turns": Contestant(SELECTIVE, other=LAYERWISE)}
-ABLATION, ABLATED = DEGREES | WARM | SPARSIFIERS | CHANGING, ("transformer", "resnet")
-AT_ALL_DENSITIES = ("bucket", "layerwise", "selective")
-CONTESTANTS = MAIN | WITHOUT_FEEDBACK | ABLATION
+CONTESTANTS = MAIN | WITHOUT_FEEDBACK
 
 
 @dataclass(frozen=True)
@@ -144,19 +108,15 @@ class Run:
 
     model: str
     contestant: str
-    density: float
     seed: int
 
     def __str__(self) -> str:
-        return f"{self.model}|{self.contestant}|{self.density}|{self.seed}"
+        return f"{self.model}|{self.contestant}|{self.seed}"
 
 
 def all_runs() -> list[Run]:
-    """All runs: the smallest density first, and one seed after the other."""
-    first, *others = DENSITIES
-    runs = [Run(m, c, first, s) for s, m, c in product(SEEDS, TASKS, (*MAIN, *WITHOUT_FEEDBACK))]
-    runs += [Run(m, c, d, s) for s, d, m, c in product(SEEDS, others, TASKS, AT_ALL_DENSITIES)]
-    return runs + [Run(m, c, first, s) for s, m, c in product(FEW_SEEDS, ABLATED, ABLATION)]
+    """All runs, one seed after the other."""
+    return [Run(model, contestant, seed) for seed, model, contestant in product(SEEDS, TASKS, CONTESTANTS)]
 
 
 def all_dense(sizes: dict[str, int]) -> Plan:
@@ -172,21 +132,19 @@ class Workers:
         means: {name: mean (numel,)} of the last step.
     """
 
-    def __init__(self, contestant: Contestant, parameters: dict[str, torch.Tensor], density: float) -> None:
-        self._contestant, self._density = contestant, density
+    def __init__(self, contestant: Contestant, parameters: dict[str, torch.Tensor]) -> None:
+        self._contestant = contestant
         self._sizes = {name: p.numel() for name, p in parameters.items()}
-        makers = [maker for maker in (contestant.plan, contestant.other) if maker]
-        self.plans = [make(parameters, density) for make in makers] or [all_dense(self._sizes)]
-        self._feedbacks = [ErrorFeedback(contestant.sparsifier) for _ in range(WORKERS)]
+        self.plan = contestant.plan(parameters) if contestant.plan else all_dense(self._sizes)
+        self._feedbacks = [ErrorFeedback("dgc") for _ in range(WORKERS)]
         self.sent = 0.0  # bytes of a worker
 
     def exchange(self, step: int, gradients: Sequence[dict[str, torch.Tensor]]) -> None:
         """Average the workers' gradients {name: (numel,)}."""
-        plan, ratio = self.plans[step // TURN % len(self.plans)], self._density_ratio(step)
         self.means = {name: torch.zeros(size) for name, size in self._sizes.items()}
         for feedback in self._feedbacks:
             feedback.begin_step(step)
-        for unit in (unit.with_density_ratio(ratio) for buffer in plan.buffers for unit in buffer.units):
+        for unit in (unit for buffer in self.plan.buffers for unit in buffer.units):
             self._exchange_unit(unit, gradients)
         if not self._contestant.keeps_residuals:
             for feedback in self._feedbacks:
@@ -204,30 +162,18 @@ class Workers:
                     mean_.add_(own[name], alpha=1 / WORKERS)
         self.sent += (WORKERS - 1) * (unit.k * (4 + INDEX_BYTES) if unit.k else 8 * unit.numel / WORKERS)
 
-    def _density_ratio(self, step: int) -> float:
-        """As in `DensityWarmup`."""
-        steps = self._contestant.density_warmup
-        return max(self._density, 0.25 ** (1 + 4 * step / steps)) / self._density if step < steps else 1.0
-
 
 def train(run: Run) -> dict:
-    """Train a model; held-out losses and shares of correct answers, the share of missed tensors, and the bytes of a step."""
+    """Train a model: its held-out loss, the share of missed tensors, and the bytes that a worker sends in a step."""
     task, contestant = TASKS[run.model], CONTESTANTS[run.contestant]
     model = task.learner(run.seed)
     parameters = dict(model.named_parameters())
-    workers, optimizer = Workers(contestant, parameters, run.density), task.optimizer(parameters.values())
+    workers, optimizer = Workers(contestant, parameters), task.optimizer(parameters.values())
     rate = optimizer.param_groups[0]["lr"]
     generators = [torch.Generator().manual_seed(1000 * run.seed + worker) for worker in range(WORKERS)]
     inputs, targets = task.held_out(HELD_OUT.get(run.model, TEXTS))
-    losses, correct, missed = [], [], []
-    for step in range(STEPS + 1):
-        if step % EVERY == 0:
-            with torch.no_grad():
-                logits = model.model(inputs).flatten(0, -2)
-            losses.append(functional.cross_entropy(logits, targets.flatten()).item())
-            correct.append((logits.argmax(-1) == targets.flatten()).float().mean().item())
-        if step == STEPS:
-            break
+    missed = []
+    for step in range(STEPS):
         gradients = []
         for generator in generators:
             own = torch.autograd.grad(model(*task.draw(task.batch, generator, False)), list(parameters.values()))
@@ -238,12 +184,9 @@ def train(run: Run) -> dict:
         missed.append(mean(float(not each.any()) for each in workers.means.values()))
         optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / RATE_WARMUP)
         optimizer.step()
-    units = [unit for buffer in workers.plans[0].buffers for unit in buffer.units]
-    return {
-        "losses": losses, "correct": correct, "missed": mean(missed), "bytes": workers.sent / STEPS,
-        "elements": [sum(u.numel for u in units if not u.k), sum(u.k for u in units), sum(u.numel for u in units)],
-        "tensors": len(parameters), "buffers": len(workers.plans[0].buffers),
-    }  # fmt: skip
+    with torch.no_grad():
+        loss = functional.cross_entropy(model.model(inputs).flatten(0, -2), targets.flatten()).item()
+    return {"loss": loss, "missed": mean(missed), "bytes": workers.sent / STEPS}
 
 
 def train_all() -> dict[str, dict]:
@@ -262,178 +205,30 @@ def train_all() -> dict[str, dict]:
     return results
 
 
-class Copy:
-    """A copy of a model that DDP and a plan train on this rank and others."""
-
-    def __init__(self, task: Task, contestant: Contestant) -> None:
-        self._task, self._generator = task, torch.Generator().manual_seed(dist.get_rank())
-        self._loss = DistributedDataParallel(task.learner(0))
-        self._optimizer = task.optimizer(self._loss.parameters())
-        if contestant.plan:
-            plan = contestant.plan(dict(self._loss.module.named_parameters()), DENSITIES[0])
-            fusion = SparseFusion(DENSITIES[0], mode=plan.mode, report=lambda text: None).attach(self._loss)
-            fusion.load_state_dict(fusion.state_dict() | {"plan": plan.to_json()})
-
-    def step(self) -> None:
-        """One training step."""
-        self._optimizer.zero_grad()
-        self._loss(*self._task.draw(self._task.batch, self._generator, False)).backward()
-        self._optimizer.step()
+def values(results: dict[str, dict], model: str, contestant: str, what: str) -> list[float]:
+    """A value of a contestant for each seed."""
+    return [results[str(Run(model, contestant, seed))][what] for seed in SEEDS]
 
 
-def time_steps(out: str, model: str) -> None:
-    """The part of one rank in the timing of a model's steps: {contestant: seconds} of MAIN."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    copies = {name: Copy(TASKS[model], contestant) for name, contestant in MAIN.items()}
-    turns = [partial(warm_turn, copy.step) for copy in copies.values()]
-    seconds = repetitions(turns, dist.group.WORLD, "cpu", TIMED).median(0).values.tolist()
-    if dist.get_rank() == 0:
-        write_result(out, dict(zip(copies, seconds, strict=True)))
-    dist.barrier()
-    copies.clear()  # with their groups, before the default group goes
-    turns.clear()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-Results = dict[str, dict]
-Value = Callable[[dict], float]
-Side = tuple[str, float, Value]  # a contestant, its density, and what is compared
-
-
-def final_loss(found: dict) -> float:
-    """The held-out loss after the last step."""
-    return found["losses"][-1]
-
-
-def share_missed(found: dict) -> float:
-    """The share of tensors that are missed in a step."""
-    return found["missed"]
-
-
-def bytes_of_step(found: dict) -> float:
-    """The bytes that a worker sends in a step."""
-    return found["bytes"]
-
-
-def loss_at(step: float) -> Value:
-    """The held-out loss after this many steps, between those at which it was measured."""
-
-    def loss(found: dict) -> float:
-        before = min(int(step / EVERY), len(found["losses"]) - 2)
-        share = step / EVERY - before
-        return (1 - share) * found["losses"][before] + share * found["losses"][before + 1]
-
-    return loss
-
-
-def average(results: Results, model: str, contestant: str, density: float, value: Value) -> float:
-    """The mean of a value over the seeds."""
-    return mean(value(results[str(Run(model, contestant, density, seed))]) for seed in SEEDS)
-
-
-def difference(values: Sequence[float], others: Sequence[float]) -> str:
+def difference(ours: Sequence[float], others: Sequence[float]) -> str:
     """The mean difference of paired values, with its interval at 95 %."""
-    differences = [value - other for value, other in zip(values, others, strict=True)]
-    half = STUDENT_T[len(differences)] * stdev(differences) / len(differences) ** 0.5
-    return f"{mean(differences):+.2f} ± {half:.2f}"
-
-
-def compared(
-    results: Results,
-    model: str,
-    ours: tuple[str, float, Value],
-    base: tuple[str, float, Value],
-    seeds: Sequence[int] = SEEDS,
-) -> str:
-    """The difference of a contestant to another one, each given by its name, density and value."""
-    values = [
-        [value(results[str(Run(model, name, density, seed))]) for seed in seeds]
-        for name, density, value in (ours, base)
-    ]
-    return difference(*values)
-
-
-def main_tables(results: Results, seconds: dict[str, dict[str, float]]) -> None:
-    """Publish the tables of the contestants at the smallest density."""
-    first = DENSITIES[0]
-    dense = ("dense", first, final_loss)
-    losses = [f"{average(results, model, 'dense', first, final_loss):.2f}" for model in TASKS]
-    rows = [["dense", *losses]]
-    for name in [name for name in MAIN if name != "dense"] + [*WITHOUT_FEEDBACK]:
-        rows.append([name, *(compared(results, model, (name, first, final_loss), dense) for model in TASKS)])
-    publish("sparse-accuracy", markdown(["gradients", *TASKS], rows))
-    rows = []
-    for name in MAIN:
-        cells = []
-        for model in TASKS:
-            missed = average(results, model, name, first, share_missed)
-            nbytes = average(results, model, name, first, bytes_of_step)
-            cells.append(f"{missed:.0%}, {nbytes / 1e3:.1f} kB")
-        rows.append([name, *cells])
-    publish("sparse-accuracy-costs", markdown(["gradients", *TASKS], rows))
-    sent = partial(average, results, density=first, value=bytes_of_step)
-    publish("sparse-accuracy-bytes", at_equal_cost(results, sent, lambda nbytes: f"{nbytes / 1e3:.1f} kB"))
-    times = at_equal_cost(results, lambda model, name: seconds[model][name], lambda s: f"{1e3 * s:.1f} ms")
-    publish("sparse-accuracy-time", times)
-
-
-def at_equal_cost(results: Results, cost: Callable[[str, str], float], shown: Callable[[float], str]) -> str:
-    """A table of the losses against `bucket`, after as many steps as cost the same. cost(model, contestant): of a step."""
-    rows = []
-    for name in (name for name in MAIN if name != "bucket"):
-        cells = []
-        for model in TASKS:
-            cheapest = min(cost(model, other) for other in MAIN)
-            steps, base = (STEPS * cheapest / cost(model, each) for each in (name, "bucket"))
-            sides = (name, DENSITIES[0], loss_at(steps)), ("bucket", DENSITIES[0], loss_at(base))
-            cells.append(f"{compared(results, model, *sides)} after {steps:.0f} ({shown(cost(model, name))})")
-        rows.append([name, *cells])
-    return markdown(["gradients", *TASKS], rows)
-
-
-def density_table(results: Results) -> None:
-    """Publish the losses at all densities."""
-    rows = []
-    for name, density in product(AT_ALL_DENSITIES, DENSITIES):
-        dense = ("dense", DENSITIES[0], final_loss)
-        missed = [average(results, model, name, density, share_missed) for model in TASKS]
-        cells = [compared(results, model, (name, density, final_loss), dense) for model in TASKS]
-        shown = [
-            f"{cell}, {share:.0%}" if name == "bucket" else cell for cell, share in zip(cells, missed, strict=True)
-        ]
-        rows.append([f"{name}, {density}", *shown])
-    publish("sparse-accuracy-densities", markdown(["against dense", *TASKS], rows))
-
-
-def ablation_table(results: Results) -> None:
-    """Publish the ablation: each row against the contestant that it changes."""
-    first, rows = DENSITIES[0], []
-    bases = {name: "bucket" for name in DEGREES | SPARSIFIERS} | {name: name.partition(",")[0] for name in WARM}
-    bases |= {name: "selective" for name in CHANGING}
-    for name, base in bases.items():
-        cells = []
-        for model in ABLATED:
-            runs = [results[str(Run(model, name, first, seed))] for seed in FEW_SEEDS]
-            change = compared(results, model, (name, first, final_loss), (base, first, final_loss), FEW_SEEDS)
-            cells.append(
-                f"{change}, {mean(run['missed'] for run in runs):.0%}, {mean(run['bytes'] for run in runs) / 1e3:.1f} kB"
-            )
-        rows.append([name, base, *cells])
-    publish("sparse-accuracy-ablation", markdown(["gradients", "against", *ABLATED], rows))
+    differences = [value - other for value, other in zip(ours, others, strict=True)]
+    return f"{mean(differences):+.2f} ± {STUDENT_T * stdev(differences) / len(differences) ** 0.5:.2f}"
 
 
 def main() -> None:
-    """Train all models, time their steps, and publish the tables."""
-    if (arguments := cell_arguments()) is not None:
-        time_steps(*arguments)
-        return
+    """Train all models, and publish the tables."""
     results = train_all()
-    seconds = {model: measure_cell(__file__, WORKERS, RATE, model, burst="16kb") for model in TASKS}
-    main_tables(results, seconds)
-    density_table(results)
-    ablation_table(results)
+    dense = {model: values(results, model, "dense", "loss") for model in TASKS}
+    losses = [["dense", *(f"{mean(dense[model]):.2f}" for model in TASKS)]]
+    for name in list(CONTESTANTS)[1:]:
+        losses.append([name, *(difference(values(results, m, name, "loss"), dense[m]) for m in TASKS)])
+    publish("sparse-accuracy", markdown(["gradients", *TASKS], losses))
+    costs = []
+    for name in MAIN:
+        pairs = [[mean(values(results, model, name, what)) for what in ("missed", "bytes")] for model in TASKS]
+        costs.append([name, *(f"{missed:.0%}, {nbytes / 1e3:.1f} kB" for missed, nbytes in pairs)])
+    publish("sparse-accuracy-costs", markdown(["gradients", *TASKS], costs))
 
 
 if __name__ == "__main__":

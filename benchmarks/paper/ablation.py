@@ -1,16 +1,12 @@
-"""What each step of the paper's design gains: a token at 256/256, naive sharding to quantized sums (about 20 min; root).
+"""What each step of the paper's design gains: a token at 256/256, naive sharding to quantized sums (about 6 min; root).
 
-The claim: through shared memory, cached decoding is >= 10x as fast as recomputing the sequence, in every family. Mamba-1
-of the 130m shape, and then the other families, on two ranks of one thread; 256 tokens in and 256 out; medians of 10 and of
-5. Naive sharding is the paper's baseline (see `benchmarks.support.naive`). Without a cache, every token takes a forward pass
-over all tokens before it. The pass of the token in the middle, over 384 tokens, stands for their mean, because the time of a
-pass is linear in its length.
-
-Arguments: families ("Zamba2"), to print their rows only.
+The claim: through shared memory, cached decoding is >= 10x as fast as recomputing the sequence. Mamba-1 of the 130m shape on
+two ranks of one thread; 256 tokens in and 256 out; medians of 10. Naive sharding is the paper's baseline (see
+`benchmarks.support.naive`). Without a cache, every token takes a forward pass over all tokens before it. The pass of the
+token in the middle, over 384 tokens, stands for their mean, because the time of a pass is linear in its length.
 """
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 
@@ -23,15 +19,14 @@ import megatron_ssm
 from benchmarks.support import table_charts
 from benchmarks.support.cells import cell_arguments, measure_cell, write_result
 from benchmarks.support.naive import shard_naively
-from benchmarks.support.shapes import FIVE_FAMILIES, PROMPT, random_model
-from benchmarks.support.tables import markdown, print_or_publish, publish
+from benchmarks.support.shapes import PROMPT, random_model
+from benchmarks.support.tables import markdown, publish
 from commfabric.fabric.measurement import repetitions, timed
 
 SHAPE, RANKS, NEW = "Mamba-1 130m", 2, 16
 BEFORE = PROMPT + PROMPT // 2  # the tokens before the one in the middle of the output
-REPETITIONS = 5
+REPETITIONS = 10
 LINKS = {"shared memory": None, "gloo": None, "1gbit": "1gbit", "200mbit": "200mbit"}
-FAMILY_LINKS = ("shared memory", "200mbit")
 STEPS = {
     "naive sharding, nothing cached": "naive",
     "split by channel": "split",
@@ -104,26 +99,13 @@ def spread(seconds: dict[str, float]) -> str:
     return f"{abs(seconds['again'] / seconds['fp32'] - 1):.0%}"
 
 
-def by_family(families: Sequence[str]) -> str:
-    """The table of several families: a row for each family and link, a column for each step."""
-    rows = []
-    for family in families:
-        with tempfile.TemporaryDirectory() as directory:
-            random_model(family, directory)
-            for link in FAMILY_LINKS:
-                seconds = measure_cell(__file__, RANKS, LINKS[link], link, directory, REPETITIONS)
-                times = column([seconds[step] * 1e3 for step in STEPS.values()])
-                rows.append([family, link, *times, spread(seconds)])
-    return markdown(["ms per token (faster than the column before)", "link", *STEPS, "spread"], rows)
-
-
-def by_link() -> None:
+def main() -> None:
     """Measure Mamba-1 on every link; publish the table and draw its chart."""
     columns, spreads = {}, []
     with tempfile.TemporaryDirectory() as directory:
         random_model(SHAPE, directory)
         for link, rate in LINKS.items():
-            seconds = measure_cell(__file__, RANKS, rate, link, directory, 2 * REPETITIONS)
+            seconds = measure_cell(__file__, RANKS, rate, link, directory, REPETITIONS)
             columns[link] = [seconds[step] * 1e3 for step in STEPS.values()]
             spreads.append(spread(seconds))
     columns |= PAPER
@@ -133,14 +115,6 @@ def by_link() -> None:
     rows.append(["spread of two identical runs of cached decoding", *spreads, *["-"] * len(PAPER)])
     publish("ablation", markdown(header, rows))
     table_charts.draw("ablation")
-
-
-def main() -> None:
-    """Measure and publish both tables, or print the rows of the families that the command line names."""
-    if not sys.argv[1:]:
-        by_link()
-    families = sys.argv[1:] or [family for family in FIVE_FAMILIES if family != SHAPE]
-    print_or_publish("ablation-families", by_family(families))
 
 
 if __name__ == "__main__":

@@ -40,9 +40,8 @@ def by_hand(cell: AttentionCell) -> dict[str, Plan]:
 
 
 def chosen(plan: Plan) -> str:
-    """The placement of a plan, and its name if it is a known schedule."""
-    name = known_as(plan.schedule)
-    return placed(plan) + f" ({name})" * bool(name)
+    """The name of a plan that is a known schedule, and the placement of another one."""
+    return known_as(plan.schedule) or placed(plan)
 
 
 COMPARISON = Comparison(

@@ -50,20 +50,6 @@ def throughput(figure: Figure) -> None:
     legend(figure, axes, 2)
 
 
-def quantized_throughput(figure: Figure) -> None:
-    """The throughput with quantized sums relative to exact ones, from the shortest output to the longest."""
-    rows: dict[str, dict[str, list[float]]] = {}
-    for shape, link, prompt, sums, *gains in published("quantized-throughput")[1:]:
-        if shape == "Mamba-1 130m":
-            values = [numbers(gain)[0] for gain in gains[:3]]
-            rows.setdefault(f"{LINKS[link]}, {prompt}", {})[sums] = values[::-1]
-    axes = figure.subplots()
-    dots(axes, rows)
-    axes.axvline(1, color="C5", linewidth=1)
-    axes.set(xlabel="times the tokens per second with exact sums", ylabel="link, tokens of the prompt")
-    legend(figure, axes, 2)
-
-
 def ablation(figure: Figure) -> None:
     """The time of a token on each link, for the steps that matter most."""
     header, *steps = published("ablation")
@@ -82,25 +68,6 @@ def ablation(figure: Figure) -> None:
     legend(figure, axes, 3)
 
 
-def all_reduce(figure: Figure) -> None:
-    """The speed of quantized all-reduces relative to the exact one, by size, with a panel for each link."""
-    cells: dict[str, list[list[str]]] = {}
-    for row in published("all-reduce")[1:]:
-        cells.setdefault(row[0], []).append(row)
-    panels = figure.subplots(2, 2, sharex=True, sharey=True)
-    for panel, (cell, rows) in zip(panels.T.flat, cells.items(), strict=True):
-        sizes = [numbers(row[1])[0] * (1 if "KB" in row[1] else 1024) for row in rows]
-        for name, column in {"fp16": 3, "int8": 5, "auto": 6}.items():
-            panel.plot(sizes, [numbers(row[column])[0] for row in rows], ":" if name == "auto" else ".-", label=name)
-        ranks, link = cell.split(", ")
-        panel.set_title(f"{ranks} ranks, {LINKS[link]}")
-        panel.axhline(1, color="C5", linewidth=1)
-    ticks(panels[0][0].xaxis, [8, 128, 4096])
-    panels[0][0].set_xticklabels(["8 KB", "128 KB", "4 MB"])
-    figure.supylabel("times the speed of the exact all-reduce", fontsize=9)
-    legend(figure, panels[0][0], 3)
-
-
 def grid_attention(figure: Figure) -> None:
     """The speed of each schedule relative to a ring's against the bytes that it saves, behind links of 20 Mbit/s."""
     header, *rows = published("grid-attention")
@@ -113,24 +80,6 @@ def grid_attention(figure: Figure) -> None:
         ticks(axis, [0.5, 1, 2, 4], "x")
     axes.set(xlabel="times fewer bytes than a ring", ylabel="times a ring's speed")
     legend(figure, axes, 3)
-
-
-def attention_projection(figure: Figure) -> None:
-    """The bytes that a rank sends, by ranks, with a panel for each shape."""
-    header, *rows = published("attention-projection")
-    shapes = list(dict.fromkeys(row[0] for row in rows))
-    panels = figure.subplots(1, len(shapes), sharey=True)
-    for panel, shape in zip(panels, shapes, strict=True):
-        of_shape = [row for row in rows if row[0] == shape]
-        for column in range(3, 7):
-            sent = [float(re.search(r"([\d.]+) GB", row[column])[1]) for row in of_shape]
-            panel.plot([int(row[1]) for row in of_shape], sent, "o-", label=header[column].split(":")[0])
-        panel.set_title(shape.split(" of")[0])
-        ticks(panel.xaxis, [64, 256, 1024])
-        ticks(panel.yaxis, [0.3, 1, 3, 10, 30])
-    panels[0].set_ylabel("GB that a rank sends")
-    figure.supxlabel("ranks", fontsize=9)
-    legend(figure, panels[0], 4)
 
 
 def sparse_gradients(figure: Figure) -> None:
@@ -155,9 +104,36 @@ def sparse_gradients(figure: Figure) -> None:
     legend(figure, axes, 2)
 
 
+def peers_of_hybrids(figure: Figure) -> None:
+    """Decoded tokens per second of each hybrid: transformers and ours in fp32, llama.cpp and ours with 4-bit weights."""
+    bars: dict[str, dict[str, tuple[float, str]]] = {}  # {model: {series: (tokens per second, label)}}
+    for row in published("peers-of-hybrids")[1:]:
+        if row[2].endswith("transformers"):
+            names, cell = ("ours, fp32", "transformers, fp32"), row[3]
+        elif row[2].startswith("decode after 256,"):
+            names, cell = ("ours, int4", "llama.cpp, Q4_K"), row[6]
+        else:
+            continue
+        ours, theirs, ratio = numbers(cell)
+        bars.setdefault(row[0], {}).update({names[0]: (ours, f"{ratio:.1f}x"), names[1]: (theirs, "")})
+    bars = {name: cells for name, cells in bars.items() if len(cells) == 4}
+    axes = figure.subplots()
+    for place, series in enumerate(("transformers, fp32", "ours, fp32", "llama.cpp, Q4_K", "ours, int4")):
+        values, labels = zip(*(cells[series] for cells in bars.values()), strict=True)
+        heights = [number + 0.2 * (place - 1.5) for number in range(len(bars))]
+        axes.bar_label(axes.barh(heights, values, 0.2, label=series), labels, padding=3, fontsize=7)
+    axes.set_yticks(range(len(bars)), bars)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.margins(x=0.12)  # room for the labels
+    axes.set_title("Decoding hybrids on two threads of a CPU", loc="left")
+    axes.set(xlabel="tokens per second")
+    legend(figure, axes, 2)
+
+
 HEIGHTS = {
-    speed: 4.2, throughput: 3.4, quantized_throughput: 2.6, ablation: 2.4, all_reduce: 3.6,
-    grid_attention: 3.8, attention_projection: 3, sparse_gradients: 4.2,
+    speed: 4.2, throughput: 3.4, ablation: 2.4,
+    grid_attention: 3.8, sparse_gradients: 4.2, peers_of_hybrids: 5,
 }  # fmt: skip
 
 

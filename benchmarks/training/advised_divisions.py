@@ -259,18 +259,6 @@ def job_name(job: Training | Generation) -> str:
     return f"{job.new} tokens after {job.prompt:,}"
 
 
-def line(row: Row, divisions: list[Measured]) -> list[str]:
-    """The advised division, and the fastest measured one."""
-    first, best = divisions[0], min(divisions, key=lambda each: each.best)
-    errors = [abs(each.predicted / each.measured - 1) for each in divisions]
-    return [
-        row.model, LINKS[row.rate], job_name(row.job), short(first.sizes), milliseconds(first.predicted),
-        milliseconds(first.measured), f"{first.predicted / first.measured - 1:+.0%}", short(best.sizes),
-        f"{first.best / best.best:.2f}", f"{ruled(row, divisions).best / best.best:.2f}",
-        f"{statistics.median(errors):.0%}",
-    ]  # fmt: skip
-
-
 def all_divisions(row: Row, divisions: list[Measured]) -> list[str]:
     """The predicted and the measured times of every division."""
     by_name = {short(each.sizes): each for each in divisions}
@@ -336,16 +324,13 @@ def main() -> None:
 
 
 def publish_all(results: dict[Row, list[Measured]]) -> None:
-    """The tables of the page."""
-    header = ["model", "links", "job", "advised", "predicted, ms", "measured, ms", "error", "fastest measured",
-              "advised / fastest", "rule / fastest", "median error of all divisions"]  # fmt: skip
-    print_or_publish("advised-divisions", markdown(header, [line(*each) for each in results.items()]))
+    """Publish the tables of the page, and print the times of all divisions."""
     header = ["chosen by", f"at most {CLOSE:.2f} times as long as the fastest", "mean", "most"]
     print_or_publish("advice-scores", markdown(header, scores(results)))
     header = ["job", "divisions", f"predictions within {ACCURATE:.0%}", "error: median, range"]
     print_or_publish("advice-accuracy", markdown(header, accuracy(results)))
     header = ["model", "links", "job", *(f"{name}: predicted / measured, ms" for name in ("TP 2", "CP 2", "DP 2"))]
-    print_or_publish("divisions-predicted", markdown(header, [all_divisions(*each) for each in results.items()]))
+    print(markdown(header, [all_divisions(*each) for each in results.items()]))
 
 
 if __name__ == "__main__":

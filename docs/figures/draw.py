@@ -1,8 +1,4 @@
-"""Draw the diagrams, and the charts of the published tables: `python docs/figures/draw.py`. Needs matplotlib.
-
-Other charts need what no table has: benchmarks/communication/fabric_h100.py and benchmarks/schedules/pareto.py compute it,
-benchmarks/gradients/sparse_convergence.py measures it.
-"""
+"""Draw the diagrams, and the charts of the published tables: `python docs/figures/draw.py`. Needs matplotlib."""
 
 import sys
 from pathlib import Path

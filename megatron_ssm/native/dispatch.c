@@ -37,7 +37,7 @@ typedef struct {
 
    WITH_BF16, WITH_AVX512 and WITH_AVX2 were measured on a Zen 4 in interleaved repetitions, at the sizes of 130m models; the latter two
    as builds for processors without the rest. gemm becomes faster than gemv at 12 to 36 rows; up to 16 rows use the kernels that give
-   the same bits. WITH_AMX was measured on a Xeon (docs/results/inference.md). For many rows by plain loops, torch is faster. */
+   the same bits. WITH_AMX was measured on a Xeon. For many rows by plain loops, torch is faster. */
 static const Line TABLE[] = {
   /* W        x         needs        rows  kernel */
 #ifdef HAS_TILES

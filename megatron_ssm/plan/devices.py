@@ -109,7 +109,7 @@ class Device:
         return kernels + (memory.weights_read(batch) + batch * memory.moved_per_token(length)) / self.bandwidth
 
 
-# Decoding with batch 1 on an H200 (docs/results/gpu.md) takes 0.87 ms per token for Mamba-1 130m and 1.46 ms for Mamba-2
+# Decoding with batch 1 on an H200 (docs/results/index.md) takes 0.87 ms per token for Mamba-1 130m and 1.46 ms for Mamba-2
 # 130m; moving the bytes of the 24 layers takes 0.08 ms of it at the rate below. Other GPUs are assumed to take as long.
 GRAPH = (0.79e-3 / 24, 1.38e-3 / 24)
 PRODUCTS, STREAMS = 0.5, 0.7  # assumed shares of the peaks that products of matrices, and everything else, reach

@@ -13,6 +13,7 @@ import time
 import pytest
 from programs import completed
 
+from docs.generated import filled
 from megatron_ssm.cli import main as cli
 from megatron_ssm.server import command
 from megatron_ssm.server.command import bind, serve
@@ -33,7 +34,7 @@ finally:
 def test_help_loads_neither_torch_nor_the_server():
     result = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
-    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    page = filled((ROOT / "docs" / "reference" / "commands.md").read_text())
     flags = re.findall(r"^  (--[\w-]+)", result.stdout, re.MULTILINE)
     assert len(flags) > 15
     assert not [flag for flag in flags if flag not in page], "the reference names every flag"

@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import re
 import types
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal, Union, get_args, get_origin
 
 import pytest
@@ -28,7 +26,6 @@ from megatron_ssm.server.request_models import (
 )
 from megatron_ssm.server.response_request import ResponseRequest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "http.md"
 BODIES = {
     CompletionRequest: {"prompt": "a"},
     ChatRequest: {"messages": [{"role": "user", "content": "a"}]},
@@ -152,16 +149,3 @@ def test_tools_and_items_of_openais():
 def test_other_names_are_refused():
     assert error_of(ChatRequest, verbosty="low") == "there is no parameter verbosty"
     assert "did you mean temperature?" in error_of(ResponseRequest, temprature=1)
-
-
-def test_the_lists_are_those_of_the_reference():
-    section = PAGE.read_text().split("### Without effect")[1].split("## Messages")[0]
-    ignored, table = section.split("These are not implemented.")
-    assert set(re.findall(r"`(\w+)`", ignored)) == IGNORED
-    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    found = {
-        name: [json.loads(value) for value in re.findall("`([^`]*)`", values)]
-        for names, values in rows
-        for name in re.findall(r"`(\w+)`", names)
-    }
-    assert found == {name: list(values) for name, values in NOT_IMPLEMENTED.items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.generated import filled
 from megatron_ssm.server.errors import ApiError
 from megatron_ssm.server.request_models import (
     ChatRequest,
@@ -120,7 +121,7 @@ def test_what_is_missing(endpoint, name):
 
 
 def test_every_parameter_is_documented():
-    section = PAGE.read_text().split("## Parameters")[1].split("## Errors")[0]
+    section = filled(PAGE.read_text()).split("## Parameters")[1].split("## Errors")[0]
     models = (COMPLETIONS, CHAT, TokenizeRequest, DetokenizeRequest, EmbeddingRequest, ResponseRequest)
     assert set().union(*(model.model_fields for model in models)) <= set(re.findall(r"`(\w+)`", section))
 
