@@ -174,7 +174,9 @@ def texts(url: str, works: Sequence[Work]) -> list[str]:
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=REPLY_S, limits=httpx.Limits(max_connections=None))
+    """A client that connects for each request: llama-server sometimes closes a connection that is to be used again."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=url, timeout=REPLY_S, limits=limits)
 
 
 def our_server(directory: Path, ranks: int, slots: int, *flags: object) -> list[object]:
