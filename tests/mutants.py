@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "indices of a later unit not shifted", "sparsefusion/gradients/sparse_message.py",
-        ".to(index_dtype(numel)) + n for", ".to(index_dtype(numel)) for",
+        "s.indices.to(dtype) + n for", "s.indices.to(dtype) for",
         "tests/sparsefusion/fusion/test_sparse_fusion.py::test_means_and_residuals_add_up_to_all_gradients",
     ),
     Mutant(

@@ -7,15 +7,18 @@ without latency. Matrix products, forward and backward, are 3.5 times those of f
 TFLOP/s and are spread evenly over the ranks. An overlapped schedule hides messages that take less time than the products.
 """
 
+from pathlib import Path
+
 from attention2d.cost.volume import Messages, messages
 from attention2d.layout.grid import Grid
 from attention2d.layout.token_order import local_length
 from attention2d.schedules.choosing import candidates
-from benchmarks.paper.projection import h100s
 from benchmarks.support import table_charts
 from benchmarks.support.tables import markdown, publish
 from commfabric.fabric.cost_model import Fabric
+from commfabric.fabric.readers import extend_by_sweeps, read_curves
 
+FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
 SEQ, RANKS, FLOPS = 2**20, (64, 256, 1024), 0.5 * 989e12
 MEASURED, CARD = 4, 50e9  # ranks of the measured fabric; bytes per second of a network card
 SHAPES = {
@@ -24,6 +27,12 @@ SHAPES = {
     "8/1 heads of 128": (8, 1, 128),
 }
 SCHEDULES = ("ring", "paper's 2-D", "2-D", "3-D")
+
+
+def h100s() -> Fabric:
+    """The fabric of four H100s: small messages from timed all-reduces of a token, larger ones from nccl-tests."""
+    sweeps = [read_curves(FILES / f"{name}.csv", name, 4)[0] for name in ("all_reduce", "all_gather", "reduce_scatter")]
+    return Fabric(tuple(extend_by_sweeps(read_curves(FILES / "tp_latency_quiet.json", "all_reduce", 4), sweeps)), {})
 
 
 def points(ranks: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Grid]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from benchmarks.support import charts
 from benchmarks.support.tables import markdown, publish
-from commfabric.fabric.advice import MAMBA_2_8B, best_degree
 from commfabric.fabric.cost_model import Fabric
 from commfabric.fabric.curve import Curve
 from commfabric.fabric.readers import extend_by_sweeps, read_curves
@@ -67,14 +66,6 @@ def fit_rows(curves: list[tuple[str, Curve]]) -> Iterator[list[str]]:
         yield [f"fit of {name}", "-", f"mean {mean:.1%}, max {worst:.1%}, interval ±{width:.0%}{dropped}"]
 
 
-def advice_rows(fabric: Fabric) -> Iterator[list[str]]:
-    """Rows: milliseconds per token of mamba-2.8b at batch size 1, and the recommended number of ranks."""
-    for mode in ("eager", "graph"):
-        advice = best_degree(MAMBA_2_8B, fabric, (1, 2, 4), mode=mode, extrapolate=True)
-        times = ", ".join(f"{row.seconds * 1e3:.2f}" for row in advice.rows)
-        yield [f"mamba-2.8b, {mode}: ms/token on 1, 2 (extrapolated), 4", "-", f"{times}: take {advice.degree}"]
-
-
 def plot(fabric: Fabric, sweeps: list[Curve], figure: charts.pyplot.Figure) -> None:
     """Plot latencies with their intervals, and bus bandwidths."""
     upper, lower = figure.subplots(2)
@@ -110,7 +101,7 @@ def main() -> None:
     fabric = Fabric(tuple(extend_by_sweeps(quiet, sweeps)), {"link_bytes_per_s": LINK})
     named = [(f"{sweep.operation}.csv", sweep) for sweep in sweeps]
     named += [(f"tp_latency_quiet.json, {curve.mode}", curve) for curve in quiet]
-    rows = [*bandwidth_rows(sweeps), *latency_rows(), *advice_rows(fabric), *fit_rows(named)]
+    rows = [*bandwidth_rows(sweeps), *latency_rows(), *fit_rows(named)]
     charts.save("fabric_h100", partial(plot, fabric, sweeps), height=5)
     publish("fabric-h100", markdown(["4 H100 SXM", "its source", "ours"], rows))
 

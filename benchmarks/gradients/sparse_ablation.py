@@ -25,7 +25,7 @@ from benchmarks.support.learner import Learner, step, warm_turn
 from benchmarks.support.tables import markdown, publish
 from commfabric.fabric.measurement import repetitions
 from sparsefusion import MODES, SparseFusion
-from sparsefusion.fusion.cost_measurement import SampledFabric
+from sparsefusion.fusion.cost_measurement import interpolated_times
 from sparsefusion.fusion.dry_run import dry_run
 from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Buffer, Plan, Unit
@@ -53,6 +53,17 @@ CELLS = [Cell(2, "200mbit"), Cell(2, "1gbit"), Cell(4, "200mbit"), Cell(4, "1gbi
 def map_units(plan: Plan, change: Callable[[Unit], Unit]) -> Plan:
     """The plan with each of its units changed."""
     return replace(plan, buffers=tuple(Buffer(tuple(map(change, buffer.units))) for buffer in plan.buffers))
+
+
+def compensated(plan: Plan) -> Plan:
+    """The plan whose density is lowered, to half at most, to make up for the bytes of gradients that are sent dense.
+
+    A dense element takes as many bytes as 1 / ranks selected ones, each of which has a value and an index of 4 bytes.
+    """
+    dense, _, numel = plan.sent_elements
+    wanted = (plan.density * numel - dense / plan.ranks) / (numel - dense)
+    density = min(plan.density, max(plan.density / 2, wanted))
+    return map_units(plan, lambda unit: replace(unit, k=max(1, int(density * unit.numel))) if unit.k else unit)
 
 
 def uncompensated_k(plan: Plan, unit: Unit) -> int:
@@ -118,9 +129,7 @@ class Contestant(Dense):
 
     def __init__(self, plan=None):
         super().__init__(bucket_cap_mb=BUCKET_MB)
-        options: dict = (
-            {"budget": "bytes"} if plan is None else {"sparsifier": plan.sparsifier, "exchange": plan.exchange}
-        )
+        options: dict = {} if plan is None else {"sparsifier": plan.sparsifier, "exchange": plan.exchange}
         mode, density = ("selective", DENSITY) if plan is None else (plan.mode, plan.density)
         self.fusion = SparseFusion(density, mode=mode, report=lambda text: None, **options).attach(self.loss)
         if plan is not None:
@@ -145,7 +154,7 @@ def measure(out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    plan = Contestant().fusion.plan
+    plan = compensated(Contestant().fusion.plan)
     contestants = {"dense": Dense()} | {name: Contestant(how(plan)) for name, how in CONTESTANTS.items()}
     turns = [partial(warm_turn, contestant.step) for contestant in contestants.values()]
     rows = repetitions(turns, dist.group.WORLD, "cpu", REPETITIONS)
@@ -164,8 +173,8 @@ def planning_seconds(count: int, buckets: int) -> float:
     names = [tensor.name for tensor in tensors]
     atoms = tuple(tuple(names[i : i + each]) for i in range(0, count, each))
     points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 15, 1 << 18, 1 << 21)]
-    fabric = SampledFabric({"all_reduce": points, "all_gather": points})
-    costs = Costs(fabric, 4, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
+    times = interpolated_times({"all_reduce": points, "all_gather": points})
+    costs = Costs(times, 4, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
     profiled, compression, found = Timeline(tuple(tensors), atoms, 4, 4, 30.0), CompressionSettings(DENSITY), []
     for _ in range(5):
         start = time.perf_counter()
@@ -174,7 +183,7 @@ def planning_seconds(count: int, buckets: int) -> float:
         seconds = {mode: predict(plan, compression, profiled, calibrated) for mode, plan in plans.items()}
         dry_run(plans, seconds, compression, profiled)
         for plan in plans.values():
-            Plan.from_json(plan.with_predictions(seconds).to_json())
+            Plan.from_json(replace(plan, predicted=seconds).to_json())
         found.append(time.perf_counter() - start)
     return median(found)
 

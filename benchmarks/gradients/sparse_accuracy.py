@@ -31,7 +31,7 @@ from benchmarks.support.small_learners import TASKS, Task, symbols, texts
 from benchmarks.support.tables import markdown, publish
 from commfabric.fabric.measurement import repetitions
 from sparsefusion import SparseFusion
-from sparsefusion.fusion.cost_measurement import SampledFabric
+from sparsefusion.fusion.cost_measurement import interpolated_times
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Buffer, Plan, Unit
@@ -58,7 +58,7 @@ def planned(mode: str, parameters: dict[str, torch.Tensor], density: float, budg
     timeline = Timeline(tuple(tensors), tuple(tuple(names) for _, names in atoms), 4, 4, 10 * BACKWARD_S)
     points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 21)]
     costs = Costs(
-        SampledFabric({"all_reduce": points, "all_gather": points}), 2, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n,
+        interpolated_times({"all_reduce": points, "all_gather": points}), 2, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n,
         lambda n: 1e-10 * n,
     )  # fmt: skip
     return make_plans([mode], CompressionSettings(density, budget=budget), timeline, costs)[mode]
@@ -117,7 +117,6 @@ MAIN = {
     "bucket": Contestant(partial(planned, "bucket")),
     "layerwise": Contestant(LAYERWISE),
     "selective": Contestant(SELECTIVE),
-    "selective, budget bytes": Contestant(partial(SELECTIVE, budget="bytes")),
     "selective, budget paper": Contestant(partial(SELECTIVE, budget="paper")),
     "bucket, small ones dense": Contestant(bucket_small_dense),
 }

@@ -9,7 +9,7 @@ fused, what is selected together, and which collective sends it, but not the imp
 - merged, as OMGS and Cupcake: buffers that make the step shortest, each with one selection, and all-gathers;
 - OkTopk-like: one buffer with one selection, and the sparse all-reduce;
 - SparDL-like: as merged, with the sparse all-reduce;
-- SSFusion, -O and -(O+I): the planner's selective plan, with offloading, and also interleaved.
+- SSFusion, -O and -(O+I): the planner's selective plan with a lower density, with offloading, and also interleaved.
 
 The contestants take turns, and speeds are medians. A step's `select` is the time of all selections. `send` is what remains
 of it after forward and backward (measured without DDP) and selections: packing, adding, and messages that nothing hides.
@@ -23,7 +23,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.gradients.sparse_ablation import HIDDEN, LAYERS, Contestant, Dense, alone, fused, map_units, selective
+from benchmarks.gradients.sparse_ablation import (
+    HIDDEN,
+    LAYERS,
+    Contestant,
+    Dense,
+    alone,
+    compensated,
+    fused,
+    map_units,
+    selective,
+)
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
 from benchmarks.support.learner import SEQUENCES, TOKENS, VOCAB, Learner, warm_turn
 from benchmarks.support.tables import markdown, print_or_publish
@@ -81,7 +91,7 @@ def split(plan: Plan) -> Plan:
     return replace(plan, buffers=tuple(Buffer((unit,)) for buffer in plan.buffers for unit in buffer.units))
 
 
-SCHEMES: dict[str, Callable[[Plan], Plan]] = {  # each from the planner's selective plan
+SCHEMES: dict[str, Callable[[Plan], Plan]] = {  # each from the planner's selective plan with a lower density
     "per-tensor": alone,
     "HiPress-like": lambda plan: in_bulk(selective(plan)),
     "Espresso-like": lambda plan: offloaded(split(selective(plan))),
@@ -165,7 +175,7 @@ def measure(out: str, number: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    plans = contestants(CELLS[int(number)].subject, Contestant().fusion.plan)
+    plans = contestants(CELLS[int(number)].subject, compensated(Contestant().fusion.plan))
     plain, dense, ours = Alone(), Dense(), {name: Contestant(plan) for name, plan in plans.items()}
     steps = [plain.forward, plain.step, dense.step, *(contestant.step for contestant in ours.values())]
     turns = [partial(warm_turn, step) for step in steps]

@@ -30,7 +30,7 @@ def parser() -> Parser:
     _add_fit(commands.add_parser("fit", help="fit measurements of nccl-tests", examples=[FIT]))
     report = commands.add_parser("report", help="write a page with plots", examples=[REPORT])
     report.add_argument("--fabric", required=True, metavar="F", help="from measure or fit")
-    report.add_argument("--out", required=True, metavar="DIR", help="receives fabric.md and three PNGs")
+    report.add_argument("--out", required=True, metavar="DIR", help="receives fabric.md and two PNGs")
     return main
 
 

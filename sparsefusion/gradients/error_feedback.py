@@ -35,9 +35,7 @@ class ErrorFeedback:
     can_roll_back: bool = False
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
-    _residuals_before_step: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # residuals that this step has changed
+    _residuals_before_step: dict[str, torch.Tensor] = field(default_factory=dict)  # those that this step has changed
 
     def begin_step(self, step: int) -> None:
         """Start a step; the residuals of the last one can no longer be restored."""

@@ -22,76 +22,55 @@ class Selection:
     indices: torch.Tensor
 
 
-@dataclass(frozen=True)
 class SparseMessage:
     """Encodes the selections of some units on this rank, and decodes those of all ranks.
 
     All ranks have the same units, numbers of elements and wire format, so their messages have the same size.
 
-    Attributes:
+    Args:
         selections: The selections of this rank.
         wire: The format of their values.
         ranks: The number of ranks.
     """
 
-    selections: Sequence[Selection]
-    wire: str
-    ranks: int
+    def __init__(self, selections: Sequence[Selection], wire: str, ranks: int):
+        self._selections, self._rounds, self._ranks = selections, wire != "fp32", ranks
+        self._dtype = reduce(torch.promote_types, (s.values.dtype for s in selections))  # from which values are encoded
+        self._format = wire_format(wire, self._dtype)
+        self._counts = [len(s.values) for s in selections]
+        self._padded_counts = [padded(count, self._format.block) for count in self._counts]
+        *self._starts, self._numel = accumulate((s.unit.numel for s in selections), initial=0)
 
     def encode(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(message (nbytes,) uint8, [rounding errors (k,) of each unit]); the list is empty if values are sent in fp32.
 
         The values of each unit begin a new block of the format. Indices are positions in the concatenated units.
         """
-        format, counts = wire_format(self.wire, self._dtype), self._counts
         padded_values = [
             pad(s.values.to(self._dtype), (0, n - len(s.values)))
-            for s, n in zip(self.selections, self._padded_counts, strict=True)
+            for s, n in zip(self._selections, self._padded_counts, strict=True)
         ]
-        values = torch.cat(padded_values)
-        encoded = format.encode(clamp_to_format(values, format, self.ranks).unsqueeze(0), self.ranks)
-        rounded_off = []
-        if self.wire != "fp32":
+        values, rounded_off = torch.cat(padded_values), []
+        encoded = self._format.encode(clamp_to_format(values, self._format, self._ranks).unsqueeze(0), self._ranks)
+        if self._rounds:
             lost = values - self._decode_values(encoded)[0]
             lost = lost.where(lost.isfinite(), 0).split(self._padded_counts)
-            rounded_off = [part[:count] for part, count in zip(lost, counts, strict=True)]
-        starts, numel = self._starts
-        indices = [s.indices.to(index_dtype(numel)) + n for s, n in zip(self.selections, starts, strict=True)]
-        return torch.cat([encoded[0], encode_indices(torch.cat(indices), numel)]), rounded_off
+            rounded_off = [part[:count] for part, count in zip(lost, self._counts, strict=True)]
+        dtype = index_dtype(self._numel)
+        indices = torch.cat([s.indices.to(dtype) + n for s, n in zip(self._selections, self._starts, strict=True)])
+        return torch.cat([encoded[0], encode_indices(indices, self._numel)]), rounded_off
 
     def decode(self, messages: torch.Tensor) -> tuple[torch.Tensor, list[list[tuple[torch.Tensor, torch.Tensor]]]]:
         """Decode messages (ranks, nbytes); returns (all values, for each unit the pairs (values, indices) of all ranks)."""
-        counts, (starts, numel) = self._counts, self._starts
-        value_bytes = messages.shape[1] - index_bytes(sum(counts), numel)
+        count = sum(self._counts)
+        value_bytes = messages.shape[1] - index_bytes(count, self._numel)
         values = self._decode_values(messages[:, :value_bytes])
-        indices = decode_indices(messages[:, value_bytes:], sum(counts), numel).split(counts, 1)
-        parts = zip(values.split(self._padded_counts, 1), indices, starts, strict=True)
+        indices = decode_indices(messages[:, value_bytes:], count, self._numel).split(self._counts, 1)
+        parts = zip(values.split(self._padded_counts, 1), indices, self._starts, strict=True)
         return values, [list(zip(v[:, : i.shape[1]], (i - start).int(), strict=True)) for v, i, start in parts]
 
-    @property
-    def _counts(self) -> list[int]:
-        return [len(s.values) for s in self.selections]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The dtype from which the values of all units are encoded."""
-        return reduce(torch.promote_types, (s.values.dtype for s in self.selections))
-
-    @property
-    def _padded_counts(self) -> list[int]:
-        """The number of values of each unit, padded to whole blocks."""
-        block = wire_format(self.wire, self._dtype).block
-        return [padded(count, block) for count in self._counts]
-
-    @property
-    def _starts(self) -> tuple[list[int], int]:
-        """(the index of each unit's first element, the number of all elements)."""
-        *starts, numel = accumulate((s.unit.numel for s in self.selections), initial=0)
-        return starts, numel
-
     def _decode_values(self, encoded: torch.Tensor) -> torch.Tensor:
-        format = wire_format(self.wire, self._dtype)
-        return format.undo_scaling(format.decode(encoded, self._dtype), self.ranks)
+        return self._format.undo_scaling(self._format.decode(encoded, self._dtype), self._ranks)
 
 
 def clamp_to_format(values: torch.Tensor, format: Cast | Int8, ranks: int) -> torch.Tensor:
