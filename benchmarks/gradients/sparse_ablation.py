@@ -26,7 +26,7 @@ from benchmarks.support.tables import markdown, publish
 from commfabric.fabric.measurement import repetitions
 from sparsefusion import MODES, SparseFusion
 from sparsefusion.fusion.cost_measurement import interpolated_times
-from sparsefusion.fusion.dry_run import dry_run
+from sparsefusion.fusion.plan_selection import dry_run
 from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Buffer, Plan, Unit
 from sparsefusion.planning.planner import calibrated_costs, make_plans, predict

@@ -44,18 +44,10 @@ def _add_measure(measure: Parser) -> None:
     )
     measure.add_argument("--collectives", type=_operations, default=OPERATIONS, metavar="A,B", help="default: all")
     measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks; default: all ranks")
-    measure.add_argument(
-        "--nccl",
-        type=_settings,
-        default=[],
-        metavar="X,Y",
-        help="measure all-reduces also with these algorithms and protocols of NCCL, such as Ring,NVLS,LL128,Ring/LL",
-    )
-    measure.add_argument(
-        "--nccl-tests",
-        action="store_true",
-        help="run the programs of nccl-tests that are on the PATH, on --ranks GPUs of this host; without torchrun",
-    )
+    settings = "measure all-reduces also with these algorithms and protocols of NCCL, such as Ring,NVLS,LL128,Ring/LL"
+    measure.add_argument("--nccl", type=_settings, default=[], metavar="X,Y", help=settings)
+    programs = "run the programs of nccl-tests that are on the PATH, on --ranks GPUs of this host; without torchrun"
+    measure.add_argument("--nccl-tests", action="store_true", help=programs)
     measure.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch finds one")
 
 

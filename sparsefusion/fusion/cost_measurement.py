@@ -44,16 +44,10 @@ def measure_costs(
     dense_operation: str = "all_reduce",
     fabric: Fabric | None = None,
 ) -> Costs:
-    """Measure the costs of a step. All ranks of `group` call it together, and get the same result.
+    """Measure the costs of a step with gradients of `numel` elements. All ranks of `group` call it, and get the same result.
 
-    Args:
-        group: The ranks that average gradients.
-        device: The device of the gradients.
-        dtype: The dtype of the gradients.
-        numel: The number of elements of all gradients.
-        compression: The user's settings.
-        dense_operation: The collective with which the framework sends gradients.
-        fabric: The times of messages. By default they are measured.
+    dense_operation: the collective with which the framework sends gradients. fabric: the times of messages, which are
+    measured by default.
     """
     ranks = group.size()
     small = compression.messages(compression.sent_bytes(SMALL_MESSAGE, dtype.itemsize), ranks)

@@ -1,6 +1,6 @@
 """The choice of a plan by `SparseFusion`: profiles dense steps, plans on one rank, and measures close plans in turns."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +16,6 @@ from sparsefusion.planning.planner import PLANNERS, calibrated_costs, make_plans
 from sparsefusion.planning.timeline import Costs, Timeline
 
 from .cost_measurement import measure_costs
-from .dry_run import describe_trial, dry_run
 from .profiling import Profiler
 from .trial import Trial, close_modes
 
@@ -221,3 +220,43 @@ class DensityWarmup(StepObserver):
         session.density_ratio, session.is_dense_step = density / self.density, not self.sends_less(density)
         if t >= self.steps:
             session.observers.remove(self)
+
+
+def dry_run(
+    plans: Mapping[str, Plan], seconds: Mapping[str, float], compression: CompressionSettings, timeline: Timeline
+) -> str:
+    """A table of plans ({mode: plan}): predicted seconds, bytes that a rank sends, and the number of buffers.
+
+    The bytes leave out the 4 bytes that indices take per 65,536 elements of the gradients.
+    """
+    ranks = next(iter(plans.values())).ranks
+    lines = [
+        f"sparsefusion: {ranks} ranks, {len(timeline.tensors)} gradients of {timeline.numel:,} elements in "
+        f"{_plural(len(timeline.atoms), 'bucket')}; a dense step takes {1e3 * timeline.step:.0f} ms. Predicted:"
+    ]
+    for mode, plan in plans.items():
+        nbytes = _bytes(plan, compression, timeline)
+        dense, selected, numel = plan.sent_elements if plan.buffers else (1, 0, 1)
+        lines.append(
+            f"  {mode:<12}{1e3 * seconds[mode]:8.0f} ms{nbytes / 1e6:10.2f} MB, {(dense + selected) / numel:6.1%} of "
+            f"all elements, in {_plural(len(plan.buffers) or len(timeline.atoms), 'buffer')}"
+        )
+    return "\n".join(lines)
+
+
+def describe_trial(mode: str, measured: Mapping[str, float]) -> str:
+    """The result of a trial. mode: the chosen mode. measured: {mode: seconds of a step} of all modes of the trial."""
+    times = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in measured.items())
+    return f"sparsefusion: chose {mode}; measured steps: {times}"
+
+
+def _bytes(plan: Plan, compression: CompressionSettings, timeline: Timeline) -> int:
+    if plan.mode in FRAMEWORK_BUCKET_MODES:
+        return timeline.numel * (2 if plan.mode == "fp16" else timeline.sent_itemsize)
+    dense, sparse, _ = plan.sent_elements
+    filled = sum(compression.filled(unit.k) for buffer in plan.buffers for unit in buffer.units)
+    return dense * timeline.itemsize + compression.sent_bytes(sparse, timeline.itemsize, filled)
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"

@@ -22,10 +22,7 @@ PROFILED = 4  # profiled steps, after a first step in which frameworks rebuild t
 class Profiler(StepObserver):
     """Observes 1 + PROFILED steps of a session, and then calls `done` with their timeline.
 
-    Args:
-        adapter: The adapter of the model.
-        copied: The names of parameters of which several ranks of a divided model hold copies.
-        done: Called with the timeline.
+    copied: the names of parameters of which several ranks of a divided model hold copies.
     """
 
     def __init__(self, adapter: Adapter, copied: Collection[str], done: Callable[[Timeline], None]):

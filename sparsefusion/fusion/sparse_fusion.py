@@ -1,5 +1,6 @@
 """`SparseFusion`: sends fewer bytes of gradients in a training loop that uses torch DDP, Megatron DDP or DeepSpeed."""
 
+import sys
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 
@@ -18,7 +19,6 @@ from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import WIRES, Plan
 
 from .checkpoint_state import VERSION, check_states, mean_residuals, memory_strides, model_part
-from .dry_run import print_to_stderr
 from .plan_selection import Options, PlanSelection
 
 ATTACHED = "_sparsefusion"
@@ -113,7 +113,7 @@ class SparseFusion:
         )  # fmt: skip
         compression = CompressionSettings(float(density), sparsifier, wire, budget, exchange)
         self._options = Options(
-            mode, compression, int(density_warmup), fabric, copied or _is_replicated, report or print_to_stderr
+            mode, compression, int(density_warmup), fabric, copied or _is_replicated, report or _print_to_stderr
         )
         self._loss_scale, self._model_group, self._on_nonfinite = loss_scale, model_group, on_nonfinite
         self._selection: PlanSelection | None = None  # None: not attached
@@ -322,6 +322,10 @@ def _check_options(
     for name, value in names.items():
         if value not in CHOICES[name]:
             raise ValueError(f"unknown {name} {value!r}: expected {', '.join(CHOICES[name])}")
+
+
+def _print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _is_replicated(parameter: torch.nn.Parameter) -> bool:

@@ -47,12 +47,7 @@ class Fp16Reduction:
     A tensor whose mean is not finite is sent again in its own dtype, because its values may merely be outside of float16's
     range. All ranks receive the same means, so all send it again.
 
-    Args:
-        group: The ranks.
-        counter: Counts the messages.
-        gradients: {name: gradient}.
-        flats: The flat tensors whose parts are the gradients.
-        scale: The scale of float16.
+    gradients: {name: gradient}. flats: the flat tensors whose parts are the gradients.
     """
 
     def __init__(

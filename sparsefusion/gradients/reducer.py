@@ -17,21 +17,16 @@ from commfabric.collectives.wire_formats import at_least_fp32
 from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.fused import add_at, residual_like
 
-from .error_feedback import ErrorFeedback
+from .error_feedback import ErrorFeedback, Selection
 from .exchanges import Added, Gathered, SparseAllReduce
 from .fp16_reduction import Fp16Reduction, Fp16Scale
 from .half_precision import largest
-from .sparse_message import Selection
 
 
 class Reducer:
     """Reduces gradients over `group`. All ranks call `start` and `start_fp16`, and `wait`, in the same order.
 
-    Args:
-        group: The ranks.
-        sparsifier: One of SPARSIFIERS.
-        wire: The format of selected values.
-        exchange: all_gather or sparse_all_reduce (see `SparseFusion`).
+    sparsifier, wire and exchange are those of `SparseFusion`, but exchange is not auto.
 
     Attributes:
         feedback: The residuals of this rank.
@@ -51,7 +46,7 @@ class Reducer:
         Sends one all-reduce of all dense units, and the messages of the exchange (see `exchanges`).
 
         Args:
-            units: The units, with the same names and k on all ranks.
+            units: Units with the same names and k on all ranks.
             gradients: {name: gradient}, flat and contiguous.
             scale: The loss scale; residuals are unscaled.
             interleaved: Send the dense units before selecting from the others.
@@ -103,11 +98,7 @@ class Reduction:
     """Pending averages, made by `Reducer.start`.
 
     Attributes:
-        reducer: The reducer.
-        dense_units, dense_message: The dense units and their all-reduce, or None without dense units.
-        selections, sparse_message: The selections of sparse units and their message, or None without selections.
         gradients: {name: gradient}, into which the means are written; its values may be replaced before `wait`.
-        scale: The loss scale.
         maxima: Filled by `wait`: all are finite if and only if all means are.
     """
 

@@ -65,10 +65,8 @@ def sends_less(
     It counts 4 bytes per index, though 2 are sent, to account for the time of the selection.
 
     Args:
-        compression: The settings.
-        ranks: The number of ranks.
-        itemsize: Bytes of an element of a gradient.
-        sent_itemsize: Bytes of an element in the framework's own messages.
+        compression, ranks: The settings and the number of ranks.
+        itemsize, sent_itemsize: Bytes of an element of a gradient, and in the framework's own messages.
         reduce_scatters: True if the framework uses reduce-scatter, which sends half as much as an all-reduce.
         than_fp16: Compare with an all-reduce in float16 as well.
     """

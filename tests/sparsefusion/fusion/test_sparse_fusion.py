@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from commfabric.collectives.counted import begin_all_gather
 from fused import Net, backward, batch, force_plan, plan, quiet, residual_of, same_on_all_ranks, sum_over_ranks
 from sparsefusion import SPARSIFIERS
-from sparsefusion.gradients.error_feedback import ErrorFeedback
+from sparsefusion.gradients.error_feedback import ErrorFeedback, Selection
+from sparsefusion.gradients.exchanges import SparseMessage
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
-from sparsefusion.gradients.sparse_message import Selection, SparseMessage
 from sparsefusion.planning.plan import WIRES, Plan, Unit
 
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
