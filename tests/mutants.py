@@ -54,8 +54,8 @@ MUTANTS = (
         "tests/sparsefusion/fusion/test_sparse_fusion.py::test_skipped_steps_change_nothing",
     ),
     Mutant(
-        "indices of a later unit not shifted", "sparsefusion/gradients/sparse_message.py",
-        ".to(index_dtype(numel)) + n for", ".to(index_dtype(numel)) for",
+        "indices of a later unit not shifted", "sparsefusion/gradients/exchanges.py",
+        "s.indices.to(dtype) + n for", "s.indices.to(dtype) for",
         "tests/sparsefusion/fusion/test_sparse_fusion.py::test_means_and_residuals_add_up_to_all_gradients",
     ),
     Mutant(

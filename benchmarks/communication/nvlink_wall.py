@@ -1,30 +1,20 @@
 """What "the NVLink wall" concludes from four H100s, computed from its measurements (about 1 min).
 
-The claims: all-reduces of decoded tokens cost their latency, not their bytes, so that CUDA graphs gain more than bandwidth
-would. How a model's time per token changes with the number of GPUs is PREDICTED: reading its weights at 0.7 of 3.35 TB/s,
-and all-reduces as measured on four GPUs. Other numbers of GPUs are extrapolated, as intervals from a latency that does not
-grow with the GPUs to one that grows like a ring's.
+The claim: all-reduces of decoded tokens cost their latency, not their bytes, so that CUDA graphs gain more than bandwidth
+would.
 """
 
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 
 from benchmarks.support.tables import markdown, publish
-from commfabric.fabric.advice import MAMBA_2_8B, Row, Shape, best_degree
 from commfabric.fabric.cost_model import Fabric
 from commfabric.fabric.curve import Curve
 from commfabric.fabric.readers import extend_by_sweeps, read_curves
 
 FILES = Path(__file__).resolve().parents[2] / "examples" / "h100x4"
-BEST_CASE, WORST_CASE = attrgetter("low"), attrgetter("high")  # ends of a prediction's interval
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
-MODES, DEGREES, MEASURED = ("eager", "graph"), (1, 2, 4, 8, 16), (1, 4)
-SHAPES = (  # two all-reduces per transformer layer, weights in 16 bits
-    MAMBA_2_8B,
-    Shape("Llama-3-8B", 16.06e9, 0, ((8 * KB, 64),), (("heads", 32),)),
-    Shape("Llama-3-70B", 141.1e9, 0, ((16 * KB, 160),), (("heads", 64),)),
-)
+MODES = ("eager", "graph")
 
 
 def read(name: str, ranks: int | None = 4) -> list[Curve]:
@@ -64,36 +54,12 @@ def latency_rows(fabric: Fabric) -> Iterator[list[str]]:
         yield [f"{nbytes // KB} KB", times, shares, f"{ring * 1e6:.2f} us"]
 
 
-def time_of(row: Row) -> str:
-    """A time per token in ms; its interval, if this number of GPUs was not measured."""
-    if row.degree in MEASURED:
-        return f"{row.seconds * 1e3:.2f}"
-    return f"{row.low * 1e3:.1f} to {row.high * 1e3:.1f}"
-
-
-def decode_rows(fabric: Fabric) -> Iterator[list[str]]:
-    """Rows: predicted time per token of each model on each number of GPUs."""
-    for shape in SHAPES:
-        for mode in MODES:
-            rows = best_degree(shape, fabric, DEGREES, mode=mode, memory=192e9, extrapolate=True).rows
-            four = next(row for row in rows if row.degree == 4)
-            allowed = f"{four.break_even / shape.calls * 1e6:.0f} us"
-            measured = f"{four.messages / shape.calls * 1e6:.0f} us ({four.share:.0%})"
-            fastest = " / ".join(str(min(rows, key=end).degree) for end in (BEST_CASE, WORST_CASE))
-            name = f"{shape.name}, {shape.calls} all-reduces, {mode}"
-            yield [name, *map(time_of, rows), measured, allowed, fastest]
-
-
 def main() -> None:
     """Compute and publish."""
     fabric = Fabric(tuple(extend_by_sweeps(read("tp_latency_quiet.json"), read("all_reduce.csv"))))
     publish("nvlink-settings", markdown(["4 H100s, all-reduce", "bus bandwidth in GB/s"], list(setting_rows())))
     header = ["all-reduce of", "eager / graph (gain)", "of it latency floor", "its bytes at 366 GB/s"]
     publish("nvlink-latency", markdown(header, list(latency_rows(fabric))))
-    header = ["PREDICTED ms per token, batch 1", *(f"{degree} H100{'s' * (degree > 1)}" for degree in DEGREES)]
-    header += ["an all-reduce on 4 (share of the token)", "must be below, to beat 1"]
-    header += ["fastest if latency stays / grows like a ring's"]
-    publish("nvlink-decode", markdown(header, list(decode_rows(fabric))))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,17 @@ def map_units(plan: Plan, change: Callable[[Unit], Unit]) -> Plan:
     return replace(plan, buffers=tuple(Buffer(tuple(map(change, buffer.units))) for buffer in plan.buffers))
 
 
+def compensated(plan: Plan) -> Plan:
+    """The plan whose density is lowered, to half at most, to make up for the bytes of gradients that are sent dense.
+
+    A dense element takes as many bytes as 1 / ranks selected ones, each of which has a value and an index of 4 bytes.
+    """
+    dense, _, numel = plan.sent_elements
+    wanted = (plan.density * numel - dense / plan.ranks) / (numel - dense)
+    density = min(plan.density, max(plan.density / 2, wanted))
+    return map_units(plan, lambda unit: replace(unit, k=max(1, int(density * unit.numel))) if unit.k else unit)
+
+
 def uncompensated_k(plan: Plan, unit: Unit) -> int:
     """The k of the density that was asked for."""
     return max(1, int(plan.density * unit.numel))
@@ -109,9 +120,7 @@ class Contestant(Dense):
 
     def __init__(self, plan=None):
         super().__init__(bucket_cap_mb=BUCKET_MB)
-        options: dict = (
-            {"budget": "bytes"} if plan is None else {"sparsifier": plan.sparsifier, "exchange": plan.exchange}
-        )
+        options: dict = {} if plan is None else {"sparsifier": plan.sparsifier, "exchange": plan.exchange}
         mode, density = ("selective", DENSITY) if plan is None else (plan.mode, plan.density)
         self.fusion = SparseFusion(density, mode=mode, report=lambda text: None, **options).attach(self.loss)
         if plan is not None:
@@ -136,7 +145,7 @@ def measure(out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    plan = Contestant().fusion.plan
+    plan = compensated(Contestant().fusion.plan)
     contestants = {"dense": Dense()} | {name: Contestant(how(plan)) for name, how in CONTESTANTS.items()}
     turns = [partial(warm_turn, contestant.step) for contestant in contestants.values()]
     rows = repetitions(turns, dist.group.WORLD, "cpu", REPETITIONS)

@@ -26,7 +26,7 @@ from torch.nn import functional
 from benchmarks.support.cells import ROOT
 from benchmarks.support.small_learners import TASKS, symbols, texts
 from benchmarks.support.tables import markdown, publish
-from sparsefusion.fusion.cost_measurement import SampledFabric
+from sparsefusion.fusion.cost_measurement import interpolated_times
 from sparsefusion.gradients.error_feedback import ErrorFeedback
 from sparsefusion.planning.compression import CompressionSettings
 from sparsefusion.planning.plan import Buffer, Plan, Unit
@@ -52,7 +52,7 @@ def planned(mode: str, parameters: dict[str, torch.Tensor], budget: str = "none"
     timeline = Timeline(tuple(tensors), tuple(tuple(names) for _, names in atoms), 4, 4, 10 * BACKWARD_S)
     points = [(size, 1e-3 + size / 25e6) for size in (1 << 10, 1 << 21)]
     costs = Costs(
-        SampledFabric({"all_reduce": points, "all_gather": points}), 2, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n,
+        interpolated_times({"all_reduce": points, "all_gather": points}), 2, lambda n: 1e-5 + 2e-9 * n, lambda n: 1e-9 * n,
         lambda n: 1e-10 * n,
     )  # fmt: skip
     return make_plans([mode], CompressionSettings(DENSITY, budget=budget), timeline, costs)[mode]

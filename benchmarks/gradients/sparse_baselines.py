@@ -9,7 +9,7 @@ fused, what is selected together, and which collective sends it, but not the imp
 - merged, as OMGS and Cupcake: buffers that make the step shortest, each with one selection, and all-gathers;
 - OkTopk-like: one buffer with one selection, and the sparse all-reduce;
 - SparDL-like: as merged, with the sparse all-reduce;
-- SSFusion, -O and -(O+I): the planner's selective plan, with offloading, and also interleaved.
+- SSFusion, -O and -(O+I): the planner's selective plan with a lower density, with offloading, and also interleaved.
 
 The contestants take turns, and speeds are medians.
 """
@@ -74,7 +74,7 @@ def split(plan: Plan) -> Plan:
     return replace(plan, buffers=tuple(Buffer((unit,)) for buffer in plan.buffers for unit in buffer.units))
 
 
-SCHEMES: dict[str, Callable[[Plan], Plan]] = {  # each from the planner's selective plan
+SCHEMES: dict[str, Callable[[Plan], Plan]] = {  # each from the planner's selective plan with a lower density
     "per-tensor": alone,
     "HiPress-like": lambda plan: in_bulk(selective(plan)),
     "Espresso-like": lambda plan: offloaded(split(selective(plan))),

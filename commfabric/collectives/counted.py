@@ -52,7 +52,6 @@ class Counter:
         self.sent += other.sent
 
     def reset(self) -> None:
-        """Set everything to zero."""
         self.calls.clear()
         self.nbytes = self.sent = 0
 

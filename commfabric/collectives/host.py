@@ -161,7 +161,6 @@ class ProcessWatch:
         self._poll.register(descriptor, select.POLLIN)
 
     def dead_ranks(self) -> set[int]:
-        """The ranks whose processes have ended."""
         ended = {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)} if self._ranks else set()
         return ended | {rank for rank in self._without_descriptor if not _exists(self.pids[rank])}
 

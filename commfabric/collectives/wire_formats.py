@@ -32,7 +32,6 @@ class Cast:
     block: ClassVar[int] = 1
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` values."""
         return numel * self.dtype.itemsize
 
     def encode(self, x: torch.Tensor, ranks: int) -> torch.Tensor:

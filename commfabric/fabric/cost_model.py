@@ -149,14 +149,6 @@ class Fabric:
         curve = self.curve(operation, ranks, mode, extrapolate)
         return curve.beta * _growth(curve, ranks)[1]
 
-    def floor(self, operation: str, ranks: int, mode: str = "eager") -> float | None:
-        """The measured latency floor, `Curve.floor`: median seconds of small messages; None if none were measured."""
-        return 0.0 if ranks == 1 else self.curve(operation, ranks, mode).floor
-
-    def bus_bandwidth(self, operation: str, nbytes: float, ranks: int, mode: str = "eager") -> float:
-        """Bytes per second over a rank's link, predicted by the fit, if the algorithm is a ring; 0 for one rank."""
-        return 0.0 if ranks == 1 else self.curve(operation, ranks, mode).bus_bandwidth(nbytes)
-
     def table(self) -> str:
         """The curves as a Markdown table: segments, errors of the fit, latency floor, bus bandwidth."""
         header = "operation,ranks,mode,points,dropped,segments,error mean,max,floor,peak bus GB/s,of the link".split(

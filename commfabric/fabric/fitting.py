@@ -29,7 +29,6 @@ class Segment:
     beta: float
 
     def time(self, nbytes: float) -> float:
-        """Seconds on this line."""
         return self.alpha + self.beta * nbytes
 
 

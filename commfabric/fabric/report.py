@@ -1,4 +1,4 @@
-"""Writes a report of a fabric: its table, and plots of bus bandwidth, time, and the tokens/s that latency allows."""
+"""Writes a report of a fabric: its table, and plots of bus bandwidth and of time."""
 
 import io
 from pathlib import Path
@@ -14,12 +14,9 @@ from .curve import Curve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LAYERS = {"32 layers": 32, "80 layers": 80, "126 layers": 126}  # transformer layers, with two all-reduces each
-CALLS = np.arange(8, 513, 8)  # numbers of all-reduces per token
-
 
 def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
-    """Write fabric.md and three plots (PNG) into `directory`, which is created if it is missing; returns their paths.
+    """Write fabric.md and two plots (PNG) into `directory`, which is created if it is missing; returns their paths.
 
     Raises:
         Failure: matplotlib is not installed.
@@ -32,7 +29,7 @@ def write_report(fabric: Fabric, directory: str | Path) -> list[Path]:
         raise ValueError(f"{directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
     contents = {"fabric.md": markdown(fabric).encode()}
-    for name, draw in (("bandwidth", draw_bandwidth), ("roofline", draw_roofline), ("latency_wall", draw_wall)):
+    for name, draw in (("bandwidth", draw_bandwidth), ("roofline", draw_roofline)):
         figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
         draw(axes, fabric)
         axes.grid(True, alpha=0.3)
@@ -83,8 +80,7 @@ def markdown(fabric: Fabric) -> str:
         "send over each link.\n\n"
         f"{left_out}"
         "![bus bandwidth by message size](bandwidth.png)\n\n"
-        "![time by message size, with latency and bandwidth bounds](roofline.png)\n\n"
-        "![tokens per second that all-reduces alone allow](latency_wall.png)\n"
+        "![time by message size, with latency and bandwidth bounds](roofline.png)\n"
     )
 
 
@@ -117,20 +113,3 @@ def draw_roofline(axes: "Axes", fabric: Fabric) -> None:
         bound = np.maximum(curve.alpha, curve.beta * sizes) * 1e6
         axes.plot(sizes, bound, "--", color=dots.get_color(), linewidth=0.7)
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title="Time, and max(alpha, beta * bytes)")
-
-
-def draw_wall(axes: "Axes", fabric: Fabric) -> None:
-    """Draw the tokens per second that latency allows, over the number of small all-reduces per token."""
-    for curve in fabric.curves:
-        if curve.operation.split()[0] == "all_reduce" and curve.floor:
-            axes.plot(CALLS, 1 / (CALLS * curve.floor), label=f"{_label(curve)}: {curve.floor * 1e6:.1f} us")
-    for name, layers in LAYERS.items():
-        axes.axvline(2 * layers, color="gray", linewidth=0.7)
-        axes.text(2 * layers, 0.98, f" {name}", fontsize=7, va="top", transform=axes.get_xaxis_transform())
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="all-reduces per token (two per transformer layer)",
-        ylabel="tokens/s at most",
-        title="Latency wall",
-    )

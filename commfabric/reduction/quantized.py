@@ -155,18 +155,6 @@ def default_algorithm(format: str, numel: int, ranks: int, device: str = "cpu") 
     return "one_shot" if (ranks - 1) * (ranks - 2) * nbytes <= ranks * LATENCY_BYTES else "two_shot"
 
 
-def wire_bytes(format: str, algorithm: str, numel: int, ranks: int, exact: int = 0) -> int:
-    """Bytes that a rank sends for an all-reduce of `numel` float32 elements and of `exact` elements that are not rounded."""
-    form = wire_format(format, torch.float32)
-    if algorithm == "native":
-        calls = [4 * (numel + exact)] if format == "fp32" else [form.nbytes(numel), 4 * exact]
-        return sum(-(-2 * (ranks - 1) * nbytes // ranks) for nbytes in calls)
-    if algorithm == "one_shot":
-        return (ranks - 1) * (4 * exact + form.nbytes(padded(numel, form.block)))
-    chunk, exact_chunk = padded(numel, ranks * form.block) // ranks, padded(exact, ranks) // ranks
-    return 2 * (ranks - 1) * (4 * exact_chunk + form.nbytes(chunk))
-
-
 @dataclass
 class FormatChoice:
     """Chooses the fastest format and algorithm for each size. fabric: the times of CANDIDATES on `ranks` ranks."""

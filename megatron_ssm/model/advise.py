@@ -1,37 +1,14 @@
-"""Bytes that decoding one token reads and sends, as a `Shape` for `commfabric.fabric.advice`."""
+"""The all-reduces of a decoded token: their bytes and their number."""
 
 from collections import Counter
 from collections.abc import Iterator
 
-from commfabric.fabric.advice import Shape
 from megatron_ssm.spec.sizes import Workload
 from megatron_ssm.spec.stack import Stack
 
-from .memory import Memory, sizes_of
+from .memory import sizes_of
 
 SUM_BYTES = 4  # bytes of an element in an exact all-reduce of 16-bit activations, which is computed in float32
-
-
-def decoding_shape(name: str, config: Stack, ranks: int, itemsize: int = 2, length: int = 0) -> Shape:
-    """The bytes that decoding one token of a sequence reads and sends.
-
-    A step reads the weights (replicated ones count once for each rank), reads and writes the state of every sequence, and
-    reads its keys and values. A sum over some of the ranks (of a Mamba-1 mixer with fewer heads than ranks) is counted like
-    a sum over all ranks.
-
-    Args:
-        name: The name of the model.
-        config: The model.
-        ranks: The number of tensor-parallel ranks.
-        itemsize: Bytes of an element of the weights; states have at least fp32.
-        length: The number of tokens of a sequence.
-
-    Raises:
-        ValueError: The model cannot be split over this number of ranks.
-    """
-    memory = Memory(config, ranks, itemsize)
-    moved = memory.moved_per_token(length)
-    return Shape(name, ranks * memory.weights_read_per_token, ranks * moved, tuple(all_reduces(config, ranks)))
 
 
 def all_reduces(config: Stack, ranks: int) -> Iterator[tuple[int, int]]:

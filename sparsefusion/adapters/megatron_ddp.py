@@ -7,32 +7,29 @@ from torch.distributed import get_world_size
 
 from sparsefusion.gradients.session import Session, Waitable, most_common_dtype
 
-from .refusals import refuse_experts_with_skipped_steps, refuse_megatron
+from .adapter import Adapter
 
 
-class MegatronDDP:
+class MegatronDDP(Adapter):
     """The adapter of one Megatron DDP module, with or without overlap and distributed optimizer."""
 
-    can_wait_for_buffer = True
-    _session: Session  # set while the adapter is installed
-
     def __init__(self, ddp: Any):
-        self._ddp, self._config, self.module = ddp, ddp.ddp_config, ddp.module
+        self._ddp, self._config = ddp, ddp.ddp_config
         refuse_megatron(ddp)
-        self.model_group = ddp.tp_group if ddp.tp_group.size() > 1 else None
-        first, self.reduce_scatters = ddp.bucket_groups[0], self._config.use_distributed_optimizer
-        groups = "intra_distributed_optimizer_instance_group", "data_parallel_group"
-        self.group = getattr(first, groups[0] if self.reduce_scatters else groups[1])
-        self._overlaps, self._handles = self._config.overlap_grad_reduce, {}
+        is_sharded, first = self._config.use_distributed_optimizer, ddp.bucket_groups[0]
+        group = first.intra_distributed_optimizer_instance_group if is_sharded else first.data_parallel_group
         self._names = {id(p): name for name, p in ddp.module.named_parameters()}
         buckets = [bucket for group in ddp.bucket_groups for bucket in group.buckets]
-        self.parameters = {self._names[id(p)]: p for bucket in buckets for p in bucket.params_list}
+        super().__init__(ddp.module, group, {self._names[id(p)]: p for b in buckets for p in b.params_list})
         self.dtype = most_common_dtype([bucket.grad_data for bucket in buckets])  # may differ from the parameters'
+        self.sent_itemsize = self.dtype.itemsize
+        self.dense_operation = "reduce_scatter" if is_sharded else "all_reduce"
+        self.model_group = ddp.tp_group if ddp.tp_group.size() > 1 else None
+        self._overlaps, self._handles = self._config.overlap_grad_reduce, {}
         self._factor = self._mean_factor(buckets[0])
         self.can_send_early = self.sends_before_first_atom = self._overlaps and self._factor == 1
 
     def install(self, session: Session) -> None:
-        """Replace Megatron's methods, so that gradients go to `session`."""
         refuse_experts_with_skipped_steps(self._ddp, session)
         self._session = session
         for group in self._ddp.bucket_groups:
@@ -42,7 +39,6 @@ class MegatronDDP:
         self._ddp.finish_grad_sync = self._finish
 
     def remove(self) -> None:
-        """Restore Megatron's own methods."""
         for group in self._ddp.bucket_groups:
             del group.start_grad_sync
             if self.can_send_early:
@@ -95,3 +91,28 @@ class MegatronDDP:
         finally:
             self._handles = {}
             self._session.abandon_step()  # has no effect unless there was an error
+
+
+def refuse_megatron(ddp: Any) -> None:
+    """ValueError if Megatron's DDP reduces nothing or over two groups, or has stages that skip steps independently."""
+    if getattr(ddp.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
+        raise ValueError("num_distributed_optimizer_instances > 1 reduces over two groups, and SparseFusion over one")
+    for option in ("check_for_large_grads", "reduce_scatter_with_fp32_accumulation"):
+        if getattr(ddp.ddp_config, option, False):
+            raise ValueError(f"SparseFusion does not work with Megatron's {option}")
+    if not ddp.bucket_groups:
+        raise ValueError("this Megatron DDP has no parameters that are reduced over the data-parallel group")
+    stages = ddp.pp_group if isinstance(ddp.pp_group, list) else [ddp.pp_group]
+    if any(group.size() > 1 for group in stages):
+        raise ValueError(
+            "SparseFusion does not work with Megatron's pipeline parallelism, whose stages have their own steps"
+        )
+
+
+def refuse_experts_with_skipped_steps(ddp: Any, session: Session) -> None:
+    """ValueError if Megatron's DDP may skip a step because of gradients of experts, which the session does not see."""
+    if (session.skips_nonfinite_steps or session.loss_scale) and ddp.expert_parallel_bucket_groups:
+        raise ValueError(
+            "SparseFusion with a loss scale, or skipped steps, does not work with Megatron's experts: a step is skipped if "
+            "their gradients overflow, and the elements that it sent of other gradients would be lost"
+        )

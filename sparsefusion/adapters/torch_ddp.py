@@ -8,16 +8,46 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket, Work
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsefusion.gradients.session import Session
 
-from .attachment import NotCopied
-from .ddp_reduction import DenseBuckets, reduced_parameters
-from .refusals import refuse_ddp
+from .adapter import Adapter, NotCopied
 
 HOOK_ATTRIBUTE = "_sparsefusion_hook"  # DDP accepts one hook in its lifetime, so it stays when the adapter is removed
+
+
+class DenseBuckets:
+    """Reduces a bucket by the same operations as DDP, so that means have the same bits.
+
+    DDP multiplies gradients by 1/ranks when it copies them into a bucket. Gradients that were accumulated in the bucket,
+    and with batched_grad_copy all gradients, are divided by the number of ranks instead. Bits differ unless the number of
+    ranks is a power of two.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel):
+        self._group, self._ranks = ddp.process_group, ddp.process_group.size()
+        self._accumulated_in: dict[int, int | None] = {}  # {id of a parameter: address of its gradient}
+        self._divides = getattr(ddp, "batched_grad_copy", False)
+        if ddp.gradient_as_bucket_view and self._ranks & (self._ranks - 1) and not self._divides:
+            for parameter in (p for p in ddp.module.parameters() if p.requires_grad):
+                parameter.register_hook(lambda gradient, p=parameter: self._note_address(p))
+
+    def _note_address(self, parameter: torch.Tensor) -> None:
+        """Record the address at which autograd is going to accumulate the gradient."""
+        self._accumulated_in[id(parameter)] = None if parameter.grad is None else parameter.grad.data_ptr()
+
+    def start(self, bucket: GradBucket) -> Work:
+        """Start the all-reduce of a bucket."""
+        flat = bucket.buffer()
+        if self._accumulated_in:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                is_accumulated = self._accumulated_in.get(id(parameter)) == gradient.data_ptr()
+                gradient.div_(self._ranks) if is_accumulated else gradient.mul_(1 / self._ranks)
+        else:
+            flat.div_(self._ranks) if self._divides else flat.mul_(1 / self._ranks)
+        return torch.distributed.all_reduce(flat, group=self._group, async_op=True)
 
 
 class HookState(NotCopied):
@@ -30,31 +60,19 @@ class HookState(NotCopied):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self._adapter: weakref.ref[TorchDDP] | None = None
-
-    @property
-    def adapter(self) -> "TorchDDP | None":
-        return None if self._adapter is None else self._adapter()
-
-    @adapter.setter
-    def adapter(self, adapter: "TorchDDP | None") -> None:
-        self._adapter = None if adapter is None else weakref.ref(adapter)
+        self.adapter: Callable[[], TorchDDP | None] = lambda: None
 
 
-class TorchDDP:
+class TorchDDP(Adapter):
     """The adapter of one DDP module."""
 
-    can_wait_for_buffer = True
-    _session: Session  # set while the adapter is installed
-
     def __init__(self, ddp: DistributedDataParallel):
-        self._ddp, self.module, self.group = ddp, ddp.module, ddp.process_group
-        self.parameters = reduced_parameters(ddp)
+        super().__init__(ddp.module, ddp.process_group, reduced_parameters(ddp))
+        self._ddp = ddp
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.can_send_early = not ddp.static_graph  # such a graph may accumulate into a gradient several times
 
     def install(self, session: Session) -> None:
-        """Register the hook, so that gradients go to `session`. ValueError if this DDP accepts no communication hook."""
         state = getattr(self._ddp, HOOK_ATTRIBUTE, None)
         if state is None:
             refuse_ddp(self._ddp)
@@ -68,14 +86,13 @@ class TorchDDP:
                 self._ddp._comm_hooks.clear()  # the list is for the python reducer; copies of the DDP would copy it
             state.dense = DenseBuckets(self._ddp)
             setattr(self._ddp, HOOK_ATTRIBUTE, state)
-        state.adapter, self._session = self, session
+        state.adapter, self._session = weakref.ref(self), session
         self._futures: list[tuple[torch.futures.Future, torch.Tensor]] = []  # the futures and buckets of this step
         trained = [p for p in self.parameters.values() if self.can_send_early and p.requires_grad]
         self._handles = [p.register_post_accumulate_grad_hook(_ready_hook(weakref.ref(self))) for p in trained]
 
     def remove(self) -> None:
-        """Let DDP reduce as it would without a hook."""
-        getattr(self._ddp, HOOK_ATTRIBUTE).adapter = None
+        getattr(self._ddp, HOOK_ATTRIBUTE).adapter = lambda: None
         for handle in self._handles:
             handle.remove()
         del self._session
@@ -132,7 +149,32 @@ def _raise_after_backward(error: Exception) -> None:
 
 
 def _hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    adapter = state.adapter
-    return (
-        adapter.hook(bucket) if adapter else state.dense.start(bucket).get_future().then(lambda done: done.value()[0])
-    )
+    if adapter := state.adapter():
+        return adapter.hook(bucket)
+    return state.dense.start(bucket).get_future().then(lambda done: done.value()[0])
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """{name: parameter} of the parameters that required gradients when DDP was built, even if they are frozen now."""
+    named, seen = {}, set()
+    for path, module in ddp.module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if f"{path}.{name}" not in ddp.parameters_to_ignore and id(parameter) not in seen:  # DDP's own comparison
+                seen.add(id(parameter))
+                named[f"{path}.{name}".lstrip(".")] = parameter
+    if all(p.requires_grad for p in named.values()):
+        return named
+    in_buckets = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    return {name: p for name, p in named.items() if id(p) in in_buckets}
+
+
+def refuse_ddp(ddp: DistributedDataParallel) -> None:
+    """ValueError if torch's DDP has a communication hook or no buckets, or may skip the end of a step."""
+    if ddp._comm_hooks:
+        raise ValueError(f"this DDP has the communication hook {ddp._comm_hooks[0][0].__name__}; it accepts only one")
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError("this DDP has the python reducer (torch._dynamo.config.optimize_ddp), which has no buckets")
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        raise ValueError("this DDP has optimizers in its backward pass, which use its one communication hook")
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ValueError("this DDP has skip_all_reduce_unused_params, which skips the end of SparseFusion's steps")

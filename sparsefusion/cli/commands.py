@@ -30,7 +30,7 @@ def parser() -> Parser:
     _add_fit(commands.add_parser("fit", help="fit measurements of nccl-tests", examples=[FIT]))
     report = commands.add_parser("report", help="write a page with plots", examples=[REPORT])
     report.add_argument("--fabric", required=True, metavar="F", help="from measure or fit")
-    report.add_argument("--out", required=True, metavar="DIR", help="receives fabric.md and three PNGs")
+    report.add_argument("--out", required=True, metavar="DIR", help="receives fabric.md and two PNGs")
     return main
 
 
@@ -44,18 +44,10 @@ def _add_measure(measure: Parser) -> None:
     )
     measure.add_argument("--collectives", type=_operations, default=OPERATIONS, metavar="A,B", help="default: all")
     measure.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks; default: all ranks")
-    measure.add_argument(
-        "--nccl",
-        type=_settings,
-        default=[],
-        metavar="X,Y",
-        help="measure all-reduces also with these algorithms and protocols of NCCL, such as Ring,NVLS,LL128,Ring/LL",
-    )
-    measure.add_argument(
-        "--nccl-tests",
-        action="store_true",
-        help="run the programs of nccl-tests that are on the PATH, on --ranks GPUs of this host; without torchrun",
-    )
+    settings = "measure all-reduces also with these algorithms and protocols of NCCL, such as Ring,NVLS,LL128,Ring/LL"
+    measure.add_argument("--nccl", type=_settings, default=[], metavar="X,Y", help=settings)
+    programs = "run the programs of nccl-tests that are on the PATH, on --ranks GPUs of this host; without torchrun"
+    measure.add_argument("--nccl-tests", action="store_true", help=programs)
     measure.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch finds one")
 
 

@@ -33,13 +33,11 @@ def check_states(
     Args:
         state: This rank's own state, or the list of the states of all ranks of a run.
         group: The ranks that continue. None: do not check that a single state is that of this rank.
-        parameters: The parameters of this rank.
-        part: This rank's part of the model (see `model_part`).
+        parameters, part: Those of this rank (see `model_part`).
 
     Raises:
         ValueError: A state belongs to another run, rank or model.
     """
-    is_single = isinstance(state, Mapping)
     if not isinstance(state, Mapping | list | tuple):
         raise ValueError(f"{type(state).__name__} is neither a state of SparseFusion nor a list of states")
     states = [state] if isinstance(state, Mapping) else list(state)
@@ -55,11 +53,10 @@ def check_states(
     if not states:
         raise ValueError("the list of states is empty")
     first, numbers = states[0], [rank_state["rank"] for rank_state in states]
-    count = first["ranks"]
-    if is_single and group is not None:
+    if not isinstance(state, Mapping) and sorted(numbers) != list(range(first["ranks"])):
+        raise ValueError(f"{len(states)} states of ranks {numbers}, and there were {first['ranks']} ranks")
+    if isinstance(state, Mapping) and group is not None:
         _check_rank(first, group)
-    if not is_single and sorted(numbers) != list(range(count)):
-        raise ValueError(f"{len(states)} states of ranks {numbers}, and there were {count} ranks")
     for other in states:
         if any(other.get(key) != first.get(key) for key in ("ranks", "step", "plan", "half_scale")):
             raise ValueError(

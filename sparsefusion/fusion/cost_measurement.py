@@ -4,8 +4,7 @@ All ranks measure together and use the mean over the ranks, so that all ranks ha
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from statistics import median
 
@@ -43,30 +42,33 @@ def measure_costs(
     numel: int,
     compression: CompressionSettings,
     dense_operation: str = "all_reduce",
-    fabric: "Fabric | SampledFabric | None" = None,
+    fabric: Fabric | None = None,
 ) -> Costs:
-    """Measure the costs of a step. All ranks of `group` call it together, and get the same result.
+    """Measure the costs of a step with gradients of `numel` elements. All ranks of `group` call it, and get the same result.
 
-    Args:
-        group: The ranks that average gradients.
-        device: The device of the gradients.
-        dtype: The dtype of the gradients.
-        numel: The number of elements of all gradients.
-        compression: The user's settings.
-        dense_operation: The collective with which the framework sends gradients.
-        fabric: The times of messages. By default they are measured.
+    dense_operation: the collective with which the framework sends gradients. fabric: the times of messages, which are
+    measured by default.
     """
-    small = compression.messages(compression.sent_bytes(SMALL_MESSAGE, dtype.itemsize), group.size())
-    fabric = fabric or measure_fabric(group, device, {"all_reduce", dense_operation, *(name for name, _ in small)})
+    ranks = group.size()
+    small = compression.messages(compression.sent_bytes(SMALL_MESSAGE, dtype.itemsize), ranks)
+
+    def times_of_fabric(operation, nbytes):
+        return fabric.time(operation, nbytes, ranks)
+
+    operations = {"all_reduce", dense_operation, *(name for name, _ in small)}
+    times = interpolated_times(measure_messages(group, device, operations)) if fabric is None else times_of_fabric
     sizes = np.unique(np.geomspace(SMALLEST, max(2 * SMALLEST, min(numel, LARGEST)), 4).astype(int))
     selecting = [_time_selection(size, dtype, compression, device) for size in sizes.tolist()]
-    k = max(64, int(compression.density * sizes[-1]))
-    adding, copying = _time_adding(int(sizes[-1]), k, device) / k, _time_copy(int(sizes[-1]), device) / (4 * sizes[-1])
+    numel, k = int(sizes[-1]), max(64, int(compression.density * sizes[-1]))
+    indices, values = (torch.arange(k, device=device) * (numel // k)).int(), torch.ones(k, device=device)
+    source, target = torch.zeros(2, numel, device=device).unbind()
+    adding = _median(lambda: add_at([target], values, indices), device) / k
+    copying = _median(lambda: target.copy_(source), device) / (4 * numel)
     per_message = _time_message(group, dtype, compression, device)
     *selecting, adding, copying, per_message = mean_over_ranks(
         [*selecting, adding, copying, per_message], group, device
     )
-    sending = sum(fabric.time(name, nbytes, group.size()) for name, nbytes in small)
+    sending = sum(times(name, nbytes) for name, nbytes in small)
 
     @cache
     def select(count):
@@ -76,13 +78,18 @@ def measure_costs(
         return float(np.interp(count, [0, *sizes], [0.0, *selecting]))
 
     return Costs(
-        fabric, group.size(), select, lambda n: n * adding, lambda nbytes: nbytes * copying,
+        times, ranks, select, lambda n: n * adding, lambda nbytes: nbytes * copying,
         dense_operation=dense_operation, per_message=max(0.0, per_message - selecting[0] - sending),
     )  # fmt: skip
 
 
-def measure_fabric(group: ProcessGroup, device: torch.device, operations: Iterable[str]) -> "SampledFabric":
-    """Measure collectives at a few sizes, up to 2 MB or SLOW_S; two of them take 0.6 seconds at 200 mbit."""
+def measure_messages(
+    group: ProcessGroup, device: torch.device, operations: Iterable[str]
+) -> dict[str, list[tuple[int, float]]]:
+    """{operation: [(bytes, seconds)]}: collectives of a few sizes, up to 2 MB or SLOW_S.
+
+    Two of them take 0.6 seconds at 200 mbit.
+    """
     names = sorted(operations)
     calls, points = collective_calls(group, names, device), {name: [] for name in names}
     if "reduce_scatter" in calls:
@@ -94,7 +101,7 @@ def measure_fabric(group: ProcessGroup, device: torch.device, operations: Iterab
             medians = repetitions(functions, group, device, count, warm_up=count > 1).median(0).values.tolist()
             for name, seconds in zip(running, medians, strict=True):
                 points[name].append((nbytes, seconds))
-    return SampledFabric(points)
+    return points
 
 
 def _reduce_scatter(group: ProcessGroup, device: torch.device, nbytes: int) -> Callable[[], object]:
@@ -103,25 +110,23 @@ def _reduce_scatter(group: ProcessGroup, device: torch.device, nbytes: int) -> C
     return partial(dist.reduce_scatter_tensor, part, part.repeat(group.size()), group=group)
 
 
-@dataclass(frozen=True)
-class SampledFabric:
-    """Times of messages, interpolated between the measured sizes: the part of a `Fabric` that `Costs` needs.
+def interpolated_times(points: Mapping[str, Sequence[tuple[int, float]]]) -> Callable[[str, int], float]:
+    """times(operation, nbytes): seconds of a message, interpolated between the measured sizes {operation: points}.
 
     Beyond the largest size, times continue along the line through the last two points, because links with burst credit take
-    longer per byte of a large message. points: {operation: [(bytes, seconds)]}, ascending.
+    longer per byte of a large message.
     """
 
-    points: dict[str, list[tuple[int, float]]]
-
-    def time(self, operation: str, nbytes: int, ranks: int) -> float:
-        """Seconds of a message, as `Fabric.time`."""
-        points = self.points[operation]
-        if nbytes <= points[0][0]:
-            return points[0][1]
-        end = min(bisect_left(points, (nbytes,)), len(points) - 1)
-        (small, before), (large, after) = points[end - 1], points[end]
+    def times(operation, nbytes):
+        measured = points[operation]
+        if nbytes <= measured[0][0]:
+            return measured[0][1]
+        end = min(bisect_left(measured, (nbytes,)), len(measured) - 1)
+        (small, before), (large, after) = measured[end - 1], measured[end]
         slope = (after - before) / (large - small)
         return after + (slope if nbytes <= large else max(0.0, slope)) * (nbytes - large)
+
+    return times
 
 
 def _time_selection(numel: int, dtype: torch.dtype, compression: CompressionSettings, device: torch.device) -> float:
@@ -140,17 +145,6 @@ def _time_message(
     unit = Unit(("gradient",), SMALLEST, SMALL_MESSAGE)
     gradients = {"gradient": torch.ones(SMALLEST, dtype=dtype, device=device)}
     return _median(lambda: reducer.start([unit], gradients).wait(), device, 7)
-
-
-def _time_adding(numel: int, k: int, device: torch.device) -> float:
-    indices = (torch.arange(k, device=device) * (numel // k)).int()
-    values, target = torch.ones(k, device=device), torch.zeros(numel, device=device)
-    return _median(lambda: add_at([target], values, indices), device)
-
-
-def _time_copy(numel: int, device: torch.device) -> float:
-    source, target = torch.zeros(2, numel, device=device).unbind()
-    return _median(lambda: target.copy_(source), device)
 
 
 def _median(function: Callable[[], object], device: torch.device, count: int = 3) -> float:

@@ -1,6 +1,8 @@
 """`SparseFusion`: sends fewer bytes of gradients in a training loop that uses torch DDP, Megatron DDP or DeepSpeed."""
 
+import sys
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 
 import torch
 from torch.distributed import ProcessGroup
@@ -8,21 +10,26 @@ from torch.distributed import ProcessGroup
 from commfabric.collectives.agreement import together
 from commfabric.collectives.counted import Counter
 from commfabric.fabric.cost_model import Fabric
-from sparsefusion.adapters.attachment import NotCopied
-from sparsefusion.adapters.dispatch import Adapter, adapter_for
-from sparsefusion.adapters.refusals import refuse_gradients, refuse_options
-from sparsefusion.adapters.target_groups import target_groups
+from sparsefusion import EXCHANGES, MODES, SPARSIFIERS
+from sparsefusion.adapters.adapter import Adapter, NotCopied
+from sparsefusion.adapters.dispatch import adapter_for, target_groups
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
 from sparsefusion.planning.compression import CompressionSettings
-from sparsefusion.planning.plan import Plan
+from sparsefusion.planning.plan import WIRES, Plan
 
-from .attached_model import AttachedModel, dense_operation
 from .checkpoint_state import VERSION, check_states, mean_residuals, memory_strides, model_part
-from .dry_run import print_to_stderr
 from .plan_selection import Options, PlanSelection
 
 ATTACHED = "_sparsefusion"
+CHOICES = {
+    "sparsifier": SPARSIFIERS,
+    "mode": MODES,
+    "wire": WIRES,
+    "budget": ("none", "paper"),
+    "exchange": EXCHANGES,
+    "on_nonfinite": ("raise", "skip-known"),
+}
 
 
 class SparseFusion:
@@ -45,8 +52,8 @@ class SparseFusion:
             a replica do, they wait for the others.
         copied: copied(parameter) returns True if several of these ranks hold copies of the parameter, which must stay equal.
             By default, parameters without the attribute tensor_model_parallel or model_parallel.
-        budget: The compensation of the density for gradients that are sent dense: "none", "bytes" (the density falls at
-            most to half) or "paper" (at most to 0.001).
+        budget: The compensation of the density for gradients that are sent dense: "none", or "paper" (the density falls at
+            most to 0.001).
         exchange: How selected elements are summed. all_gather: every rank receives all elements of all ranks, so a rank
             sends P - 1 times its elements. sparse_all_reduce: every rank receives only the largest sums, as many as it has
             selected; the others stay in residuals. A rank sends at most twice its elements on any number of ranks. auto:
@@ -99,14 +106,14 @@ class SparseFusion:
         on_nonfinite: str | None = None,
         report: Callable[[str], None] | None = None,
     ):
-        refuse_options(
+        _check_options(
             density, density_warmup, fabric, model_group, dict(loss_scale=loss_scale, copied=copied, report=report),
             dict(sparsifier=sparsifier, mode=mode, wire=wire, budget=budget, exchange=exchange,
                  on_nonfinite=on_nonfinite or "raise"),
         )  # fmt: skip
         compression = CompressionSettings(float(density), sparsifier, wire, budget, exchange)
         self._options = Options(
-            mode, compression, int(density_warmup), fabric, copied or _is_replicated, report or print_to_stderr
+            mode, compression, int(density_warmup), fabric, copied or _is_replicated, report or _print_to_stderr
         )
         self._loss_scale, self._model_group, self._on_nonfinite = loss_scale, model_group, on_nonfinite
         self._selection: PlanSelection | None = None  # None: not attached
@@ -142,15 +149,13 @@ class SparseFusion:
         if getattr(target, ATTACHED, None):
             raise ValueError("another SparseFusion is attached to this model: detach() it first")
         adapter, fabric = adapter_for(target), self._options.fabric
-        refuse_gradients(adapter.module, adapter.parameters)
-        ranks = adapter.group.size()
-        model = AttachedModel.of(adapter, self._session_for(adapter))
-        selection = PlanSelection(model, self._options)
+        ranks, session = adapter.group.size(), self._session_for(adapter)
+        selection = PlanSelection(adapter, session, self._options)
         if fabric is not None and ranks > 1:
             sparse = selection.options.compression.messages(1, ranks)
-            for operation in ("all_reduce", dense_operation(adapter), *(operation for operation, _ in sparse)):
+            for operation in ("all_reduce", adapter.dense_operation, *(operation for operation, _ in sparse)):
                 fabric.time(operation, 1, ranks)  # ValueError: it was not measured
-        adapter.install(model.session)
+        adapter.install(session)
         self._selection, self._target = selection, target
         setattr(target, ATTACHED, NotCopied(self))
         selection.start()
@@ -159,17 +164,12 @@ class SparseFusion:
         compression = self._options.compression
         sizes = {name: p.numel() for name, p in adapter.parameters.items()}
         device = next(iter(adapter.parameters.values())).device
-        loss_scale = self._loss_scale or getattr(adapter, "loss_scale", None)
-        model_group = self._model_group or getattr(adapter, "model_group", None)
-        skipped_steps = getattr(adapter, "skipped_steps", None)
-        if self._on_nonfinite:
-            skips_nonfinite_steps = self._on_nonfinite == "skip-known"
-        else:
-            skips_nonfinite_steps = (loss_scale or skipped_steps) is not None
-        reducer = Reducer(adapter.group, compression.sparsifier, compression.wire)
+        loss_scale, skipped_steps = self._loss_scale or adapter.loss_scale, adapter.skipped_steps
+        by_default = "raise" if (loss_scale or skipped_steps) is None else "skip-known"
         return Session(
-            reducer, sizes, device, adapter.can_wait_for_buffer, loss_scale, skips_nonfinite_steps, model_group,
-            skipped_steps,
+            Reducer(adapter.group, compression.sparsifier, compression.wire), sizes, device,
+            adapter.can_wait_for_buffer, loss_scale, (self._on_nonfinite or by_default) == "skip-known",
+            self._model_group or adapter.model_group, skipped_steps,
         )  # fmt: skip
 
     def detach(self) -> None:
@@ -181,13 +181,12 @@ class SparseFusion:
         """
         selection = self._attached
         selection.stop()
-        selection.model.adapter.remove()
+        selection.adapter.remove()
         delattr(self._target, ATTACHED)
         self._selection = self._target = None
 
     @property
     def mode(self) -> str:
-        """The user's mode."""
         return self._options.mode
 
     @property
@@ -235,7 +234,7 @@ class SparseFusion:
             "ranks": session.reducer.group.size(),
             "rank": session.reducer.group.rank(),
             "part": model_part(session.model_group),
-            "orders": memory_strides(selection.model.adapter.parameters),
+            "orders": memory_strides(selection.adapter.parameters),
             "step": session.step,
             "sparse_since": selection.sparse_since,
             "budget": self._options.compression.budget,
@@ -265,7 +264,7 @@ class SparseFusion:
         selection, session = self._attached, self._attached.session
 
         def check() -> list[Mapping]:
-            parameters, group = selection.model.adapter.parameters, session.reducer.group
+            parameters, group = selection.adapter.parameters, session.reducer.group
             return check_states(state, group, parameters, model_part(session.model_group))
 
         def same(states: list[Mapping]) -> dict[str, object]:
@@ -273,7 +272,7 @@ class SparseFusion:
             values = {name: states[0].get(name, 1.0) for name in ("step", "sparse_since", "budget", "half_scale")}
             return {"state": kind, **values}
 
-        states = together(check, selection.model.groups, same, session.device)
+        states = together(check, selection.groups, same, session.device)
         first = states[0]
         # Plans differ across the parts of a divided model.
         plans = {"plan": first["plan"], "candidates": first["candidates"] and first["candidates"]["plans"]}
@@ -286,7 +285,7 @@ class SparseFusion:
 
     def _restore_plan(self, state: Mapping) -> None:
         """Adopt the plan of a state, or its candidates, or plan again."""
-        selection, ranks, mode = self._attached, self._attached.model.ranks, self._options.mode
+        selection, ranks, mode = self._attached, self._attached.ranks, self._options.mode
         plan = state["plan"] and Plan.from_json(state["plan"])
         texts = state["candidates"]["plans"].values() if state["candidates"] else ()
         candidates = [Plan.from_json(text) for text in texts]
@@ -298,6 +297,35 @@ class SparseFusion:
             selection.adopt(state["candidates"])
         else:
             selection.start()
+
+
+def _check_options(
+    density: object,
+    density_warmup: object,
+    fabric: object,
+    model_group: object,
+    functions: Mapping[str, object],
+    names: Mapping[str, object],
+) -> None:
+    """ValueError for an invalid option. functions: {option: function or None}. names: {option: one of CHOICES}."""
+    if not isinstance(density, Real) or not 0 < float(density) <= 1:
+        raise ValueError(f"density={density!r} must be above 0 and at most 1")
+    if not isinstance(density_warmup, Integral) or density_warmup < 0:
+        raise ValueError(f"density_warmup={density_warmup!r} must be a number of steps")
+    if fabric is not None and not isinstance(fabric, Fabric):
+        raise ValueError(f"fabric={fabric!r} must be a Fabric: Fabric.load(path) reads one")
+    if model_group is not None and not isinstance(model_group, ProcessGroup):
+        raise ValueError(f"model_group={model_group!r} must be a process group that this rank is in")
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{name}={value!r} must be a function")
+    for name, value in names.items():
+        if value not in CHOICES[name]:
+            raise ValueError(f"unknown {name} {value!r}: expected {', '.join(CHOICES[name])}")
+
+
+def _print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _is_replicated(parameter: torch.nn.Parameter) -> bool:

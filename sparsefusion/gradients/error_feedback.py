@@ -15,9 +15,16 @@ from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.fused import add_at, residual_like, take
 from sparsefusion.selection.sparsifiers import random_indices
 
-from .sparse_message import Selection
-
 PROBES = 64  # evenly spaced elements that `is_zero` tests first; in a used gradient they are hardly ever all 0
+
+
+@dataclass
+class Selection:
+    """The elements that a rank selected from a unit: values (k,), at least fp32, and indices (k,), int32, ascending."""
+
+    unit: Unit
+    values: torch.Tensor
+    indices: torch.Tensor
 
 
 @dataclass
@@ -35,9 +42,7 @@ class ErrorFeedback:
     can_roll_back: bool = False
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
-    _residuals_before_step: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # residuals that this step has changed
+    _residuals_before_step: dict[str, torch.Tensor] = field(default_factory=dict)  # those that this step has changed
 
     def begin_step(self, step: int) -> None:
         """Start a step; the residuals of the last one can no longer be restored."""
@@ -65,9 +70,7 @@ class ErrorFeedback:
         """Select k elements of gradients / scale + residuals of a unit; the others stay in its residuals."""
         gradients = [all_gradients[name] for name in unit.names]
         for name, gradient in zip(unit.names, gradients, strict=True):
-            residual = self.residuals.get(name)
-            if residual is None:
-                residual = residual_like(gradient)
+            residual = self.residuals[name] if name in self.residuals else residual_like(gradient)
             residual = residual.to(at_least_fp32(gradient.dtype))  # one from a checkpoint may have another dtype
             self.residuals[name] = residual
             if self.can_roll_back and name not in self._residuals_before_step:
@@ -108,9 +111,11 @@ class ErrorFeedback:
             residual.add_(gradient.to(residual.dtype), alpha=1 / scale)
         x = torch.cat(list(residuals))
         indices = random_indices(unit.numel, unit.k, unit.names[0], self.step, x.device)
-        values, is_unused = x[indices], _is_in_unused(gradients, indices)
-        if is_unused is not None:
-            values = values.masked_fill(is_unused, 0)
+        values, unused = x[indices], [is_zero(gradient) for gradient in gradients]
+        if any(unused):
+            ends = torch.tensor([len(gradient) for gradient in gradients]).cumsum(0)
+            is_unused = torch.tensor(unused)[torch.bucketize(indices.cpu(), ends, right=True)]
+            values = values.masked_fill(is_unused.to(x.device), 0)
         if not x.isfinite().all():
             values = torch.full_like(values, torch.nan)  # so that every rank sees it
             for residual in residuals:
@@ -126,12 +131,3 @@ class ErrorFeedback:
 def is_zero(gradient: torch.Tensor) -> bool:
     """Return True if all elements are zero, as in the gradient of an unused parameter."""
     return not (gradient[:: -(-len(gradient) // PROBES) or 1].any() or gradient.any())
-
-
-def _is_in_unused(gradients: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:
-    """The mask (k,) of indices into the concatenated gradients that lie in unused ones, or None if all are used."""
-    unused = [is_zero(gradient) for gradient in gradients]
-    if not any(unused):
-        return None
-    ends = torch.tensor([len(gradient) for gradient in gradients]).cumsum(0)
-    return torch.tensor(unused)[torch.bucketize(indices.cpu(), ends, right=True)].to(indices.device)

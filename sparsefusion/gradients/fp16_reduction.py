@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 
 from commfabric.collectives.counted import Counter, Exchange, begin_all_reduce
 
-from .half_precision import from_fp16, largest_fp16, to_fp16
-from .nonfinite import largest
+from .half_precision import from_fp16, largest, largest_fp16, to_fp16
 
 # Exponents of powers of two.
 TARGET_EXPONENT = 5  # the largest mean times the scale is 16 to 32, so means up to 2000 times as large are in range
@@ -48,12 +47,7 @@ class Fp16Reduction:
     A tensor whose mean is not finite is sent again in its own dtype, because its values may merely be outside of float16's
     range. All ranks receive the same means, so all send it again.
 
-    Args:
-        group: The ranks.
-        counter: Counts the messages.
-        gradients: {name: gradient}.
-        flats: The flat tensors whose parts are the gradients.
-        scale: The scale of float16.
+    gradients: {name: gradient}. flats: the flat tensors whose parts are the gradients.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Conversion of gradients to float16 and back, times a factor, by a C kernel in one pass, or by torch.
+"""Conversion of gradients to float16 and back, times a factor, in C or in torch, and largest magnitudes.
 
 All tensors are flat and contiguous.
 """
@@ -8,8 +8,6 @@ from functools import cache
 import torch
 
 from commfabric.native.library import FLOAT, POINTER, SIZE, Library
-
-from .nonfinite import largest
 
 SIGNATURES = {
     "fp16_encode": [POINTER, SIZE, FLOAT, POINTER],
@@ -49,6 +47,14 @@ def from_fp16(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
 def from_fp16_ref(values: torch.Tensor, factor: float, out: torch.Tensor) -> None:
     """`from_fp16` in torch."""
     out.copy_(values.to(torch.promote_types(out.dtype, torch.float32)).mul_(factor))
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in a tensor, a float64 scalar: it is finite if and only if all elements are finite."""
+    if not tensor.numel():
+        return tensor.new_zeros((), dtype=torch.float64)
+    least, most = tensor.aminmax()
+    return torch.maximum(-least.double(), most.double())
 
 
 def largest_fp16(values: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ times the number of ranks, plus the residuals of all ranks are the sum of all gr
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,21 +17,16 @@ from commfabric.collectives.wire_formats import at_least_fp32
 from sparsefusion.planning.plan import Unit
 from sparsefusion.selection.fused import add_at, residual_like
 
-from .error_feedback import ErrorFeedback
+from .error_feedback import ErrorFeedback, Selection
 from .exchanges import Added, Gathered, SparseAllReduce
 from .fp16_reduction import Fp16Reduction, Fp16Scale
-from .nonfinite import largest
-from .sparse_message import Selection
+from .half_precision import largest
 
 
 class Reducer:
     """Reduces gradients over `group`. All ranks call `start` and `start_fp16`, and `wait`, in the same order.
 
-    Args:
-        group: The ranks.
-        sparsifier: One of SPARSIFIERS.
-        wire: The format of selected values.
-        exchange: all_gather or sparse_all_reduce (see `SparseFusion`).
+    sparsifier, wire and exchange are those of `SparseFusion`, but exchange is not auto.
 
     Attributes:
         feedback: The residuals of this rank.
@@ -50,24 +46,31 @@ class Reducer:
         Sends one all-reduce of all dense units, and the messages of the exchange (see `exchanges`).
 
         Args:
-            units: The units, with the same names and k on all ranks.
+            units: Units with the same names and k on all ranks.
             gradients: {name: gradient}, flat and contiguous.
             scale: The loss scale; residuals are unscaled.
             interleaved: Send the dense units before selecting from the others.
         """
         dense, sparse = [u for u in units if not u.k], [u for u in units if u.k]
-        dense_message = None
         selections = [] if interleaved else self._select_all(sparse, gradients, scale)
-        if dense:
-            dense_gradients = {name: gradients[name] for unit in dense for name in unit.names}
-            self.feedback.flush(dense_gradients, scale)
-            flat = torch.cat(list(dense_gradients.values()))
-            if flat.dtype == torch.float16:  # the sum could overflow
-                flat.div_(self.group.size())
-            dense_message = begin_all_reduce(flat, self.group, self.counter)
+        dense_message = self._send_dense(dense, gradients, scale)
         if interleaved:
             selections = self._select_all(sparse, gradients, scale)
         return Reduction(self, dense, dense_message, selections, self._send(selections), gradients, scale)
+
+    def start_fp16(self, gradients: Mapping[str, torch.Tensor], flats: Sequence[torch.Tensor]) -> Fp16Reduction:
+        """Start averaging `flats`, whose parts are the gradients, in float16, without residuals."""
+        return Fp16Reduction(self.group, self.counter, gradients, flats, self.fp16_scale)
+
+    def _send_dense(self, units: Sequence[Unit], gradients: dict[str, torch.Tensor], scale: float) -> Exchange | None:
+        if not units:
+            return None
+        dense_gradients = {name: gradients[name] for unit in units for name in unit.names}
+        self.feedback.flush(dense_gradients, scale)
+        flat = torch.cat(list(dense_gradients.values()))
+        if flat.dtype == torch.float16:  # the sum could overflow
+            flat.div_(self.group.size())
+        return begin_all_reduce(flat, self.group, self.counter)
 
     def _send(self, selections: Sequence[Selection]) -> Added | Gathered | SparseAllReduce | None:
         if not selections:
@@ -77,13 +80,7 @@ class Reducer:
         kind = SparseAllReduce if self.exchange == "sparse_all_reduce" else Gathered
         return kind(selections, self.wire, self.feedback, self.group, self.counter)
 
-    def start_fp16(self, gradients: Mapping[str, torch.Tensor], flats: Sequence[torch.Tensor]) -> Fp16Reduction:
-        """Start averaging `flats`, whose parts are the gradients, in float16, without residuals."""
-        return Fp16Reduction(self.group, self.counter, gradients, flats, self.fp16_scale)
-
-    def _select_all(
-        self, units: Sequence[Unit], gradients: Mapping[str, torch.Tensor], scale: float
-    ) -> list[Selection]:
+    def _select_all(self, units: Sequence[Unit], gradients: dict[str, torch.Tensor], scale: float) -> list[Selection]:
         """Select from all units; from units that the plan offloads, in another thread at the same time."""
         # On CUDA the thread would have another stream.
         in_thread = [unit for unit in units if unit.offload and not gradients[unit.names[0]].is_cuda]
@@ -96,60 +93,47 @@ class Reducer:
         return ThreadPoolExecutor(1, "sparsefusion-offload")
 
 
+@dataclass(eq=False)
 class Reduction:
     """Pending averages, made by `Reducer.start`.
 
-    Args:
-        reducer: The reducer.
-        dense_units: The dense units, and dense_message: their all-reduce, or None without dense units.
-        selections: The selections of sparse units, and sparse_message: their message, or None without selections.
+    Attributes:
         gradients: {name: gradient}, into which the means are written; its values may be replaced before `wait`.
-        scale: The loss scale.
+        maxima: Filled by `wait`: all are finite if and only if all means are.
     """
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        dense_units: Sequence[Unit],
-        dense_message: Exchange | None,
-        selections: Sequence[Selection],
-        sparse_message: Added | Gathered | SparseAllReduce | None,
-        gradients: dict[str, torch.Tensor],
-        scale: float,
-    ):
-        self._reducer, self._dense_units, self._selections = reducer, dense_units, selections
-        self._dense_message, self._sparse_message = dense_message, sparse_message
-        self.gradients, self._scale, self._is_written = gradients, scale, False
-        self.maxima: list[torch.Tensor] = []  # filled by `wait`: all are finite if and only if all means are
+    reducer: Reducer
+    dense_units: Sequence[Unit]
+    dense_message: Exchange | None
+    selections: Sequence[Selection]
+    sparse_message: Added | Gathered | SparseAllReduce | None
+    gradients: dict[str, torch.Tensor]
+    scale: float
+    maxima: list[torch.Tensor] = field(default_factory=list)
+    _is_written: bool = False
 
     def wait(self) -> None:
         """Block until all messages have arrived, and write the means into the gradients. A second call does nothing."""
         if self._is_written:
             return
-        self._is_written, ranks = True, self._reducer.group.size()
-        if self._dense_message:
-            mean = self._dense_message.wait()[0]
+        self._is_written, ranks = True, self.reducer.group.size()
+        if self.dense_message:
+            mean = self.dense_message.wait()[0]
             if mean.dtype != torch.float16:
                 mean.div_(ranks)
             self.maxima.append(largest(mean))
-            self._write_dense(mean)
-        if self._sparse_message:
-            self._clear_gradients()  # while the message is in flight
-            values, parts = self._sparse_message.wait()
+            gradients = [self.gradients[name] for unit in self.dense_units for name in unit.names]
+            for gradient, part in zip(gradients, mean.split([len(g) for g in gradients]), strict=True):
+                gradient.copy_(part)
+        if self.sparse_message:
+            # While the message is in flight. All selections have been made before, also on CUDA.
+            for gradient in (self.gradients[name] for s in self.selections for name in s.unit.names):
+                if _accumulates_exactly(gradient):
+                    gradient.zero_()
+            values, parts = self.sparse_message.wait()
             self.maxima.append(largest(values))
-            for selection, part in zip(self._selections, parts, strict=True):
-                self._write(selection.unit, part, self._scale / ranks)
-
-    def _write_dense(self, mean: torch.Tensor) -> None:
-        gradients = [self.gradients[name] for unit in self._dense_units for name in unit.names]
-        for gradient, part in zip(gradients, mean.split([len(g) for g in gradients]), strict=True):
-            gradient.copy_(part)
-
-    def _clear_gradients(self) -> None:
-        """Zero the gradients to which means are added. All selections have been made before, also on CUDA."""
-        for name in (name for s in self._selections for name in s.unit.names):
-            if _accumulates_exactly(self.gradients[name]):
-                self.gradients[name].zero_()
+            for selection, part in zip(self.selections, parts, strict=True):
+                self._write(selection.unit, part, self.scale / ranks)
 
     def _write(self, unit: Unit, parts: Iterable, scale: float) -> None:
         """Write the gradients of a unit: the sum of values at indices, in rank order and in at least fp32."""
@@ -162,7 +146,7 @@ class Reduction:
                 gradient.copy_(total)
                 rounded_off = total.sub_(gradient)  # the part of the mean that is not applied; equal on all ranks
                 rounded_off = rounded_off.where(rounded_off.isfinite(), 0)
-                self._reducer.feedback.residuals[name].add_(rounded_off, alpha=1 / self._scale)
+                self.reducer.feedback.residuals[name].add_(rounded_off, alpha=1 / self.scale)
                 self.maxima.append(largest(gradient))  # the sum may be outside of the range of its dtype
 
 

@@ -1,26 +1,28 @@
 """The compression of gradients: the user's settings, and their bytes compared with dense gradients."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sparsefusion.selection.indices import INDEX_BYTES
 
-from .plan import filled_values, value_bytes
+from .plan import Buffer, Plan, filled_values, value_bytes
 
 GUARD_INDEX_BYTES = 4  # bytes per index that `sends_less` counts (2 are sent)
 
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """The user's settings of compression.
-
-    budget: see `compensated_density`. exchange: all_gather or sparse_all_reduce, see `SparseFusion`.
-    """
+    """The user's settings of compression; see `SparseFusion`, which explains them."""
 
     density: float
     sparsifier: str = "dgc"
     wire: str = "fp32"
     budget: str = "none"
     exchange: str = "all_gather"
+
+    def plan(self, mode: str, ranks: int, buffers: Iterable[Buffer] = ()) -> Plan:
+        """The plan of these buffers with these settings."""
+        return Plan(mode, self.sparsifier, self.density, self.wire, ranks, tuple(buffers), exchange=self.exchange)
 
     @property
     def reduces_sparsely(self) -> bool:
@@ -41,8 +43,9 @@ class CompressionSettings:
         It leaves out the 4 bytes that indices take per 65,536 elements of the gradients. filled: the number of values that
         they occupy if they belong to several units (see the method `filled`).
         """
-        values = value_bytes("fp32" if self.sparsifier == "randomk" else self.wire, max(k, filled), itemsize)
-        return values if self.sparsifier == "randomk" else values + bytes_per_index * k
+        if self.sparsifier == "randomk":
+            return value_bytes("fp32", max(k, filled), itemsize)
+        return value_bytes(self.wire, max(k, filled), itemsize) + bytes_per_index * k
 
     def filled(self, k: int) -> int:
         """The number of values that the k elements of a unit occupy in a message (see `plan.filled_values`)."""
@@ -62,22 +65,14 @@ def sends_less(
     It counts 4 bytes per index, though 2 are sent, to account for the time of the selection.
 
     Args:
-        compression: The settings.
-        ranks: The number of ranks.
-        itemsize: Bytes of an element of a gradient.
-        sent_itemsize: Bytes of an element in the framework's own messages.
+        compression, ranks: The settings and the number of ranks.
+        itemsize, sent_itemsize: Bytes of an element of a gradient, and in the framework's own messages.
         reduce_scatters: True if the framework uses reduce-scatter, which sends half as much as an all-reduce.
         than_fp16: Compare with an all-reduce in float16 as well.
     """
     if ranks == 1:
         return False
-    dense_bytes = (1 if reduce_scatters else 2) * sent_itemsize
-    return compression.density * bytes_per_element(ranks, compression, itemsize) < (
-        min(dense_bytes, 2 * 2) if than_fp16 else dense_bytes
-    )
-
-
-def bytes_per_element(ranks: int, compression: CompressionSettings, itemsize: int) -> float:
-    """Bytes to send a selected element to all ranks, to be compared with twice the bytes of a dense element."""
     element = compression.sent_bytes(1 << 20, itemsize, bytes_per_index=GUARD_INDEX_BYTES) / (1 << 20)
-    return element * (2 if compression.sparsifier == "randomk" or compression.reduces_sparsely else ranks)
+    element *= 2 if compression.sparsifier == "randomk" or compression.reduces_sparsely else ranks
+    dense_bytes = (1 if reduce_scatters else 2) * sent_itemsize
+    return compression.density * element < (min(dense_bytes, 2 * 2) if than_fp16 else dense_bytes)

@@ -106,14 +106,6 @@ class Plan:
             sum(unit.numel for unit in units),
         )
 
-    def with_predictions(self, seconds: Mapping[str, float]) -> "Plan":
-        """The plan with these predicted seconds of each mode."""
-        return replace(self, predicted=dict(seconds))
-
-    def for_ranks(self, ranks: int) -> "Plan":
-        """The plan for another number of ranks."""
-        return replace(self, ranks=ranks)
-
     def for_sizes(self, sizes: Mapping[str, int]) -> "Plan":
         """The plan for parameters of these sizes ({name: numel}), with k in proportion. ValueError if names differ."""
         if different := {name for buffer in self.buffers for name in buffer.names} ^ set(sizes) if self.buffers else ():

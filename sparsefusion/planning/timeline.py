@@ -4,11 +4,8 @@ Times of a step count from the end of the previous one, so they include the opti
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
-
-LARGEST_CORRECTION = 3.0  # the largest factor by which costs of messages are corrected; the smallest is its inverse
-BISECTIONS = 12  # bisections of the interval of these factors
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -53,23 +50,13 @@ class Timeline:
     def numel(self) -> int:
         return sum(tensor.numel for tensor in self.tensors)
 
-    def by_name(self) -> dict[str, Tensor]:
-        return {tensor.name: tensor for tensor in self.tensors}
-
-
-class MessageTimes(Protocol):
-    """The part of a `Fabric` that `Costs` uses."""
-
-    def time(self, operation: str, nbytes: int, ranks: int) -> float:
-        """Seconds of a collective."""
-
 
 @dataclass(frozen=True)
 class Costs:
     """The costs of the parts of a step, in seconds.
 
     Attributes:
-        fabric: The times of messages on idle machines.
+        times: times(operation, nbytes): seconds of a collective on idle machines; nbytes as in `Fabric.time`.
         ranks: The number of ranks.
         select: select(numel): seconds of a selection from this many elements.
         add: add(k): seconds to add this many received values.
@@ -79,7 +66,7 @@ class Costs:
         per_message: Seconds of the computing thread for a sparse message, without its selection and its transfer.
     """
 
-    fabric: MessageTimes
+    times: Callable[[str, int], float]
     ranks: int
     select: Callable[[int], float]
     add: Callable[[int], float]
@@ -88,31 +75,9 @@ class Costs:
     dense_operation: str = "all_reduce"
     per_message: float = 0.0
 
-    def all_reduce(self, nbytes: int) -> float:
-        """Seconds of an all-reduce of this many bytes."""
-        return self.message("all_reduce", nbytes)
-
     def message(self, operation: str, nbytes: int) -> float:
-        """Seconds of a collective; nbytes as in `Fabric.time`. 0 bytes take no time."""
-        return self.factor * self.fabric.time(operation, nbytes, self.ranks) if nbytes else 0.0
-
-    def calibrated(self, loads: Sequence["Load"], timeline: Timeline) -> "Costs":
-        """The costs with the factor for which the predicted time of the profiled step is its measured time.
-
-        The factor, found by bisection, is at most LARGEST_CORRECTION and at least its inverse. If computation takes nearly
-        all of the step, the costs are returned unchanged. loads: the framework's own messages, with these costs.
-        """
-        if timeline.step - timeline.tensors[-1].ready < 0.1 * timeline.step:
-            return self
-        low, high = 1 / LARGEST_CORRECTION, LARGEST_CORRECTION
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            slower = [load._replace(reduce=middle * load.reduce) for load in loads]
-            if step_seconds(slower, False, timeline.waits_for_atoms) < timeline.step:
-                low = middle
-            else:
-                high = middle
-        return replace(self, factor=(low + high) / 2 * self.factor)
+        """Seconds of a collective during a training step. 0 bytes take no time."""
+        return self.factor * self.times(operation, nbytes) if nbytes else 0.0
 
 
 class Load(NamedTuple):

@@ -84,8 +84,7 @@ def add_at(targets: Sequence[torch.Tensor], values: torch.Tensor, indices: torch
 
     Args:
         targets: Flat tensors.
-        values: The values (k,).
-        indices: Their ascending positions (k,) in the concatenated targets, int32 or int64.
+        values, indices: Values (k,) and their ascending positions (k,) in the concatenated targets, int32 or int64.
         scale: The factor of the values.
 
     Raises:

@@ -11,10 +11,11 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from sent_bytes import bytes_by_hand
 
 from commfabric.collectives import counted as collectives
 from commfabric.collectives.counted import Counter
-from commfabric.reduction.quantized import all_reduce, wire_bytes
+from commfabric.reduction.quantized import all_reduce
 
 worlds = pytest.mark.parametrize("world", (2, 3, 4))
 fewer = pytest.mark.parametrize("world", (2, 3))
@@ -333,4 +334,4 @@ def test_the_kernel_sends_what_is_counted(ranks, world, monkeypatch):
     for name, (by_kernel, counted) in found.items():
         assert world * counted <= by_kernel <= 1.03 * world * counted, name
         if " " in name:
-            assert counted == wire_bytes(*name.split(), length, world)
+            assert counted == bytes_by_hand(*name.split(), length, world)

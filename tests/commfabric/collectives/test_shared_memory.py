@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from sent_bytes import bytes_by_hand
 
 import sparsefusion
 from commfabric.collectives import counted as collectives
 from commfabric.collectives.counted import Counter
 from commfabric.collectives.shared_memory import SIGNATURES, connect
 from commfabric.native.library import Library
-from commfabric.reduction.quantized import wire_bytes
 from native_variants import MARKED, library_path
 from shared import joined, needs_library
 
@@ -285,7 +285,7 @@ def test_counts(ranks, world):
                 if format == "fp32":
                     assert counter.sent == -(-2 * (world - 1) * by_hand // world)
                 else:
-                    assert counter.sent == wire_bytes(format, "one_shot", n, world, exact)
+                    assert counter.sent == bytes_by_hand(format, "one_shot", n, world, exact)
         counters = Counter(), Counter()
         memory.all_reduce(torch.ones(33, dtype=torch.float64), counter=counters[0])
         collectives.all_reduce(torch.ones(33, dtype=torch.float64), dist.group.WORLD, counters[1])

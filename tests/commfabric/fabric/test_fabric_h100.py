@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from commfabric.fabric.advice import MAMBA_2_8B, Shape, best_degree
 from commfabric.fabric.cost_model import Fabric
 from commfabric.fabric.curve import Curve
 from commfabric.fabric.readers import extend_by_sweeps, read_curves, read_sections
@@ -132,7 +131,7 @@ def test_other_collectives_peak(name, peak):
 def test_algorithms_and_protocols_rank():
     algorithms = Fabric(tuple(read_curves(FILES / "algo_sweep.txt", "all_reduce", 4)))
     for nbytes in (256 * MB, GB, 8 * GB):
-        rates = [algorithms.bus_bandwidth(f"all_reduce {name}", nbytes, 4) for name in ("NVLS", "Ring", "Tree")]
+        rates = [algorithms.curve(f"all_reduce {name}", 4).bus_bandwidth(nbytes) for name in ("NVLS", "Ring", "Tree")]
         assert rates == sorted(rates, reverse=True)
     peaks = {each.operation: round(each.peak_bus_bandwidth / 1e9) for each in algorithms.curves}
     assert peaks == {"all_reduce NVLS": 377, "all_reduce Ring": 366, "all_reduce Tree": 259}
@@ -168,7 +167,7 @@ def test_floor_of_the_sweep_is_the_eager_one():
 def test_ceilings_of_the_decode_table(name, layers, eager, graph):
     """Tokens per second if nothing but two all-reduces per layer took time."""
     fabric = Fabric(tuple(read_curves(FILES / name, "all_reduce")))
-    ceilings = [1 / (2 * layers * fabric.floor("all_reduce", 4, mode)) for mode in ("eager", "graph")]
+    ceilings = [1 / (2 * layers * fabric.curve("all_reduce", 4, mode).floor) for mode in ("eager", "graph")]
     assert [round(ceiling) for ceiling in ceilings] == [eager, graph]
 
 
@@ -325,48 +324,3 @@ def test_the_command_joins_all_files(tmp_path):
     assert fabric.curves[:2] == h100().curves
     assert [each.operation for each in fabric.curves[2:]] == ["all_gather", "reduce_scatter"]
     assert result.stdout.count("77%") == 2  # both modes are extended by the sweep
-
-
-# Advice
-
-
-def advise(mode, degrees=(1, 2, 4, 8), shape=MAMBA_2_8B, **options):
-    """(rows by degree, the recommended degree); ranks other than 4 are extrapolated."""
-    advice = best_degree(shape, h100(), degrees, mode=mode, extrapolate=True, **options)
-    return {row.degree: row for row in advice.rows}, advice.degree
-
-
-def test_the_shape_of_mamba_2_8b():
-    """5.5 GB in 16 bits; 2 L + 1 all-reduces per token (tests/megatron_ssm/parallel/test_counts.py counts them)."""
-    assert MAMBA_2_8B.weight_bytes / 2 == 2_768_345_600
-    assert MAMBA_2_8B.reductions == ((2 * (160 + 2 * 16), 64), (2 * 2560, 65)) and MAMBA_2_8B.calls == 129
-
-
-def test_eager_tensor_parallelism_loses_to_one_gpu():
-    """For mamba-2.8b at batch size 1; 2 ranks are extrapolated from the times of 4."""
-    rows, chosen = advise("eager")
-    assert chosen == 1
-    assert all(rows[degree].seconds > rows[1].seconds for degree in (2, 4, 8))
-    assert rows[1].seconds == pytest.approx(2.39e-3, rel=0.01)
-    assert rows[2].seconds == pytest.approx(4.20e-3, rel=0.05)  # by hand: 5.54 GB / 2 / 2.345 TB/s + 128 * 23.6 us
-    assert rows[4].seconds == pytest.approx(3.61e-3, rel=0.05)
-    assert rows[4].low > rows[1].high and rows[4].share > 0.8
-
-
-def test_graphs_pay_from_four_gpus():
-    rows, chosen = advise("graph")
-    assert chosen == 4 and rows[4].high < rows[1].low
-    assert rows[2].seconds > rows[1].seconds and rows[2].seconds == pytest.approx(2.90e-3, rel=0.05)
-    assert rows[4].seconds == pytest.approx(2.30e-3, rel=0.05)
-    measured_only = best_degree(MAMBA_2_8B, h100(), (1, 2, 4, 8), mode="graph")
-    assert measured_only.degree == 4 and [row.degree for row in measured_only.rows if row.excluded] == [2, 8]
-
-
-def test_a_large_model_gains_from_every_gpu():
-    """Llama-3-70B, eager, by hand: 140 GB / (P * 3.35 TB/s * 0.7), plus 160 all-reduces of 24 us if P > 1. One H100 has
-    too little memory for it."""
-    llama = Shape("llama-3-70b", 140e9, 0, ((16 * KB, 160),), (("heads", 64), ("kv_heads", 8)))
-    rows, chosen = advise("eager", degrees=(1, 2, 4), shape=llama, memory=141e9)
-    times = [rows[degree].seconds * 1e3 for degree in (1, 2, 4)]
-    assert times == pytest.approx([59.7, 33.7, 18.8], rel=0.02) and chosen == 4
-    assert advise("eager", degrees=(1, 4), shape=llama)[0][1].excluded == "needs 140.0 GB of 80.0 GB per rank"

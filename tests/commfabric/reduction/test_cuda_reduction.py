@@ -5,9 +5,10 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from sent_bytes import bytes_by_hand
 
 from commfabric.collectives.counted import Counter
-from commfabric.reduction.quantized import all_reduce, wire_bytes
+from commfabric.reduction.quantized import all_reduce
 from ranks import run_cuda_ranks
 
 pytestmark = pytest.mark.cuda
@@ -46,7 +47,7 @@ def test_sums_and_bytes(world):
         exact = sum(heavy_tailed(n, rank).double() for rank in range(world))
         assert (total - exact).norm() <= FORMATS[format] * exact.norm(), (n, format, algorithm)
         assert all(torch.equal(total, other[n, format, algorithm][0]) for other in others)
-        assert sent == wire_bytes(format, algorithm, n, world)
+        assert sent == bytes_by_hand(format, algorithm, n, world)
 
 
 def chosen(rank):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chosen import by_default
+from sent_bytes import bytes_by_hand
 
 import sparsefusion
 from commfabric.collectives import counted as collectives
@@ -22,7 +23,6 @@ from commfabric.reduction.quantized import (
     default_algorithm,
     format_choice,
     operation,
-    wire_bytes,
 )
 
 worlds = pytest.mark.parametrize("world", by_default((3,), (2, 3, 4)))
@@ -80,30 +80,6 @@ def by_numpy(format, algorithm, inputs):
         x = on_the_wire(format, np.pad(tensor.numpy(), padding), world)
         total = x if total is None else total + x
     return (total if (format, algorithm) == ("int8", "one_shot") else on_the_wire(format, total, world))[:n]
-
-
-def bytes_by_hand(format, algorithm, n, P, exact=0, exact_size=4):
-    """Bytes that a rank sends for n elements in a format, and for `exact` values of `exact_size` bytes each."""
-    size = {"fp32": 4, "fp16": 2, "bf16": 2}.get(format)
-    if algorithm == "native":
-        ring = [size * n + exact_size * exact] if format == "fp32" else [size * n, exact_size * exact]
-        return sum(-(-2 * (P - 1) * nbytes // P) for nbytes in ring)
-    if algorithm == "one_shot":
-        numbers = 132 * -(-n // 128) if format == "int8" else size * n
-        return (P - 1) * (numbers + exact_size * exact)
-    if format == "int8":
-        n_pad = 128 * P * -(-n // (128 * P))
-        numbers = 2 * (P - 1) * n_pad * (128 + 4) // (128 * P)
-    else:
-        numbers = 2 * (P - 1) * -(-n // P) * size
-    return numbers + 2 * (P - 1) * -(-exact // P) * exact_size
-
-
-@pytest.mark.parametrize("P", (2, 3, 4, 8))
-@pytest.mark.parametrize("n", (1, 128, 129, 1000, 100_000))
-def test_wire_bytes(P, n):
-    for (format, algorithm), exact in product(PAIRS, (0, 1, 7)):
-        assert wire_bytes(format, algorithm, n, P, exact) == bytes_by_hand(format, algorithm, n, P, exact)
 
 
 # Sums

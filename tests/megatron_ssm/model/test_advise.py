@@ -8,8 +8,8 @@ import megatron_ssm
 from cases import MARKED, oracle
 from megatron_ssm import families
 from megatron_ssm.kernels.experts import Router
-from megatron_ssm.model.advise import decoding_shape
-from megatron_ssm.model.memory import experts_read
+from megatron_ssm.model.advise import all_reduces
+from megatron_ssm.model.memory import Memory, experts_read
 
 __all__ = ["oracle"]
 LENGTH = 4
@@ -40,12 +40,12 @@ def measure_token(rank, directory, dtype):
 @pytest.mark.parametrize("name", MARKED)
 def test_a_decoded_token(name, world_size, dtype, oracle, ranks):
     config = families.read(oracle(name).directory)
-    shape = decoding_shape(name, config, world_size, dtype.itemsize, LENGTH)
+    memory, reductions = Memory(config, world_size, dtype.itemsize), list(all_reduces(config, world_size))
     calls, nbytes, read, state, keys_and_values = ranks(measure_token, world_size, oracle(name).directory, dtype)[0]
-    assert (shape.weight_bytes, shape.state_bytes) == (world_size * read, world_size * (2 * state + keys_and_values))
+    assert (memory.weights_read_per_token, memory.moved_per_token(LENGTH)) == (read, 2 * state + keys_and_values)
     if world_size > 1:
-        assert {"all_reduce": shape.calls} == calls
-        assert sum(size * count for size, count in shape.reductions) == nbytes
+        assert {"all_reduce": sum(count for _, count in reductions)} == calls
+        assert sum(size * count for size, count in reductions) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_the_ranks_to_which_a_token_goes():
 def test_ranks_that_cannot_split_the_model(oracle):
     config = families.read(oracle("mamba").directory)
     with pytest.raises(ValueError, match="64 channels do not divide over 3"):
-        decoding_shape("mamba", config, 3)
+        Memory(config, 3)

@@ -146,7 +146,7 @@ def test_waiting_for_deepspeeds_buckets_does_not_count_as_computation(ranks, wor
             engine_step(made, step, rank, spare=False)
         if rank == 0:
             timeline = seen[0]
-            ready, count = timeline.by_name(), len(timeline.atoms)
+            ready, count = {tensor.name: tensor for tensor in timeline.tensors}, len(timeline.atoms)
             assert count > 2 and abs(timeline.step - count) < 0.01 and timeline.tensors[-1].ready < 0.01
             loads = [Load(max(ready[name].ready for name in atom), 0, 1.0, 0, 0) for atom in timeline.atoms]
             assert abs(step_seconds(loads, False, timeline.waits_for_atoms) - timeline.step) < 0.01

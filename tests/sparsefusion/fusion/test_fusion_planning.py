@@ -170,7 +170,7 @@ def test_nothing_is_reported_where_there_is_nothing_to_choose(ranks, world):
         ({"wire": "fp8"}, "unknown wire 'fp8': expected fp32"),
         ({"density_warmup": -1}, "density_warmup=-1 must be a number of steps"),
         ({"density_warmup": math.nan}, "density_warmup=nan must be a number of steps"),
-        ({"budget": "money"}, "unknown budget 'money': expected none, bytes, paper"),
+        ({"budget": "money"}, "unknown budget 'money': expected none, paper"),
         ({"on_nonfinite": "hope"}, "unknown on_nonfinite 'hope': expected raise, skip-known"),
     ],
 )

@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from commfabric.collectives.counted import begin_all_gather
 from fused import Net, backward, batch, force_plan, plan, quiet, residual_of, same_on_all_ranks, sum_over_ranks
 from sparsefusion import SPARSIFIERS
-from sparsefusion.gradients.buffer_queue import BufferQueue
-from sparsefusion.gradients.error_feedback import ErrorFeedback
+from sparsefusion.gradients.error_feedback import ErrorFeedback, Selection
+from sparsefusion.gradients.exchanges import SparseMessage
 from sparsefusion.gradients.reducer import Reducer
 from sparsefusion.gradients.session import Session
-from sparsefusion.gradients.sparse_message import Selection, SparseMessage
 from sparsefusion.planning.plan import WIRES, Plan, Unit
 
 SPARSE = ("layerwise", "bucket", "selective", "interleaved", "offload")
@@ -138,14 +137,14 @@ def test_residuals_are_flushed_when_all_gradients_become_dense(ranks, world):
 @pytest.mark.parametrize("view", [False, True])
 def test_offload_and_interleaved_have_the_bits_of_selective(ranks, monkeypatch, world, view):
     """Also if dense gradients are sent before their bucket is complete, and after accumulation without messages."""
-    sent_early, add_early = [], BufferQueue.add_early
+    sent_early, gradient_ready = [], Session.gradient_ready
 
-    def counted(queue, *arguments):
-        before = len(queue.reductions)
-        add_early(queue, *arguments)
-        sent_early.append(len(queue.reductions) - before)
+    def counted(session, *arguments):
+        before = len(session._reductions)
+        gradient_ready(session, *arguments)
+        sent_early.append(len(session._reductions) - before)
 
-    monkeypatch.setattr(BufferQueue, "add_early", counted)
+    monkeypatch.setattr(Session, "gradient_ready", counted)
 
     def run(rank):
         models = [DDP(Net(), bucket_cap_mb=0.1, gradient_as_bucket_view=view) for _ in range(4)]

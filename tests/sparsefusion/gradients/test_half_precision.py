@@ -9,7 +9,7 @@ import torch
 from native_variants import library_path, variants
 from shared import needs_library
 from sparsefusion.gradients import half_precision
-from sparsefusion.gradients.nonfinite import largest
+from sparsefusion.gradients.half_precision import largest
 
 __all__ = ["library_path"]
 

@@ -11,22 +11,35 @@ from hypothesis import strategies as st
 
 from commfabric.fabric.cost_model import Fabric
 from commfabric.fabric.curve import Curve
-from sparsefusion.fusion.cost_measurement import SampledFabric
+from sparsefusion.fusion.cost_measurement import interpolated_times
 from sparsefusion.planning.compression import CompressionSettings as Settings
 from sparsefusion.planning.compression import sends_less
 from sparsefusion.planning.fusion_cuts import find_opt_fusion, finish_time
 from sparsefusion.planning.plan import Buffer, Plan, Unit
-from sparsefusion.planning.planner import calibrated_costs, compensated_density, count_excluded, make_plans, predict
-from sparsefusion.planning.timeline import LARGEST_CORRECTION, Costs, Load, Tensor, Timeline, step_seconds
+from sparsefusion.planning.planner import (
+    LARGEST_CORRECTION,
+    calibrated_costs,
+    compensated_density,
+    count_excluded,
+    make_plans,
+    predict,
+)
+from sparsefusion.planning.timeline import Costs, Load, Tensor, Timeline, step_seconds
 
 MODES = ("layerwise", "bucket", "selective", "interleaved", "offload")
+
+
+def times_of(ranks, *curves):
+    """times(operation, nbytes): the predictions of these curves."""
+    fabric = Fabric(curves)
+    return lambda operation, nbytes: fabric.time(operation, nbytes, ranks)
 
 
 def linear_costs(alpha=1e-4, bytes_per_s=25e6, select=1e-9, ranks=2):
     """Costs that are linear in the number of bytes or elements."""
     points = [(size, alpha + size / bytes_per_s) for size in (1 << 10, 1 << 15, 1 << 18, 1 << 22)]
     curves = [Curve.fit(name, ranks, [(n, s, s) for n, s in points]) for name in ("all_reduce", "all_gather")]
-    return Costs(Fabric(tuple(curves), {}), ranks, lambda n: select * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
+    return Costs(times_of(ranks, *curves), ranks, lambda n: select * n, lambda n: 1e-9 * n, lambda n: 1e-10 * n)
 
 
 def timeline(sizes, atoms, backward=1e-3):
@@ -89,17 +102,14 @@ def test_equation_2():
     assert count_excluded(sizes, 3e-3, [0.85e-3] * 3, 1e-3) == 3  # the planner's guards then refuse that
 
 
-def test_density_is_compensated_by_bytes():
-    """(P-1) 8 rho' n_s = (P-1) 8 rho N - 2 (P-1)/P 4 n_d, with n_d dense and n_s sparse elements of N on P ranks."""
-    for ranks in (2, 4):
-        density = compensated_density(0.01, 4000, 996_000, 1 / ranks, "bytes")
-        assert (ranks - 1) * 8 * density * 996_000 == pytest.approx(
-            (ranks - 1) * 8 * 0.01 * 1e6 - 2 * (ranks - 1) / ranks * 4 * 4000
-        )
-    assert compensated_density(0.01, 50_000, 950_000, 1 / 2, "bytes") == 0.005  # not below half
-    assert compensated_density(0.01, 4000, 996_000, 1 / 2, "paper") == pytest.approx(6000 / 996_000)
-    assert compensated_density(0.01, 50_000, 950_000, 1 / 2, "paper") == 0.001
-    assert compensated_density(0.01, 50_000, 950_000, 1 / 2, "none") == 0.01
+def test_density_is_compensated_as_in_the_paper():
+    """Of 1,000,000 elements, 1 % is sent in all, 4,000 or 50,000 of it dense; the density is at least 0.001."""
+    assert compensated_density(0.01, 4000, 996_000) == pytest.approx(6000 / 996_000)
+    assert compensated_density(0.01, 50_000, 950_000) == 0.001
+    given, costs = timeline([2_000_000, 300, 5000], 1), linear_costs(select=1e-12)
+    for budget, density in (("none", 0.01), ("paper", compensated_density(0.01, 300, 2_005_000))):
+        plan = plan_of("selective", Settings(0.01, budget=budget), given, costs)
+        assert [unit.k for unit in plan.buffers[0].units] == [int(density * 2_000_000), 0, int(density * 5000)]
 
 
 def test_sends_less():
@@ -205,7 +215,7 @@ def test_randomk_is_planned_as_an_all_reduce():
     points = [(1 << i, 1.0 + 1e-3 * (1 << i), 1.0 + 1e-3 * (1 << i)) for i in range(30)]
     slow = [(n, 100 + s, 100 + s) for n, s, _ in points]
     curves = (Curve.fit("all_reduce", 4, points), Curve.fit("all_gather", 4, slow))
-    costs = replace(linear_costs(ranks=4), fabric=Fabric(curves, {}))
+    costs = replace(linear_costs(ranks=4), times=times_of(4, *curves))
     given = timeline([100_000] * 4, 4, backward=10.0)
     plans = [plan_of("layerwise", Settings(0.01, sparsifier=name), given, costs) for name in ("randomk", "dgc")]
     assert [len(plan.buffers) for plan in plans] == [4, 1]
@@ -215,7 +225,7 @@ def test_a_framework_with_reduce_scatter_is_predicted_with_it():
     points = [(1 << i, 2.0, 2.0) for i in range(30)]
     halves = [(n, s / 2, s / 2) for n, s, _ in points]
     curves = [Curve.fit(name, 2, points) for name in ("all_reduce", "all_gather")]
-    costs = replace(linear_costs(), fabric=Fabric((*curves, Curve.fit("reduce_scatter", 2, halves)), {}))
+    costs = replace(linear_costs(), times=times_of(2, *curves, Curve.fit("reduce_scatter", 2, halves)))
     given = timeline([100_000], 1)
     took = [
         predict(
@@ -252,13 +262,13 @@ def test_early_units_do_not_make_a_step_longer(sizes, atoms):
     assert late.sent_elements == early.sent_elements
 
 
-def test_sampled_fabric_interpolates_linearly():
-    sampled = SampledFabric(
+def test_times_between_measured_sizes():
+    times = interpolated_times(
         {"all_reduce": [(100, 5.0), (200, 6.0), (400, 9.0)], "all_gather": [(100, 5.0), (200, 4.0)]}
     )
     sizes = [0, 50, 100, 150, 200, 300, 400]
-    assert [sampled.time("all_reduce", n, 2) for n in sizes] == [*np.interp(sizes, [100, 200, 400], [5, 6, 9])]
-    assert sampled.time("all_reduce", 800, 2) == 15 and sampled.time("all_gather", 300, 2) == 4
+    assert [times("all_reduce", n) for n in sizes] == [*np.interp(sizes, [100, 200, 400], [5, 6, 9])]
+    assert times("all_reduce", 800) == 15 and times("all_gather", 300) == 4
 
 
 def test_parts_of_buffers_and_empty_parameters():
@@ -308,7 +318,7 @@ def test_the_last_gradient_of_a_buffer_is_not_offloaded():
 
 def test_changed_plans_are_refused_by_their_hash():
     plan = Plan("layerwise", "dgc", 0.01, "fp32", 2, (Buffer((Unit(("w",), 100, 1),)),))
-    assert plan.hash == replace(plan, predicted={"dense": 1.0}).hash != plan.for_ranks(3).hash
+    assert plan.hash == replace(plan, predicted={"dense": 1.0}).hash != replace(plan, ranks=3).hash
     made = json.loads(plan.to_json())
     made["buffers"][0]["units"][0]["k"] = 2
     for text in (json.dumps(made), "{}", "[", plan.to_json().replace('"version": 1', '"version": 9')):
