@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.support.layers import best_3d_parallel
 from benchmarks.support.tables import markdown, publish
 from commir import Mesh, Plan, Schedule, known, place, programs, search, search_graph
 from commir.ir.program import Program
 from commir.scheduling.loop_nest import IllegalSchedule
 from commir.scheduling.placements import Placement
-from commir.searching.layers import best_3d_parallel, transformer_layer
+from commir.searching.layers import transformer_layer
 from commir.searching.operator_options import GraphNode, options_of, tile_name
 
 HEADS = {"32/32": 32, "32/8": 8}  # query heads / key and value heads, of 128 elements: {name: key and value heads}

@@ -6,6 +6,7 @@ Every function takes the state of a rank and a step, and is a generator of messa
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,13 +59,11 @@ def slice_own(state: RankState, step: Slice) -> Run:
 
 def swap(state: RankState, step: Swap) -> Run:
     """Exchange operands between the ranks at (x, y) and (y, x) of the two mesh axes."""
-    first, second = step.axes
-    here = state.coordinates
-    peer = state.plan.mesh.rank_at({**here, first: here[second], second: here[first]})
+    peer = state.swap_peer(step)
     old = state.read(step.operands)
     new = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in old]
     state.count.hold(*new)
-    if here[first] == here[second]:
+    if peer == state.rank:
         for x, y in zip(new, old, strict=True):
             x.copy_(y)
     else:
@@ -119,23 +118,19 @@ def _collect(
     If nothing is copied on either side, all messages begin at once.
     """
     size, own = state.size(axis), state.coordinates[axis]
-    is_copied = any(source.is_copied for source in sources) or not all(
-        destination.is_in_place for destination in destinations
-    )
+    is_in_place = all(destination.is_in_place for destination in destinations)
 
     def write(source: int, blocks: list[Tensor]) -> None:
-        for each, block in zip(destinations, blocks, strict=True):
-            each.write(source, block)
+        for destination, block in zip(destinations, blocks, strict=True):
+            destination.write(source, block)
+            if not destination.is_in_place:
+                state.count.drop(block)
 
-    def write_and_drop(source: int, blocks: list[Tensor]) -> None:
-        write(source, blocks)
-        state.count.drop(*(x for each, x in zip(destinations, blocks, strict=True) if not each.is_in_place))
-
-    write(own, [source.block(own) for source in sources])
-    buffers = {
-        source: [destination.buffer(source) for destination in destinations] for source in range(size) if source != own
-    }
-    yield from _exchange_with_all(state, axis, sources, buffers, write_and_drop, AHEAD if is_copied else size)
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.write(own, source.block(own))
+    buffers = {rank: [each.buffer(rank) for each in destinations] for rank in range(size) if rank != own}
+    most_under_way = AHEAD if any(source.is_copied for source in sources) or not is_in_place else size
+    yield from _exchange_with_all(state, axis, sources, buffers, write, most_under_way)
 
 
 def _exchange_with_all(
@@ -168,16 +163,15 @@ def _exchange_with_all(
             del handle, blocks, copies  # so that they are freed before the next message is allocated
 
 
+@dataclass
 class _Whole:
     """A tensor that is sent to every rank as it is."""
 
+    x: Tensor
     is_copied = False
 
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
     def block(self, to: int) -> Tensor:
-        return self._x
+        return self.x
 
 
 class _Pieces:
@@ -197,7 +191,6 @@ class _Pieces:
         self.is_copied = not is_contiguous or self._dtype != x.dtype
 
     def block(self, to: int) -> Tensor:
-        """The block for rank `to`."""
         slot = self.slots[to]
         if self.is_copied:
             slot = slot.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
@@ -209,9 +202,7 @@ class _Pieces:
 
 
 class _Destination:
-    """A tensor into which `count` blocks are written at `place`. is_in_place: messages are received directly into the
-    tensor, without a copy.
-    """
+    """A tensor into which `count` blocks are written at `place`. is_in_place: messages are received directly into it."""
 
     def __init__(self, x: Tensor, place: Place, count: int, is_in_place: bool) -> None:
         self.slots, self.is_in_place = _slots(x, place, count), is_in_place
@@ -219,7 +210,6 @@ class _Destination:
         self._shape[place.dim] //= count
 
     def buffer(self, index: int) -> Tensor | None:
-        """The tensor that receives block number `index`. None: the message needs a new tensor."""
         return self.slots[index].view(self._shape) if self.is_in_place else None
 
     def write(self, index: int, block: Tensor) -> None:
@@ -232,9 +222,7 @@ class _Destination:
 def _destinations(
     state: RankState, moves: Sequence[tuple[str, Place]], tensors: Sequence[Tensor], count: int
 ) -> list[_Destination]:
-    """One destination for each operand that is joined from `count` blocks. moves: (operand, place where its blocks are
-    joined).
-    """
+    """Destinations of operands that are joined from `count` blocks. moves: (operand, place where its blocks join)."""
     return [
         _Destination(x, place, count, has_contiguous_blocks(state.digits, name, place))
         for x, (name, place) in zip(tensors, moves, strict=True)
@@ -248,7 +236,6 @@ def _combine_pieces(
     monoid = MONOIDS[state.program.result_of(outputs[0].name).monoid]
 
     def combine(source: int, blocks: list[Tensor]) -> None:
-        """Combine the received pieces, and drop them."""
         monoid.combine(total, blocks)
         state.count.drop(*blocks)
 

@@ -21,9 +21,7 @@ class Stuck(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """A rank cannot take a step, for instance because it lacks a block. `place` is the rank and step; the cause is the
-    error.
-    """
+    """A rank cannot take a step, for instance because it lacks a block. `place` is the rank and step."""
 
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
@@ -108,9 +106,7 @@ def _run_until_waiting(run: Any, rank: int, post: "_Post") -> Any:
 
 @dataclass(frozen=True)
 class _Handle:
-    """Messages that a rank has begun. receives: (from, tensor). sends: (to, tensor, its value and version when it was
-    sent).
-    """
+    """Messages that a rank has begun. receives: (from, tensor). sends: (to, tensor, its value and version then)."""
 
     receives: list[tuple[int, Tensor]]
     sends: list[tuple[int, Tensor, Tensor, int | None]]
@@ -142,9 +138,7 @@ class _Post:
         return handle
 
     def deliver(self, rank: int, handle: "_Handle") -> bool:
-        """Return True if all messages of a handle have arrived. Raises Stuck if the rank has changed a block while it was
-        sent.
-        """
+        """Return True if all messages of a handle have arrived. Raises Stuck if a block was changed while it was sent."""
         if any(x is each for source, x in handle.receives for each in self._expected[source, rank]):
             return False
         for to, x, message, version in handle.sends:

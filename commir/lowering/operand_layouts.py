@@ -60,19 +60,16 @@ class Digits:
 
     def _cuts_at_home(self, operand: Operand, axis: str) -> Layout:
         """{mesh axis: digit} of all cuts of an axis at home (see `LoopNest.home_mesh_axes`)."""
-        found: Layout = {}
-        before = 1
+        cuts, before = Layout(), 1
         for name in self.nest.home_mesh_axes(operand.name, axis):
             if (size := self.nest.mesh.size(name)) > 1:
-                found[name] = self._piece_at(axis, before, size, f"the home of {operand.name} on mesh axis {name}")
+                cuts[name] = self._piece_at(axis, before, size, f"the home of {operand.name} on mesh axis {name}")
             before *= size
-        return found
+        return cuts
 
     def needed(self, operand: Operand) -> Layout:
-        """For an input, its layout when the loops begin; for an output (or its partial results), its layout when they
-        end.
-        """
-        found: Layout = {}
+        """The layout of an input when the loops begin, and of an output (or its partial results) when they end."""
+        layout: Layout = {}
         shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
         scan = self.nest.program.scan
         for digit, mesh_axis in self.nest.parallel:
@@ -80,17 +77,15 @@ class Digits:
                 continue
             shifted = shifts.get(mesh_axis)
             if scan and self.nest.digit(digit).axis == scan.axis and scan.blocks in operand.axes:
-                found[mesh_axis] = scan.blocks, self.nest.mesh.names.index(mesh_axis)
+                layout[mesh_axis] = scan.blocks, self.nest.mesh.names.index(mesh_axis)
             elif self.nest.digit(digit).axis in operand.axes:
-                found[mesh_axis] = self.piece(digit)
+                layout[mesh_axis] = self.piece(digit)
             elif shifted and self.nest.digit(shifted).axis in operand.axes:
-                found[mesh_axis] = self.piece(shifted)
-        return found
+                layout[mesh_axis] = self.piece(shifted)
+        return layout
 
     def place(self, operand: Operand, piece: Piece, layout: Layout) -> Place:
-        """The place of a digit in a rank's tensor of an operand with this layout. The digit may be one that the layout
-        distributes; then it is where the digit would be inserted.
-        """
+        """The place of a digit in a rank's tensor with this layout; of a digit that it distributes, where it would be."""
         axis, number = piece
         held = {index for name, index in layout.values() if name == axis}
         outer = math.prod(size for index, size in enumerate(self.sizes[axis][:number]) if index not in held)
@@ -145,23 +140,19 @@ class Digits:
 
 
 def digits_of(nest: LoopNest) -> Digits:
-    """The digits of a nest. Computed once and stored in the nest, which is immutable. Raises IllegalSchedule as `Digits`
-    does.
-    """
-    known = vars(nest)
+    """The digits of a nest, found once and stored in it, as it is immutable. Raises IllegalSchedule as `Digits` does."""
+    known: dict[str, Digits] = vars(nest)
     if "_digits" not in known:
         known["_digits"] = Digits(nest)
-    found: Digits = known["_digits"]
-    return found
+    return known["_digits"]
 
 
 def digits_of_chunk(nest: LoopNest) -> Digits:
-    """The digits of the nest of a single chunk (computed once); without chunks, the digits of the nest."""
-    known = vars(nest)
+    """The digits of the nest of a single chunk (found once); without chunks, the digits of the nest."""
+    known: dict[str, Digits] = vars(nest)
     if "_digits_of_chunk" not in known:
         known["_digits_of_chunk"] = digits_of(_of_one_chunk(nest))
-    found: Digits = known["_digits_of_chunk"]
-    return found
+    return known["_digits_of_chunk"]
 
 
 def _of_one_chunk(nest: LoopNest) -> LoopNest:
@@ -183,8 +174,8 @@ def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
     outermost mesh axis: its links are the slowest, and blocks are smallest before the first gather.
     """
     while have != want:
-        found = (kind(digits, operand, have, want) for kind in (_all_to_all, _slice, _swap, _gather))
-        step, have = next(each for each in found if each is not None)
+        possible = (kind(digits, operand, have, want) for kind in (_all_to_all, _slice, _swap, _gather))
+        step, have = next(each for each in possible if each is not None)
         yield step, dict(have)
 
 
@@ -192,9 +183,7 @@ Conversion = tuple[Step, Layout]  # a step, and the layout after it
 
 
 def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """An all-to-all along one mesh axis: the digit that it holds becomes local, and the local digit that is wanted there
-    takes its place. No other mesh axis may want the first or hold the second.
-    """
+    """Exchange the digit that a mesh axis holds, unless another one wants it, for the local digit that it wants."""
     held, wanted = set(have.values()), set(want.values())
     for m in digits.nest.mesh.names:
         if m in have and m in want and have[m] != want[m] and have[m] not in wanted and want[m] not in held:
@@ -205,9 +194,7 @@ def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
 
 
 def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Along a mesh axis that holds no digit (its ranks have equal blocks), each rank keeps its own block of a local
-    digit.
-    """
+    """Keep one block of a local digit on each rank along a mesh axis that holds none, so that its ranks had the same."""
     for m in digits.nest.mesh.names:
         if m in want and m not in have and want[m] not in have.values():
             return Slice(m, ((operand.name, digits.place(operand, want[m], have)),)), {**have, m: want[m]}
@@ -215,14 +202,11 @@ def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conv
 
 
 def _swap(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Move a digit to another mesh axis of equal size, where it is wanted, and move that axis's digit (if it has one)
-    here.
-    """
+    """Move a digit to another mesh axis of equal size, where it is wanted, and that axis's digit, if it has one, here."""
     mesh = digits.nest.mesh
     for m in mesh.names:
-        target = next(
-            (other for other in mesh.names if want.get(other) == have.get(m) is not None and other != m), None
-        )
+        others = (other for other in mesh.names if want.get(other) == have.get(m) is not None and other != m)
+        target = next(others, None)
         if target and mesh.size(target) == mesh.size(m):
             after = {name: piece for name, piece in have.items() if name not in (m, target)}
             after[target] = have[m]
@@ -297,8 +281,8 @@ def _check_scan(nest: LoopNest) -> None:
     cutting = nest.mesh.names[: nest.mesh.names.index(shared[-1]) + 1] if shared else ()
     expected = [(nest.mesh.size(m), m if m in shared else None) for m in cutting if nest.mesh.size(m) > 1]
     used = dict(nest.parallel)
-    found = [(digit.size, used.get(digit.name)) for digit in nest.digits_of(scan.axis) if digit.size > 1]
-    if found[: len(expected)] != expected:
+    actual = [(digit.size, used.get(digit.name)) for digit in nest.digits_of(scan.axis) if digit.size > 1]
+    if actual[: len(expected)] != expected:
         raise IllegalSchedule(f"{scan.axis} is scanned, so tile it in the order of the mesh, by {', '.join(cutting)}")
     kept = [tuple(nest.home_mesh_axes(operand.name, scan.axis))[: len(cutting)] for operand in nest.program.operands]
     if expected and nest.program.axis(scan.axis).order == "zigzag" and cutting not in kept:

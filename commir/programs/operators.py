@@ -200,7 +200,10 @@ class _Reader:
 
     def _loop(self) -> ast.For:
         """Read the declarations of operands; return the loop that follows them."""
-        statements = [statement for statement in self._node.body if not _is_docstring(statement)]
+        body = self._node.body
+        statements = [
+            each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        ]
         *declarations, loop = statements or [self._node]
         rule = "the operands must be followed by one loop over grid(...), the last statement"
         for statement in declarations:
@@ -316,9 +319,10 @@ class _Reader:
             self._fail(node, "the statement must assign to an output: +=, or =")
         output = self._output(node.targets[0])
         value, is_max = node.value, _is_call(node.value, "max")
+        read = [ast.unparse(part) for part in ast.walk(value) if isinstance(part, ast.Subscript)]
         if isinstance(value, ast.Call) and not is_max and ast.unparse(node.targets[0]) in map(ast.unparse, value.args):
             self._fail(node, f"{ast.unparse(value.func)} is not supported as a reduction; {REDUCTIONS}")
-        if not is_max and REDUCED in kinds.values() and ast.unparse(node.targets[0]) in _operands_of(value):
+        if not is_max and REDUCED in kinds.values() and ast.unparse(node.targets[0]) in read:
             self._fail(
                 node,
                 f"{output.name} is computed from its own earlier values, so that the result may depend on the order of "
@@ -358,14 +362,6 @@ class _Reader:
                     node,
                     f"data race: = overwrites {output.name} for every index of the reduced axis {axis}; use += or max",
                 )
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _operands_of(node: ast.expr) -> list[str]:
-    return [ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Subscript)]
 
 
 def _is_call(node: ast.expr, name: str) -> bool:

@@ -81,9 +81,7 @@ class Option:
                      for pair in zip(self.axes, shifted, strict=True))  # fmt: skip
 
     def plan(self, operator: GraphNode, mesh: Mesh, arriving: Mapping[str, Sharding]) -> Plan:
-        """The plan, where other operators leave inputs in the layouts `arriving`. Raises IllegalSchedule if they do not
-        fit.
-        """
+        """The plan, where inputs come in the layouts `arriving`. Raises IllegalSchedule if they do not fit."""
         program = _with_parameters_anywhere(operator)
         homes = {operand.name: self.needs(operand) for operand in program.operands if not operand.source}
         for name in program.results[0].outputs:
@@ -119,17 +117,17 @@ def options_of(
     loops = [axis.name for axis in all_loops if axis.size > 1] or [axis.name for axis in all_loops[:1]]
     placements = [each for each in allowed or product(loops, repeat=len(mesh.axes)) if _divides(program, mesh, each)]
     held = [sum(_block(program, operand, mesh, axes) for operand in operator.parameters()) for axes in placements]
-    found, refused = list[Option](), list[IllegalSchedule]()
+    options, refused = list[Option](), list[IllegalSchedule]()
     for axes, nbytes in zip(placements, held, strict=True):
         if memory is None or nbytes <= memory:
             for shifted in _shifts(operator, mesh, axes) if time_of is not None and allowed is None else [()]:
                 for out in product(*_targets(program, mesh, axes, shifted)):
                     try:
-                        found.append(Option(tuple(axes), out, 0.0, nbytes, shifted).timed(operator, mesh, time_of))
+                        options.append(Option(tuple(axes), out, 0.0, nbytes, shifted).timed(operator, mesh, time_of))
                     except IllegalSchedule as error:
                         refused.append(error)
-    if found:
-        return found
+    if options:
+        return options
     if not placements:
         sizes = ", ".join(f"{name} {program.most_blocks(name)}" for name in loops)
         raise ValueError(f"{operator.name}: no placement divides its axes (into at most {sizes} blocks) over {mesh!r}")
@@ -139,16 +137,16 @@ def options_of(
 
 
 def _targets(program: Program, mesh: Mesh, axes: Sequence[str], shifted: Sequence[str] = ()) -> list[list[str | None]]:
-    """For each mesh axis, how its ranks may leave the output: where it is computed, or whole; partial results scattered, or
-    along the loop along which they travel.
+    """For each mesh axis, how its ranks may leave the output: where it is computed, or whole; partial results where they
+    travel, or scattered.
     """
     (output, *_) = program.outputs
     loops = [name for name in output.axes if program.axis(name).kind != WHOLE]
-    found: list[list[str | None]] = []
+    targets: list[list[str | None]] = []
     for part, axis, ring in zip(mesh.axes, axes, shifted or ("",) * len(axes), strict=True):
         partial_at: list[str | None] = [ring] if ring in output.axes else [None, *loops]
-        found.append([None] if part.size == 1 else [axis, None] if axis in output.axes else partial_at)
-    return found
+        targets.append([None] if part.size == 1 else [axis, None] if axis in output.axes else partial_at)
+    return targets
 
 
 def _shifts(operator: GraphNode, mesh: Mesh, axes: Sequence[str]) -> list[tuple[str, ...]]:
@@ -197,7 +195,6 @@ def _divides(program: Program, mesh: Mesh, axes: Sequence[str]) -> bool:
 
 
 def _block(program: Program, operand: Operand, mesh: Mesh, axes: Sequence[str]) -> int:
-    """Bytes of a rank's block of an operand."""
     ranks = math.prod(part.size for part, axis in zip(mesh.axes, axes, strict=True) if axis in operand.axes)
     return program.nbytes(operand) // ranks
 

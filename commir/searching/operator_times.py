@@ -57,7 +57,7 @@ def measure_operators(
 
 def _read(path: Path) -> dict[str, float]:
     try:
-        found = json.loads(path.read_text()) if path.exists() else {}
-        return {str(name): float(seconds) for name, seconds in found.items()}
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        return {str(name): float(seconds) for name, seconds in saved.items()}
     except (ValueError, TypeError, AttributeError):
         raise ValueError(f"{path} is no JSON object of times of tiles") from None

@@ -90,16 +90,15 @@ def measure_overlap(program: Program, group: ProcessGroup | None = None, device:
         return turns
 
     def seconds(*calls: Callable[[], object]) -> torch.Tensor:
-        """(REPETITIONS, calls)"""
         return repetitions([timed(each, device) for each in calls], group, device, REPETITIONS)
 
     nbytes = min(LARGEST, sum(program.nbytes(operand) for operand in program.inputs) // len(program.inputs) // ranks)
     computing, latency, message = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0)).median(0).values.tolist()
     nbytes = min(LARGEST, int(nbytes * max(1.0, computing / max(message - latency, 1e-3 * message))))
-    found = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0), ring(nbytes, 1))
-    computing, latency, message, both = found.median(0).values.tolist()
+    times = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0), ring(nbytes, 1))
+    computing, latency, message, both = times.median(0).values.tolist()
     shorter, longer = sorted((computing, message - latency))
-    if shorter <= (found[:, 3] - both).abs().median():
+    if shorter <= (times[:, 3] - both).abs().median():
         return 1.0
     return min(1.0, max(LEAST_OVERLAP, 1 - (both - latency - longer) / shorter))
 
@@ -113,7 +112,7 @@ def _compare(program: Program, group: ProcessGroup | None, device: torch.device 
         summary = f"{program.name} in {program.dtype}: {axes}"  # an error shows it before the whole program
         return {**others, "device": torch.device(device).type, "program": summary, "the whole program": program}
 
-    together(arguments, [group], lambda found: found)
+    together(arguments, [group], lambda checked: checked)
 
 
 def tile_program(program: Program, blocks: int) -> Program:
