@@ -28,7 +28,7 @@ Factors = tuple[int, ...]  # for each set of loops, the sizes of parts along whi
 
 
 class Cost(NamedTuple):
-    """The cost of a candidate on one rank: seconds (at least), bytes, and messages; the first of two sorts first."""
+    """The cost of a candidate on one rank: seconds (at least), bytes, and messages."""
 
     seconds: float = 0.0
     sent: int = 0
@@ -79,6 +79,7 @@ class CostModel:
             self._sets.append(())  # its factor is the number of ranks so far
         self._tensors = [*map(self._input, program.inputs), *map(self._output, program.outputs)]
         self._link = lru_cache(maxsize=None)(partial(link_seconds, mesh))  # slow to compute on a measured link
+        self._ones: Factors = (1,) * len(self._sets)
         self._collectives: dict[tuple[Known, Factors, Factors], tuple[Cost, Factors]] = {}
         self._rings: dict[tuple[tuple[Known, ...], Factors], tuple[float, float, int, int]] = {}
         self._of_chunk: dict[tuple[str, int], CostModel] = {}
@@ -88,31 +89,36 @@ class CostModel:
 
     def tile_seconds(self, candidate: Candidate) -> float:
         """The predicted time of one tile."""
-        points = self._points / _turns(candidate.parts) / self._ranks / candidate.chunks
-        return self._call_seconds + points * self._point_seconds
+        return self._tile_seconds(_turns(candidate.parts), candidate.chunks)
+
+    def _tile_seconds(self, turns: int, chunks: int) -> float:
+        return self._call_seconds + self._points / turns / self._ranks / chunks * self._point_seconds
 
     def cost(self, candidate: Candidate) -> Cost:
         """The cost of a candidate."""
         parts = [part for part in candidate.parts if part.size > 1]
-        known = [(part.level, part.size, part.placement.axis, part.shifted) for part in parts]
-        whole = self._factors(parts) if self._replicates else ()
-        cost, factors, tiles = Cost(), (1,) * len(self._sets), _turns(parts)
-        for part, each in zip(parts, known, strict=True):
-            if (along := self._collectives.get((each, factors, whole))) is None:
-                along = self._collectives[each, factors, whole] = self._along(part, factors, whole)
-            cost, factors = cost.plus(along[0]), along[1]
+        whole, factors = (self._factors(parts) if self._replicates else ()), self._ones
+        seconds, sent, messages, tiles, ring = 0.0, 0, 0, 1, ()
+        for part in parts:
+            known = part.level, part.size, part.placement.axis, part.shifted
+            if (along := self._collectives.get((known, factors, whole))) is None:
+                along = self._collectives[known, factors, whole] = self._along(part, factors, whole)
+            (time, nbytes, count), factors = along
+            seconds, sent, messages = seconds + time, sent + nbytes, messages + count
+            if part.shifted:
+                ring, tiles = (*ring, known), tiles * part.size
+        computing = tiles * self._tile_seconds(tiles, candidate.chunks)
+        if ring:
+            if (rings := self._rings.get((ring, factors))) is None:
+                rings = self._rings[ring, factors] = self._of_rings([part for part in parts if part.shifted], factors)
+            beginning, busy, nbytes, count = rings
+            return Cost(seconds + max(computing + beginning, busy), sent + nbytes, messages + count)
         scan = self.program.scan
         if scan is not None and any(part.placement.axis == scan.axis for part in parts):
-            tiles += 1  # summaries take the recurrence of a tile
-            cost = cost.plus(self._of_scan(scan, parts))
-        computing = tiles * self.tile_seconds(candidate)
-        ring = tuple(each for part, each in zip(parts, known, strict=True) if part.shifted)
-        if not ring:
-            return cost.plus(Cost(computing))
-        if (rings := self._rings.get((ring, factors))) is None:
-            rings = self._rings[ring, factors] = self._of_rings([part for part in parts if part.shifted], factors)
-        beginning, busy, sent, messages = rings
-        return cost.plus(Cost(max(computing + beginning, busy), sent, messages))
+            computing *= 2  # summaries take the recurrence of a tile
+            time, nbytes, count = self._of_scan(scan, parts)
+            seconds, sent, messages = seconds + time, sent + nbytes, messages + count
+        return Cost(seconds + computing, sent, messages)
 
     def held(self, candidate: Candidate) -> dict[str, int]:
         """{operand: bytes} of accumulators, and of inputs that a rank holds for its tiles beside those at home, at least."""
@@ -161,7 +167,7 @@ class CostModel:
         return _Tensor(operand, elements, itemsize, self._sets.index(self._loops_of(operand)), result.outputs[0], row)
 
     def _factors(self, parts: Iterable[Part]) -> Factors:
-        factors: Factors = (1,) * len(self._sets)
+        factors = self._ones
         for part in parts:
             factors = self._after(part, factors)
         return factors

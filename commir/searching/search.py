@@ -3,7 +3,7 @@ nothing.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, takewhile
@@ -18,7 +18,7 @@ from commir.scheduling.known_schedules import known_as
 from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
 
 from .candidates import MOST_CHUNKS, Candidate, candidates
-from .cost import Cost, CostModel
+from .cost import CostModel
 
 TOP = 8  # plans that are returned
 NEGLIGIBLE = 2e-8  # relative tolerance: times that differ by less may be equal after rounding
@@ -80,10 +80,10 @@ def search(
             f"memory={memory}: every plan of {program.name} on {mesh!r} holds at least {model.kept} bytes, its inputs and "
             "outputs at home, and more for its tiles"
         )
-    sorted_costs = ranked(model)
-    best = _exact(model, sorted_costs, memory, top + 1)  # one more, with which the best is compared
+    chosen = list(candidates(program, mesh))
+    best = _exact(model, chosen, memory, top + 1)  # one more, with which the best is compared
     if not best:
-        raise ValueError(_refusal(model, [candidate for _, candidate in sorted_costs], memory))
+        raise ValueError(_refusal(model, chosen, memory))
     for plan in best[: min(top, verified)]:
         verify(plan)
     return [replace(plan, reason=_reason(best, number)) for number, plan in enumerate(best[:top])]
@@ -120,22 +120,15 @@ def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
             yield model.seconds_in_chunks(each), model.memory_in_chunks(held, each.chunked, each.chunks), each
 
 
-def ranked(model: CostModel) -> list[tuple[Cost, Candidate]]:
-    """All candidates with their costs, by seconds, bytes and messages, and then in their fixed order."""
-    costs = [(model.cost(candidate), candidate) for candidate in candidates(model.program, model.mesh)]
-    return sorted(costs, key=lambda each: each[0])
-
-
-def _exact(
-    model: CostModel, sorted_costs: Iterable[tuple[Cost, Candidate]], memory: int | None, top: int
-) -> list[Plan]:
-    """The best plans by exact time, from candidates that are sorted by a lower bound of it."""
+def _exact(model: CostModel, chosen: Sequence[Candidate], memory: int | None, top: int) -> list[Plan]:
+    """The best plans of some candidates by exact time. They are tried in the order of a lower bound of it."""
+    least = [model.cost(candidate).seconds for candidate in chosen]
     best: list[tuple[tuple[Any, ...], Plan]] = []
-    for cost, candidate in sorted_costs:
+    for number in sorted(range(len(chosen)), key=least.__getitem__):
         slowest = best[top - 1][1].seconds * (1 + NEGLIGIBLE) if len(best) >= top else math.inf
-        if cost.seconds > slowest:
+        if least[number] > slowest:
             break
-        if fitting := _fitting(model, candidate, memory, slowest):
+        if fitting := _fitting(model, chosen[number], memory, slowest):
             best += [(_order(plan), plan) for plan in fitting]
             best = sorted(best, key=lambda each: each[0])[:top]
     return [plan for _, plan in best]
