@@ -26,14 +26,10 @@ ROWS = Place(0, 1)
 def all_to_all(state: RankState, step: AllToAll) -> Run:
     """Cut each operand into pieces for the ranks along the axis, and join the pieces that they send."""
     size, names = state.size(step.axis), [name for name, _, _ in step.moves]
-    pieces = [
-        _Pieces(x, cut, size, has_contiguous_blocks(state.digits, name, cut))
-        for x, (name, cut, _) in zip(state.read(names), step.moves, strict=True)
-    ]
-    new = [_joined_buffer(each.slots[0], each.shape, size, joined)
-           for each, (_, _, joined) in zip(pieces, step.moves, strict=True)]  # fmt: skip
-    state.count.hold(*new)
+    pieces = _pieces(state, [(name, cut) for name, cut, _ in step.moves], size)
     moves = [(name, joined) for name, _, joined in step.moves]
+    new = [_joined_buffer(x.slots[0], x.shape, size, joined) for x, (_, joined) in zip(pieces, moves, strict=True)]
+    state.count.hold(*new)
     yield from _collect(state, step.axis, pieces, _destinations(state, moves, new, size))
     state.replace(names, new)
 
@@ -76,10 +72,7 @@ def reduce_scatter(state: RankState, step: ReduceScatter) -> Run:
     """Each rank receives all ranks' partial results of its own piece, combines them, and keeps the result."""
     size, own, outputs = state.size(step.axis), state.coordinates[step.axis], state.outputs(step.result)
     names = [output.name for output in outputs]
-    pieces = [
-        _Pieces(x, cut, size, has_contiguous_blocks(state.digits, output.name, cut), state.dtype_on_wire(output))
-        for x, output, (_, cut) in zip(state.read(names), outputs, step.moves, strict=True)
-    ]
+    pieces = _pieces(state, step.moves, size, [state.dtype_on_wire(output) for output in outputs])
     total = [each.copy(own) for each in pieces]
     state.count.hold(*total)
     yield from _combine_pieces(state, step.axis, outputs, pieces, total)
@@ -93,9 +86,8 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     partial = state.read(names)
     rows = _rows(state, result, partial, size)
     state.count.hold(*rows)
-    pieces = [
-        _Pieces(x, ROWS, size, True, state.dtype_on_wire(output)) for x, output in zip(rows, outputs, strict=True)
-    ]
+    dtypes = [state.dtype_on_wire(output) for output in outputs]
+    pieces = [_Pieces(x, ROWS, size, True, dtype) for x, dtype in zip(rows, dtypes, strict=True)]
     total = [each.copy(own) for each in pieces]
     state.count.hold(*total)
     yield from _combine_pieces(state, step.axis, outputs, pieces, total)
@@ -199,6 +191,17 @@ class _Pieces:
     def copy(self, index: int) -> Tensor:
         """A copy of block number `index`, in the tensor's own dtype."""
         return self.slots[index].clone(memory_format=torch.contiguous_format).view(self.shape)
+
+
+def _pieces(
+    state: RankState, moves: Sequence[tuple[str, Place]], count: int, dtypes: Sequence[torch.dtype | None] | None = None
+) -> list[_Pieces]:
+    """The tensors of operands, each cut into `count` blocks. moves: (operand, place where it is cut)."""
+    tensors, dtypes = state.read([name for name, _ in moves]), dtypes or [None] * len(moves)
+    return [
+        _Pieces(x, cut, count, has_contiguous_blocks(state.digits, name, cut), dtype)
+        for x, (name, cut), dtype in zip(tensors, moves, dtypes, strict=True)
+    ]
 
 
 class _Destination:

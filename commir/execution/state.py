@@ -97,9 +97,8 @@ class RankState(RankView):
     ) -> None:  # fmt: skip
         super().__init__(plan.digits, rank)
         self.rank, self.plan, self.count = rank, plan, count or Count()
-        self.kernels = kernels or Kernels(
-            tile_of(self.program, plan.schedule.kernel), tile_into=tile_into(self.program, plan.schedule.kernel)
-        )
+        kernel = self.program, plan.schedule.kernel
+        self.kernels = kernels or Kernels(tile_of(*kernel), tile_into=tile_into(*kernel))
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x.contiguous() for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
         self.current_step: list[tuple[int, Step]] = []

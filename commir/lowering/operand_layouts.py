@@ -52,11 +52,8 @@ class Digits:
 
     def home(self, operand: Operand) -> Layout:
         """The layout in which the caller holds an operand (its home)."""
-        return {
-            name: self._cuts_at_home(operand, axis)[name]
-            for name, axis in self.nest.home(operand.name).items()
-            if self.nest.mesh.size(name) > 1
-        }
+        axes = {name: axis for name, axis in self.nest.home(operand.name).items() if self.nest.mesh.size(name) > 1}
+        return {name: self._cuts_at_home(operand, axis)[name] for name, axis in axes.items()}
 
     def _cuts_at_home(self, operand: Operand, axis: str) -> Layout:
         """{mesh axis: digit} of all cuts of an axis at home (see `LoopNest.home_mesh_axes`)."""
@@ -115,17 +112,14 @@ class Digits:
     def _check_chunks(self) -> None:
         if self.nest.chunked is None:
             return
-        if self.nest.program.scan is not None:
-            raise IllegalSchedule(
-                f"chunk({self.nest.chunked}): {self.nest.program.name} has a scan, which cannot be divided into chunks"
-            )
+        rule, program = f"chunk({self.nest.chunked})", self.nest.program
+        if program.scan is not None:
+            raise IllegalSchedule(f"{rule}: {program.name} has a scan, which cannot be divided into chunks")
         piece = self.piece(self.nest.chunked)
-        for operand in self.nest.program.operands:
+        for operand in program.operands:
             if piece in self._cuts_at_home(operand, piece[0]).values():
-                raise IllegalSchedule(
-                    f"chunk({self.nest.chunked}): {operand.name} is split over ranks along this digit at home, so it cannot "
-                    "number chunks"
-                )
+                where = f"{operand.name} is split over ranks along this digit at home"
+                raise IllegalSchedule(f"{rule}: {where}, so it cannot number chunks")
 
     def _check_groups(self, operand: Operand) -> None:
         for axis, divisor in operand.groups:
@@ -133,10 +127,8 @@ class Digits:
             if divisor > 1 and inner % divisor:
                 size = self.nest.program.axis(axis).size
                 count, blocks = size // divisor, size // inner
-                raise IllegalSchedule(
-                    f"{operand.name}: {count} {axis} do not divide over {blocks} blocks: "
-                    f"{count} % {blocks} = {count % blocks}"
-                )
+                rule = f"{count} {axis} do not divide over {blocks} blocks: {count} % {blocks} = {count % blocks}"
+                raise IllegalSchedule(f"{operand.name}: {rule}")
 
 
 def digits_of(nest: LoopNest) -> Digits:

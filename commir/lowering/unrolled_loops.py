@@ -45,16 +45,10 @@ def unrolled(digits: Digits, loops: Sequence[Loop]) -> Iterator[Step]:
     keys = {operand.name: travelling(digits, loops, operand) for operand in program.inputs if operand.in_tile}
     travels = [travelling(digits, loops, program.operand(each.outputs[0])) for each in program.results]
     turns = _turns(loops, set().union(*keys.values()), set().union(*travels))
-    streams = [
-        _Stream(tuple(name for name in keys if keys[name] == along), along, loops, turns)
-        for along in dict.fromkeys(keys.values())
-        if along
-    ]
-    partials = [
-        _Partials(number, along, loops, turns, MONOIDS[program.results[number].monoid].travels_directly)
-        for number, along in enumerate(travels)
-        if along
-    ]
+    together = {along: tuple(name for name in keys if keys[name] == along) for along in keys.values() if along}
+    streams = [_Stream(names, along, loops, turns) for along, names in together.items()]
+    are_direct = [MONOIDS[result.monoid].travels_directly for result in program.results]
+    partials = [_Partials(n, along, loops, turns, are_direct[n]) for n, along in enumerate(travels) if along]
     for number, turn in enumerate(turns):
         for stream in streams:
             yield from stream.fetch(number)

@@ -112,11 +112,8 @@ def _tiled(nest: Nest, axis: str, bound: set[str]) -> Nest:
 def placements_of(nest: LoopNest) -> dict[str, Placement]:
     """The placement of each mesh axis with more than one rank."""
     shifted = {mesh_axis for _, mesh_axis in nest.shifts}
-    return {
-        mesh_axis: Placement(nest.digit(name).axis, mesh_axis in shifted)
-        for name, mesh_axis in nest.parallel
-        if nest.mesh.size(mesh_axis) > 1
-    }
+    parallel = [(name, mesh_axis) for name, mesh_axis in nest.parallel if nest.mesh.size(mesh_axis) > 1]
+    return {mesh_axis: Placement(nest.digit(name).axis, mesh_axis in shifted) for name, mesh_axis in parallel}
 
 
 def is_placed(nest: LoopNest) -> bool:

@@ -56,9 +56,8 @@ class GraphPlan:
         """
         lines = []
         for name, option in self.chosen.items():
-            rings = (f" with {each} shifted" * bool(each) for each in option.shifted or ("",) * len(option.axes))
-            places = zip(option.axes, self.mesh.names, rings, strict=True)
-            divided = (f"{axis} on {level}{ring}" for axis, level, ring in places)
+            places = zip(option.loops, self.mesh.names, strict=True)
+            divided = (f"{axis} on {level}" + f" with {ring} shifted" * bool(ring) for (axis, ring), level in places)
             lines.append(f"{name}: {'; '.join(divided)}; {self._amount(option.seconds)}")
         lines += [f"{a} -> {b}: {self._amount(time)}" for (a, b), time in self.resharding.items() if time]
         return "\n".join([*lines, f"in all {self._amount(self.seconds)}" + " of messages" * (not self.is_timed)])

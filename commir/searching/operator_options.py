@@ -74,11 +74,14 @@ class Option:
     memory: int
     shifted: tuple[str, ...] = ()
 
+    @property
+    def loops(self) -> list[tuple[str, str]]:
+        """For each mesh axis, its loop and the loop that is shifted, or ""."""
+        return list(zip(self.axes, self.shifted or ("",) * len(self.axes), strict=True))
+
     def needs(self, operand: Operand) -> Sharding:
         """The layout in which it takes an input."""
-        shifted = self.shifted or ("",) * len(self.axes)
-        return tuple(next((name for name in pair if name in operand.axes), None)
-                     for pair in zip(self.axes, shifted, strict=True))  # fmt: skip
+        return tuple(next((axis for axis in loops if axis in operand.axes), None) for loops in self.loops)
 
     def plan(self, operator: GraphNode, mesh: Mesh, arriving: Mapping[str, Sharding]) -> Plan:
         """The plan, where inputs come in the layouts `arriving`. Raises IllegalSchedule if they do not fit."""
@@ -87,10 +90,8 @@ class Option:
         for name in program.results[0].outputs:
             axes = program.operand(name).axes
             homes[name] = tuple(axis if axis in axes else None for axis in self.out)
-        placements = {
-            m: Placement(axis, bool(shifted), shifted or None)
-            for m, axis, shifted in zip(mesh.names, self.axes, self.shifted or ("",) * len(self.axes), strict=True)
-        }
+        placed = [Placement(axis, bool(shifted), shifted or None) for axis, shifted in self.loops]
+        placements = dict(zip(mesh.names, placed, strict=True))
         nest = _kept(Schedule(program, mesh), homes | dict(arriving))
         return replace(place(nest, **placements).lower(), reason=BY_GRAPH)
 
@@ -220,9 +221,8 @@ class Relayouts:
 
     def seconds(self, program: Program, operand: Operand, have: Sharding, want: Sharding) -> float:
         """The time for an operand; infinite if lowering cannot cut it so, or `have` names an axis that it lacks."""
-        dims = tuple(
-            tuple(operand.axes.index(axis) if axis in operand.axes else axis for axis in each) for each in (have, want)
-        )
+        numbers = {axis: number for number, axis in enumerate(operand.axes)}
+        dims = tuple(tuple(numbers.get(axis, axis) for axis in each) for each in (have, want))  # type: ignore[arg-type]
         whole = [program.axis(name).kind == WHOLE for name in operand.axes]
         home = operand.axes.index(operand.home) if operand.home else None
         key = program.shape(operand), program.itemsize(operand), tuple(whole), home, dims
@@ -231,10 +231,8 @@ class Relayouts:
         return self._known[key]
 
     def _seconds(self, program: Program, operand: Operand, have: Sharding, want: Sharding) -> float:
-        axes = tuple(
-            Axis(name, size, WHOLE if program.axis(name).kind == WHOLE else SPATIAL)
-            for name, size in zip(operand.axes, program.shape(operand), strict=True)
-        )
+        kinds = (WHOLE if program.axis(name).kind == WHOLE else SPATIAL for name in operand.axes)
+        axes = tuple(map(Axis, operand.axes, program.shape(operand), kinds))
         x, y = (Operand(name, operand.axes, operand.home) for name in ("x", "y"))
         dtype = "float32" if operand.is_wide and program.itemsize(operand) == 4 else program.dtype
         tile, results = f"x[{', '.join(x.axes)}]", (Result("sum", ("y",)),)

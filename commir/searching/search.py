@@ -83,7 +83,7 @@ def search(
     chosen = list(candidates(program, mesh))
     best = _exact(model, chosen, memory, top + 1)  # one more, with which the best is compared
     if not best:
-        raise ValueError(_refusal(model, chosen, memory))
+        raise ValueError(_refusal(model, sorted(chosen, key=model.cost), memory))
     for plan in best[: min(top, verified)]:
         verify(plan)
     return [replace(plan, reason=_reason(best, number)) for number, plan in enumerate(best[:top])]

@@ -41,9 +41,8 @@ def measure_tile(
     _compare(program, group, device, ranks=ranks)
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
-    times = torch.tensor(
-        [tile_seconds(tile, device), tile_seconds(smaller, device)], dtype=torch.float64, device=device
-    )
+    measured = [tile_seconds(tile, device), tile_seconds(smaller, device)]
+    times = torch.tensor(measured, dtype=torch.float64, device=device)
     large, small = all_reduce(times, group, op=dist.ReduceOp.MAX).tolist()
     if smaller == tile:
         return 0.0, large
@@ -141,9 +140,8 @@ def tile_seconds(tile: Program, device: torch.device | str) -> float:
 
 def _prepared(tile: Program, device: torch.device | str = "cpu") -> Callable[[], object]:
     """A tile with random inputs, to be computed and, if one function does both, combined into earlier results."""
-    inputs = random_inputs(
-        tile, {operand.name: tile.shape(operand) for operand in tile.inputs if operand.in_tile}, device
-    )
+    shapes = {operand.name: tile.shape(operand) for operand in tile.inputs if operand.in_tile}
+    inputs = random_inputs(tile, shapes, device)
     indices = {axis.name: torch.arange(axis.size, device=device) for axis in tile.axes if axis.kind != WHOLE}
     compute, into = tile_of(tile), tile_into(tile)
     if into is None:
