@@ -57,13 +57,11 @@ def swap(state: RankState, step: Swap) -> Run:
     """Exchange operands between the ranks at (x, y) and (y, x) of the two mesh axes."""
     peer = state.swap_peer(step)
     old = state.read(step.operands)
-    new = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in old]
-    state.count.hold(*new)
     if peer == state.rank:
-        for x, y in zip(new, old, strict=True):
-            x.copy_(y)
+        new = [x.clone(memory_format=torch.contiguous_format) for x in old]
+        state.count.hold(*new)
     else:
-        handle = yield state.begin_messages([(x, peer) for x in old], [(x, peer) for x in new])
+        handle, new = yield from state.begin_exchange(old, peer, peer)
         yield handle
     state.replace(step.operands, new)
 
@@ -145,7 +143,8 @@ def _exchange_with_all(
             leaving = [source.block(to) for source in sources]
             copies = [x for x, each in zip(leaving, sources, strict=True) if each.is_copied]
             state.count.hold(*copies)
-            handle, blocks = yield from state.begin_exchange(axis, leaving, distance, buffers.get(source))
+            peers = state.peer(axis, distance), state.peer(axis, -distance)
+            handle, blocks = yield from state.begin_exchange(leaving, *peers, buffers.get(source))
             under_way.append((source, handle, blocks, copies))
         if under_way and distance >= most_under_way:
             source, handle, blocks, copies = under_way.popleft()

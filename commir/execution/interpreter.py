@@ -54,40 +54,28 @@ def run_ranks(
     plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None = None, kernels: Kernels | None = None
 ) -> list[dict[str, Tensor]]:
     """The outputs of every rank, from its inputs at home. Ranks take turns; each runs until it waits for a message."""
-    with without_autocast(blocks[0]):
-        return _in_turns(plan, blocks, counts, kernels)
-
-
-def _in_turns(
-    plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None, kernels: Kernels | None
-) -> list[dict[str, Tensor]]:
-    """`run_ranks`, in the present mode of autocast."""
     states = [RankState(plan, rank, each, kernels=kernels) for rank, each in enumerate(blocks)]
-    post = _Post()
-    runs = [take_steps(state) for state in states]
+    post, runs = _Post(), [take_steps(state) for state in states]
     waiting: dict[int, Any] = dict.fromkeys(range(len(runs)))  # {rank: the handle that it waits for, or None}
     results: dict[int, dict[str, Tensor]] = {}
-    while waiting:
-        progress = False
-        for rank in list(waiting):
-            handle = waiting[rank]
-            if handle is not None and not post.deliver(rank, handle):
-                continue
-            progress = True
-            try:
-                waiting[rank] = _run_until_waiting(runs[rank], rank, post)
-            except StopIteration as end:
-                results[rank] = end.value
-                states[rank].count.held = states[rank].held_before
-                del waiting[rank]
-            except (Stuck, MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                place = states[rank].place
-                raise StepFailed(f"{place}: {one_line(error)}", place) from error
-        if not progress:
-            first = states[min(waiting)].place
-            raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends, the first at {first}")
+    with without_autocast(blocks[0]):
+        while waiting:
+            ready = [rank for rank, handle in waiting.items() if handle is None or post.deliver(rank, handle)]
+            if not ready:
+                first = states[min(waiting)].place
+                raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends, the first at {first}")
+            for rank in ready:
+                try:
+                    waiting[rank] = _run_until_waiting(runs[rank], rank, post)
+                except StopIteration as end:
+                    results[rank] = end.value
+                    states[rank].count.held = states[rank].held_before
+                    del waiting[rank]
+                except (Stuck, MemoryError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    place = states[rank].place
+                    raise StepFailed(f"{place}: {one_line(error)}", place) from error
     post.refuse_undelivered()
     if counts is not None:
         counts += [state.count for state in states]

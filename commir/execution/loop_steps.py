@@ -35,10 +35,7 @@ def derive_input(state: RankState, step: kinds.Derive) -> Run:
 def send(state: RankState, step: kinds.Send) -> Run:
     """Begin to pass blocks to the rank before, and to receive the next."""
     blocks = state.read(step.operands, step.source)
-    targets = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in blocks]
-    state.count.hold(*targets)
-    before, after = state.peer(step.axis, -1), state.peer(step.axis, 1)
-    handle = yield state.begin_messages([(x, before) for x in blocks], [(x, after) for x in targets])
+    handle, targets = yield from state.begin_exchange(blocks, state.peer(step.axis, -1), state.peer(step.axis, 1))
     state.in_flight[step.message] = handle, targets, []
 
 
@@ -104,10 +101,8 @@ def send_partial(state: RankState, step: kinds.SendPartial) -> Run:
     leaving = [state.on_wire(output, x) for output, x in zip(outputs, partial, strict=True)]
     state.count_instead(partial, leaving)
     del partial  # so that it is freed
-    arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
-    state.count.hold(*arriving)
     to, source = state.peer(step.axis, step.distance), state.peer(step.axis, -step.distance)
-    handle = yield state.begin_messages([(x, to) for x in leaving], [(x, source) for x in arriving])
+    handle, arriving = yield from state.begin_exchange(leaving, to, source)
     state.in_flight[step.message] = handle, arriving, leaving
 
 

@@ -165,24 +165,18 @@ class RankState(RankView):
 
     # Messages
 
-    def begin_messages(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Messages:
-        self.count.sent += sum(x.nbytes for x, _ in sends)
-        return Messages(sends, receives)
-
     def begin_exchange(
-        self, axis: str, leaving: Sequence[Tensor], distance: int, into: Sequence[Tensor | None] | None = None
+        self, leaving: Sequence[Tensor], to: int, source: int, into: Sequence[Tensor | None] | None = None
     ) -> Run:
-        """Begin to send tensors `distance` further along an axis; return (handle, the tensors of the rank as far before).
+        """Begin to send tensors to one rank, and to receive others like them; return (handle, the tensors that arrive).
 
         into: contiguous tensors to receive into; None: a new one, which is counted, and which the caller drops.
         """
-        arriving, new = [], []
+        arriving = list[Tensor]()
         for x, place in zip(leaving, into or [None] * len(leaving), strict=True):
+            arriving.append(torch.empty_like(x, memory_format=torch.contiguous_format) if place is None else place)
             if place is None:
-                place = torch.empty_like(x, memory_format=torch.contiguous_format)
-                new.append(place)
-            arriving.append(place)
-        self.count.hold(*new)
-        to, source = self.peer(axis, distance), self.peer(axis, -distance)
-        handle = yield self.begin_messages([(x, to) for x in leaving], [(x, source) for x in arriving])
+                self.count.hold(arriving[-1])
+        self.count.sent += sum(x.nbytes for x in leaving)
+        handle = yield Messages([(x, to) for x in leaving], [(x, source) for x in arriving])
         return handle, arriving

@@ -98,7 +98,7 @@ class CostModel:
         """The cost of a candidate."""
         parts = [part for part in candidate.parts if part.size > 1]
         whole, factors = (self._factors(parts) if self._replicates else ()), self._ones
-        seconds, sent, messages, tiles, ring = 0.0, 0, 0, 1, ()
+        seconds, sent, messages, tiles, ring = 0.0, 0, 0, 1, tuple[Known, ...]()
         for part in parts:
             known = part.level, part.size, part.placement.axis, part.shifted
             if (along := self._collectives.get((known, factors, whole))) is None:

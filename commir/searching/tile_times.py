@@ -1,20 +1,25 @@
-"""The time of a tile on this machine, and how much of it hides messages: for predictions of plans that overlap."""
+"""The times of tiles on this machine, and how much of them hides messages: for predictions of plans that overlap."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commfabric.collectives.agreement import together
+from commfabric.collectives.agreement import on_first, together
 from commfabric.collectives.counted import all_reduce, exchange
 from commfabric.collectives.wire_formats import at_least_fp32
 from commfabric.fabric.measurement import repetitions, timed
+from commir.ir.mesh import Mesh
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
+
+from .operator_options import GraphNode, options_of, tile_name
 
 REPETITIONS = 7
 LEAST_OVERLAP = -2.0
@@ -148,3 +153,49 @@ def _prepared(tile: Program, device: torch.device | str = "cpu") -> Callable[[],
         return partial(compute, tile, inputs, indices)
     computed = compute(tile, inputs, indices)
     return partial(into, tile, inputs, indices, [computed[name] for name in tile.results[0].outputs])
+
+
+def measure_operators(
+    operators: Sequence[GraphNode], mesh: Mesh, path: str | Path, group: ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, float]:  # fmt: skip
+    """Measure the tiles that the operators of a graph have in all placements on a mesh: {tile: seconds}.
+
+    Times that the file has are not measured again; new ones are added to it by the first rank. All ranks of the group call
+    it, measure at the same time, and return the times of the slowest rank.
+
+    Args:
+        operators, mesh: as in `search_graph`.
+        path: a JSON file of this machine and device, which need not exist.
+        group: the ranks of the mesh (None: this process alone).
+        device: of the tiles.
+
+    Raises:
+        ValueError: on every rank, if the file is no JSON object of times, or an operator has no option.
+    """
+    path = Path(path)
+    known = on_first(lambda: _read(path), group)
+    tiles: dict[str, Program] = {}
+
+    def collect(tile: Program) -> float:
+        """Remember a tile that an option has."""
+        tiles[tile_name(tile)] = tile
+        return 0.0
+
+    for operator in operators:
+        options_of(operator, mesh, None, None, collect)
+    missing = [name for name in tiles if name not in known]
+    measured = torch.tensor([tile_seconds(tiles[name], device) for name in missing], dtype=torch.float64, device=device)
+    if missing:
+        slowest = all_reduce(measured, group, op=dist.ReduceOp.MAX).tolist()
+        known |= dict(zip(missing, slowest, strict=True))
+        on_first(lambda: path.write_text(json.dumps(known, indent=1)), group)
+    return known
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        return {str(name): float(seconds) for name, seconds in saved.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{path} is no JSON object of times of tiles") from None
