@@ -74,11 +74,9 @@ def compute(state: RankState, step: kinds.Compute) -> Run:
 
 def summarize_blocks(state: RankState, step: kinds.Summarize) -> Run:
     """Compute the summaries of this rank's blocks."""
-    scan = state.program.scan
-    assert scan is not None
     inputs = {operand.name: state.registers[operand.name, ()] for operand in state.program.inputs}
     summaries = summarize(state.program, inputs, _indices(state, {}))
-    for name, x in zip(scan.summaries, summaries, strict=True):
+    for name, x in zip(state.scan.summaries, summaries, strict=True):
         state.count.hold(x)
         state.registers[name, ()] = x
     yield from ()
@@ -86,11 +84,9 @@ def summarize_blocks(state: RankState, step: kinds.Summarize) -> Run:
 
 def pass_states(state: RankState, step: kinds.PassStates) -> Run:
     """Compute the state that enters each block."""
-    scan = state.program.scan
-    assert scan is not None
-    carry = pass_block_states(state.program, *state.read(scan.summaries))
+    carry = pass_block_states(state.program, *state.read(state.scan.summaries))
     state.count.hold(carry)
-    state.registers[scan.carry, ()] = carry
+    state.registers[state.scan.carry, ()] = carry
     yield from ()
 
 

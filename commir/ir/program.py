@@ -188,7 +188,7 @@ class Program:
             raise ValueError(f"unknown dtype {self.dtype!r}: expected {', '.join(ITEMSIZES)}")
         for operand in (*self.operands, *self.internal):
             self._check_operand(operand)
-        if all(operand.source for operand in self.inputs) or not self.outputs:
+        if not self.given or not self.outputs:
             counts = f"{len(self.inputs)} inputs and {len(self.outputs)} outputs"
             raise ValueError(f"{self.name} has {counts}: expected at least one of each, and an input from the caller")
         named = [name for result in self.results for name in result.outputs]
@@ -258,6 +258,11 @@ class Program:
     @property
     def operands(self) -> tuple[Operand, ...]:
         return (*self.inputs, *self.outputs)
+
+    @property
+    def given(self) -> tuple[Operand, ...]:
+        """The inputs that a caller gives; the program derives the others."""
+        return tuple(operand for operand in self.inputs if not operand.source)
 
     @property
     def points(self) -> float:

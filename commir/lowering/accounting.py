@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from commir.ir.program import Operand, Scan
+from commir.ir.program import Operand
 
 from . import plan_steps as kinds
 from .operand_layouts import Digits, Layout
@@ -72,9 +72,8 @@ class _Ledger(RankView):
         self.messages: list[list[Message]] = []
         self.held, self.peak = 0, 0
         self.blocks: dict[tuple[str, Key], tuple[int, int, bool]] = {}
-        for x in self.program.inputs:
-            if not x.source:
-                self._add_block(x, digits.home(x), self.program.itemsize(x), is_home=x.name not in owned)
+        for x in self.program.given:
+            self._add_block(x, digits.home(x), self.program.itemsize(x), is_home=x.name not in owned)
 
     # Registers
 
@@ -189,18 +188,13 @@ class _Ledger(RankView):
                     self._add_block(output, self.digits.needed(output), self._wide(output), key)
 
     def summarize(self, step: kinds.Summarize) -> None:
-        for operand in map(self.program.operand, self._scan.summaries):
+        for operand in map(self.program.operand, self.scan.summaries):
             self._add_block(operand, self.digits.needed(operand), self.program.itemsize(operand))
 
     def pass_states(self, step: kinds.PassStates) -> None:
         """Hold the state that enters each block, as large as the state that leaves it."""
-        count, itemsize, _ = self.blocks[self._scan.state, ()]
-        self._add_register(self._scan.carry, (), count, itemsize)
-
-    @property
-    def _scan(self) -> Scan:
-        assert self.program.scan is not None
-        return self.program.scan
+        count, itemsize, _ = self.blocks[self.scan.state, ()]
+        self._add_register(self.scan.carry, (), count, itemsize)
 
     def send_partial(self, step: kinds.SendPartial) -> None:
         """Send a partial result in its travelling dtype to one rank, and hold the buffer that receives the other rank's."""

@@ -8,7 +8,7 @@ different numbers of blocks; `Digits` is the common refinement of all these cuts
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
 from commir.ir.program import Operand
@@ -40,11 +40,9 @@ class Digits:
 
     def piece(self, name: str) -> Piece:
         """The digit that the schedule calls `name`, which is parallelized, shifted or a plain loop."""
-        digit, outer = self.nest.digit(name), 1
-        for each in self.nest.digits_of(digit.axis):
-            if each.name == name:
-                break
-            outer *= each.size
+        digit = self.nest.digit(name)
+        before = takewhile(lambda each: each.name != name, self.nest.digits_of(digit.axis))
+        outer = math.prod(each.size for each in before)
         return self._piece_at(digit.axis, outer, digit.size, f"the schedule's digit {name}")
 
     def parallel(self) -> Layout:
@@ -240,12 +238,9 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
 
     Raises IllegalSchedule if two cuts do not divide each other.
     """
-    total, cuts, outer = nest.program.axis(axis).size, {1}, 1
-    for digit in nest.digits_of(axis)[:-1]:
-        outer *= digit.size
-        cuts.add(outer)
-    if (last := nest.digits_of(axis)[-1]).name in {*dict(nest.parallel), *dict(nest.shifts), *nest.order}:
-        cuts.add(outer * last.size)
+    *outer, last = nest.digits_of(axis)
+    is_last_cut = last.name in {*dict(nest.parallel), *dict(nest.shifts), *nest.order}
+    cuts = {1, *accumulate((digit.size for digit in (*outer, *[last] * is_last_cut)), mul)}
     for operand in nest.program.operands:
         cutting = [nest.mesh.size(name) for name in nest.home_mesh_axes(operand.name, axis)]
         cuts |= set(accumulate(cutting, mul))
@@ -257,7 +252,7 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
                 "the order of the mesh"
             )
     sizes = [larger // smaller for smaller, larger in zip(ordered, ordered[1:], strict=False)]
-    return (*sizes, total // ordered[-1])
+    return (*sizes, nest.program.axis(axis).size // ordered[-1])
 
 
 def _check_scan(nest: LoopNest) -> None:

@@ -139,7 +139,7 @@ class Plan:
 
     def inputs(self) -> tuple[Operand, ...]:
         """The inputs that a caller gives; the program derives the others."""
-        return tuple(operand for operand in self.program.inputs if not operand.source)
+        return self.program.given
 
     def explain(self) -> str:
         """Describe which rank computes what, the messages along each mesh axis, and why the plan was chosen."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cached_property
 
-from commir.ir.program import WHOLE, Operand
+from commir.ir.program import WHOLE, Operand, Scan
 
 from .operand_layouts import Digits, Layout, Piece
 from .plan_steps import Key, Swap, register_key
@@ -35,6 +35,11 @@ class RankView:
     @cached_property
     def parallel(self) -> Layout:
         return self.digits.parallel()
+
+    @property
+    def scan(self) -> Scan:
+        assert self.program.scan is not None
+        return self.program.scan
 
     def size(self, axis: str) -> int:
         return self.mesh.size(axis)

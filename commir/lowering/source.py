@@ -55,12 +55,11 @@ def source_of_chunks(name: str, digits: Digits, rank: int) -> str:
         sizes = local_sizes(digits, operand, digits.home(operand))
         return _block(operand.name, sizes, {piece: number}, word)
 
-    inputs = [operand for operand in program.inputs if not operand.source]
-    lines = [f"def {name}({_names(inputs)}):"]
+    lines = [f"def {name}({_names(program.given)}):"]
     for output in program.outputs:
         lines.append(f"{INDENT}{output.name} = empty({digits.local_shape(output, digits.home(output))})")
     for number in range(nest.chunks):
-        arguments = ", ".join(chunk("cut", operand, number) for operand in inputs)
+        arguments = ", ".join(chunk("cut", operand, number) for operand in program.given)
         results = [f"{output.name}_{number}" for output in program.outputs]
         lines.append(f"{INDENT}{', '.join(results)} = chunk_{number}({arguments})")
         for result, output in zip(results, program.outputs, strict=True):
@@ -78,9 +77,8 @@ class _Source(RankView):
         self.lines: list[str] = []
 
     def function(self, name: str, steps: Sequence[Step]) -> str:
-        inputs = [operand for operand in self.program.inputs if not operand.source]
-        self.lines = [f"def {name}({_names(inputs)}):"]
-        self.shapes = {x.name: self.digits.local_shape(x, self.digits.home(x)) for x in inputs}
+        self.lines = [f"def {name}({_names(self.program.given)}):"]
+        self.shapes = {x.name: self.digits.local_shape(x, self.digits.home(x)) for x in self.program.given}
         self._add("# " + ", ".join(f"{name} {shape}" for name, shape in self.shapes.items()))
         for step in steps:
             _WRITE[type(step)](self, step)
@@ -209,17 +207,14 @@ class _Source(RankView):
         self._make(operand.name, shape, f'derive("{operand.name}", {", ".join(operand.source)})')
 
     def summarize(self, step: kinds.Summarize) -> None:
-        scan, inputs = self.program.scan, [operand.name for operand in self.program.inputs]
-        assert scan is not None
-        for name in scan.summaries:
-            operand = self.program.operand(name)
-            self.shapes[name] = self.digits.local_shape(operand, self.digits.needed(operand))
-        self._add(f"{', '.join(scan.summaries)} = summarize({', '.join([*inputs, *self._elements({})])})")
+        inputs = [operand.name for operand in self.program.inputs]
+        for operand in map(self.program.operand, self.scan.summaries):
+            self.shapes[operand.name] = self.digits.local_shape(operand, self.digits.needed(operand))
+        self._add(f"{', '.join(self.scan.summaries)} = summarize({', '.join([*inputs, *self._elements({})])})")
 
     def pass_states(self, step: kinds.PassStates) -> None:
-        scan = self.program.scan
-        assert scan is not None
-        self._make(scan.carry, self.shapes[scan.state], f"pass_states({', '.join(scan.summaries)})")
+        call = f"pass_states({', '.join(self.scan.summaries)})"
+        self._make(self.scan.carry, self.shapes[self.scan.state], call)
 
     # Parts of lines
 

@@ -84,7 +84,7 @@ class CostModel:
         self._rings: dict[tuple[tuple[Known, ...], Factors], tuple[float, float, int, int]] = {}
         self._of_chunk: dict[tuple[str, int], CostModel] = {}
         home = {x.name: program.nbytes(x) // (mesh.ranks if x.home else 1) for x in program.operands}
-        self._inputs = sum(home[x.name] for x in program.inputs if not x.source)
+        self._inputs = sum(home[x.name] for x in program.given)
         self.kept = self._inputs + sum(home[x.name] for x in program.outputs)
 
     def tile_seconds(self, candidate: Candidate) -> float:
