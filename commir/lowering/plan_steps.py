@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 Key = tuple[int, ...]
-Message = tuple[object, ...]
+MessageKey = tuple[object, ...]  # names a message between the step that begins it and the step that awaits it
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Send:
     target: Key
 
     @property
-    def message(self) -> Message:
+    def message(self) -> MessageKey:
         return self.operands, self.target
 
 
@@ -85,7 +85,7 @@ class Arrive:
     key: Key
 
     @property
-    def message(self) -> Message:
+    def message(self) -> MessageKey:
         return self.operands, self.key
 
 
@@ -107,7 +107,7 @@ class SendPartial:
     target: Key
 
     @property
-    def message(self) -> Message:
+    def message(self) -> MessageKey:
         return self.result, self.source, self.target
 
 
@@ -120,7 +120,7 @@ class Combine:
     target: Key
 
     @property
-    def message(self) -> Message:
+    def message(self) -> MessageKey:
         return self.result, self.source, self.target
 
 

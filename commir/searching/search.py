@@ -3,7 +3,7 @@ nothing.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, takewhile
@@ -98,8 +98,15 @@ def pareto(
     """
     check_homes_divide(program, mesh)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    bounds: list[tuple[float, float, Candidate]] = []  # lower bounds of seconds and memory
+    for candidate in candidates(program, mesh):
+        held = model.held(candidate)
+        bounds.append((model.cost(candidate).seconds, model.memory(held), candidate))
+        for each in candidate.in_chunks(program):
+            memory = model.memory_in_chunks(held, each.chunked, each.chunks)
+            bounds.append((model.seconds_in_chunks(each), memory, each))
     plans: list[Plan] = []
-    for seconds, memory, candidate in sorted(_bounds(model), key=lambda each: each[:2]):
+    for seconds, memory, candidate in sorted(bounds, key=lambda each: each[:2]):
         if not any(seconds > plan.seconds * (1 + NEGLIGIBLE) and memory >= plan.memory for plan in plans):
             plans += _lowered(model, [candidate])
     if not plans:
@@ -109,15 +116,6 @@ def pareto(
         if not front or plan.memory < front[-1].memory:
             front.append(plan)
     return [replace(plan, reason="no other plan is as fast and holds as little") for plan in front]
-
-
-def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
-    """(seconds, memory, candidate) of all candidates, also in chunks; both are lower bounds for the candidate's plan."""
-    for candidate in candidates(model.program, model.mesh):
-        held = model.held(candidate)
-        yield model.cost(candidate).seconds, model.memory(held), candidate
-        for each in candidate.in_chunks(model.program):
-            yield model.seconds_in_chunks(each), model.memory_in_chunks(held, each.chunked, each.chunks), each
 
 
 def _exact(model: CostModel, chosen: Sequence[Candidate], memory: int | None, top: int) -> list[Plan]:
