@@ -1,7 +1,7 @@
 """A plan: the steps of a schedule, as data that is equal on all ranks, can be saved, and runs in any process."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -250,23 +250,20 @@ class Plan:
 
     def shard(self, inputs: Tensors, rank: int) -> dict[str, torch.Tensor]:
         """The blocks of the whole inputs that rank `rank` of the mesh holds at home. Raises ValueError for a wrong shape."""
-        return self._blocks(self._numbered(inputs), rank)
+        return self._shards(inputs, [rank])[0]
 
     def shard_all(self, inputs: Tensors) -> list[dict[str, torch.Tensor]]:
         """`shard` for every rank of the mesh, in the order of ranks."""
-        numbered = self._numbered(inputs)
-        return [self._blocks(numbered, rank) for rank in range(self.mesh.ranks)]
+        return self._shards(inputs, range(self.mesh.ranks))
 
-    def _numbered(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Check whole inputs, and bring the elements of each axis into the order in which ranks hold them."""
+    def _shards(self, inputs: Tensors, ranks: Iterable[int]) -> list[dict[str, torch.Tensor]]:
         self.check(inputs)
-        return {x.name: reordered(x, inputs[x.name], self._orders(x)) for x in self.inputs()}
+        numbered = {x: reordered(x, inputs[x.name], self._orders(x)) for x in self.inputs()}
 
-    def _blocks(self, numbered: Tensors, rank: int) -> dict[str, torch.Tensor]:
-        """A rank's block of each numbered input."""
-        coordinates, digits = self.mesh.coordinates(rank), self.digits
-        blocks = {x.name: block(digits, x, numbered[x.name], digits.home(x), coordinates) for x in self.inputs()}
-        return {name: x.contiguous() for name, x in blocks.items()}
+        def of(x: Operand, rank: int) -> torch.Tensor:
+            return block(self.digits, x, numbered[x], self.digits.home(x), self.mesh.coordinates(rank)).contiguous()
+
+        return [{x.name: of(x, rank) for x in numbered} for rank in ranks]
 
     def _orders(self, operand: Operand) -> dict[str, torch.Tensor]:
         """{axis: its elements in the order in which ranks hold them} for the axes of an operand that are not contiguous."""
