@@ -34,7 +34,7 @@ _HOME = {name: ".ir.program" for name in ("Axis", "Operand", "Program", "Result"
     "measure_tile": ".searching.tile_times",
     "fastest": ".searching.measured",
     "search_graph": ".searching.graph",
-    "measure_operators": ".searching.operator_times",
+    "measure_operators": ".searching.tile_times",
     "GraphNode": ".searching.operator_options",
     "GraphRunner": ".searching.graph_run",
 }

@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     # commir
     Mutant(
-        "a loop is not shifted by the rank", "commir/execution/loop_steps.py",
+        "a loop is not shifted by the rank", "commir/lowering/rank_view.py",
         "(counter + shift) % loop.size", "counter % loop.size",
         "tests/commir/execution/test_interpreter.py::test_placements_are_exact",
     ),

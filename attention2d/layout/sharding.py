@@ -99,5 +99,5 @@ class SequenceSharding:
             arguments()
         else:
             device = q.device if isinstance(q, torch.Tensor) else None
-            together(arguments, [self.group], lambda found: found, device)
+            together(arguments, [self.group], lambda checked: checked, device)
             self._is_compared = True

@@ -100,7 +100,7 @@ def candidates(
     check_sizes(seq=seq, head_dim=head_dim, batch=batch, itemsize=itemsize)
     check_heads(heads, kv_heads)
     slots = orders.local_length("zigzag", seq, ranks)
-    found: list[Candidate] = []
+    grids: list[Candidate] = []
     shape = (slots, batch, heads, kv_heads, head_dim, itemsize)
     for grid in _grids(ranks, heads, kv_heads):
         passes = messages(grid, *shape)
@@ -110,11 +110,11 @@ def candidates(
         for overlap in (False, True) if grid.cells > 1 else (False,):
             peak = peak_memory(grid, overlap, *shape, on_cuda=on_cuda)
             peak_bytes = max(peak.forward, peak.backward) if training else peak.forward
-            found.append(Candidate(grid.ulysses, grid.rows, grid.cols, overlap, total, steps, seconds, peak_bytes))
-    min_peak_bytes = min(each.peak_bytes for each in found)
+            grids.append(Candidate(grid.ulysses, grid.rows, grid.cols, overlap, total, steps, seconds, peak_bytes))
+    min_peak_bytes = min(each.peak_bytes for each in grids)
     if memory is not None and memory < min_peak_bytes:
         raise ValueError(f"memory={memory}: no schedule on {ranks} ranks holds less than {min_peak_bytes} bytes")
-    return _cheapest_first([each for each in found if memory is None or each.peak_bytes <= memory])
+    return _cheapest_first([each for each in grids if memory is None or each.peak_bytes <= memory])
 
 
 def _grids(ranks: int, heads: int, kv_heads: int) -> Iterator[Grid]:
@@ -125,17 +125,17 @@ def _grids(ranks: int, heads: int, kv_heads: int) -> Iterator[Grid]:
                 yield Grid(0, ulysses, rows, ranks // ulysses // rows)
 
 
-def _cheapest_first(found: list[Candidate]) -> list[Candidate]:
+def _cheapest_first(grids: list[Candidate]) -> list[Candidate]:
     """Sort candidates by cost. Without a fabric, the first is the one with the fewest steps among the candidates within
     BYTES_TIE_RATIO of the fewest bytes.
 
     Ties: a ring before an all-gather; for other grids, gathered before overlapped.
     """
-    found = sorted(found, key=lambda each: (each.cost, each.steps, each.cols, each.overlap != (each.cols == 1)))
-    limit = BYTES_TIE_RATIO * found[0].bytes_sent
-    nearly_fewest_bytes = [each for each in found if each.seconds is None and each.bytes_sent <= limit]
-    best = min(nearly_fewest_bytes or found[:1], key=lambda each: each.steps)
-    return [best, *(each for each in found if each is not best)]
+    grids = sorted(grids, key=lambda each: (each.cost, each.steps, each.cols, each.overlap != (each.cols == 1)))
+    limit = BYTES_TIE_RATIO * grids[0].bytes_sent
+    nearly_fewest_bytes = [each for each in grids if each.seconds is None and each.bytes_sent <= limit]
+    best = min(nearly_fewest_bytes or grids[:1], key=lambda each: each.steps)
+    return [best, *(each for each in grids if each is not best)]
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.cells import cell_arguments, measured_cells, write_result
+from benchmarks.support.layers import best_3d_parallel, zamba_layer
 from benchmarks.support.plans import link_speeds
 from benchmarks.support.tables import markdown, print_or_publish
 from commfabric.fabric.measurement import repetitions, timed
 from commir import Mesh, Plan, search_graph
 from commir.searching.graph_run import GraphRunner
-from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_layer
+from commir.searching.layers import transformer_layer
 from commir.searching.operator_options import GraphNode
 
 REPETITIONS, BURST = 10, "16kb"

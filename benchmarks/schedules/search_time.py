@@ -13,11 +13,12 @@ from contextlib import suppress
 
 import torch
 
+from benchmarks.support.layers import zamba_layer
 from benchmarks.support.tables import markdown, publish
 from commir import In, Mesh, Out, grid, operator, programs, search, search_graph, verify
 from commir.ir.program import Program
 from commir.searching.candidates import candidates
-from commir.searching.layers import transformer_layer, zamba_layer
+from commir.searching.layers import transformer_layer
 from commir.searching.operator_options import GraphNode
 
 REPETITIONS = 5

@@ -35,9 +35,8 @@ def grid_of(schedule: LoopNest) -> tuple[int, int, int, bool] | None:
         return None
     if axes != sorted(set(axes), key=GRID_AXES.index) or len(streams) > 1 or not is_placed(schedule):
         return None
-    sizes = dict.fromkeys(GRID_AXES, 1) | {
-        placement.axis: schedule.mesh.size(name) for name, placement in chosen.items()
-    }
+    sizes = dict.fromkeys(GRID_AXES, 1)
+    sizes |= {placement.axis: schedule.mesh.size(name) for name, placement in chosen.items()}
     return sizes["q"], sizes["kv"], sizes["heads"], True in streams
 
 

@@ -6,6 +6,7 @@ Every function takes the state of a rank and a step, and is a generator of messa
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +26,10 @@ ROWS = Place(0, 1)
 def all_to_all(state: RankState, step: AllToAll) -> Run:
     """Cut each operand into pieces for the ranks along the axis, and join the pieces that they send."""
     size, names = state.size(step.axis), [name for name, _, _ in step.moves]
-    pieces = [
-        _Pieces(x, cut, size, has_contiguous_blocks(state.digits, name, cut))
-        for x, (name, cut, _) in zip(state.read(names), step.moves, strict=True)
-    ]
-    new = [_joined_buffer(each.slots[0], each.shape, size, joined)
-           for each, (_, _, joined) in zip(pieces, step.moves, strict=True)]  # fmt: skip
-    state.count.hold(*new)
+    pieces = _pieces(state, [(name, cut) for name, cut, _ in step.moves], size)
     moves = [(name, joined) for name, _, joined in step.moves]
+    new = [_joined_buffer(x.slots[0], x.shape, size, joined) for x, (_, joined) in zip(pieces, moves, strict=True)]
+    state.count.hold(*new)
     yield from _collect(state, step.axis, pieces, _destinations(state, moves, new, size))
     state.replace(names, new)
 
@@ -58,17 +55,13 @@ def slice_own(state: RankState, step: Slice) -> Run:
 
 def swap(state: RankState, step: Swap) -> Run:
     """Exchange operands between the ranks at (x, y) and (y, x) of the two mesh axes."""
-    first, second = step.axes
-    here = state.coordinates
-    peer = state.plan.mesh.rank_at({**here, first: here[second], second: here[first]})
+    peer = state.swap_peer(step)
     old = state.read(step.operands)
-    new = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in old]
-    state.count.hold(*new)
-    if here[first] == here[second]:
-        for x, y in zip(new, old, strict=True):
-            x.copy_(y)
+    if peer == state.rank:
+        new = [x.clone(memory_format=torch.contiguous_format) for x in old]
+        state.count.hold(*new)
     else:
-        handle = yield state.begin_messages([(x, peer) for x in old], [(x, peer) for x in new])
+        handle, new = yield from state.begin_exchange(old, peer, peer)
         yield handle
     state.replace(step.operands, new)
 
@@ -77,10 +70,7 @@ def reduce_scatter(state: RankState, step: ReduceScatter) -> Run:
     """Each rank receives all ranks' partial results of its own piece, combines them, and keeps the result."""
     size, own, outputs = state.size(step.axis), state.coordinates[step.axis], state.outputs(step.result)
     names = [output.name for output in outputs]
-    pieces = [
-        _Pieces(x, cut, size, has_contiguous_blocks(state.digits, output.name, cut), state.dtype_on_wire(output))
-        for x, output, (_, cut) in zip(state.read(names), outputs, step.moves, strict=True)
-    ]
+    pieces = _pieces(state, step.moves, size, [state.dtype_on_wire(output) for output in outputs])
     total = [each.copy(own) for each in pieces]
     state.count.hold(*total)
     yield from _combine_pieces(state, step.axis, outputs, pieces, total)
@@ -94,9 +84,8 @@ def all_reduce(state: RankState, step: AllReduce) -> Run:
     partial = state.read(names)
     rows = _rows(state, result, partial, size)
     state.count.hold(*rows)
-    pieces = [
-        _Pieces(x, ROWS, size, True, state.dtype_on_wire(output)) for x, output in zip(rows, outputs, strict=True)
-    ]
+    dtypes = [state.dtype_on_wire(output) for output in outputs]
+    pieces = [_Pieces(x, ROWS, size, True, dtype) for x, dtype in zip(rows, dtypes, strict=True)]
     total = [each.copy(own) for each in pieces]
     state.count.hold(*total)
     yield from _combine_pieces(state, step.axis, outputs, pieces, total)
@@ -119,23 +108,19 @@ def _collect(
     If nothing is copied on either side, all messages begin at once.
     """
     size, own = state.size(axis), state.coordinates[axis]
-    is_copied = any(source.is_copied for source in sources) or not all(
-        destination.is_in_place for destination in destinations
-    )
+    is_in_place = all(destination.is_in_place for destination in destinations)
 
     def write(source: int, blocks: list[Tensor]) -> None:
-        for each, block in zip(destinations, blocks, strict=True):
-            each.write(source, block)
+        for destination, block in zip(destinations, blocks, strict=True):
+            destination.write(source, block)
+            if not destination.is_in_place:
+                state.count.drop(block)
 
-    def write_and_drop(source: int, blocks: list[Tensor]) -> None:
-        write(source, blocks)
-        state.count.drop(*(x for each, x in zip(destinations, blocks, strict=True) if not each.is_in_place))
-
-    write(own, [source.block(own) for source in sources])
-    buffers = {
-        source: [destination.buffer(source) for destination in destinations] for source in range(size) if source != own
-    }
-    yield from _exchange_with_all(state, axis, sources, buffers, write_and_drop, AHEAD if is_copied else size)
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.write(own, source.block(own))
+    buffers = {rank: [each.buffer(rank) for each in destinations] for rank in range(size) if rank != own}
+    most_under_way = AHEAD if any(source.is_copied for source in sources) or not is_in_place else size
+    yield from _exchange_with_all(state, axis, sources, buffers, write, most_under_way)
 
 
 def _exchange_with_all(
@@ -158,7 +143,8 @@ def _exchange_with_all(
             leaving = [source.block(to) for source in sources]
             copies = [x for x, each in zip(leaving, sources, strict=True) if each.is_copied]
             state.count.hold(*copies)
-            handle, blocks = yield from state.begin_exchange(axis, leaving, distance, buffers.get(source))
+            peers = state.peer(axis, distance), state.peer(axis, -distance)
+            handle, blocks = yield from state.begin_exchange(leaving, *peers, buffers.get(source))
             under_way.append((source, handle, blocks, copies))
         if under_way and distance >= most_under_way:
             source, handle, blocks, copies = under_way.popleft()
@@ -168,16 +154,15 @@ def _exchange_with_all(
             del handle, blocks, copies  # so that they are freed before the next message is allocated
 
 
+@dataclass
 class _Whole:
     """A tensor that is sent to every rank as it is."""
 
+    x: Tensor
     is_copied = False
 
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
     def block(self, to: int) -> Tensor:
-        return self._x
+        return self.x
 
 
 class _Pieces:
@@ -197,7 +182,6 @@ class _Pieces:
         self.is_copied = not is_contiguous or self._dtype != x.dtype
 
     def block(self, to: int) -> Tensor:
-        """The block for rank `to`."""
         slot = self.slots[to]
         if self.is_copied:
             slot = slot.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
@@ -208,10 +192,19 @@ class _Pieces:
         return self.slots[index].clone(memory_format=torch.contiguous_format).view(self.shape)
 
 
+def _pieces(
+    state: RankState, moves: Sequence[tuple[str, Place]], count: int, dtypes: Sequence[torch.dtype | None] | None = None
+) -> list[_Pieces]:
+    """The tensors of operands, each cut into `count` blocks. moves: (operand, place where it is cut)."""
+    tensors, dtypes = state.read([name for name, _ in moves]), dtypes or [None] * len(moves)
+    return [
+        _Pieces(x, cut, count, has_contiguous_blocks(state.digits, name, cut), dtype)
+        for x, (name, cut), dtype in zip(tensors, moves, dtypes, strict=True)
+    ]
+
+
 class _Destination:
-    """A tensor into which `count` blocks are written at `place`. is_in_place: messages are received directly into the
-    tensor, without a copy.
-    """
+    """A tensor into which `count` blocks are written at `place`. is_in_place: messages are received directly into it."""
 
     def __init__(self, x: Tensor, place: Place, count: int, is_in_place: bool) -> None:
         self.slots, self.is_in_place = _slots(x, place, count), is_in_place
@@ -219,7 +212,6 @@ class _Destination:
         self._shape[place.dim] //= count
 
     def buffer(self, index: int) -> Tensor | None:
-        """The tensor that receives block number `index`. None: the message needs a new tensor."""
         return self.slots[index].view(self._shape) if self.is_in_place else None
 
     def write(self, index: int, block: Tensor) -> None:
@@ -232,9 +224,7 @@ class _Destination:
 def _destinations(
     state: RankState, moves: Sequence[tuple[str, Place]], tensors: Sequence[Tensor], count: int
 ) -> list[_Destination]:
-    """One destination for each operand that is joined from `count` blocks. moves: (operand, place where its blocks are
-    joined).
-    """
+    """Destinations of operands that are joined from `count` blocks. moves: (operand, place where its blocks join)."""
     return [
         _Destination(x, place, count, has_contiguous_blocks(state.digits, name, place))
         for x, (name, place) in zip(tensors, moves, strict=True)
@@ -248,7 +238,6 @@ def _combine_pieces(
     monoid = MONOIDS[state.program.result_of(outputs[0].name).monoid]
 
     def combine(source: int, blocks: list[Tensor]) -> None:
-        """Combine the received pieces, and drop them."""
         monoid.combine(total, blocks)
         state.count.drop(*blocks)
 

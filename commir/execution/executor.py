@@ -95,7 +95,7 @@ def compare(
             **{f"{name}.requires_grad": is_enabled and x.requires_grad for name, x in inputs},
         }
 
-    together(arguments, [group], lambda found: found)
+    together(arguments, [group], lambda checked: checked)
 
 
 def run(state: RankState, group: ProcessGroup | None, counter: Counter | None = None) -> dict[str, Tensor]:

@@ -21,9 +21,7 @@ class Stuck(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """A rank cannot take a step, for instance because it lacks a block. `place` is the rank and step; the cause is the
-    error.
-    """
+    """A rank cannot take a step, for instance because it lacks a block. `place` is the rank and step."""
 
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
@@ -56,40 +54,28 @@ def run_ranks(
     plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None = None, kernels: Kernels | None = None
 ) -> list[dict[str, Tensor]]:
     """The outputs of every rank, from its inputs at home. Ranks take turns; each runs until it waits for a message."""
-    with without_autocast(blocks[0]):
-        return _in_turns(plan, blocks, counts, kernels)
-
-
-def _in_turns(
-    plan: Plan, blocks: list[dict[str, Tensor]], counts: list[Count] | None, kernels: Kernels | None
-) -> list[dict[str, Tensor]]:
-    """`run_ranks`, in the present mode of autocast."""
     states = [RankState(plan, rank, each, kernels=kernels) for rank, each in enumerate(blocks)]
-    post = _Post()
-    runs = [take_steps(state) for state in states]
+    post, runs = _Post(), [take_steps(state) for state in states]
     waiting: dict[int, Any] = dict.fromkeys(range(len(runs)))  # {rank: the handle that it waits for, or None}
     results: dict[int, dict[str, Tensor]] = {}
-    while waiting:
-        progress = False
-        for rank in list(waiting):
-            handle = waiting[rank]
-            if handle is not None and not post.deliver(rank, handle):
-                continue
-            progress = True
-            try:
-                waiting[rank] = _run_until_waiting(runs[rank], rank, post)
-            except StopIteration as end:
-                results[rank] = end.value
-                states[rank].count.held = states[rank].held_before
-                del waiting[rank]
-            except (Stuck, MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                place = states[rank].place
-                raise StepFailed(f"{place}: {one_line(error)}", place) from error
-        if not progress:
-            first = states[min(waiting)].place
-            raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends, the first at {first}")
+    with without_autocast(blocks[0]):
+        while waiting:
+            ready = [rank for rank, handle in waiting.items() if handle is None or post.deliver(rank, handle)]
+            if not ready:
+                first = states[min(waiting)].place
+                raise Stuck(f"ranks {sorted(waiting)} wait for messages that no rank sends, the first at {first}")
+            for rank in ready:
+                try:
+                    waiting[rank] = _run_until_waiting(runs[rank], rank, post)
+                except StopIteration as end:
+                    results[rank] = end.value
+                    states[rank].count.held = states[rank].held_before
+                    del waiting[rank]
+                except (Stuck, MemoryError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    place = states[rank].place
+                    raise StepFailed(f"{place}: {one_line(error)}", place) from error
     post.refuse_undelivered()
     if counts is not None:
         counts += [state.count for state in states]
@@ -108,9 +94,7 @@ def _run_until_waiting(run: Any, rank: int, post: "_Post") -> Any:
 
 @dataclass(frozen=True)
 class _Handle:
-    """Messages that a rank has begun. receives: (from, tensor). sends: (to, tensor, its value and version when it was
-    sent).
-    """
+    """Messages that a rank has begun. receives: (from, tensor). sends: (to, tensor, its value and version then)."""
 
     receives: list[tuple[int, Tensor]]
     sends: list[tuple[int, Tensor, Tensor, int | None]]
@@ -142,9 +126,7 @@ class _Post:
         return handle
 
     def deliver(self, rank: int, handle: "_Handle") -> bool:
-        """Return True if all messages of a handle have arrived. Raises Stuck if the rank has changed a block while it was
-        sent.
-        """
+        """Return True if all messages of a handle have arrived. Raises Stuck if a block was changed while it was sent."""
         if any(x is each for source, x in handle.receives for each in self._expected[source, rank]):
             return False
         for to, x, message, version in handle.sends:

@@ -9,22 +9,11 @@ from collections.abc import Mapping
 import torch
 
 from commir.ir.monoids import MONOIDS
-from commir.ir.program import WHOLE, Operand, Program, Result
+from commir.ir.program import Operand, Program, Result
+from commir.lowering import plan_steps as kinds
 from commir.lowering.operand_layouts import Piece
-from commir.lowering.plan_steps import (
-    Arrive,
-    Combine,
-    Compute,
-    Derive,
-    Free,
-    Key,
-    PassStates,
-    Round,
-    Send,
-    SendPartial,
-    Summarize,
-    register_key,
-)
+from commir.lowering.plan_steps import Key, register_key
+from commir.lowering.rank_view import Fixed
 from commir.lowering.tensor_blocks import Sizes, expand, flat, select
 from commir.programs.scan_programs import pass_states as pass_block_states
 from commir.programs.scan_programs import summarize
@@ -32,10 +21,9 @@ from commir.programs.scan_programs import summarize
 from .state import RankState, Run
 
 Tensor = torch.Tensor
-Fixed = Mapping[Piece, int]  # {digit: its block in a turn of the loops}
 
 
-def derive_input(state: RankState, step: Derive) -> Run:
+def derive_input(state: RankState, step: kinds.Derive) -> Run:
     """Compute an input from others."""
     sources = state.read(state.program.operand(step.operand).source)
     derived = state.kernels.derive(state.program, step.operand, sources)
@@ -44,36 +32,30 @@ def derive_input(state: RankState, step: Derive) -> Run:
     yield from ()
 
 
-def send(state: RankState, step: Send) -> Run:
+def send(state: RankState, step: kinds.Send) -> Run:
     """Begin to pass blocks to the rank before, and to receive the next."""
     blocks = state.read(step.operands, step.source)
-    targets = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in blocks]
-    state.count.hold(*targets)
-    before, after = state.peer(step.axis, -1), state.peer(step.axis, 1)
-    handle = yield state.begin_messages([(x, before) for x in blocks], [(x, after) for x in targets])
-    state.in_flight[step.operands, step.target] = handle, targets, []
+    handle, targets = yield from state.begin_exchange(blocks, state.peer(step.axis, -1), state.peer(step.axis, 1))
+    state.in_flight[step.message] = handle, targets, []
 
 
-def arrive(state: RankState, step: Arrive) -> Run:
+def arrive(state: RankState, step: kinds.Arrive) -> Run:
     """Wait for blocks."""
-    handle, blocks, _ = state.in_flight.pop((step.operands, step.key))
+    handle, blocks, _ = state.in_flight.pop(step.message)
     yield handle
     state.registers |= {(name, step.key): x for name, x in zip(step.operands, blocks, strict=True)}
 
 
-def free(state: RankState, step: Free) -> Run:
+def free(state: RankState, step: kinds.Free) -> Run:
     """Release blocks."""
     for name in step.operands:
         state.drop(state.registers.pop((name, register_key(step.key))))
     yield from ()
 
 
-def compute(state: RankState, step: Compute) -> Run:
+def compute(state: RankState, step: kinds.Compute) -> Run:
     """Compute a tile, and combine its results into the accumulators."""
-    fixed = {}
-    for loop, counter in zip(state.loops, step.counters, strict=True):
-        shift = state.coordinates[loop.mesh_axis] if loop.mesh_axis else 0
-        fixed[loop.piece] = (counter + shift) % loop.size
+    fixed = state.turn(step.counters)
     operands = [operand for operand in state.program.inputs if operand.in_tile]
     inputs = {operand.name: _input(state, operand, step.counters, fixed) for operand in operands}
     if (scan := state.program.scan) and (scan.carry, ()) in state.registers:
@@ -90,52 +72,46 @@ def compute(state: RankState, step: Compute) -> Run:
     yield from ()
 
 
-def summarize_blocks(state: RankState, step: Summarize) -> Run:
+def summarize_blocks(state: RankState, step: kinds.Summarize) -> Run:
     """Compute the summaries of this rank's blocks."""
-    scan = state.program.scan
-    assert scan is not None
     inputs = {operand.name: state.registers[operand.name, ()] for operand in state.program.inputs}
     summaries = summarize(state.program, inputs, _indices(state, {}))
-    for name, x in zip(scan.summaries, summaries, strict=True):
+    for name, x in zip(state.scan.summaries, summaries, strict=True):
         state.count.hold(x)
         state.registers[name, ()] = x
     yield from ()
 
 
-def pass_states(state: RankState, step: PassStates) -> Run:
+def pass_states(state: RankState, step: kinds.PassStates) -> Run:
     """Compute the state that enters each block."""
-    scan = state.program.scan
-    assert scan is not None
-    carry = pass_block_states(state.program, *state.read(scan.summaries))
+    carry = pass_block_states(state.program, *state.read(state.scan.summaries))
     state.count.hold(carry)
-    state.registers[scan.carry, ()] = carry
+    state.registers[state.scan.carry, ()] = carry
     yield from ()
 
 
-def send_partial(state: RankState, step: SendPartial) -> Run:
+def send_partial(state: RankState, step: kinds.SendPartial) -> Run:
     """Begin to send a partial result, and to receive another rank's."""
     outputs = state.outputs(step.result)
     partial = [state.registers.pop((output.name, step.source)) for output in outputs]
     leaving = [state.on_wire(output, x) for output, x in zip(outputs, partial, strict=True)]
     state.count_instead(partial, leaving)
     del partial  # so that it is freed
-    arriving = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in leaving]
-    state.count.hold(*arriving)
     to, source = state.peer(step.axis, step.distance), state.peer(step.axis, -step.distance)
-    handle = yield state.begin_messages([(x, to) for x in leaving], [(x, source) for x in arriving])
-    state.in_flight[step.result, step.source, step.target] = handle, arriving, leaving
+    handle, arriving = yield from state.begin_exchange(leaving, to, source)
+    state.in_flight[step.message] = handle, arriving, leaving
 
 
-def combine(state: RankState, step: Combine) -> Run:
+def combine(state: RankState, step: kinds.Combine) -> Run:
     """Wait for another rank's partial result, and combine it into this rank's."""
-    handle, arrived, sent = state.in_flight.pop((step.result, step.source, step.target))
+    handle, arrived, sent = state.in_flight.pop(step.message)
     yield handle
     result = state.program.results[step.result]
     MONOIDS[result.monoid].combine(state.read(result.outputs, step.target), arrived)
     state.count.drop(*arrived, *sent)
 
 
-def round_outputs(state: RankState, step: Round) -> Run:
+def round_outputs(state: RankState, step: kinds.Round) -> Run:
     """Convert outputs to the dtype in which they travel."""
     for output in state.outputs(step.result):
         old = state.registers[output.name, ()]
@@ -146,37 +122,31 @@ def round_outputs(state: RankState, step: Round) -> Run:
 
 def _input(state: RankState, operand: Operand, counters: Key, fixed: Fixed) -> Tensor:
     """The block of an input that the tile reads."""
-    key, sizes = tuple(counters[j] for j in state.travels[operand.name]), state.sizes[operand.name]
-    (register,) = state.read([operand.name], key)
+    register, sizes = state.registers[operand.name, state.key(operand.name, counters)], state.sizes[operand.name]
     local = _local(fixed, sizes)
     return flat(select(register, sizes, local), sizes, local) if local else register
 
 
 def _check_shapes(program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> None:
-    """Raise RuntimeError if a block has another number of elements than the tile's indices, with which kernels would
-    crash.
-    """
+    """Raise RuntimeError if a block does not have as many elements as the tile's indices: kernels would crash."""
     for name, x in inputs.items():
         operand = program.operand(name)
         for axis, size in zip(operand.axes, x.shape, strict=False):
             expected = len(indices[axis]) // operand.divisor(axis) if axis in indices else size
             if size != expected or x.dim() != len(operand.axes):
-                raise RuntimeError(
-                    f"a tile reads {name} of shape {tuple(x.shape)}, with {expected} elements along {axis}"
-                )
+                shape = tuple(x.shape)
+                raise RuntimeError(f"a tile reads {name} of shape {shape}, with {expected} elements along {axis}")
 
 
 def _indices(state: RankState, fixed: Fixed) -> dict[str, Tensor]:
     """For each loop axis, the elements of the whole tensor that the tile sees."""
-    fixed = {piece: state.coordinates[mesh_axis] for mesh_axis, piece in state.parallel.items()} | dict(fixed)
-    axes = [axis for axis in state.digits.sizes if state.program.axis(axis).kind != WHOLE]
-    return {axis: state.plan.elements(axis, {p: index for p, index in fixed.items() if p[0] == axis}) for axis in axes}
+    return {axis: state.plan.elements(axis, blocks) for axis, blocks in state.blocks_of_axes(fixed).items()}
 
 
 def _whole(state: RankState, result: Result, counters: Key, fixed: Fixed) -> list[Tensor]:
     """The accumulators of a tile's results, if they exist and the tile computes all of their elements; otherwise []."""
     names = result.outputs
-    key = register_key(tuple(counters[j] for j in state.travels[names[0]]))
+    key = state.key(names[0], counters)
     is_whole = (names[0], key) in state.registers and not _local(fixed, state.sizes[names[0]])
     return state.read(names, key) if is_whole else []
 
@@ -184,11 +154,15 @@ def _whole(state: RankState, result: Result, counters: Key, fixed: Fixed) -> lis
 def _accumulate(state: RankState, result: Result, computed: list[Tensor], counters: Key, fixed: Fixed) -> None:
     """Combine a tile's results into the accumulators. The first results create them, contiguous."""
     names, monoid = result.outputs, MONOIDS[result.monoid]
-    key = register_key(tuple(counters[j] for j in state.travels[names[0]]))
+    key = state.key(names[0], counters)
     sizes = [state.sizes[name] for name in names]
     local = _local(fixed, sizes[0])
     if (names[0], key) not in state.registers:
-        new = [x.contiguous() for x in computed] if not local else _neutral(computed, sizes, monoid.values(len(names)))
+        new = [x.contiguous() for x in computed]
+        if local:  # the accumulators have all local digits
+            shapes = [[math.prod(size for _, size in dim) for dim in each] for each in sizes]
+            neutral = monoid.values(len(names))
+            new = [x.new_full(shape, value) for x, shape, value in zip(computed, shapes, neutral, strict=True)]
         state.count.hold(*new)
         state.registers |= {(name, key): x for name, x in zip(names, new, strict=True)}
         if not local:
@@ -199,12 +173,5 @@ def _accumulate(state: RankState, result: Result, computed: list[Tensor], counte
 
 
 def _local(fixed: Fixed, sizes: Sizes) -> dict[Piece, int]:
-    """The entries of `fixed` whose digits are local to a tensor."""
     pieces = {piece for dim in sizes for piece, _ in dim}
     return {piece: index for piece, index in fixed.items() if piece in pieces}
-
-
-def _neutral(like: list[Tensor], sizes: list[Sizes], values: tuple[float, ...]) -> list[Tensor]:
-    """Accumulators with all local digits, filled with the neutral element."""
-    shapes = [[math.prod(size for _, size in dim) for dim in each] for each in sizes]
-    return [x.new_full(shape, value) for x, shape, value in zip(like, shapes, values, strict=True)]

@@ -1,13 +1,11 @@
 """All steps of a plan on one rank, as one generator."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from commir.ir.program import Operand
 from commir.lowering import plan_steps as kinds
-from commir.lowering.operand_layouts import Piece
 from commir.lowering.plan_steps import Step
 from commir.lowering.tensor_blocks import expand, flat, local_sizes, select
 
@@ -53,23 +51,26 @@ def take_steps(state: RankState) -> Run:
 
 def _take_chunks(state: RankState) -> Run:
     """Take all steps for one chunk after the other: from copies of its inputs, into its part of the outputs."""
-    outputs, chunks = state.new_outputs(), _Chunks(state)
-    kept, saved = state.count.held, list[dict[str, Any]]()
+    digits, (axis, digit) = state.digits, state.digits.piece(str(state.plan.schedule.chunked))
+    sizes = {x.name: local_sizes(digits, x, digits.home(x)) for x in (*state.plan.inputs(), *state.program.outputs)}
+    copied = [x.name for x in state.plan.inputs() if axis in x.axes]
+    outputs, saved = state.new_outputs(), list[dict[str, Tensor]]()
+    kept = state.count.held
     for number in range(state.plan.schedule.chunks):
-        inputs = {
-            operand.name: chunks.copy_chunk(operand, state.read([operand.name])[0], number)
-            for operand in state.plan.inputs()
-        }
-        chunk = RankState(
-            state.plan.of_chunk(number), state.rank, inputs, state.count, state.kernels, chunks.copied_operands(inputs)
-        )
+        fixed, inputs = {(axis, digit): number}, {x.name: state.registers[x.name, ()] for x in state.plan.inputs()}
+        for name in copied:
+            inputs[name] = flat(select(inputs[name], sizes[name], fixed), sizes[name], fixed).clone()
+        chunk = RankState(state.plan.of_chunk(number), state.rank, inputs, state.count, state.kernels, copied)
         chunk.saved, chunk.current_step = None if state.saved is None else {}, state.current_step
         for name, x in (yield from take_steps(chunk)).items():
-            chunks.write_chunk(state.program.operand(name), outputs[name], x, number)
+            select(outputs[name], sizes[name], fixed).copy_(expand(x, sizes[name], fixed))
         saved += [] if chunk.saved is None else [chunk.saved]
         state.count.held = kept
-    if state.saved is not None:
-        state.saved |= chunks.join_chunks(saved)
+    if state.saved is not None:  # ranks divide the axis outside of chunks, so that they hold whole chunks
+        for name, x in saved[0].items():
+            if axis in (axes := state.program.operand(name).axes):
+                x = torch.cat([each[name] for each in saved], axes.index(axis))
+            state.saved[name] = x
     return outputs
 
 
@@ -77,38 +78,3 @@ def _save_inputs(state: RankState, saved: dict[str, Any], step: Step) -> None:
     """Save the inputs before the first step that gathers or computes."""
     if not saved and isinstance(step, kinds.Gather | kinds.Derive | kinds.Send | kinds.Compute):
         saved |= {name: x for (name, key), x in state.registers.items() if not key}
-
-
-class _Chunks:
-    """The places of a plan's chunks in the tensors of a rank."""
-
-    def __init__(self, state: RankState) -> None:
-        self._plan, self._digits = state.plan, state.digits
-        self._axis, self._number = self._digits.piece(str(state.plan.schedule.chunked))
-
-    def copy_chunk(self, operand: Operand, x: Tensor, number: int) -> Tensor:
-        """Copy a chunk of an operand that is at home. An operand without chunks is returned itself."""
-        if self._axis not in operand.axes:
-            return x
-        sizes = local_sizes(self._digits, operand, self._digits.home(operand))
-        return flat(select(x, sizes, self._fixed(number)), sizes, self._fixed(number)).clone()
-
-    def write_chunk(self, operand: Operand, whole: Tensor, x: Tensor, number: int) -> None:
-        sizes = local_sizes(self._digits, operand, self._digits.home(operand))
-        select(whole, sizes, self._fixed(number)).copy_(expand(x, sizes, self._fixed(number)))
-
-    def copied_operands(self, names: Iterable[str]) -> set[str]:
-        return {name for name in names if self._axis in self._plan.program.operand(name).axes}
-
-    def join_chunks(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """{operand: all its chunks}, where a rank holds whole chunks because ranks divide the axis outside of them."""
-        operands = {name: self._plan.program.operand(name) for name in parts[0]}
-        return {
-            name: torch.cat([part[name] for part in parts], operand.axes.index(self._axis))
-            if self._axis in operand.axes
-            else parts[0][name]
-            for name, operand in operands.items()
-        }
-
-    def _fixed(self, number: int) -> dict[Piece, int]:
-        return {(self._axis, self._number): number}

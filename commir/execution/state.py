@@ -15,8 +15,7 @@ from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.program import Operand, Program
 from commir.lowering.plan import Plan
 from commir.lowering.plan_steps import Key, Step, register_key
-from commir.lowering.tensor_blocks import local_sizes
-from commir.lowering.unrolled_loops import loops_of, travelling
+from commir.lowering.rank_view import RankView
 from commir.programs.tiles import Tile, TileInto, derive, tile_into, tile_of
 
 Tensor = torch.Tensor
@@ -51,12 +50,10 @@ class Count:
     peak: int = 0
 
     def hold(self, *tensors: Tensor) -> None:
-        """Count new tensors."""
         self.held += sum(x.nbytes for x in tensors)
         self.peak = max(self.peak, self.held)
 
     def drop(self, *tensors: Tensor) -> None:
-        """Count tensors that are no longer needed."""
         self.held -= sum(x.nbytes for x in tensors)
 
 
@@ -75,8 +72,8 @@ class Kernels:
     tile_into: TileInto | None = None
 
 
-class RankState:
-    """One rank of a plan.
+class RankState(RankView):
+    """One rank of a plan that runs.
 
     Args:
         inputs: its blocks at home.
@@ -86,8 +83,6 @@ class RankState:
             are no longer needed; None otherwise.
 
     Attributes:
-        travels: {operand: the loops along which its blocks travel}.
-        sizes: {operand: its local digits}.
         registers: {(operand, key): contiguous block}, with the key () for the block that the rank owns.
         in_flight: {message: (handle, tensors that arrive, tensors that leave)}.
         held_before: the bytes that `count` held before.
@@ -100,24 +95,17 @@ class RankState:
         self, plan: Plan, rank: int, inputs: Mapping[str, Tensor], count: Count | None = None,
         kernels: Kernels | None = None, copied: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self.plan, self.digits, self.program = rank, plan, plan.digits, plan.program
-        self.coordinates = plan.mesh.coordinates(rank)
-        self.count = count or Count()
-        self.loops, self.parallel = loops_of(self.digits), self.digits.parallel()
-        self.travels = {operand.name: travelling(self.digits, self.loops, operand) for operand in self.program.operands}
-        self.sizes = {
-            operand.name: local_sizes(self.digits, operand, self.digits.needed(operand))
-            for operand in self.program.operands
-        }
-        self.kernels = kernels or Kernels(
-            tile_of(self.program, plan.schedule.kernel), tile_into=tile_into(self.program, plan.schedule.kernel)
-        )
+        super().__init__(plan.digits, rank)
+        self.rank, self.plan, self.count = rank, plan, count or Count()
+        kernel = self.program, plan.schedule.kernel
+        self.kernels = kernels or Kernels(tile_of(*kernel), tile_into=tile_into(*kernel))
         self.registers: dict[tuple[str, Key], Tensor] = {(name, ()): x.contiguous() for name, x in inputs.items()}
         self.saved: dict[str, Tensor] | None = None
         self.current_step: list[tuple[int, Step]] = []
         self.in_flight: dict[tuple[Any, ...], tuple[Any, list[Tensor], list[Tensor]]] = {}
         self._home = {id(x) for name, x in inputs.items() if name not in (copied or ())}
-        self._dtype = inputs[_first_narrow(plan).name].dtype
+        given = plan.inputs()  # the first that is not wide has the dtype of the results
+        self._dtype = inputs[next((x for x in given if not x.is_wide), given[0]).name].dtype
         self.held_before = self.count.held
         self.count.hold(*(x for name, x in inputs.items() if copied is None or name in copied))
         self.count.hold(*(x for (name, _), x in self.registers.items() if x is not inputs[name]))
@@ -131,7 +119,6 @@ class RankState:
     # Registers
 
     def read(self, names: Sequence[str], key: Key = ()) -> list[Tensor]:
-        """The blocks of operands with this key."""
         return [self.registers[name, register_key(key)] for name in names]
 
     def replace(self, names: Sequence[str], new: Sequence[Tensor]) -> None:
@@ -151,9 +138,6 @@ class RankState:
         self.count.hold(*(y for _, y in changed))
         self.count.drop(*(x for x, _ in changed))
 
-    def outputs(self, result: int) -> list[Operand]:
-        return [self.program.operand(name) for name in self.program.results[result].outputs]
-
     # Dtypes
 
     def on_wire(self, output: Operand, x: Tensor) -> Tensor:
@@ -161,7 +145,6 @@ class RankState:
         return x.to(self.dtype_on_wire(output))
 
     def dtype_on_wire(self, output: Operand) -> torch.dtype:
-        """The dtype in which partial results of an output travel."""
         return self._wide if output.is_wide or output.has_wide_partials else self._dtype
 
     def stored(self, output: Operand, x: Tensor) -> Tensor:
@@ -175,48 +158,25 @@ class RankState:
     def new_outputs(self) -> dict[str, Tensor]:
         """{output: an uninitialized block at home}, counted."""
         like = next(iter(self.registers.values()))
-        outputs = {
-            operand.name: self.stored(
-                operand, like.new_empty(self.digits.local_shape(operand, self.digits.home(operand)))
-            )
-            for operand in self.program.outputs
-        }
+        shapes = {x: self.digits.local_shape(x, self.digits.home(x)) for x in self.program.outputs}
+        outputs = {x.name: self.stored(x, like.new_empty(shape)) for x, shape in shapes.items()}
         self.count.hold(*outputs.values())
         return outputs
 
     # Messages
 
-    def size(self, axis: str) -> int:
-        return self.plan.mesh.size(axis)
-
-    def peer(self, axis: str, distance: int) -> int:
-        there = (self.coordinates[axis] + distance) % self.size(axis)
-        return self.plan.mesh.rank_at({**self.coordinates, axis: there})
-
-    def begin_messages(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Messages:
-        self.count.sent += sum(x.nbytes for x, _ in sends)
-        return Messages(sends, receives)
-
     def begin_exchange(
-        self, axis: str, leaving: Sequence[Tensor], distance: int, into: Sequence[Tensor | None] | None = None
+        self, leaving: Sequence[Tensor], to: int, source: int, into: Sequence[Tensor | None] | None = None
     ) -> Run:
-        """Begin to send tensors `distance` further along an axis; return (handle, the tensors of the rank as far before).
+        """Begin to send tensors to one rank, and to receive others like them; return (handle, the tensors that arrive).
 
         into: contiguous tensors to receive into; None: a new one, which is counted, and which the caller drops.
         """
-        arriving, new = [], []
+        arriving = list[Tensor]()
         for x, place in zip(leaving, into or [None] * len(leaving), strict=True):
+            arriving.append(torch.empty_like(x, memory_format=torch.contiguous_format) if place is None else place)
             if place is None:
-                place = torch.empty_like(x, memory_format=torch.contiguous_format)
-                new.append(place)
-            arriving.append(place)
-        self.count.hold(*new)
-        to, source = self.peer(axis, distance), self.peer(axis, -distance)
-        handle = yield self.begin_messages([(x, to) for x in leaving], [(x, source) for x in arriving])
+                self.count.hold(arriving[-1])
+        self.count.sent += sum(x.nbytes for x in leaving)
+        handle = yield Messages([(x, to) for x in leaving], [(x, source) for x in arriving])
         return handle, arriving
-
-
-def _first_narrow(plan: Plan) -> Operand:
-    """The first input of the caller that has the dtype of the results; the first of all if every one is at least fp32."""
-    given = plan.inputs()
-    return next((each for each in given if not each.is_wide), given[0])

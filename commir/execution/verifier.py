@@ -66,7 +66,7 @@ def verify(plan: Plan, seed: int = 0) -> None:
         _check_blocks(plan)
         if plan.program.scan is None:  # of a scan, the numbers alone tell whether the order is right
             _check_coverage(plan)
-        for options in _masks(plan.program):
+        for options in [{"causal": True}, {"causal": False}] if "causal" in dict(plan.program.options) else [{}]:
             _check_numbers(plan.with_options(**options), seed)
     except (VerificationError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -143,15 +143,11 @@ def _check_blocks(plan: Plan) -> None:
         )
 
 
-def _masks(program: Program) -> list[dict[str, bool]]:
-    return [{"causal": True}, {"causal": False}] if "causal" in dict(program.options) else [{}]
-
-
 def _check_numbers(plan: Plan, seed: int) -> None:
     small = smallest(plan, whole=4, inner=2)
     inputs, expected = _inputs_and_outputs(small, seed)
-    found = small.unshard(run_ranks(small, small.shard_all(inputs)))
-    for name, x in found.items():
+    outputs = small.unshard(run_ranks(small, small.shard_all(inputs)))
+    for name, x in outputs.items():
         limit = TOLERANCE * _scale(expected[name])
         is_nan = x.isnan() & expected[name].isnan()
         wrong = ~((x - expected[name]).abs() <= limit) & ~(x == expected[name]) & ~is_nan
@@ -171,10 +167,8 @@ def _inputs_and_outputs(plan: Plan, seed: int) -> tuple[dict[str, Tensor], dict[
     the contribution of the first block is seen in the last one.
     """
     generator = torch.Generator().manual_seed(seed)
-    inputs = {
-        operand.name: torch.randn(plan.program.shape(operand), generator=generator, dtype=torch.float64)
-        for operand in plan.inputs()
-    }
+    shapes = {operand.name: plan.program.shape(operand) for operand in plan.inputs()}
+    inputs = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     if plan.program.scan is not None:
         inputs = with_lasting_states(plan.program, inputs)
     outputs = unscheduled(plan.program, inputs)
@@ -193,15 +187,16 @@ def _check_coverage(plan: Plan) -> None:
     small = smallest(plan, whole=1, inner=1)
     program, points = _counting_program(small.program)
     counting = replace(small, schedule=replace(small.schedule, program=program))
-    names = {operand.name: _names_of_elements(program.shape(operand)) for operand in program.inputs}
+    shapes = {operand.name: program.shape(operand) for operand in program.inputs}
+    names = {x: torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) for x, shape in shapes.items()}
     inputs = {operand.name: names[operand.name] for operand in counting.inputs()}
     kernels = Kernels(_CountingTile(names, points), lambda _, operand, sources: sources[0].squeeze(-1))
-    found = counting.unshard(run_ranks(counting, counting.shard_all(inputs), kernels=kernels))
+    counted = counting.unshard(run_ranks(counting, counting.shard_all(inputs), kernels=kernels))
     for result in program.results:
         for name in result.outputs:
-            if (wrong := (found[name] != 1).nonzero()).numel():
+            if (wrong := (counted[name] != 1).nonzero()).numel():
                 *element, point = (int(index) for index in wrong[0])
-                times = int(found[name][tuple(wrong[0])])
+                times = int(counted[name][tuple(wrong[0])])
                 at = ", ".join(f"{a} {i}" for a, i in points.coordinates(program.result_of(name), point).items())
                 raise VerificationError(
                     f"{plan.schedule}: {name}{element} combines the block at {at or 'its place'} {times} times, not once"
@@ -215,7 +210,6 @@ class _Points:
         self._axes = {r.outputs: {a: program.axis(a).size for a in program.reduced_axes(r)} for r in program.results}
 
     def count(self, result: Result) -> int:
-        """The number of points that a result is reduced over."""
         return math.prod(self._axes[result.outputs].values())
 
     def coordinates(self, result: Result, point: int) -> dict[str, int]:
@@ -225,12 +219,11 @@ class _Points:
     def mask(self, result: Result, indices: Mapping[str, Tensor]) -> Tensor:
         """(count,): 1 for the points of a tile with these indices, 0 for others."""
         sizes = self._axes[result.outputs]
-        found = torch.zeros(list(sizes.values()), dtype=torch.float64)
-        if sizes:
-            found[torch.meshgrid(*(indices[axis] for axis in sizes), indexing="ij")] = 1
-        else:
-            found.fill_(1)
-        return found.reshape(-1)
+        if not sizes:
+            return torch.ones(1, dtype=torch.float64)
+        mask = torch.zeros(list(sizes.values()), dtype=torch.float64)
+        mask[torch.meshgrid(*(indices[axis] for axis in sizes), indexing="ij")] = 1
+        return mask.reshape(-1)
 
 
 class _CountingTile:
@@ -242,10 +235,9 @@ class _CountingTile:
     def __call__(
         self, program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        found = {}
+        counts = {}
         for name, x in inputs.items():
-            operand = program.operand(name)
-            expected = self._names[name]
+            operand, expected = program.operand(name), self._names[name]
             for dim, axis in enumerate(operand.axes):
                 if axis in indices:
                     expected = expected.index_select(dim, _elements(operand, axis, indices[axis]))
@@ -257,11 +249,10 @@ class _CountingTile:
             mask = self._points.mask(result, indices)
             for name in result.outputs:
                 operand = program.operand(name)
-                shape = [
-                    len(_elements(operand, axis, indices[axis])) if axis in indices else 1 for axis in operand.axes[:-1]
-                ]
-                found[name] = mask.expand(*shape, len(mask)).clone()
-        return found
+                axes = operand.axes[:-1]
+                shape = [len(_elements(operand, axis, indices[axis])) if axis in indices else 1 for axis in axes]
+                counts[name] = mask.expand(*shape, len(mask)).clone()
+        return counts
 
     def _difference(self, name: str, x: Tensor, expected: Tensor) -> str:
         """Describe how a tile's block of an input differs from the right one, in the first element."""
@@ -272,28 +263,23 @@ class _CountingTile:
 
     def _element(self, name: str, number: float) -> str:
         """The element of an operand that has this number, as name[index]."""
-        found = (self._names[name] == number).nonzero()
-        return f"{name}{found[0].tolist()}" if len(found) else f"no element of {name}"
+        places = (self._names[name] == number).nonzero()
+        return f"{name}{places[0].tolist()}" if len(places) else f"no element of {name}"
 
 
 def _place_in_loops(indices: Mapping[str, Tensor]) -> str:
     """The indices of a tile in words: heads 0 to 3, q 2, kv [0, 5]."""
-    found = []
+    words = []
     for axis, each in indices.items():
         first, last = int(each[0]), int(each[-1])
         is_range = last > first and each.tolist() == list(range(first, last + 1))
-        found.append(f"{axis} {first} to {last}" if is_range else f"{axis} {each.tolist() if len(each) > 1 else first}")
-    return ", ".join(found)
+        words.append(f"{axis} {first} to {last}" if is_range else f"{axis} {each.tolist() if len(each) > 1 else first}")
+    return ", ".join(words)
 
 
 def _elements(operand: Operand, axis: str, indices: Tensor) -> Tensor:
     """The elements along an operand's dimension that serve these indices of an axis."""
     return indices[:: operand.divisor(axis)] // operand.divisor(axis)
-
-
-def _names_of_elements(shape: tuple[int, ...]) -> Tensor:
-    """A different number in every element."""
-    return torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
 
 
 def _counting_program(program: Program) -> tuple[Program, _Points]:
@@ -302,9 +288,7 @@ def _counting_program(program: Program) -> tuple[Program, _Points]:
     while any(axis.name.startswith(prefix) for axis in program.axes):
         prefix += "_"
     extra = tuple(Axis(f"{prefix}{n}", points.count(result), WHOLE) for n, result in enumerate(program.results))
-    number = {name: n for n, result in enumerate(program.results) for name in result.outputs}
-    outputs = tuple(
-        replace(operand, axes=(*operand.axes, extra[number[operand.name]].name)) for operand in program.outputs
-    )
+    counting = {name: axis.name for axis, result in zip(extra, program.results, strict=True) for name in result.outputs}
+    outputs = tuple(replace(operand, axes=(*operand.axes, counting[operand.name])) for operand in program.outputs)
     results = tuple(replace(result, monoid="sum") for result in program.results)
     return replace(program, axes=(*program.axes, *extra), outputs=outputs, results=results), points

@@ -66,17 +66,13 @@ def read_expression(node: ast.expr, inputs: Operands, outputs: Collection[str], 
             _fail(node, f"{ast.unparse(node)}: the functions of one argument are {names}; they take no keywords")
         return ast.Call(ast.Name(name), [read(node.args[0])], [])
     elif not (isinstance(node, ast.Constant) and isinstance(node.value, int | float)):
-        _fail(
-            node,
-            f"{ast.unparse(node)} is neither an operand with its axes, a number, + - * /, nor a function of these",
-        )
+        rule = "is neither an operand with its axes, a number, + - * /, nor a function of these"
+        _fail(node, f"{ast.unparse(node)} {rule}")
     return node
 
 
 def factors_of(node: ast.expr) -> list[ast.expr]:
-    """The factors of a product in their order, where -x is -1 times x. An expression that is no product is its own
-    factor.
-    """
+    """The factors of a product in their order, where -x is -1 times x. Another expression is its own factor."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return factors_of(node.left) + factors_of(node.right)
     if isinstance(node, ast.UnaryOp):

@@ -60,12 +60,10 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return math.prod(axis.size for axis in self.axes)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     @property
@@ -102,7 +100,6 @@ class Mesh:
         raise ValueError(f"the mesh has no axis {name!r}: expected {', '.join(self.names)}")
 
     def size(self, name: str) -> int:
-        """The number of ranks along an axis."""
         return self.axis(name).size
 
     def split(self, name: str, /, **sizes: int) -> "Mesh":
@@ -134,10 +131,10 @@ class Mesh:
         """{axis: index along it} of a rank."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not in a mesh of {self.ranks} ranks")
-        found = {}
+        coordinates = {}
         for axis in reversed(self.axes):
-            rank, found[axis.name] = divmod(rank, axis.size)
-        return found
+            rank, coordinates[axis.name] = divmod(rank, axis.size)
+        return coordinates
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank with these coordinates."""
@@ -154,7 +151,7 @@ class Mesh:
 
 def _checked_speeds(speeds: Mapping[str, Any], levels: Sequence[str]) -> dict[str, Fabric | tuple[float, float]]:
     """Speeds as a mesh stores them. Raises ValueError for an invalid speed or an unknown level."""
-    found: dict[str, Fabric | tuple[float, float]] = {}
+    checked: dict[str, Fabric | tuple[float, float]] = {}
     for name, speed in speeds.items():
         if name not in levels:
             raise ValueError(f"speed of unknown mesh axis {name!r}: expected {', '.join(dict.fromkeys(levels))}")
@@ -163,12 +160,12 @@ def _checked_speeds(speeds: Mapping[str, Any], levels: Sequence[str]) -> dict[st
                 raise ValueError(
                     f"the fabric of mesh axis {name} has neither p2p nor all_gather, which predict messages"
                 )
-            found[name] = speed
+            checked[name] = speed
         elif isinstance(speed, tuple | list) and len(speed) == 2 and speed[0] >= 0 and speed[1] > 0:
-            found[name] = float(speed[0]), float(speed[1])
+            checked[name] = float(speed[0]), float(speed[1])
         else:
             raise ValueError(
                 f"speed of mesh axis {name} is {speed!r}: expected (seconds of at least 0, bytes per second above 0) or a "
                 f"Fabric"
             )
-    return found
+    return checked

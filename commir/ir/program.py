@@ -108,12 +108,11 @@ class Result:
 
     def __post_init__(self) -> None:
         if self.monoid not in MONOID_NAMES:
-            names = ", ".join(MONOID_NAMES)
-            raise ValueError(f"{', '.join(self.outputs)}: unknown reduction {self.monoid!r}: expected {names}")
+            expected = ", ".join(MONOID_NAMES)
+            raise ValueError(f"{', '.join(self.outputs)}: unknown reduction {self.monoid!r}: expected {expected}")
         if self.monoid == "softmax" and len(self.outputs) != 2:
-            raise ValueError(
-                f"softmax combines two outputs, a mean and the log of its weights' sum, not {', '.join(self.outputs)}"
-            )
+            rule = "softmax combines two outputs, a mean and the log of its weights' sum"
+            raise ValueError(f"{rule}, not {', '.join(self.outputs)}")
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ class Program:
             raise ValueError(f"unknown dtype {self.dtype!r}: expected {', '.join(ITEMSIZES)}")
         for operand in (*self.operands, *self.internal):
             self._check_operand(operand)
-        if all(operand.source for operand in self.inputs) or not self.outputs:
+        if not self.given or not self.outputs:
             counts = f"{len(self.inputs)} inputs and {len(self.outputs)} outputs"
             raise ValueError(f"{self.name} has {counts}: expected at least one of each, and an input from the caller")
         named = [name for result in self.results for name in result.outputs]
@@ -231,10 +230,10 @@ class Program:
             "outputs": [operand.name for operand in self.outputs],
             "options": list(dict(self.options)),
         }
-        for (kind, found), needed in zip(names.items(), map(str.split, TILES[self.tile]), strict=True):
-            if sorted(found) != sorted(needed):
+        for (kind, given), needed in zip(names.items(), map(str.split, TILES[self.tile]), strict=True):
+            if sorted(given) != sorted(needed):
                 expected = ", ".join(needed) or "none"
-                raise ValueError(f"{self.name}: the tile {self.tile} has the {kind} {expected}, not {', '.join(found)}")
+                raise ValueError(f"{self.name}: the tile {self.tile} has the {kind} {expected}, not {', '.join(given)}")
         scale = dict(self.options).get("scale", 1.0)
         if not isinstance(scale, int | float) or not 0 < scale < math.inf:
             raise ValueError(f"{self.name}: option scale is {scale!r}: expected a positive, finite number")
@@ -258,8 +257,12 @@ class Program:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The inputs, followed by the outputs."""
         return (*self.inputs, *self.outputs)
+
+    @property
+    def given(self) -> tuple[Operand, ...]:
+        """The inputs that a caller gives; the program derives the others."""
+        return tuple(operand for operand in self.inputs if not operand.source)
 
     @property
     def points(self) -> float:
@@ -283,9 +286,7 @@ class Program:
 
     @cached_property
     def _most_blocks(self) -> dict[str, int]:
-        return {
-            axis.name: axis.size // max(operand.divisor(axis.name) for operand in self.operands) for axis in self.axes
-        }
+        return {axis.name: axis.size // max(x.divisor(axis.name) for x in self.operands) for axis in self.axes}
 
     def axis(self, name: str) -> Axis:
         """The axis of this name. Raises ValueError if there is none."""
@@ -304,7 +305,6 @@ class Program:
         return dict(self.options)[name]
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
-        """The shape of the whole operand."""
         return tuple(self._axes[name].size // operand.divisor(name) for name in operand.axes)
 
     def itemsize(self, operand: Operand, is_partial: bool = False) -> int:
@@ -312,8 +312,11 @@ class Program:
         size = ITEMSIZES[self.dtype]
         return max(4, size) if operand.is_wide or (is_partial and operand.has_wide_partials) else size
 
+    def is_rounded(self, output: Operand) -> bool:
+        """Return True if partial results travel in another dtype than that in which they are computed, at least fp32."""
+        return self.itemsize(output, is_partial=True) < 4
+
     def nbytes(self, operand: Operand) -> int:
-        """Bytes of the whole operand."""
         return math.prod(self.shape(operand)) * self.itemsize(operand)
 
     def resized(self, /, **sizes: int) -> "Program":
@@ -345,7 +348,6 @@ class Program:
         return tuple(shared)
 
     def result_of(self, output: str) -> Result:
-        """The result to which an output belongs."""
         return next(result for result in self.results if output in result.outputs)
 
 

@@ -7,16 +7,16 @@ a block that is not contiguous or has another dtype. Temporaries of kernels do n
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from commir.ir.program import Operand
 
 from . import plan_steps as kinds
-from .operand_layouts import Digits
-from .plan_steps import Key, Step, register_key
+from .operand_layouts import Digits, Layout
+from .plan_steps import METHODS, Key, Step, register_key
+from .rank_view import RankView
 from .tensor_blocks import has_contiguous_blocks
-from .unrolled_loops import loops_of, travelling
 
 AHEAD = 2  # exchanges of a collective that are under way at a time, where arriving tensors are copied
 
@@ -45,19 +45,11 @@ class Account:
 
     @property
     def sent(self) -> int:
-        return sum(nbytes for _, nbytes in self.sent_along)
+        return sum(message.nbytes * message.count for step in self.by_step for message in step)
 
     @property
     def messages(self) -> int:
         return sum(message.count for step in self.by_step for message in step)
-
-    @property
-    def sent_along(self) -> tuple[tuple[str, int], ...]:
-        """(mesh axis, bytes sent along it) in the order of their first messages."""
-        found: dict[str, int] = {}
-        for message in (each for step in self.by_step for each in step):
-            found[message.axis] = found.get(message.axis, 0) + message.nbytes * message.count
-        return tuple(found.items())
 
 
 def account(digits: Digits, steps: Sequence[Step], owned: Collection[str] = ()) -> Account:
@@ -72,29 +64,16 @@ def account(digits: Digits, steps: Sequence[Step], owned: Collection[str] = ()) 
     return Account(tuple(map(tuple, ledger.messages)), ledger.peak)
 
 
-@dataclass
-class _Ledger:
+class _Ledger(RankView):
     """The sizes of all registers while steps are taken. blocks: {register: (elements, bytes of each, True if at home)}."""
 
-    digits: Digits
-    owned: Collection[str]
-    messages: list[list[Message]] = field(default_factory=list)
-    held: int = 0
-    peak: int = 0
-    blocks: dict[tuple[str, Key], tuple[int, int, bool]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.program, self.loops = self.digits.nest.program, loops_of(self.digits)
-        for operand in self.program.inputs:
-            if not operand.source:
-                count = math.prod(self.digits.local_shape(operand, self.digits.home(operand)))
-                self._add_register(
-                    operand.name, (), count, self.program.itemsize(operand), operand.name not in self.owned
-                )
-        self.travel = {
-            operand.name: travelling(self.digits, self.loops, operand)
-            for operand in (*self.program.inputs, *self.program.outputs)
-        }
+    def __init__(self, digits: Digits, owned: Collection[str]) -> None:
+        super().__init__(digits, 0)
+        self.messages: list[list[Message]] = []
+        self.held, self.peak = 0, 0
+        self.blocks: dict[tuple[str, Key], tuple[int, int, bool]] = {}
+        for x in self.program.given:
+            self._add_block(x, digits.home(x), self.program.itemsize(x), is_home=x.name not in owned)
 
     # Registers
 
@@ -106,13 +85,16 @@ class _Ledger:
         self._hold(count * itemsize)
         self.blocks[name, register_key(key)] = count, itemsize, is_home
 
+    def _add_block(self, x: Operand, layout: Layout, itemsize: int, key: Key = (), is_home: bool = False) -> None:
+        self._add_register(x.name, key, math.prod(self.digits.local_shape(x, layout)), itemsize, is_home)
+
     def _remove_register(self, name: str, key: Key = ()) -> tuple[int, int]:
         """Remove a register, without releasing its bytes. Returns (elements, bytes to release)."""
         count, itemsize, is_home = self.blocks.pop((name, register_key(key)))
         return count, 0 if is_home else count * itemsize
 
-    def _nbytes(self, name: str, key: Key = ()) -> int:
-        count, itemsize, _ = self.blocks[name, register_key(key)]
+    def _nbytes(self, name: str) -> int:
+        count, itemsize, _ = self.blocks[name, ()]
         return count * itemsize
 
     def _send(self, axis: str, nbytes: int) -> None:
@@ -124,36 +106,26 @@ class _Ledger:
         arriving: the bytes of a message that do not arrive in their place. leaving: the bytes that are copied to be sent. If
         both are 0, all messages begin at once.
         """
-        others = self._size(axis) - 1
+        others = self.size(axis) - 1
         at_once = AHEAD if arriving or leaving else others
         self.messages[-1].append(Message(axis, nbytes, others, at_once))
         return min(at_once, others) * (arriving + leaving)
 
-    def _size(self, axis: str) -> int:
-        return self.digits.nest.mesh.size(axis)
-
     def _replace(self, names: Sequence[str], factor: Callable[[int], int], transit: int) -> None:
         """Replace registers by blocks of `factor(elements)` elements, with `transit` bytes on their way meanwhile."""
         sizes = [(factor(self.blocks[name, ()][0]), self.blocks[name, ()][1]) for name in names]
-        total = sum(count * itemsize for count, itemsize in sizes)
-        self._hold(total)
+        self._hold(sum(count * itemsize for count, itemsize in sizes))
         self._hold(transit)
         self.held -= transit
         for name, (count, itemsize) in zip(names, sizes, strict=True):
             self.held -= self._remove_register(name)[1]
             self.blocks[name, ()] = count, itemsize, False
 
-    def _outputs(self, result: int) -> list[Operand]:
-        return [self.program.operand(name) for name in self.program.results[result].outputs]
-
     def _wide(self, output: Operand) -> int:
         return max(4, self.program.itemsize(output))
 
     def _on_wire(self, output: Operand) -> int:
         return self.program.itemsize(output, is_partial=True)
-
-    def _is_rounded(self, output: Operand) -> bool:
-        return self._on_wire(output) != self._wide(output)
 
     def _is_copied(self, name: str, place: kinds.Place) -> bool:
         return not has_contiguous_blocks(self.digits, name, place)
@@ -162,7 +134,7 @@ class _Ledger:
 
     def all_to_all(self, step: kinds.AllToAll) -> None:
         """Send a piece of each operand to every other rank along the axis; blocks keep their size."""
-        pieces = {name: self._nbytes(name) // self._size(step.axis) for name, _, _ in step.moves}
+        pieces = {name: self._nbytes(name) // self.size(step.axis) for name, _, _ in step.moves}
         arriving = sum(pieces[name] for name, _, joined in step.moves if self._is_copied(name, joined))
         leaving = sum(pieces[name] for name, cut, _ in step.moves if self._is_copied(name, cut))
         transit = self._exchange(step.axis, sum(pieces.values()), arriving, leaving)
@@ -170,19 +142,17 @@ class _Ledger:
 
     def gather(self, step: kinds.Gather) -> None:
         """Send each block to every other rank along the axis, and hold the blocks of all."""
-        names, size = [name for name, _ in step.moves], self._size(step.axis)
+        names, size = [name for name, _ in step.moves], self.size(step.axis)
         arriving = [name for name, joined in step.moves if self._is_copied(name, joined)]
         transit = self._exchange(step.axis, sum(map(self._nbytes, names)), sum(map(self._nbytes, arriving)), 0)
         self._replace(names, lambda count: count * size, transit)
 
     def slice(self, step: kinds.Slice) -> None:
-        """Keep one piece of each block along the axis; nothing is sent."""
-        size = self._size(step.axis)
+        size = self.size(step.axis)
         self._replace([name for name, _ in step.moves], lambda count: count // size, 0)
 
     def swap(self, step: kinds.Swap) -> None:
-        """Send each block to one rank, and hold the received one instead."""
-        outermost = min(step.axes, key=self.digits.nest.mesh.names.index)  # the peer is elsewhere along both
+        outermost = min(step.axes, key=self.mesh.names.index)  # the peer is elsewhere along both
         self._send(outermost, sum(map(self._nbytes, step.operands)))
         self._replace(step.operands, lambda count: count, 0)
 
@@ -203,7 +173,6 @@ class _Ledger:
 
     def arrive(self, step: kinds.Arrive) -> None:
         """Nothing changes: arriving blocks are counted from `send` on."""
-        pass
 
     def free(self, step: kinds.Free) -> None:
         self.held -= sum(self._remove_register(name, step.key)[1] for name in step.operands)
@@ -212,40 +181,29 @@ class _Ledger:
         """Release the carried state of a scan, and hold accumulators, of at least 4 bytes an element, that are new."""
         if (scan := self.program.scan) and (scan.carry, ()) in self.blocks:
             self.held -= self._remove_register(scan.carry)[1]
-        for result in self.program.results:
-            outputs = [self.program.operand(name) for name in result.outputs]
-            key = tuple(step.counters[j] for j in self.travel[outputs[0].name])
-            if (outputs[0].name, register_key(key)) in self.blocks:
-                continue
-            for output in outputs:
-                count = math.prod(self.digits.local_shape(output, self.digits.needed(output)))
-                self._add_register(output.name, key, count, self._wide(output))
+        for number, result in enumerate(self.program.results):
+            key = self.key(result.outputs[0], step.counters)
+            if (result.outputs[0], key) not in self.blocks:
+                for output in self.outputs(number):
+                    self._add_block(output, self.digits.needed(output), self._wide(output), key)
 
     def summarize(self, step: kinds.Summarize) -> None:
-        """Hold the summaries of this rank's blocks."""
-        scan = self.program.scan
-        assert scan is not None
-        for name in scan.summaries:
-            operand = self.program.operand(name)
-            count = math.prod(self.digits.local_shape(operand, self.digits.needed(operand)))
-            self._add_register(name, (), count, self.program.itemsize(operand))
+        for operand in map(self.program.operand, self.scan.summaries):
+            self._add_block(operand, self.digits.needed(operand), self.program.itemsize(operand))
 
     def pass_states(self, step: kinds.PassStates) -> None:
         """Hold the state that enters each block, as large as the state that leaves it."""
-        scan = self.program.scan
-        assert scan is not None
-        self._add_register(
-            scan.carry, (), self.blocks[scan.state, ()][0], self._nbytes(scan.state) // self.blocks[scan.state, ()][0]
-        )
+        count, itemsize, _ = self.blocks[self.scan.state, ()]
+        self._add_register(self.scan.carry, (), count, itemsize)
 
     def send_partial(self, step: kinds.SendPartial) -> None:
         """Send a partial result in its travelling dtype to one rank, and hold the buffer that receives the other rank's."""
         sent, rounded, dropped = 0, 0, 0
-        for output in self._outputs(step.result):
+        for output in self.outputs(step.result):
             count, nbytes = self._remove_register(output.name, step.source)
             sent += count * self._on_wire(output)
-            rounded += count * self._on_wire(output) * self._is_rounded(output)
-            dropped += nbytes * self._is_rounded(output)
+            rounded += count * self._on_wire(output) * self.program.is_rounded(output)
+            dropped += nbytes * self.program.is_rounded(output)
         self._send(step.axis, sent)
         self._hold(rounded)
         self.held -= dropped
@@ -253,30 +211,30 @@ class _Ledger:
 
     def combine(self, step: kinds.Combine) -> None:
         """Release the received partial result, and the one that was sent."""
-        for output in self._outputs(step.result):
+        for output in self.outputs(step.result):
             self.held -= 2 * self.blocks[output.name, register_key(step.target)][0] * self._on_wire(output)
 
     def reduce_scatter(self, step: kinds.ReduceScatter) -> None:
         """Send a piece of the partial result to every other rank along the axis, and hold one combined piece."""
-        size, wire, leaving = self._size(step.axis), 0, 0
-        for output, (name, cut) in zip(self._outputs(step.result), step.moves, strict=True):
+        size, wire, leaving = self.size(step.axis), 0, 0
+        for output, (name, cut) in zip(self.outputs(step.result), step.moves, strict=True):
             piece = self.blocks[name, ()][0] // size * self._on_wire(output)
             wire += piece
-            leaving += piece * (self._is_rounded(output) or self._is_copied(name, cut))
+            leaving += piece * (self.program.is_rounded(output) or self._is_copied(name, cut))
         transit = self._exchange(step.axis, wire, wire, leaving)
         self._replace([name for name, _ in step.moves], lambda count: count // size, transit)
 
     def all_reduce(self, step: kinds.AllReduce) -> None:
         """Send pieces of rows to every other rank along the axis, twice, and hold the result at its size."""
-        size, outputs = self._size(step.axis), self._outputs(step.result)
+        size, outputs = self.size(step.axis), self.outputs(step.result)
         counts = [self.blocks[output.name, ()][0] for output in outputs]
         shape = self.digits.local_shape(outputs[0], self.digits.needed(outputs[0]))
         whole = counts[0] // math.prod(shape[len(self.program.row_axes(self.program.results[step.result])) :])
         rows = -(-whole // size)  # of each piece
-        lengths = [rows * (count // whole) for count in counts]  # elements of a piece of each output
-        wide = sum(n * self._wide(output) for n, output in zip(lengths, outputs, strict=True))
-        wire = sum(n * self._on_wire(output) for n, output in zip(lengths, outputs, strict=True))
-        rounded = [(n, output) for n, output in zip(lengths, outputs, strict=True) if self._is_rounded(output)]
+        pieces = [(rows * (count // whole), output) for count, output in zip(counts, outputs, strict=True)]
+        wide = sum(n * self._wide(output) for n, output in pieces)
+        wire = sum(n * self._on_wire(output) for n, output in pieces)
+        rounded = [(n, output) for n, output in pieces if self.program.is_rounded(output)]
         leaving = sum(n * self._on_wire(output) for n, output in rounded)
         transit = self._exchange(step.axis, wire, wire, leaving)
         self._hold(size * wide + wide + transit)  # rows, this rank's piece, and copies of others
@@ -289,29 +247,12 @@ class _Ledger:
 
     def round(self, step: kinds.Round) -> None:
         """Hold outputs in the dtype in which they travel, instead of the accumulators."""
-        for output in self._outputs(step.result):
+        for output in self.outputs(step.result):
             count, nbytes = self._remove_register(output.name)
-            if self._is_rounded(output):
+            if self.program.is_rounded(output):
                 self._hold(count * self._on_wire(output))
                 self.held -= nbytes
             self.blocks[output.name, ()] = count, self._on_wire(output), False
 
 
-_COUNT: dict[type, Callable[[_Ledger, Any], None]] = {
-    kinds.AllToAll: _Ledger.all_to_all,
-    kinds.Gather: _Ledger.gather,
-    kinds.Slice: _Ledger.slice,
-    kinds.Swap: _Ledger.swap,
-    kinds.Derive: _Ledger.derive,
-    kinds.Send: _Ledger.send,
-    kinds.Arrive: _Ledger.arrive,
-    kinds.Free: _Ledger.free,
-    kinds.Compute: _Ledger.compute,
-    kinds.Summarize: _Ledger.summarize,
-    kinds.PassStates: _Ledger.pass_states,
-    kinds.SendPartial: _Ledger.send_partial,
-    kinds.Combine: _Ledger.combine,
-    kinds.ReduceScatter: _Ledger.reduce_scatter,
-    kinds.AllReduce: _Ledger.all_reduce,
-    kinds.Round: _Ledger.round,
-}
+_COUNT: dict[type, Callable[[_Ledger, Any], None]] = {kind: getattr(_Ledger, name) for kind, name in METHODS.items()}

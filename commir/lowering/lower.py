@@ -35,11 +35,8 @@ class Schedule(LoopNest):
         nest = cls(operator(dtype, **sizes), mesh)
         for operand, mesh_axis in operator.replicated:
             nest = nest.replicate(operand, mesh_axis)
-        placements = {
-            mesh_axis: Placement(axis, bool(shifted), shifted or None)
-            for mesh_axis, axis, shifted in operator.placements
-        }
-        return place(nest, **placements)
+        placed = {m: Placement(axis, bool(shifted), shifted or None) for m, axis, shifted in operator.placements}
+        return place(nest, **placed)
 
     def lower(self) -> Plan:
         """The plan of this schedule.

@@ -8,7 +8,7 @@ different numbers of blocks; `Digits` is the common refinement of all these cuts
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
 from commir.ir.program import Operand
@@ -40,11 +40,9 @@ class Digits:
 
     def piece(self, name: str) -> Piece:
         """The digit that the schedule calls `name`, which is parallelized, shifted or a plain loop."""
-        digit, outer = self.nest.digit(name), 1
-        for each in self.nest.digits_of(digit.axis):
-            if each.name == name:
-                break
-            outer *= each.size
+        digit = self.nest.digit(name)
+        before = takewhile(lambda each: each.name != name, self.nest.digits_of(digit.axis))
+        outer = math.prod(each.size for each in before)
         return self._piece_at(digit.axis, outer, digit.size, f"the schedule's digit {name}")
 
     def parallel(self) -> Layout:
@@ -52,27 +50,21 @@ class Digits:
 
     def home(self, operand: Operand) -> Layout:
         """The layout in which the caller holds an operand (its home)."""
-        return {
-            name: self._cuts_at_home(operand, axis)[name]
-            for name, axis in self.nest.home(operand.name).items()
-            if self.nest.mesh.size(name) > 1
-        }
+        axes = {name: axis for name, axis in self.nest.home(operand.name).items() if self.nest.mesh.size(name) > 1}
+        return {name: self._cuts_at_home(operand, axis)[name] for name, axis in axes.items()}
 
     def _cuts_at_home(self, operand: Operand, axis: str) -> Layout:
         """{mesh axis: digit} of all cuts of an axis at home (see `LoopNest.home_mesh_axes`)."""
-        found: Layout = {}
-        before = 1
+        cuts, before = Layout(), 1
         for name in self.nest.home_mesh_axes(operand.name, axis):
             if (size := self.nest.mesh.size(name)) > 1:
-                found[name] = self._piece_at(axis, before, size, f"the home of {operand.name} on mesh axis {name}")
+                cuts[name] = self._piece_at(axis, before, size, f"the home of {operand.name} on mesh axis {name}")
             before *= size
-        return found
+        return cuts
 
     def needed(self, operand: Operand) -> Layout:
-        """For an input, its layout when the loops begin; for an output (or its partial results), its layout when they
-        end.
-        """
-        found: Layout = {}
+        """The layout of an input when the loops begin, and of an output (or its partial results) when they end."""
+        layout: Layout = {}
         shifts = {mesh_axis: digit for digit, mesh_axis in self.nest.shifts}
         scan = self.nest.program.scan
         for digit, mesh_axis in self.nest.parallel:
@@ -80,17 +72,15 @@ class Digits:
                 continue
             shifted = shifts.get(mesh_axis)
             if scan and self.nest.digit(digit).axis == scan.axis and scan.blocks in operand.axes:
-                found[mesh_axis] = scan.blocks, self.nest.mesh.names.index(mesh_axis)
+                layout[mesh_axis] = scan.blocks, self.nest.mesh.names.index(mesh_axis)
             elif self.nest.digit(digit).axis in operand.axes:
-                found[mesh_axis] = self.piece(digit)
+                layout[mesh_axis] = self.piece(digit)
             elif shifted and self.nest.digit(shifted).axis in operand.axes:
-                found[mesh_axis] = self.piece(shifted)
-        return found
+                layout[mesh_axis] = self.piece(shifted)
+        return layout
 
     def place(self, operand: Operand, piece: Piece, layout: Layout) -> Place:
-        """The place of a digit in a rank's tensor of an operand with this layout. The digit may be one that the layout
-        distributes; then it is where the digit would be inserted.
-        """
+        """The place of a digit in a rank's tensor with this layout; of a digit that it distributes, where it would be."""
         axis, number = piece
         held = {index for name, index in layout.values() if name == axis}
         outer = math.prod(size for index, size in enumerate(self.sizes[axis][:number]) if index not in held)
@@ -120,17 +110,14 @@ class Digits:
     def _check_chunks(self) -> None:
         if self.nest.chunked is None:
             return
-        if self.nest.program.scan is not None:
-            raise IllegalSchedule(
-                f"chunk({self.nest.chunked}): {self.nest.program.name} has a scan, which cannot be divided into chunks"
-            )
+        rule, program = f"chunk({self.nest.chunked})", self.nest.program
+        if program.scan is not None:
+            raise IllegalSchedule(f"{rule}: {program.name} has a scan, which cannot be divided into chunks")
         piece = self.piece(self.nest.chunked)
-        for operand in self.nest.program.operands:
+        for operand in program.operands:
             if piece in self._cuts_at_home(operand, piece[0]).values():
-                raise IllegalSchedule(
-                    f"chunk({self.nest.chunked}): {operand.name} is split over ranks along this digit at home, so it cannot "
-                    "number chunks"
-                )
+                where = f"{operand.name} is split over ranks along this digit at home"
+                raise IllegalSchedule(f"{rule}: {where}, so it cannot number chunks")
 
     def _check_groups(self, operand: Operand) -> None:
         for axis, divisor in operand.groups:
@@ -138,30 +125,24 @@ class Digits:
             if divisor > 1 and inner % divisor:
                 size = self.nest.program.axis(axis).size
                 count, blocks = size // divisor, size // inner
-                raise IllegalSchedule(
-                    f"{operand.name}: {count} {axis} do not divide over {blocks} blocks: "
-                    f"{count} % {blocks} = {count % blocks}"
-                )
+                rule = f"{count} {axis} do not divide over {blocks} blocks: {count} % {blocks} = {count % blocks}"
+                raise IllegalSchedule(f"{operand.name}: {rule}")
 
 
 def digits_of(nest: LoopNest) -> Digits:
-    """The digits of a nest. Computed once and stored in the nest, which is immutable. Raises IllegalSchedule as `Digits`
-    does.
-    """
-    known = vars(nest)
+    """The digits of a nest, found once and stored in it, as it is immutable. Raises IllegalSchedule as `Digits` does."""
+    known: dict[str, Digits] = vars(nest)
     if "_digits" not in known:
         known["_digits"] = Digits(nest)
-    found: Digits = known["_digits"]
-    return found
+    return known["_digits"]
 
 
 def digits_of_chunk(nest: LoopNest) -> Digits:
-    """The digits of the nest of a single chunk (computed once); without chunks, the digits of the nest."""
-    known = vars(nest)
+    """The digits of the nest of a single chunk (found once); without chunks, the digits of the nest."""
+    known: dict[str, Digits] = vars(nest)
     if "_digits_of_chunk" not in known:
         known["_digits_of_chunk"] = digits_of(_of_one_chunk(nest))
-    found: Digits = known["_digits_of_chunk"]
-    return found
+    return known["_digits_of_chunk"]
 
 
 def _of_one_chunk(nest: LoopNest) -> LoopNest:
@@ -183,8 +164,8 @@ def conversions(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
     outermost mesh axis: its links are the slowest, and blocks are smallest before the first gather.
     """
     while have != want:
-        found = (kind(digits, operand, have, want) for kind in (_all_to_all, _slice, _swap, _gather))
-        step, have = next(each for each in found if each is not None)
+        possible = (kind(digits, operand, have, want) for kind in (_all_to_all, _slice, _swap, _gather))
+        step, have = next(each for each in possible if each is not None)
         yield step, dict(have)
 
 
@@ -192,9 +173,7 @@ Conversion = tuple[Step, Layout]  # a step, and the layout after it
 
 
 def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """An all-to-all along one mesh axis: the digit that it holds becomes local, and the local digit that is wanted there
-    takes its place. No other mesh axis may want the first or hold the second.
-    """
+    """Exchange the digit that a mesh axis holds, unless another one wants it, for the local digit that it wants."""
     held, wanted = set(have.values()), set(want.values())
     for m in digits.nest.mesh.names:
         if m in have and m in want and have[m] != want[m] and have[m] not in wanted and want[m] not in held:
@@ -205,9 +184,7 @@ def _all_to_all(digits: Digits, operand: Operand, have: Layout, want: Layout) ->
 
 
 def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Along a mesh axis that holds no digit (its ranks have equal blocks), each rank keeps its own block of a local
-    digit.
-    """
+    """Keep one block of a local digit on each rank along a mesh axis that holds none, so that its ranks had the same."""
     for m in digits.nest.mesh.names:
         if m in want and m not in have and want[m] not in have.values():
             return Slice(m, ((operand.name, digits.place(operand, want[m], have)),)), {**have, m: want[m]}
@@ -215,14 +192,11 @@ def _slice(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conv
 
 
 def _swap(digits: Digits, operand: Operand, have: Layout, want: Layout) -> Conversion | None:
-    """Move a digit to another mesh axis of equal size, where it is wanted, and move that axis's digit (if it has one)
-    here.
-    """
+    """Move a digit to another mesh axis of equal size, where it is wanted, and that axis's digit, if it has one, here."""
     mesh = digits.nest.mesh
     for m in mesh.names:
-        target = next(
-            (other for other in mesh.names if want.get(other) == have.get(m) is not None and other != m), None
-        )
+        others = (other for other in mesh.names if want.get(other) == have.get(m) is not None and other != m)
+        target = next(others, None)
         if target and mesh.size(target) == mesh.size(m):
             after = {name: piece for name, piece in have.items() if name not in (m, target)}
             after[target] = have[m]
@@ -264,12 +238,9 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
 
     Raises IllegalSchedule if two cuts do not divide each other.
     """
-    total, cuts, outer = nest.program.axis(axis).size, {1}, 1
-    for digit in nest.digits_of(axis)[:-1]:
-        outer *= digit.size
-        cuts.add(outer)
-    if (last := nest.digits_of(axis)[-1]).name in {*dict(nest.parallel), *dict(nest.shifts), *nest.order}:
-        cuts.add(outer * last.size)
+    *outer, last = nest.digits_of(axis)
+    is_last_cut = last.name in {*dict(nest.parallel), *dict(nest.shifts), *nest.order}
+    cuts = {1, *accumulate((digit.size for digit in (*outer, *[last] * is_last_cut)), mul)}
     for operand in nest.program.operands:
         cutting = [nest.mesh.size(name) for name in nest.home_mesh_axes(operand.name, axis)]
         cuts |= set(accumulate(cutting, mul))
@@ -281,7 +252,7 @@ def _pieces(nest: LoopNest, axis: str) -> tuple[int, ...]:
                 "the order of the mesh"
             )
     sizes = [larger // smaller for smaller, larger in zip(ordered, ordered[1:], strict=False)]
-    return (*sizes, total // ordered[-1])
+    return (*sizes, nest.program.axis(axis).size // ordered[-1])
 
 
 def _check_scan(nest: LoopNest) -> None:
@@ -297,8 +268,8 @@ def _check_scan(nest: LoopNest) -> None:
     cutting = nest.mesh.names[: nest.mesh.names.index(shared[-1]) + 1] if shared else ()
     expected = [(nest.mesh.size(m), m if m in shared else None) for m in cutting if nest.mesh.size(m) > 1]
     used = dict(nest.parallel)
-    found = [(digit.size, used.get(digit.name)) for digit in nest.digits_of(scan.axis) if digit.size > 1]
-    if found[: len(expected)] != expected:
+    actual = [(digit.size, used.get(digit.name)) for digit in nest.digits_of(scan.axis) if digit.size > 1]
+    if actual[: len(expected)] != expected:
         raise IllegalSchedule(f"{scan.axis} is scanned, so tile it in the order of the mesh, by {', '.join(cutting)}")
     kept = [tuple(nest.home_mesh_axes(operand.name, scan.axis))[: len(cutting)] for operand in nest.program.operands]
     if expected and nest.program.axis(scan.axis).order == "zigzag" and cutting not in kept:

@@ -1,7 +1,7 @@
 """A plan: the steps of a schedule, as data that is equal on all ranks, can be saved, and runs in any process."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from .accounting import Account, account
 from .explain import lines_of_messages
 from .operand_layouts import Digits, Piece, digits_of, digits_of_chunk
 from .plan_steps import Compute, Step
-from .plan_text import canonical, changed_part, changed_step, content, digest, digests_of_parts, parse
+from .plan_text import canonical, content, digest, parse
 from .scan_messages import takes_slices
 from .source import source_of_chunks, source_of_steps
 from .tensor_blocks import block, chosen, positions, put_block, reordered
@@ -47,15 +47,16 @@ class Plan:
     tile_seconds: float = field(default=0.0, compare=False)
     overlap: float = field(default=1.0, compare=False)
     reason: str = field(default=BY_CALLER, compare=False)
+    _positions: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _elements: dict[object, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _chunks: dict[int, "Plan"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def program(self) -> Program:
-        """The program that is computed."""
         return self.schedule.program
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks that compute it."""
         return self.schedule.mesh
 
     @cached_property
@@ -89,9 +90,9 @@ class Plan:
         axis = self.schedule.digit(self.schedule.chunked).axis
         owned = [operand.name for operand in self.inputs() if axis in operand.axes]
         kept = sum(
-            math.prod(self.digits.local_shape(operand, self.digits.home(operand))) * self.program.itemsize(operand)
-            for operand in (*self.inputs(), *self.program.outputs)
-            if axis in operand.axes
+            math.prod(self.digits.local_shape(x, self.digits.home(x))) * self.program.itemsize(x)
+            for x in (*self.inputs(), *self.program.outputs)
+            if axis in x.axes
         )
         return account(self.of_one_chunk.digits, self.steps, owned).in_chunks(self.schedule.chunks, kept)
 
@@ -119,9 +120,7 @@ class Plan:
         return self.schedule.chunks * seconds(self.mesh, self.steps, sent, self.tile_seconds, self.overlap)
 
     def positions(self, axis: str) -> torch.Tensor:
-        """(size,) int64: for each number along an axis, in the order of ranks, the element of the whole tensor that has
-        it.
-        """
+        """(size,) int64: the elements of the whole tensor along an axis, in the order in which ranks hold them."""
         if axis not in self._positions:
             self._positions[axis] = positions(self.digits, axis)
         return self._positions[axis]
@@ -133,18 +132,6 @@ class Plan:
             self._elements[key] = chosen(self.positions(axis), self.digits, axis, fixed)
         return self._elements[key]
 
-    @cached_property
-    def _positions(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    @cached_property
-    def _chunks(self) -> dict[int, "Plan"]:
-        return {}
-
-    @cached_property
-    def _elements(self) -> dict[object, torch.Tensor]:
-        return {}
-
     @property
     def messages(self) -> int:
         """The number of messages that a rank sends."""
@@ -152,21 +139,17 @@ class Plan:
 
     def inputs(self) -> tuple[Operand, ...]:
         """The inputs that a caller gives; the program derives the others."""
-        return tuple(operand for operand in self.program.inputs if not operand.source)
+        return self.program.given
 
     def explain(self) -> str:
-        """Describe which rank computes what, the messages of each operand along each mesh axis, and why the plan was
-        chosen.
-        """
+        """Describe which rank computes what, the messages along each mesh axis, and why the plan was chosen."""
         name = known_as(self.schedule)
         time = f"{self.seconds:.3g} s by prediction; " if self.mesh.speeds else ""
-        totals = (
-            f"{time}a rank sends {self.bytes_per_rank:,} bytes in {self.messages} messages and holds {self.memory:,}"
-        )
+        sends = f"a rank sends {self.bytes_per_rank:,} bytes in {self.messages} messages and holds {self.memory:,}"
         sent = self.of_one_chunk.account.by_step
         messages = lines_of_messages(self.schedule, self.steps, sent, self.schedule.chunks)
-        lines = [str(self.schedule) + f" ({name})" * bool(name), totals]
-        return "\n".join([*lines, *messages, f"chosen: {self.reason}"])
+        head = str(self.schedule) + f" ({name})" * bool(name)
+        return "\n".join([head, time + sends, *messages, f"chosen: {self.reason}"])
 
     def source(self, rank: int = 0) -> str:
         """Return what a rank does as a Python program: blocks and their shapes, messages and their peers, and tiles.
@@ -192,8 +175,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""
-        found = content(self.schedule, self.steps)
-        return canonical(found | {"hash": self.hash, "digests": digests_of_parts(found)})
+        return canonical(content(self.schedule, self.steps) | {"hash": self.hash})
 
     @staticmethod
     def from_json(text: str) -> "Plan":
@@ -203,15 +185,14 @@ class Plan:
         speeds of the mesh and the times of a tile again.
 
         Raises:
-            ValueError: the text is something else, or was changed. The error names the axis, operand, primitive or other
-                part that was changed, or the first step that does not follow from the schedule.
+            ValueError: the text is something else, or was changed.
         """
-        schedule, steps, expected, digests = parse(text)
+        schedule, steps, expected = parse(text)
         plan = Plan(schedule, steps, reason=FROM_JSON)
         if plan.hash != expected:
-            part = "" if digests is None else changed_part(content(schedule, steps), digests)
-            what = part or changed_step(schedule, steps) or f"its hash is {plan.hash[:12]}, not {expected[:12]}"
-            raise ValueError(f"this plan was changed after it was saved: {what}")
+            raise ValueError(
+                f"this plan was changed after it was saved: its hash is {plan.hash[:12]}, not {expected[:12]}"
+            )
         return plan
 
     def at(self, /, **sizes: int) -> "Plan":
@@ -229,14 +210,14 @@ class Plan:
             if rest or not inner or (last.name in bound and inner != last.size):
                 raise ValueError(f"axis {axis} of {resized.axis(axis).size} does not divide by the schedule's digits")
             digits += [*outer, replace(last, size=inner)]
-        found = self._changed(replace(self.schedule, program=resized, digits=tuple(digits)))
-        digits_of_chunk(found.schedule)
-        if takes_slices(found.digits) != takes_slices(self.digits):
+        plan = self._changed(replace(self.schedule, program=resized, digits=tuple(digits)))
+        digits_of_chunk(plan.schedule)
+        if takes_slices(plan.digits) != takes_slices(self.digits):
             old, new = (program.axis("heads").size for program in (self.program, resized))
             raise ValueError(
                 f"axis heads of {new}: states would pass in another form than with {old} heads, as the steps do"
             )
-        return found
+        return plan
 
     def with_options(self, /, **options: object) -> "Plan":
         """The same steps with other options of the tile, such as causal=False, without its times (see `with_tile`)."""
@@ -261,9 +242,7 @@ class Plan:
         return self._changed(self.schedule, call_seconds + points * point_seconds, overlap)
 
     def _changed(self, schedule: LoopNest, tile_seconds: float = 0.0, overlap: float = 1.0) -> "Plan":
-        """The same steps with another prediction, after which a search may choose another plan; this plan if nothing
-        differs.
-        """
+        """The same steps with another prediction, for which a search may choose another plan; or this plan itself."""
         if (schedule, tile_seconds, overlap) == (self.schedule, self.tile_seconds, self.overlap):
             return self
         reason = self.reason if self.reason in (BY_CALLER, FROM_JSON) else CHANGED
@@ -271,31 +250,20 @@ class Plan:
 
     def shard(self, inputs: Tensors, rank: int) -> dict[str, torch.Tensor]:
         """The blocks of the whole inputs that rank `rank` of the mesh holds at home. Raises ValueError for a wrong shape."""
-        return self._blocks(self._numbered(inputs), rank)
+        return self._shards(inputs, [rank])[0]
 
     def shard_all(self, inputs: Tensors) -> list[dict[str, torch.Tensor]]:
         """`shard` for every rank of the mesh, in the order of ranks."""
-        numbered = self._numbered(inputs)
-        return [self._blocks(numbered, rank) for rank in range(self.mesh.ranks)]
+        return self._shards(inputs, range(self.mesh.ranks))
 
-    def _numbered(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Whole inputs with the elements of each axis in the order in which ranks hold them. Raises ValueError as
-        `check`.
-        """
+    def _shards(self, inputs: Tensors, ranks: Iterable[int]) -> list[dict[str, torch.Tensor]]:
         self.check(inputs)
-        return {
-            operand.name: reordered(operand, inputs[operand.name], self._orders(operand)) for operand in self.inputs()
-        }
+        numbered = {x: reordered(x, inputs[x.name], self._orders(x)) for x in self.inputs()}
 
-    def _blocks(self, numbered: Tensors, rank: int) -> dict[str, torch.Tensor]:
-        """A rank's block of each numbered input."""
-        coordinates = self.mesh.coordinates(rank)
-        return {
-            operand.name: block(
-                self.digits, operand, numbered[operand.name], self.digits.home(operand), coordinates
-            ).contiguous()
-            for operand in self.inputs()
-        }
+        def of(x: Operand, rank: int) -> torch.Tensor:
+            return block(self.digits, x, numbered[x], self.digits.home(x), self.mesh.coordinates(rank)).contiguous()
+
+        return [{x.name: of(x, rank) for x in numbered} for rank in ranks]
 
     def _orders(self, operand: Operand) -> dict[str, torch.Tensor]:
         """{axis: its elements in the order in which ranks hold them} for the axes of an operand that are not contiguous."""
@@ -310,7 +278,7 @@ class Plan:
         """
         if len(parts) != self.mesh.ranks:
             raise ValueError(f"unshard needs the blocks of {self.mesh.ranks} ranks, not of {len(parts)}")
-        found = {}
+        wholes = {}
         for name in parts[0]:
             operand = self.program.operand(name)
             layout = self.digits.home(operand)
@@ -322,8 +290,8 @@ class Plan:
                     raise ValueError(f"{name} of rank {rank} has shape {given}: expected {shape}, its block at home")
                 put_block(self.digits, operand, whole, part[name], layout, self.mesh.coordinates(rank))
             inverses = {axis: order.argsort() for axis, order in self._orders(operand).items()}
-            found[name] = reordered(operand, whole, inverses)
-        return found
+            wholes[name] = reordered(operand, whole, inverses)
+        return wholes
 
     def check(self, inputs: Tensors, is_local: bool = False) -> None:
         """Check the inputs of a call.

@@ -2,20 +2,20 @@
 
 A register holds one block of an operand. It has the operand's name and a key, a tuple of loop counters that are all zero for
 the block that the rank owns. Messages that begin in one step and are awaited in another travel while the steps between them
-are computed.
+are taken; the step that begins one and the step that awaits it have the same `message`.
 """
 
+import re
 from dataclasses import dataclass
 from typing import get_args
 
 Key = tuple[int, ...]
+MessageKey = tuple[object, ...]  # names a message between the step that begins it and the step that awaits it
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a digit in a tensor: the dimension, and the number of blocks of that dimension's outer digits around
-    it.
-    """
+    """The place of a digit in a tensor: the dimension, and the number of blocks of its outer digits around it."""
 
     dim: int
     outer: int
@@ -72,6 +72,10 @@ class Send:
     source: Key
     target: Key
 
+    @property
+    def message(self) -> MessageKey:
+        return self.operands, self.target
+
 
 @dataclass(frozen=True)
 class Arrive:
@@ -79,6 +83,10 @@ class Arrive:
 
     operands: tuple[str, ...]
     key: Key
+
+    @property
+    def message(self) -> MessageKey:
+        return self.operands, self.key
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,10 @@ class SendPartial:
     source: Key
     target: Key
 
+    @property
+    def message(self) -> MessageKey:
+        return self.result, self.source, self.target
+
 
 @dataclass(frozen=True)
 class Combine:
@@ -106,6 +118,10 @@ class Combine:
     result: int
     source: Key
     target: Key
+
+    @property
+    def message(self) -> MessageKey:
+        return self.result, self.source, self.target
 
 
 @dataclass(frozen=True)
@@ -175,6 +191,8 @@ Step = (
     | PassStates
 )
 KINDS = {kind.__name__: kind for kind in get_args(Step)}
+# {kind of step: the name of the methods that count it and write it as text}, for instance all_to_all
+METHODS = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name, kind in KINDS.items()}
 
 
 def register_key(key: Key) -> Key:

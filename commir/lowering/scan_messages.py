@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 
 from commir.ir.program import Scan
-from commir.scheduling.loop_nest import LoopNest
 
 from .operand_layouts import Digits, scanning_mesh_axes
 from .plan_steps import AllToAll, Free, Gather, PassStates, Place, Slice, Step, Summarize
@@ -26,9 +25,12 @@ def is_sliced(scan: Scan, ranks: int, heads: int) -> bool:
 
 def takes_slices(digits: Digits) -> bool:
     """Return True if a plan passes states in the slice form."""
+    if (scan := digits.nest.program.scan) is None:
+        return False
     nest = digits.nest
-    scan, ranks = nest.program.scan, math.prod(map(nest.mesh.size, scanning_mesh_axes(nest)))
-    return scan is not None and is_sliced(scan, ranks, _local_heads(nest, digits))
+    ranks = math.prod(map(nest.mesh.size, scanning_mesh_axes(nest)))
+    placed = math.prod(nest.mesh.size(m) for name, m in nest.parallel if nest.digit(name).axis == "heads")
+    return is_sliced(scan, ranks, nest.program.axis("heads").size // placed)
 
 
 def scan_steps(digits: Digits) -> Iterator[Step]:
@@ -66,8 +68,3 @@ def scan_steps(digits: Digits) -> Iterator[Step]:
 def _heads(digits: Digits, name: str) -> Place:
     """The place of the heads of an operand, of which all that a rank has are cut into equal shares."""
     return Place(digits.nest.program.operand(name).axes.index("heads"), 1)
-
-
-def _local_heads(nest: LoopNest, digits: Digits) -> int:
-    placed = [nest.mesh.size(m) for name, m in nest.parallel if nest.digit(name).axis == "heads"]
-    return nest.program.axis("heads").size // math.prod(placed)

@@ -19,7 +19,7 @@ from commir.ir.program import Result
 from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
 
 from .operand_layouts import Digits, Layout, conversions, digits_of, digits_of_chunk
-from .plan_steps import AllReduce, AllToAll, Derive, Free, Gather, ReduceScatter, Round, Slice, Step, Swap
+from .plan_steps import AllReduce, Derive, Free, Gather, ReduceScatter, Round, Step, Swap
 from .scan_messages import scan_steps
 from .unrolled_loops import loops_of, travelling, unrolled
 
@@ -111,13 +111,11 @@ def merged(chains: Iterable[list[Step]]) -> Iterator[Step]:
 def _is_same_message(one: Step, other: Step) -> bool:
     if isinstance(one, Swap) and isinstance(other, Swap):
         return one.axes == other.axes
-    kinds = AllToAll, Slice, Gather
-    return type(one) is type(other) and isinstance(one, kinds) and isinstance(other, kinds) and one.axis == other.axis
+    return type(one) is type(other) and one.axis == other.axis  # type: ignore[union-attr]
 
 
 def _check_parallel(nest: LoopNest) -> None:
     for mesh_axis in nest.mesh.axes:
         if mesh_axis.size > 1 and nest.digit_on(mesh_axis.name) is None:
-            raise IllegalSchedule(
-                f"no digit is parallelized on mesh axis {mesh_axis.name}, so its ranks would repeat the same work"
-            )
+            rule = f"no digit is parallelized on mesh axis {mesh_axis.name}"
+            raise IllegalSchedule(f"{rule}, so its ranks would repeat the same work")

@@ -26,17 +26,16 @@ from typing import Any
 
 import torch
 
-from commir.ir.program import WHOLE, Operand, Result
+from commir.ir.program import Operand, Result
 
 from . import plan_steps as kinds
 from .operand_layouts import Digits, Piece
-from .plan_steps import Key, Place, Step
+from .plan_steps import METHODS, Key, Place, Step
+from .rank_view import Fixed, RankView
 from .tensor_blocks import Sizes, local_sizes
-from .unrolled_loops import loops_of, travelling
 
-Elements = Callable[
-    [str, Mapping[Piece, int]], torch.Tensor
-]  # (axis, {digit: its block}) -> elements of the whole tensor
+# (axis, {digit: its block}) -> elements of the whole tensor
+Elements = Callable[[str, Mapping[Piece, int]], torch.Tensor]
 INDENT = "    "
 
 
@@ -56,43 +55,35 @@ def source_of_chunks(name: str, digits: Digits, rank: int) -> str:
         sizes = local_sizes(digits, operand, digits.home(operand))
         return _block(operand.name, sizes, {piece: number}, word)
 
-    inputs = [operand for operand in program.inputs if not operand.source]
-    lines = [f"def {name}({_names(inputs)}):"]
+    lines = [f"def {name}({_names(program.given)}):"]
     for output in program.outputs:
         lines.append(f"{INDENT}{output.name} = empty({digits.local_shape(output, digits.home(output))})")
     for number in range(nest.chunks):
-        arguments = ", ".join(chunk("cut", operand, number) for operand in inputs)
-        found = [f"{output.name}_{number}" for output in program.outputs]
-        lines.append(f"{INDENT}{', '.join(found)} = chunk_{number}({arguments})")
-        for each, output in zip(found, program.outputs, strict=True):
-            lines.append(f"{INDENT}write({chunk('part', output, number)}, {each})")
+        arguments = ", ".join(chunk("cut", operand, number) for operand in program.given)
+        results = [f"{output.name}_{number}" for output in program.outputs]
+        lines.append(f"{INDENT}{', '.join(results)} = chunk_{number}({arguments})")
+        for result, output in zip(results, program.outputs, strict=True):
+            lines.append(f"{INDENT}write({chunk('part', output, number)}, {result})")
     return "\n".join([*lines, f"{INDENT}return {_names(program.outputs)}"])
 
 
-class _Source:
+class _Source(RankView):
     """The lines of one rank. shapes: {name of a block: its shape}."""
 
     def __init__(self, digits: Digits, rank: int, elements: Elements, chunked: str) -> None:
-        self.digits, self.nest, self.program = digits, digits.nest, digits.nest.program
-        self.mesh, self.elements, self.chunked = digits.nest.mesh, elements, chunked
-        self.coordinates, self.loops = self.mesh.coordinates(rank), loops_of(digits)
-        self.travels = {x.name: travelling(digits, self.loops, x) for x in self.program.operands}
-        self.sizes = {x.name: local_sizes(digits, x, digits.needed(x)) for x in self.program.operands}
+        super().__init__(digits, rank)
+        self.elements, self.chunked = elements, chunked
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.lines: list[str] = []
 
     def function(self, name: str, steps: Sequence[Step]) -> str:
-        """The function that takes the steps."""
-        inputs = [operand for operand in self.program.inputs if not operand.source]
-        self.lines = [f"def {name}({_names(inputs)}):"]
-        self.shapes = {x.name: self.digits.local_shape(x, self.digits.home(x)) for x in inputs}
+        self.lines = [f"def {name}({_names(self.program.given)}):"]
+        self.shapes = {x.name: self.digits.local_shape(x, self.digits.home(x)) for x in self.program.given}
         self._add("# " + ", ".join(f"{name} {shape}" for name, shape in self.shapes.items()))
         for step in steps:
             _WRITE[type(step)](self, step)
-        outputs = [
-            f"narrow({x.name})" if self._is_wide_on_wire(x) and self.program.itemsize(x) < 4 else x.name
-            for x in self.program.outputs
-        ]
+        wide = {x.name for x in self.program.outputs if self.program.itemsize(x) < 4 and not self.program.is_rounded(x)}
+        outputs = (f"narrow({x.name})" if x.name in wide else x.name for x in self.program.outputs)
         self._add(f"return {', '.join(outputs)}")
         return "\n".join(self.lines)
 
@@ -108,13 +99,12 @@ class _Source:
 
     def gather(self, step: kinds.Gather) -> None:
         for name, joined in step.moves:
-            shape = self._joined(name, joined, self.mesh.size(step.axis))
-            self._make(
-                name, shape, f"gather({name}, {self._among(step.axis)}, dim={_dim(joined)})", f"along {step.axis}"
-            )
+            shape = self._joined(name, joined, self.size(step.axis))
+            call = f"gather({name}, {self._among(step.axis)}, dim={_dim(joined)})"
+            self._make(name, shape, call, f"along {step.axis}")
 
     def all_to_all(self, step: kinds.AllToAll) -> None:
-        size = self.mesh.size(step.axis)
+        size = self.size(step.axis)
         for name, cut, joined in step.moves:
             self.shapes[name] = self._cut(name, cut, size)
             places = f"cut={_dim(cut)}, join={_dim(joined)}"
@@ -122,19 +112,17 @@ class _Source:
             self._make(name, self._joined(name, joined, size), expression, f"along {step.axis}")
 
     def slice(self, step: kinds.Slice) -> None:
-        size, own = self.mesh.size(step.axis), self.coordinates[step.axis]
+        size, own = self.size(step.axis), self.coordinates[step.axis]
         for name, cut in step.moves:
             self._make(name, self._cut(name, cut, size), f"cut({name}, {_dim(cut)}, number={own}, of={size})")
 
     def swap(self, step: kinds.Swap) -> None:
-        first, second = step.axes
-        here = self.coordinates
-        peer = self.mesh.rank_at({**here, first: here[second], second: here[first]})
         for name in step.operands:
-            self._make(name, self.shapes[name], f"swap({name}, peer={peer})", f"of {first} and {second}")
+            call = f"swap({name}, peer={self.swap_peer(step)})"
+            self._make(name, self.shapes[name], call, f"of {' and '.join(step.axes)}")
 
     def reduce_scatter(self, step: kinds.ReduceScatter) -> None:
-        result, size = self.program.results[step.result], self.mesh.size(step.axis)
+        result, size = self.program.results[step.result], self.size(step.axis)
         for name, cut in step.moves:
             self.shapes[name] = self._cut(name, cut, size)
         cuts = _tuple([str(_dim(cut)) for _, cut in step.moves])
@@ -151,7 +139,7 @@ class _Source:
     # Blocks that travel
 
     def send(self, step: kinds.Send) -> None:
-        to, source = self._peer(step.axis, -1), self._peer(step.axis, 1)
+        to, source = self.peer(step.axis, -1), self.peer(step.axis, 1)
         for operand in step.operands:
             block = _register(operand, step.source)
             call = f"exchange({block}, to={to}, source={source})"
@@ -164,10 +152,10 @@ class _Source:
         self._add(f"del {', '.join(_register(operand, step.key) for operand in step.operands)}")
 
     def send_partial(self, step: kinds.SendPartial) -> None:
-        to, source = self._peer(step.axis, step.distance), self._peer(step.axis, -step.distance)
+        to, source = self.peer(step.axis, step.distance), self.peer(step.axis, -step.distance)
         for name in self.program.results[step.result].outputs:
             block = _register(name, step.source)
-            sent = block if self._is_wide_on_wire(self.program.operand(name)) else f"narrow({block})"
+            sent = f"narrow({block})" if self.program.is_rounded(self.program.operand(name)) else block
             call = f"exchange({sent}, to={to}, source={source})"
             self._make(f"other_{block}", self.shapes[block], call, f"begun along {step.axis}")
 
@@ -180,20 +168,18 @@ class _Source:
     # Tiles
 
     def compute(self, step: kinds.Compute) -> None:
-        fixed = {}
-        for loop, counter in zip(self.loops, step.counters, strict=True):
-            shift = self.coordinates[loop.mesh_axis] if loop.mesh_axis else 0
-            fixed[loop.piece] = (counter + shift) % loop.size
+        fixed = self.turn(step.counters)
         if self.loops:
-            turn = (f"{name} {fixed[self.digits.piece(name)]} of {self.nest.digit(name).size}" for name in self.nest.order
-                    if self.nest.digit(name).size > 1)  # fmt: skip
+            loops = [digit for digit in map(self.digits.nest.digit, self.digits.nest.order) if digit.size > 1]
+            turn = (f"{loop.name} {fixed[self.digits.piece(loop.name)]} of {loop.size}" for loop in loops)
             self._add(f"# {', '.join(turn)}")
-        blocks = [self._input(x, step.counters, fixed) for x in self.program.inputs if x.in_tile]
+        inputs = {x.name: self.key(x.name, step.counters) for x in self.program.inputs if x.in_tile}
+        blocks = [_block(_register(name, key), self.sizes[name], fixed, "part") for name, key in inputs.items()]
         if (scan := self.program.scan) and scan.carry in self.shapes:
             blocks.append(scan.carry)
         targets, after = [], list[tuple[Result, list[str], list[str]]]()
         for result in self.program.results:
-            key = tuple(step.counters[j] for j in self.travels[result.outputs[0]])
+            key = self.key(result.outputs[0], step.counters)
             names = [_register(name, key) for name in result.outputs]
             local = _local(self.sizes[result.outputs[0]], fixed)
             if names[0] not in self.shapes:
@@ -201,17 +187,17 @@ class _Source:
                 if not local:
                     targets += names
                     continue
-            found = [f"{name}_of_tile" for name in result.outputs]
-            targets += found
+            computed = [f"{name}_of_tile" for name in result.outputs]
+            targets += computed
             totals = [_block(name, self.sizes[x], fixed, "part") for name, x in zip(names, result.outputs, strict=True)]
-            after.append((result, totals, found))
+            after.append((result, totals, computed))
         self._add(f"{', '.join(targets)} = tile({', '.join([*blocks, *self._elements(fixed)])})")
         for each in after:
             self._combine(*each)
 
     def round(self, step: kinds.Round) -> None:
         for name in self.program.results[step.result].outputs:
-            if not self._is_wide_on_wire(self.program.operand(name)):
+            if self.program.is_rounded(self.program.operand(name)):
                 self._make(name, self.shapes[name], f"narrow({name})")
 
     def derive(self, step: kinds.Derive) -> None:
@@ -221,17 +207,14 @@ class _Source:
         self._make(operand.name, shape, f'derive("{operand.name}", {", ".join(operand.source)})')
 
     def summarize(self, step: kinds.Summarize) -> None:
-        scan, inputs = self.program.scan, [operand.name for operand in self.program.inputs]
-        assert scan is not None
-        for name in scan.summaries:
-            operand = self.program.operand(name)
-            self.shapes[name] = self.digits.local_shape(operand, self.digits.needed(operand))
-        self._add(f"{', '.join(scan.summaries)} = summarize({', '.join([*inputs, *self._elements({})])})")
+        inputs = [operand.name for operand in self.program.inputs]
+        for operand in map(self.program.operand, self.scan.summaries):
+            self.shapes[operand.name] = self.digits.local_shape(operand, self.digits.needed(operand))
+        self._add(f"{', '.join(self.scan.summaries)} = summarize({', '.join([*inputs, *self._elements({})])})")
 
     def pass_states(self, step: kinds.PassStates) -> None:
-        scan = self.program.scan
-        assert scan is not None
-        self._make(scan.carry, self.shapes[scan.state], f"pass_states({', '.join(scan.summaries)})")
+        call = f"pass_states({', '.join(self.scan.summaries)})"
+        self._make(self.scan.carry, self.shapes[self.scan.state], call)
 
     # Parts of lines
 
@@ -245,17 +228,11 @@ class _Source:
     def _combine(self, result: Result, totals: Sequence[str], others: Sequence[str]) -> None:
         self._add(f'combine("{result.monoid}", {_tuple(totals)}, {_tuple(others)})')
 
-    def _input(self, operand: Operand, counters: Key, fixed: Mapping[Piece, int]) -> str:
-        key = tuple(counters[j] for j in self.travels[operand.name])
-        return _block(_register(operand.name, key), self.sizes[operand.name], fixed, "part")
-
-    def _elements(self, fixed: Mapping[Piece, int]) -> list[str]:
+    def _elements(self, fixed: Fixed) -> list[str]:
         """For each loop axis that is divided, the elements of the whole tensor that a tile has, as `axis=range(...)`."""
-        known = {piece: self.coordinates[m] for m, piece in self.digits.parallel().items()} | dict(fixed)
-        axes = [axis for axis in self.program.axes if axis.name in self.digits.sizes and axis.kind != WHOLE]
-        of = {a.name: _runs(self.elements(a.name, {p: i for p, i in known.items() if p[0] == a.name})) for a in axes}
-        divided = [a.name for a in axes if a.name == self.chunked or of[a.name] != str(range(a.size))]
-        return [f"{name}={of[name]}" for name in divided]
+        of = {axis: _runs(self.elements(axis, blocks)) for axis, blocks in self.blocks_of_axes(fixed).items()}
+        wholes = {axis: str(range(self.program.axis(axis).size)) for axis in of}
+        return [f"{axis}={runs}" for axis, runs in of.items() if axis == self.chunked or runs != wholes[axis]]
 
     def _shapes_of(self, result: Result) -> str:
         return ", ".join(str(self.shapes[name]) for name in result.outputs)
@@ -266,10 +243,6 @@ class _Source:
         step = second - first
         return str(range(first, first + step * self.mesh.size(axis), step))
 
-    def _peer(self, axis: str, distance: int) -> int:
-        there = (self.coordinates[axis] + distance) % self.mesh.size(axis)
-        return self.mesh.rank_at({**self.coordinates, axis: there})
-
     def _joined(self, name: str, place: Place, blocks: int) -> tuple[int, ...]:
         """The shape of this many blocks, joined."""
         return tuple(n * blocks if dim == place.dim else n for dim, n in enumerate(self.shapes[name]))
@@ -278,29 +251,8 @@ class _Source:
         """The shape of one of this many blocks."""
         return tuple(n // blocks if dim == place.dim else n for dim, n in enumerate(self.shapes[name]))
 
-    def _is_wide_on_wire(self, output: Operand) -> bool:
-        """Return True if partial results of an output travel in at least fp32, in which they are computed."""
-        return self.program.itemsize(output, is_partial=True) >= 4
 
-
-_WRITE: dict[type, Callable[[_Source, Any], None]] = {
-    kinds.AllToAll: _Source.all_to_all,
-    kinds.Gather: _Source.gather,
-    kinds.Slice: _Source.slice,
-    kinds.Swap: _Source.swap,
-    kinds.Derive: _Source.derive,
-    kinds.Send: _Source.send,
-    kinds.Arrive: _Source.arrive,
-    kinds.Free: _Source.free,
-    kinds.Compute: _Source.compute,
-    kinds.Summarize: _Source.summarize,
-    kinds.PassStates: _Source.pass_states,
-    kinds.SendPartial: _Source.send_partial,
-    kinds.Combine: _Source.combine,
-    kinds.ReduceScatter: _Source.reduce_scatter,
-    kinds.AllReduce: _Source.all_reduce,
-    kinds.Round: _Source.round,
-}
+_WRITE: dict[type, Callable[[_Source, Any], None]] = {kind: getattr(_Source, name) for kind, name in METHODS.items()}
 
 
 def _register(name: str, key: Key) -> str:
@@ -320,17 +272,17 @@ def _dim(place: Place) -> int | tuple[int, int]:
     return place.dim if place.outer == 1 else (place.dim, place.outer)
 
 
-def _local(sizes: Sizes, fixed: Mapping[Piece, int]) -> list[tuple[Place, int, int]]:
+def _local(sizes: Sizes, fixed: Fixed) -> list[tuple[Place, int, int]]:
     """(place, number, of) of the blocks in `fixed` of a tensor's digits, the last dimension and innermost digit first."""
-    found = []
+    blocks = []
     for dim, digits in enumerate(sizes):
         for index, (piece, size) in enumerate(digits):
             if piece in fixed:
-                found.append((Place(dim, math.prod(n for _, n in digits[:index])), fixed[piece], size))
-    return found[::-1]
+                blocks.append((Place(dim, math.prod(n for _, n in digits[:index])), fixed[piece], size))
+    return blocks[::-1]
 
 
-def _block(name: str, sizes: Sizes, fixed: Mapping[Piece, int], word: str) -> str:
+def _block(name: str, sizes: Sizes, fixed: Fixed, word: str) -> str:
     """The expression of the block of a tensor with these digits fixed."""
     for place, number, size in _local(sizes, fixed):
         name = f"{word}({name}, {_dim(place)}, number={number}, of={size})"

@@ -22,28 +22,24 @@ Sizes = Sequence[Sequence[tuple[Piece, int]]]  # for each dimension, its local d
 def positions(digits: Digits, axis: str) -> Tensor:
     """(size,) int64: for each number along an axis, the element of the whole tensor that has it."""
     nest = digits.nest
-    found = nest.program.axis(axis)
+    order, size = nest.program.axis(axis).order, nest.program.axis(axis).size
     cutting = [nest.home_mesh_axes(operand.name, axis) for operand in nest.program.operands]
     ranks = max(math.prod(map(nest.mesh.size, names)) for names in cutting)
-    segments = [
-        segment
-        for rank in range(ranks)
-        for segment in token_order.segments(found.order, rank, ranks, found.size // ranks, found.size)
-    ]
-    return token_order.positions(segments)
+    of_ranks = [token_order.segments(order, rank, ranks, size // ranks, size) for rank in range(ranks)]
+    return token_order.positions([segment for segments in of_ranks for segment in segments])
 
 
 def local_sizes(digits: Digits, operand: Operand, layout: Layout) -> Sizes:
     """For each dimension of an operand, its local digits and their sizes, outermost first."""
-    held, found = set(layout.values()), list[list[tuple[Piece, int]]]()
+    held, local = set(layout.values()), list[list[tuple[Piece, int]]]()
     for axis in operand.axes:
         sizes = list(digits.sizes.get(axis, ()))
         if not sizes:
-            found.append([((axis, 0), digits.nest.program.axis(axis).size // operand.divisor(axis))])
+            local.append([((axis, 0), digits.nest.program.axis(axis).size // operand.divisor(axis))])
             continue
         sizes[-1] //= operand.divisor(axis)
-        found.append([((axis, number), size) for number, size in enumerate(sizes) if (axis, number) not in held])
-    return found
+        local.append([((axis, number), size) for number, size in enumerate(sizes) if (axis, number) not in held])
+    return local
 
 
 def select(x: Tensor, sizes: Sizes, fixed: Mapping[Piece, int]) -> Tensor:
@@ -79,9 +75,7 @@ def has_contiguous_blocks(digits: Digits, name: str, place: Place) -> bool:
 
 
 def block(digits: Digits, operand: Operand, whole: Tensor, layout: Layout, coordinates: Mapping[str, int]) -> Tensor:
-    """The block of a whole operand that the rank at these coordinates holds. The operand's elements are in numbered
-    order.
-    """
+    """The block of a whole operand, its elements in numbered order, that the rank at these coordinates holds."""
     sizes = local_sizes(digits, operand, {})
     fixed = {piece: coordinates[mesh_axis] for mesh_axis, piece in layout.items()}
     return flat(select(whole, sizes, fixed), sizes, fixed)

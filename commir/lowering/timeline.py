@@ -100,18 +100,13 @@ def seconds(
     for step, messages in zip(steps, sent, strict=True):
         if isinstance(step, Compute | Summarize):  # summaries take the recurrence of a tile
             clock.compute(tile_seconds, overlap)
-        elif isinstance(step, Arrive):
-            clock.now = max(clock.now, clock.arrivals.pop((step.operands, step.key)))
-        elif isinstance(step, Combine):
-            clock.now = max(clock.now, clock.arrivals.pop((step.result, step.source, step.target)))
+        elif isinstance(step, Arrive | Combine):
+            clock.now = max(clock.now, clock.arrivals.pop(step.message))
         for message in messages:
             arrival = clock.send(message)
-            if not isinstance(step, Send | SendPartial):
+            if isinstance(step, Send | SendPartial):
+                clock.arrivals[step.message] = arrival
+                clock.now += message_seconds(mesh, message.axis, 0)[0]
+            else:
                 clock.now = arrival
-                continue
-            awaited = (
-                (step.operands, step.target) if isinstance(step, Send) else (step.result, step.source, step.target)
-            )
-            clock.arrivals[awaited] = arrival
-            clock.now += message_seconds(mesh, message.axis, 0)[0]
     return clock.now

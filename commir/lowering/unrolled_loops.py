@@ -29,10 +29,8 @@ class Loop:
 def loops_of(digits: Digits) -> tuple[Loop, ...]:
     """The loops of a rank that have several turns, outermost first."""
     shifts = dict(digits.nest.shifts)
-    named = [digits.nest.digit(name) for name in digits.nest.order]
-    return tuple(
-        Loop(digits.piece(digit.name), digit.size, shifts.get(digit.name)) for digit in named if digit.size > 1
-    )
+    loops = [digit for digit in map(digits.nest.digit, digits.nest.order) if digit.size > 1]
+    return tuple(Loop(digits.piece(loop.name), loop.size, shifts.get(loop.name)) for loop in loops)
 
 
 def travelling(digits: Digits, loops: Sequence[Loop], operand: Operand) -> tuple[int, ...]:
@@ -45,21 +43,12 @@ def unrolled(digits: Digits, loops: Sequence[Loop]) -> Iterator[Step]:
     """The steps from the first block to the last partial result."""
     program = digits.nest.program
     keys = {operand.name: travelling(digits, loops, operand) for operand in program.inputs if operand.in_tile}
-    travels = {
-        number: travelling(digits, loops, program.operand(each.outputs[0]))
-        for number, each in enumerate(program.results)
-    }
-    turns = _turns(loops, set().union(*keys.values()), set().union(*travels.values()))
-    streams = [
-        _Stream(tuple(name for name in keys if keys[name] == along), along, loops, turns)
-        for along in dict.fromkeys(keys.values())
-        if along
-    ]
-    partials = [
-        _Partials(number, along, loops, turns, MONOIDS[program.results[number].monoid].travels_directly)
-        for number, along in travels.items()
-        if along
-    ]
+    travels = [travelling(digits, loops, program.operand(each.outputs[0])) for each in program.results]
+    turns = _turns(loops, set().union(*keys.values()), set().union(*travels))
+    together = {along: tuple(name for name in keys if keys[name] == along) for along in keys.values() if along}
+    streams = [_Stream(names, along, loops, turns) for along, names in together.items()]
+    are_direct = [MONOIDS[result.monoid].travels_directly for result in program.results]
+    partials = [_Partials(n, along, loops, turns, are_direct[n]) for n, along in enumerate(travels) if along]
     for number, turn in enumerate(turns):
         for stream in streams:
             yield from stream.fetch(number)
@@ -118,7 +107,6 @@ class _Stream(_Blocks):
                 yield Send(self.operands, self.axes[level], key, after)
 
     def release(self, number: int) -> Iterator[Step]:
-        """Free the block of this turn if it is neither used nor sent any more."""
         yield from self._free(self.keys[number], number)
 
     def _free(self, key: Key, number: int) -> Iterator[Step]:
@@ -128,13 +116,13 @@ class _Stream(_Blocks):
 
     def _successors(self, key: Key) -> list[tuple[int, Key]]:
         """(level, key) of the blocks that are received from the rank that holds this one; an inner ring starts from each."""
-        found = []
+        successors = []
         for level in reversed(range(len(key))):
             if key[level] + 1 < self.sizes[level]:
-                found.append((level, _with(key, level, key[level] + 1)))
+                successors.append((level, _with(key, level, key[level] + 1)))
             if key[level]:
                 break
-        return found[::-1]
+        return successors[::-1]
 
 
 class _Partials(_Blocks):
@@ -174,16 +162,16 @@ class _Partials(_Blocks):
 
     def _sources_of(self, key: Key) -> list[Key]:
         """The partial results that are combined into this one, in order: inner levels first."""
-        found: list[Key] = []
+        sources: list[Key] = []
         for level in reversed(range(len(key))):
             counter, size = key[level], self.sizes[level]
             if self._is_direct and counter == 0:
-                found += [_with(key, level, other) for other in range(1, size)]
+                sources += [_with(key, level, other) for other in range(1, size)]
             elif not self._is_direct and counter != 1:
-                found.append(_with(key, level, (counter or size) - 1))
+                sources.append(_with(key, level, (counter or size) - 1))
             if counter:
                 break
-        return found
+        return sources
 
     def _target(self, key: Key) -> tuple[int, Key, int]:
         """Return (level, key, distance) of the place to which a complete partial result is sent."""

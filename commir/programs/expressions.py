@@ -57,11 +57,7 @@ def unshared(x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 def _is_product(program: Program, factors: list[ast.expr], loops: list[str]) -> bool:
     """Return True if the factors are operands that together are indexed by every axis."""
-    names = [
-        factor.value.id
-        for factor in factors
-        if isinstance(factor, ast.Subscript) and isinstance(factor.value, ast.Name)
-    ]
+    names = [ast.unparse(factor.value) for factor in factors if isinstance(factor, ast.Subscript)]
     axes = {axis for name in names for axis in program.operand(name).axes}
     return len(names) == len(factors) and axes == set(loops)
 

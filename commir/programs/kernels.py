@@ -48,12 +48,12 @@ class Kernel:
     def tile(self, program: Program, inputs: Mapping[str, Tensor], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute a tile. The results are converted to at least fp32, and copied if they share memory with the inputs."""
         if isinstance(self.pattern, str):
-            found = self.function(**inputs, indices=indices, **dict(program.options))
+            results = self.function(**inputs, indices=indices, **dict(program.options))
         else:
-            found = (self.function(*(inputs[name] for name in _operands_of(self.pattern, program) or ())),)
+            results = (self.function(*(inputs[name] for name in _operands_of(self.pattern, program) or ())),)
         return {
             output.name: unshared(x.to(at_least_fp32(x.dtype)), inputs)
-            for output, x in zip(program.outputs, found, strict=True)
+            for output, x in zip(program.outputs, results, strict=True)
         }
 
 
@@ -109,9 +109,8 @@ def _operands_of(pattern: Operator | str, program: Program) -> list[str] | None:
     if program.tile in KERNELS or program.scan is not None:
         return None
     own, names = pattern(), {name: name for name in FUNCTIONS}
-    if own.results[0].monoid != program.results[0].monoid or not _unify(
-        ast.parse(own.tile), ast.parse(program.tile), names
-    ):
+    is_same = own.results[0].monoid == program.results[0].monoid
+    if not is_same or not _unify(ast.parse(own.tile), ast.parse(program.tile), names):
         return None
     (made,), (wanted,) = own.outputs, program.outputs
     if tuple(names[axis] for axis in made.axes) != wanted.axes:

@@ -159,9 +159,8 @@ class _Reader:
         loop = self._loop()
         kinds, placements = self._grid(loop), self._placements(loop)
         output, monoid, value = self._statement(loop, kinds)
-        expression = read_expression(
-            value, {name: each.axes for name, each in self._inputs.items()}, self._outputs, self._sizes
-        )
+        axes = {name: each.axes for name, each in self._inputs.items()}
+        expression = read_expression(value, axes, self._outputs, self._sizes)
         if not self._inputs:
             self._fail(loop, "an operator needs at least one input, such as x = In[axes]")
         read = [ast.unparse(part.value) for part in ast.walk(expression) if isinstance(part, ast.Subscript)]
@@ -186,22 +185,21 @@ class _Reader:
             self._fail(self._node, "every parameter is an axis and needs its size as default, such as rows=1024")
         sizes: dict[str, int] = {}
         for argument, default in zip(arguments.args, arguments.defaults, strict=True):
-            if argument.arg in RESERVED:
-                self._fail(
-                    argument, f"no axis can be called {argument.arg}, which a call of the operator means otherwise"
-                )
+            name = argument.arg
+            if name in RESERVED:
+                self._fail(argument, f"no axis can be called {name}, which a call of the operator means otherwise")
             if not (isinstance(default, ast.Constant) and type(default.value) is int and default.value >= 1):
-                self._fail(
-                    default,
-                    f"axis {argument.arg} has size {ast.unparse(default)}: expected a whole number of at least 1",
-                )
-            sizes[argument.arg] = default.value
+                given = ast.unparse(default)
+                self._fail(default, f"axis {name} has size {given}: expected a whole number of at least 1")
+            sizes[name] = default.value
         return sizes
 
     def _loop(self) -> ast.For:
         """Read the declarations of operands; return the loop that follows them."""
-        statements = [statement for statement in self._node.body if not _is_docstring(statement)]
-        *declarations, loop = statements or [self._node]
+        texts = [
+            each for each in self._node.body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+        ]
+        *declarations, loop = [each for each in self._node.body if each not in texts] or [self._node]
         rule = "the operands must be followed by one loop over grid(...), the last statement"
         for statement in declarations:
             if not isinstance(statement, ast.Assign):
@@ -222,11 +220,10 @@ class _Reader:
         is_declared = isinstance(target, ast.Name) and isinstance(kind, ast.Subscript) and not others
         is_declared &= calls.keys() <= {"home", "replicate"}
         if not is_declared or ast.unparse(kind.value) not in where:  # type: ignore[attr-defined]
-            self._fail(
-                node, "an operand is declared as name = In[axes] or name = Out[axes], with the bare names In and Out"
-            )
+            rule = "an operand is declared as name = In[axes] or name = Out[axes], with the bare names In and Out"
+            self._fail(node, rule)
         assert isinstance(target, ast.Name) and isinstance(kind, ast.Subscript)
-        name, axes = target.id, self._axes_of(kind)
+        name, axes = target.id, indices_of(kind, self._sizes)
         if name in self._inputs | self._outputs:
             self._fail(node, f"two operands are called {name}")
         home = calls.get("home")
@@ -243,29 +240,22 @@ class _Reader:
             return None
         if isinstance(argument, ast.Name) and argument.id in axes:
             return argument.id
-        self._fail(
-            node, f"the home of {name} is {ast.unparse(node)}: expected .home(None), or an axis of {', '.join(axes)}"
-        )
-
-    def _axes_of(self, node: ast.Subscript) -> tuple[str, ...]:
-        return indices_of(node, self._sizes)
+        given = f"the home of {name} is {ast.unparse(node)}"
+        self._fail(node, f"{given}: expected .home(None), or an axis of {', '.join(axes)}")
 
     def _grid(self, node: ast.For) -> dict[str, str]:
         """Return {axis: kind} of the loops, in their order."""
         call = node.iter
         is_grid = isinstance(call, ast.Call) and _is_call(call, "grid") and len(call.args) == 1
         if not is_grid or not isinstance(call.args[0], ast.Constant):  # type: ignore[attr-defined]
-            self._fail(
-                node,
-                'the loop must be over grid("..."), with the bare name grid and one letter for the kind of each axis',
-            )
+            rule = "with the bare name grid and one letter for the kind of each axis"
+            self._fail(node, f'the loop must be over grid("..."), {rule}')
         kinds = str(call.args[0].value)  # type: ignore[attr-defined]
         targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
         names = [ast.unparse(target) for target in targets]
         if sorted(names) != sorted(self._sizes):
-            self._fail(
-                node, f"the loop is over {', '.join(names)}; it must name each axis once: {', '.join(self._sizes)}"
-            )
+            rule = f"it must name each axis once: {', '.join(self._sizes)}"
+            self._fail(node, f"the loop is over {', '.join(names)}; {rule}")
         if len(kinds) != len(names):
             self._fail(node, f'grid("{kinds}") needs one letter for each axis, and has {len(kinds)} for {len(names)}')
         for name, kind in zip(names, kinds, strict=True):
@@ -275,21 +265,17 @@ class _Reader:
 
     def _placements(self, loop: ast.For) -> tuple[tuple[str, str, str], ...]:
         """(mesh axis, the loop that its ranks divide, the loop that is shifted or "") of the annotations of a grid."""
-        found: dict[str, dict[str, str]] = {"parallel": {}, "shift": {}}
+        placed: dict[str, dict[str, str]] = {"parallel": {}, "shift": {}}
         for keyword in loop.iter.keywords:  # type: ignore[attr-defined]
-            value, rule = keyword.value, 'a loop is annotated as rows=parallel("gpu") or rows=shift("gpu")'
-            if (
-                keyword.arg not in self._sizes
-                or not isinstance(value, ast.Call)
-                or ast.unparse(value.func) not in found
-            ):
-                self._fail(value, rule)
+            value, is_axis = keyword.value, keyword.arg in self._sizes
+            if not is_axis or not isinstance(value, ast.Call) or ast.unparse(value.func) not in placed:
+                self._fail(value, 'a loop is annotated as rows=parallel("gpu") or rows=shift("gpu")')
             for mesh_axis in self._mesh_axes(value):
-                loops = found[ast.unparse(value.func)]
+                loops = placed[ast.unparse(value.func)]
                 if mesh_axis in loops:
                     self._fail(value, f"mesh axis {mesh_axis} has the loop {loops[mesh_axis]} already")
                 loops[mesh_axis] = keyword.arg
-        parallel, shifted = found.values()
+        parallel, shifted = placed.values()
         if alone := [mesh_axis for mesh_axis in shifted if mesh_axis not in parallel]:
             self._fail(loop, f"{shifted[alone[0]]} is shifted along {alone[0]}, but no loop is parallel there")
         return tuple((mesh_axis, axis, shifted.get(mesh_axis, "")) for mesh_axis, axis in parallel.items())
@@ -316,9 +302,11 @@ class _Reader:
             self._fail(node, "the statement must assign to an output: +=, or =")
         output = self._output(node.targets[0])
         value, is_max = node.value, _is_call(node.value, "max")
-        if isinstance(value, ast.Call) and not is_max and ast.unparse(node.targets[0]) in map(ast.unparse, value.args):
+        read = [ast.unparse(part) for part in ast.walk(value) if isinstance(part, ast.Subscript)]
+        target = ast.unparse(node.targets[0])
+        if isinstance(value, ast.Call) and not is_max and target in map(ast.unparse, value.args):
             self._fail(node, f"{ast.unparse(value.func)} is not supported as a reduction; {REDUCTIONS}")
-        if not is_max and REDUCED in kinds.values() and ast.unparse(node.targets[0]) in _operands_of(value):
+        if not is_max and REDUCED in kinds.values() and target in read:
             self._fail(
                 node,
                 f"{output.name} is computed from its own earlier values, so that the result may depend on the order of "
@@ -328,10 +316,8 @@ class _Reader:
         if not is_max or not isinstance(value, ast.Call):
             return output, "sum", value
         first, *rest = value.args
-        if len(rest) != 1 or value.keywords or ast.unparse(first) != ast.unparse(node.targets[0]):
-            self._fail(
-                node, f"a reduction by max is written {ast.unparse(node.targets[0])} = max(the same, expression)"
-            )
+        if len(rest) != 1 or value.keywords or ast.unparse(first) != target:
+            self._fail(node, f"a reduction by max is written {target} = max(the same, expression)")
         return output, "max", rest[0]
 
     def _output(self, target: ast.expr) -> Operand:
@@ -342,10 +328,8 @@ class _Reader:
             self._fail(target, f"{name} is assigned to, but is not declared as Out")
         if len(self._outputs) > 1:
             self._fail(target, f"an operator has one output, not {', '.join(self._outputs)}")
-        if self._axes_of(target) != self._outputs[name].axes:
-            self._fail(
-                target, f"{ast.unparse(target)} must be indexed as declared: {', '.join(self._outputs[name].axes)}"
-            )
+        if indices_of(target, self._sizes) != (axes := self._outputs[name].axes):
+            self._fail(target, f"{ast.unparse(target)} must be indexed as declared: {', '.join(axes)}")
         return self._outputs[name]
 
     def _check_axes(self, node: ast.AST, output: Operand, kinds: dict[str, str], is_combined: bool = True) -> None:
@@ -354,18 +338,8 @@ class _Reader:
             if rule := axis_error(axis, kind, {output.name: output.axes}):
                 self._fail(node, rule)
             if kind == REDUCED and not is_combined:
-                self._fail(
-                    node,
-                    f"data race: = overwrites {output.name} for every index of the reduced axis {axis}; use += or max",
-                )
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _operands_of(node: ast.expr) -> list[str]:
-    return [ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Subscript)]
+                race = f"data race: = overwrites {output.name} for every index of the reduced axis {axis}"
+                self._fail(node, f"{race}; use += or max")
 
 
 def _is_call(node: ast.expr, name: str) -> bool:

@@ -129,9 +129,7 @@ def scan_tile(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, 
 
 
 def summarize(program: Program, inputs: Tensors, indices: Tensors) -> tuple[Tensor, ...]:
-    """The summaries of a tile's blocks as in `Scan`: (batch, blocks, heads, ...), and a copy of the rates, if there are
-    any.
-    """
+    """The summaries of a tile's blocks as in `Scan`: (batch, blocks, heads, ...), and a copy of the rates, if any."""
     blocks, _ = _blocks(program, inputs, indices)
     summaries = [_RECURRENCES[program.tile].summarize(block) for block in blocks]
     rates = (inputs["A"].clone(),) if "A" in inputs else ()

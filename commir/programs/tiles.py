@@ -8,7 +8,7 @@ They share no memory with the inputs, so that a caller may write into them.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,7 +18,6 @@ from attention2d.layout.token_order import KernelCall, Segment, kernel_calls, sp
 from commfabric.collectives.wire_formats import at_least_fp32
 from commir.ir.program import Program
 
-from .compiled_tiles import compiled
 from .expressions import evaluate
 from .kernels import registered_tile
 from .scan_programs import scan_tile
@@ -27,22 +26,39 @@ Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
 Tile = Callable[[Program, Tensors, Tensors], dict[str, Tensor]]
 TileInto = Callable[[Program, Tensors, Tensors, Sequence[Tensor]], None]
+_COMPILED: dict[object, Callable[..., Any]] = {}  # {program, shapes, dtypes and devices: the compiled tile}
 
 
 def tile_of(program: Program, kernel: str = "library") -> Tile:
-    """The function that computes the tile of a program, by a fused kernel ("library"), plain operations ("reference", or
-    "compiled" by `torch.compile`), or a registered kernel.
-    """
+    """The function that computes a tile: fused ("library"), plain ("reference", or "compiled"), or a registered kernel."""
     if kernel == "compiled":
-        return compiled(tile_of(program, "reference"))
+        return _compiled(tile_of(program, "reference"))
     return registered_tile(kernel) or _TILES.get((program.tile, kernel), evaluate)
 
 
 def tile_into(program: Program, kernel: str = "library") -> TileInto | None:
-    """The function that computes a tile and combines it into earlier results, or None if the program has no such
-    function.
-    """
+    """The function that computes a tile and combines it into earlier results, or None if there is none."""
     return _attention_into if (program.tile, kernel) == ("attention", "library") else None
+
+
+def _compiled(plain: Tile) -> Tile:
+    """A tile in plain operations under `torch.compile`, which fuses them for each shape of its blocks."""
+
+    def tile(program: Program, inputs: Tensors, indices: Tensors) -> dict[str, Tensor]:
+        blocks, places = list(inputs.values()), list(indices.values())
+        key = program, tuple((name, x.shape, x.dtype, x.device) for name, x in (*inputs.items(), *indices.items()))
+        if key not in _COMPILED:
+
+            def traced(blocks: list[Tensor], places: list[Tensor]) -> dict[str, Tensor]:
+                return plain(program, dict(zip(inputs, blocks, strict=True)), dict(zip(indices, places, strict=True)))
+
+            from torch.fx.experimental.proxy_tensor import make_fx  # takes a second, and most plans do not need it
+
+            _COMPILED[key] = torch.compile(make_fx(traced)(blocks, places), dynamic=False)
+        results: dict[str, Tensor] = _COMPILED[key](blocks, places)
+        return results
+
+    return tile
 
 
 def derive(program: Program, operand: str, sources: Sequence[Tensor]) -> Tensor:
@@ -71,8 +87,8 @@ def _attention_into(program: Program, inputs: Tensors, indices: Tensors, total: 
     calls = _Calls(program, indices)
     k, v = calls.kv.sort(k), calls.kv.sort(v)
     for call in split_calls(calls.of_unsorted_queries(), tile_length(q)):
-        found = attend(q[call.q], k[call.kv], v[call.kv], call.causal, program.option("scale"))
-        merge(out[call.q], lse[call.q], *found)
+        part = attend(q[call.q], k[call.kv], v[call.kv], call.causal, program.option("scale"))
+        merge(out[call.q], lse[call.q], *part)
 
 
 def _attend_in_calls(q: Tensor, k: Tensor, v: Tensor, calls: list[KernelCall], scale: float) -> tuple[Tensor, Tensor]:
@@ -90,12 +106,12 @@ def _attend_in_calls(q: Tensor, k: Tensor, v: Tensor, calls: list[KernelCall], s
     else:
         fresh, (out, lse) = set(), empty_result(q)
     for call in calls:
-        rows, found = call.q, attend(q[call.q], k[call.kv], v[call.kv], call.causal, scale)
+        rows, part = call.q, attend(q[call.q], k[call.kv], v[call.kv], call.causal, scale)
         if (rows.start, rows.stop) in fresh:
             fresh.remove((rows.start, rows.stop))
-            out[rows], lse[rows] = found
+            out[rows], lse[rows] = part
         else:
-            merge(out[rows], lse[rows], *found)
+            merge(out[rows], lse[rows], *part)
     return out, lse
 
 
@@ -111,12 +127,11 @@ def _attention_backward(program: Program, inputs: Tensors, indices: Tensors) -> 
         for call in split_calls(calls.all, tile_length(q)):
             rows, cols = call.q, call.kv
             tile = dout[rows], delta[rows], q[rows], k[cols], v[cols], lse[rows]
-            for total, part in zip(
-                (dq[rows], dk[cols], dv[cols]), attend_backward(*tile, call.causal, scale), strict=True
-            ):
+            parts = attend_backward(*tile, call.causal, scale)
+            for total, part in zip((dq[rows], dk[cols], dv[cols]), parts, strict=True):
                 total += part
-    found = {"dq": calls.q.unsort(dq), "dk": calls.kv.unsort(dk), "dv": calls.kv.unsort(dv)}
-    return {name: x.transpose(0, 1) for name, x in found.items()}
+    gradients = {"dq": calls.q.unsort(dq), "dk": calls.kv.unsort(dk), "dv": calls.kv.unsort(dv)}
+    return {name: x.transpose(0, 1) for name, x in gradients.items()}
 
 
 class _Calls:
@@ -135,12 +150,12 @@ class _Calls:
         """The calls if only the keys are sorted: those of each run of queries, which then need not be copied."""
         if not self._is_causal or self.q.is_sorted:
             return self.all
-        found = list[KernelCall]()
+        calls = list[KernelCall]()
         for run in self.q.all:
             for call in _causal_calls((run,), self.kv.all):
                 rows = slice(run.start + call.q.start, run.start + call.q.stop)
-                found.append(KernelCall(rows, call.kv, call.causal))
-        return found
+                calls.append(KernelCall(rows, call.kv, call.causal))
+        return calls
 
     def is_one_tile(self, q: Tensor, k: Tensor) -> bool:
         """Return True if one kernel call covers all queries in their order and all keys, and is small enough."""
@@ -169,7 +184,6 @@ def _causal_calls(q: tuple[_Run, ...], kv: tuple[_Run, ...]) -> list[KernelCall]
     length = math.gcd(*(number for run in (*q, *kv) for number in run[:2]))
 
     def segments(runs: tuple[_Run, ...]) -> list[Segment]:
-        """The runs in segments of `length` positions each."""
         return [Segment(n, length, length) for run in runs for n in range(run.first, run.first + run.length, length)]
 
     return kernel_calls(segments(q), segments(kv), True)
@@ -193,10 +207,10 @@ class _Runs:
         """Undo `sort`."""
         if self.is_sorted:
             return x
-        found = torch.empty_like(x)
+        unsorted = torch.empty_like(x)
         for run, part in zip(self.all, x.split([run.length for run in self.all]), strict=True):
-            found[run.slots] = part
-        return found
+            unsorted[run.slots] = part
+        return unsorted
 
 
 def _runs_of(positions: Tensor) -> _Runs:

@@ -53,11 +53,8 @@ def known_schedules(program: Program) -> dict[str, Placements]:
         return dict(PRODUCTS[program.name])
     if not _is_attention(program):
         return {}
-    return {
-        name: placement
-        for name, placement in ATTENTION.items()
-        if name not in DECODING or program.operand("q").home is None
-    }
+    is_decoding = program.operand("q").home is None
+    return {name: parts for name, parts in ATTENTION.items() if name not in DECODING or is_decoding}
 
 
 def known(nest: Nest, name: str, *mesh_axes: str) -> Nest:
@@ -109,9 +106,7 @@ def known_as(nest: LoopNest) -> str:
 
 
 def _is_at_home(nest: LoopNest, name: str, placements: dict[str, Placement]) -> bool:
-    """Return True if operands are kept as the program says, or moved only as `known`, `leaving_lse` and `backward_plan`
-    do.
-    """
+    """Return True if operands are at home, or moved only as `known`, `leaving_lse` and `backward_plan` do."""
     moved = {home for home in nest.homes if home[1] in placements}
     all_moved = _along_heads(placements)
     if name == "Mnemosyne":

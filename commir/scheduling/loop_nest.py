@@ -65,8 +65,8 @@ class LoopNest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.program, Program) or not isinstance(self.mesh, Mesh):
-            found = f"{type(self.program).__name__} and {type(self.mesh).__name__}"
-            raise ValueError(f"expected a Program (call an operator to get one) and a Mesh, not {found}")
+            given = f"{type(self.program).__name__} and {type(self.mesh).__name__}"
+            raise ValueError(f"expected a Program (call an operator to get one) and a Mesh, not {given}")
         if not self.digits:
             loops = (axis for axis in self.program.axes if axis.kind != WHOLE)
             object.__setattr__(self, "digits", tuple(Digit(axis.name, axis.name, axis.size) for axis in loops))
@@ -85,14 +85,14 @@ class LoopNest:
             IllegalSchedule: the factor does not divide the size, a name is taken (by another digit or axis), the digit is
                 parallelized or shifted, or loops were reordered before.
         """
-        found, rule = self.digit(digit), f"tile({digit}, {factor})"
+        whole, rule = self.digit(digit), f"tile({digit}, {factor})"
         outer, inner = f"{digit}.o" if outer is None else outer, f"{digit}.i" if inner is None else inner
         self._refuse_bound(digit, "tile it before that")
-        if factor < 1 or found.size % factor:
-            raise IllegalSchedule(f"{rule}: {factor} does not divide {digit}, which has size {found.size}")
-        self._check_names(rule, [outer, inner], [found])
-        parts = Digit(outer, found.axis, factor), Digit(inner, found.axis, found.size // factor)
-        digits = [part for digit in self.digits for part in (parts if digit is found else (digit,))]
+        if factor < 1 or whole.size % factor:
+            raise IllegalSchedule(f"{rule}: {factor} does not divide {digit}, which has size {whole.size}")
+        self._check_names(rule, [outer, inner], [whole])
+        parts = Digit(outer, whole.axis, factor), Digit(inner, whole.axis, whole.size // factor)
+        digits = [part for digit in self.digits for part in (parts if digit is whole else (digit,))]
         return self._with_loops(digits=tuple(digits))
 
     def join(self, outer: str, inner: str, name: str | None = None) -> Self:
@@ -111,21 +111,19 @@ class LoopNest:
             IllegalSchedule: they are not adjacent digits of one axis, one is parallelized or shifted, loops were reordered
                 before, or the name is taken.
         """
-        first, second = self.digit(outer), self.digit(inner)
+        first, second, rule = self.digit(outer), self.digit(inner), f"join({outer}, {inner})"
         index = self.digits.index(first)
         if first.axis != second.axis:
             raise IllegalSchedule(
-                f"join({outer}, {inner}): {outer} is a digit of {first.axis} and {inner} of {second.axis}; a digit counts "
-                f"blocks of one axis. Parallelize each on a part of the mesh axis, which `Mesh.split` makes"
+                f"{rule}: {outer} is a digit of {first.axis} and {inner} of {second.axis}; a digit counts blocks of one "
+                "axis. Parallelize each on a part of the mesh axis, which `Mesh.split` makes"
             )
         if self.digits[index + 1 : index + 2] != (second,):
-            raise IllegalSchedule(
-                f"join({outer}, {inner}): {inner} is not the next digit of axis {first.axis} after {outer}"
-            )
+            raise IllegalSchedule(f"{rule}: {inner} is not the next digit of axis {first.axis} after {outer}")
         for digit in (outer, inner):
             self._refuse_bound(digit, "join it before that")
         name = first.axis if name is None or len(self.digits_of(first.axis)) == 2 else name
-        self._check_names(f"join({outer}, {inner})", [name], [first, second])
+        self._check_names(rule, [name], [first, second])
         merged = Digit(name, first.axis, first.size * second.size)
         return self._with_loops(digits=(*self.digits[:index], merged, *self.digits[index + 2 :]))
 
@@ -162,15 +160,14 @@ class LoopNest:
             IllegalSchedule: the sizes differ, the mesh axis has a digit already, the digit is parallelized or shifted, or
                 loops were reordered before.
         """
-        found, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"parallelize({digit}, {mesh_axis})"
+        blocks, size, rule = self.digit(digit).size, self.mesh.size(mesh_axis), f"parallelize({digit}, {mesh_axis})"
         self._refuse_bound(digit, "parallelize another digit")
-        if found.size != size:
-            advice = f"tile it by {size} first" if found.size % size == 0 else f"{size} does not divide {found.size}"
-            raise IllegalSchedule(f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}: {advice}")
+        if blocks != size:
+            advice = f"tile it by {size} first" if blocks % size == 0 else f"{size} does not divide {blocks}"
+            raise IllegalSchedule(f"{rule}: {digit} has size {blocks}, mesh axis {mesh_axis} {size}: {advice}")
         if other := self.digit_on(mesh_axis):
             raise IllegalSchedule(f"{rule}: mesh axis {mesh_axis} has the digit {other.name} already")
-        bound = sorted((*self.parallel, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1]))
-        return self._with_loops(parallel=tuple(bound))
+        return self._with_loops(parallel=self._bound(self.parallel, digit, mesh_axis))
 
     def shift(self, digit: str, mesh_axis: str) -> Self:
         """Run the loop over a digit shifted by the rank's coordinate along a mesh axis, so that blocks travel in a ring.
@@ -180,30 +177,22 @@ class LoopNest:
                 shifted, its axis is scanned, the mesh axis has a shift already, loops were reordered before, or nothing
                 would travel because no operand is indexed by this digit and not by the parallelized one.
         """
-        found, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"shift({digit}, {mesh_axis})"
+        loop, size, rule = self.digit(digit), self.mesh.size(mesh_axis), f"shift({digit}, {mesh_axis})"
         self._refuse_bound(digit, "shift another digit")
         owner = self.digit_on(mesh_axis)
         if owner is None:
             raise IllegalSchedule(f"{rule}: no digit is parallelized on {mesh_axis}; parallelize one first")
-        if found.size != size:
-            raise IllegalSchedule(
-                f"{rule}: {digit} has size {found.size}, mesh axis {mesh_axis} {size}; they must be equal"
-            )
+        if loop.size != size:
+            sizes = f"{digit} has size {loop.size}, mesh axis {mesh_axis} {size}"
+            raise IllegalSchedule(f"{rule}: {sizes}; they must be equal")
         if self._kind(digit) == SCANNED:
-            raise IllegalSchedule(f"{rule}: {found.axis} is scanned, and a scan has only one order")
+            raise IllegalSchedule(f"{rule}: {loop.axis} is scanned, and a scan has only one order")
         if any(used == mesh_axis for _, used in self.shifts):
             raise IllegalSchedule(f"{rule}: mesh axis {mesh_axis} has a shifted loop already")
-        travelling = [
-            operand
-            for operand in self.program.operands
-            if found.axis in operand.axes and owner.axis not in operand.axes
-        ]
-        if not travelling:
-            raise IllegalSchedule(
-                f"{rule}: no operand is indexed by {found.axis} and not by {owner.axis}; nothing would travel"
-            )
-        bound = sorted((*self.shifts, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1]))
-        return self._with_loops(shifts=tuple(bound))
+        if not any(loop.axis in x.axes and owner.axis not in x.axes for x in self.program.operands):
+            indexed = f"no operand is indexed by {loop.axis} and not by {owner.axis}"
+            raise IllegalSchedule(f"{rule}: {indexed}; nothing would travel")
+        return self._with_loops(shifts=self._bound(self.shifts, digit, mesh_axis))
 
     def shard(self, operand: str, axis: str, mesh_axis: str) -> Self:
         """Keep an operand sharded along `axis` over a mesh axis at home: before the loops (inputs) or after them (outputs).
@@ -212,8 +201,8 @@ class LoopNest:
             IllegalSchedule: the operand is not indexed by the axis, every tile needs all of the axis, or (when the schedule
                 is lowered) the mesh axis does not divide it.
         """
-        found, rule = self.program.operand(operand), f"shard({operand}, {axis}, {mesh_axis})"
-        if axis not in found.axes:
+        rule = f"shard({operand}, {axis}, {mesh_axis})"
+        if axis not in self.program.operand(operand).axes:
             raise IllegalSchedule(f"{rule}: {operand} is not indexed by {axis}")
         if self.program.axis(axis).kind == WHOLE:
             raise IllegalSchedule(f"{rule}: {axis} is whole in every tile, so it cannot be sharded")
@@ -245,18 +234,16 @@ class LoopNest:
                 indexed by its axis; or another digit is chunked already. Lowering refuses a digit that an operand's home
                 divides, and a program with a scan.
         """
-        found, rule = self.digit(digit), f"chunk({digit})"
+        axis, rule = self.digit(digit).axis, f"chunk({digit})"
         self._refuse_bound(digit, "chunk another digit")
         if self.chunked is not None:
             raise IllegalSchedule(f"{rule}: {self.chunked} is chunked already, and a schedule has chunks of one digit")
-        if found == self.digits_of(found.axis)[-1]:
+        if digit == self.digits_of(axis)[-1].name:
             raise IllegalSchedule(
-                f"{rule}: {digit} is the innermost digit of {found.axis}; tile it, and chunk the outer digit"
+                f"{rule}: {digit} is the innermost digit of {axis}; tile it, and chunk the outer digit"
             )
-        if other := next((operand.name for operand in self.program.outputs if found.axis not in operand.axes), None):
-            raise IllegalSchedule(
-                f"{rule}: {other} is not indexed by {found.axis}, so chunks would have to be combined"
-            )
+        if other := next((operand.name for operand in self.program.outputs if axis not in operand.axes), None):
+            raise IllegalSchedule(f"{rule}: {other} is not indexed by {axis}, so chunks would have to be combined")
         return replace(self, chunked=digit, order=tuple(name for name in self.order if name != digit))
 
     # Queries
@@ -277,10 +264,9 @@ class LoopNest:
 
     def home(self, operand: str) -> dict[str, str]:
         """{mesh axis: axis} along which an operand is sharded at home. Mesh axes over which it is whole are missing."""
-        own = self.program.operand(operand).home
-        found: dict[str, str | None] = dict.fromkeys(self.mesh.names, own)
-        found |= {mesh_axis: axis for name, mesh_axis, axis in self.homes if name == operand}
-        return {mesh_axis: axis for mesh_axis, axis in found.items() if axis is not None}
+        axes: dict[str, str | None] = dict.fromkeys(self.mesh.names, self.program.operand(operand).home)
+        axes |= {mesh_axis: axis for name, mesh_axis, axis in self.homes if name == operand}
+        return {mesh_axis: axis for mesh_axis, axis in axes.items() if axis is not None}
 
     def home_mesh_axes(self, operand: str, axis: str) -> list[str]:
         """The mesh axes that cut `axis` at the home of an operand, outermost first.
@@ -298,21 +284,21 @@ class LoopNest:
 
     def primitives(self) -> list[tuple[Any, ...]]:
         """The normal form as a sequence of primitives, which give an equal schedule when applied to a new one."""
-        found: list[tuple[Any, ...]] = []
+        steps: list[tuple[Any, ...]] = []
         mark = "#" * (1 + max(digit.name.count("#") for digit in self.digits))  # no digit has a name with this mark
         for axis in dict.fromkeys(digit.axis for digit in self.digits):
             *outer, last = self.digits_of(axis)
             rest = axis
             for number, digit in enumerate(outer, 1):
                 inner = last.name if number == len(outer) else f"{axis}{mark}{number}"
-                found.append(("tile", rest, digit.size, digit.name, inner))
+                steps.append(("tile", rest, digit.size, digit.name, inner))
                 rest = inner
-        found += [("parallelize", *bound) for bound in self.parallel] + [("shift", *bound) for bound in self.shifts]
-        found += [("reorder", *self.order)] if self.order != self.default_order() else []
+        steps += [("parallelize", *bound) for bound in self.parallel] + [("shift", *bound) for bound in self.shifts]
+        steps += [("reorder", *self.order)] if self.order != self.default_order() else []
         for operand, mesh_axis, home in self.homes:
-            found.append(("replicate", operand, mesh_axis) if home is None else ("shard", operand, home, mesh_axis))
-        found += [("chunk", self.chunked)] if self.chunked else []
-        return found + ([("patch", self.kernel)] if self.kernel != "library" else [])
+            steps.append(("replicate", operand, mesh_axis) if home is None else ("shard", operand, home, mesh_axis))
+        steps += [("chunk", self.chunked)] if self.chunked else []
+        return steps + ([("patch", self.kernel)] if self.kernel != "library" else [])
 
     @property
     def chunks(self) -> int:
@@ -336,21 +322,21 @@ class LoopNest:
     def __str__(self) -> str:
         """The loop that each mesh axis computes, and the loops that are shifted; `primitives` lists everything."""
         shifted = {mesh_axis: self.digit(name).axis for name, mesh_axis in self.shifts}
-        parts = [
-            f"{self.digit(name).axis} on {mesh_axis}"
-            + (f" with {shifted[mesh_axis]} shifted" if mesh_axis in shifted else "")
-            for name, mesh_axis in self.parallel
-        ]
-        parts += [
-            f"{operand} kept {f'along {axis}' if axis else 'whole'} on {mesh_axis}"
-            for operand, mesh_axis, axis in self.homes
-        ]
+        parts = []
+        for name, mesh_axis in self.parallel:
+            ring = f" with {shifted[mesh_axis]} shifted" if mesh_axis in shifted else ""
+            parts.append(f"{self.digit(name).axis} on {mesh_axis}{ring}")
+        for operand, mesh_axis, axis in self.homes:
+            parts.append(f"{operand} kept {f'along {axis}' if axis else 'whole'} on {mesh_axis}")
         parts += [f"loops {', '.join(self.order)}"] if self.order != self.default_order() else []
         parts += [f"{self.digit(self.chunked).axis} in {self.chunks} chunks"] if self.chunked else []
         return f"{self.program.name} on {self.mesh!r}: {'; '.join(parts) or 'one rank computes everything'}"
 
     def _kind(self, digit: str) -> str:
         return self.program.axis(self.digit(digit).axis).kind
+
+    def _bound(self, known: tuple[tuple[str, str], ...], digit: str, mesh_axis: str) -> tuple[tuple[str, str], ...]:
+        return tuple(sorted((*known, (digit, mesh_axis)), key=lambda each: self.mesh.names.index(each[1])))
 
     def _check_names(self, rule: str, names: list[str], replaced: list[Digit]) -> None:
         """Raise IllegalSchedule unless these names can be given to the digits that replace others of one axis."""
@@ -384,10 +370,8 @@ class LoopNest:
     def _with_loops(self, **changes: Any) -> Self:
         """The schedule with other digits, or other uses of them, and the default order of its loops."""
         if self.order != self.default_order():
-            raise IllegalSchedule(
-                f"reorder({', '.join(self.order)}) must come after all tile, join, parallelize and shift, "
-                f"which decide what is a loop"
-            )
+            rule = f"reorder({', '.join(self.order)}) must come after all tile, join, parallelize and shift"
+            raise IllegalSchedule(f"{rule}, which decide what is a loop")
         changed = replace(self, **changes)
         return replace(changed, order=changed.default_order())
 

@@ -43,10 +43,7 @@ def place(nest: Nest, /, **placements: str | Placement) -> Nest:
         IllegalSchedule: a mesh axis has no placement or does not exist, the program has no such loop, its size does not
             divide, or nothing would travel in a ring.
     """
-    chosen = {
-        name: placement if isinstance(placement, Placement) else Placement(placement)
-        for name, placement in placements.items()
-    }
+    chosen = {name: each if isinstance(each, Placement) else Placement(each) for name, each in placements.items()}
     for name, placement in chosen.items():
         if name not in nest.mesh.names:
             raise IllegalSchedule(f"place: the mesh has no axis {name!r}: expected {', '.join(nest.mesh.names)}")
@@ -55,13 +52,9 @@ def place(nest: Nest, /, **placements: str | Placement) -> Nest:
             raise IllegalSchedule(f"place: {nest.program.name} has no loop {placement.axis!r}: expected {loops}")
     if missing := [name for name in nest.mesh.names if name not in chosen]:
         raise IllegalSchedule(f"mesh axis {missing[0]} has no placement")
-    shifted = {
-        name: _shifted_axis(nest, name, placement) for name, placement in chosen.items() if placement.is_streamed
-    }
+    shifted = {name: _shifted_axis(nest, name, each) for name, each in chosen.items() if each.is_streamed}
     for axis in dict.fromkeys(digit.axis for digit in nest.digits):
-        nest = _tiled(
-            nest, axis, {name for name, placement in chosen.items() if axis in (placement.axis, shifted.get(name))}
-        )
+        nest = _tiled(nest, axis, {name for name, each in chosen.items() if axis in (each.axis, shifted.get(name))})
     for name in nest.mesh.names:
         nest = nest.parallelize(f"{chosen[name].axis}.{name}", name)
     for name in nest.mesh.names:
@@ -96,12 +89,11 @@ def streamed_axis(nest: LoopNest, mesh_axis: str, axis: str) -> str | None:
 
 
 def _shifted_axis(nest: LoopNest, mesh_axis: str, placement: Placement) -> str:
-    found = placement.shifted or streamed_axis(nest, mesh_axis, placement.axis)
-    if found is None:
-        raise IllegalSchedule(
-            f"{placement.axis} on {mesh_axis} cannot be streamed: every operand kept there is indexed by it"
-        )
-    return found
+    shifted = placement.shifted or streamed_axis(nest, mesh_axis, placement.axis)
+    if shifted is None:
+        where = f"{placement.axis} on {mesh_axis}"
+        raise IllegalSchedule(f"{where} cannot be streamed: every operand kept there is indexed by it")
+    return shifted
 
 
 def _tiled(nest: Nest, axis: str, bound: set[str]) -> Nest:
@@ -120,17 +112,12 @@ def _tiled(nest: Nest, axis: str, bound: set[str]) -> Nest:
 def placements_of(nest: LoopNest) -> dict[str, Placement]:
     """The placement of each mesh axis with more than one rank."""
     shifted = {mesh_axis for _, mesh_axis in nest.shifts}
-    return {
-        mesh_axis: Placement(nest.digit(name).axis, mesh_axis in shifted)
-        for name, mesh_axis in nest.parallel
-        if nest.mesh.size(mesh_axis) > 1
-    }
+    parallel = [(name, mesh_axis) for name, mesh_axis in nest.parallel if nest.mesh.size(mesh_axis) > 1]
+    return {mesh_axis: Placement(nest.digit(name).axis, mesh_axis in shifted) for name, mesh_axis in parallel}
 
 
 def is_placed(nest: LoopNest) -> bool:
-    """Return True if `place`, and then `in_chunks`, make this schedule, with digits of any names and with unchanged
-    homes.
-    """
+    """Return True if `place`, and then `in_chunks`, make this schedule, except for names of digits, without moved homes."""
     chosen = placements_of(nest)
     alone = {name: chosen.get(name, Placement(nest.digits[0].axis)) for name in nest.mesh.names}
     try:

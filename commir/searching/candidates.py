@@ -138,25 +138,24 @@ def _part_name(mesh: Mesh, axis: str, number: int) -> str:
 
 def _options(program: Program, mesh: Mesh) -> list[tuple[Placement, str | None]]:
     """(placement, the loop that is shifted if it is streamed), without and with streaming."""
-    nest, found = Schedule(program, mesh), []
+    nest, options = Schedule(program, mesh), list[tuple[Placement, str | None]]()
     loops = [axis for axis in program.axes if axis.kind != WHOLE]
     for axis in loops:
         if axis.size > 1 or all(each.size == 1 for each in loops):
             shifted = streamed_axis(nest, mesh.names[0], axis.name)
             if shifted and program.axis(shifted).kind == SCANNED:
                 shifted = None
-            found += [
-                (Placement(axis.name, is_streamed), shifted) for is_streamed in (False, True)[: 1 + bool(shifted)]
-            ]
-    return found
+            options.append((Placement(axis.name), shifted))
+            options += [(Placement(axis.name, True), shifted)] if shifted else []
+    return options
 
 
 def _factorizations(size: int) -> list[tuple[int, ...]]:
     """All ways to write a size as an ordered product of factors above 1; 1 itself as (1,)."""
     if size == 1:
         return [(1,)]
-    found: list[tuple[int, ...]] = [(size,)]
+    products: list[tuple[int, ...]] = [(size,)]
     for first in range(2, size):
         if size % first == 0:
-            found += [(first, *rest) for rest in _factorizations(size // first)]
-    return found
+            products += [(first, *rest) for rest in _factorizations(size // first)]
+    return products

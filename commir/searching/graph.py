@@ -56,17 +56,14 @@ class GraphPlan:
         """
         lines = []
         for name, option in self.chosen.items():
-            rings = (f" with {each} shifted" * bool(each) for each in option.shifted or ("",) * len(option.axes))
-            places = zip(option.axes, self.mesh.names, rings, strict=True)
-            divided = (f"{axis} on {level}{ring}" for axis, level, ring in places)
+            places = zip(option.loops, self.mesh.names, strict=True)
+            divided = (f"{axis} on {level}" + f" with {ring} shifted" * bool(ring) for (axis, ring), level in places)
             lines.append(f"{name}: {'; '.join(divided)}; {self._amount(option.seconds)}")
         lines += [f"{a} -> {b}: {self._amount(time)}" for (a, b), time in self.resharding.items() if time]
         return "\n".join([*lines, f"in all {self._amount(self.seconds)}" + " of messages" * (not self.is_timed)])
 
     def _amount(self, seconds: float) -> str:
-        """A time. Without speeds, the bytes that a rank sends in it: all links then count as EQUAL_SPEED, one after the
-        other.
-        """
+        """A time; without speeds, the bytes that a rank sends in it, as all links then count as EQUAL_SPEED."""
         return f"{seconds:.3g} s" if self.mesh.speeds else f"{round(seconds * EQUAL_SPEED[1]):,} bytes"
 
     def plans(self) -> dict[str, Plan]:
@@ -87,10 +84,8 @@ class GraphPlan:
         return None
 
     def _plan_of(self, operator: GraphNode) -> Plan:
-        arriving = {
-            operand: operator.arriving(operand, self.chosen[producer].out)
-            for operand, (producer, _) in operator.inputs.items()
-        }
+        edges = operator.inputs.items()
+        arriving = {x: operator.arriving(x, self.chosen[producer].out) for x, (producer, _) in edges}
         return self.chosen[operator.name].plan(operator, self.mesh, arriving)
 
 
@@ -168,9 +163,7 @@ def _cheapest(
 def _combination(
     failing: GraphNode, names: Sequence[str], options: Mapping[str, list[Option]], chosen: Mapping[str, Option]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of an operator, True for its options) of the combination that failed: one option, and layouts of its
-    inputs.
-    """
+    """(number of an operator, True for its options) of what failed together: one option, and layouts of its inputs."""
     for name in dict.fromkeys(producer for producer, _ in failing.inputs.values()):
         yield names.index(name), np.array([option.out == chosen[name].out for option in options[name]])
     yield names.index(failing.name), np.array([option == chosen[failing.name] for option in options[failing.name]])
@@ -182,14 +175,14 @@ def _all_options(
 ) -> dict[str, list[Option]]:  # fmt: skip
     """{operator: its options}; operators with the same program and parameters share them."""
     known: dict[object, list[Option]] = {}
-    found = {}
+    options = {}
     for operator in operators:
         placements = allowed.get(operator.name)
         key = operator.program, frozenset(operator.inputs), None if placements is None else tuple(placements)
         if key not in known:
             known[key] = options_of(operator, mesh, memory, placements, time_of)
-        found[operator.name] = known[key]
-    return found
+        options[operator.name] = known[key]
+    return options
 
 
 def check_edges(operators: Sequence[GraphNode]) -> None:
@@ -201,13 +194,12 @@ def check_edges(operators: Sequence[GraphNode]) -> None:
         by_name[operator.name] = operator
     for consumer in operators:
         for operand, (producer, renamed) in consumer.inputs.items():
+            edge = f"{consumer.name} takes {operand} from {producer}"
             if producer not in by_name or producer == consumer.name:
-                raise ValueError(
-                    f"{consumer.name} takes {operand} from {producer}: expected another operator of the graph"
-                )
+                raise ValueError(f"{edge}: expected another operator of the graph")
             taken = consumer.program.operand(operand)
             if wrong := _misfit(by_name[producer].program, consumer.program, taken, renamed):
-                raise ValueError(f"{consumer.name} takes {operand} from {producer}: {wrong}")
+                raise ValueError(f"{edge}: {wrong}")
 
 
 def _misfit(producer: Program, consumer: Program, taken: Operand, renamed: Mapping[str, str]) -> str:

@@ -48,7 +48,7 @@ class GraphRunner:
                 takes an input in another layout than that in which its producer's plan leaves it; or if the group has
                 another number of ranks than the mesh.
         """
-        together(lambda: self._check(given), [self.group], lambda found: found)
+        together(lambda: self._check(given), [self.group], lambda checked: checked)
         outputs, count = dict[str, Tensor](), count or Count()
         for operator in self.operators:
             plan, inputs = self.plans[operator.name], dict(given.get(operator.name, {}))
@@ -60,8 +60,8 @@ class GraphRunner:
             except ValueError as error:
                 raise ValueError(f"{operator.name}: {error}") from None
             with torch.no_grad(), without_autocast(inputs):
-                found = run(RankState(plan, self._rank, inputs, count), self.group, counter)
-            outputs[operator.name] = found[plan.program.outputs[0].name]
+                results = run(RankState(plan, self._rank, inputs, count), self.group, counter)
+            outputs[operator.name] = results[plan.program.outputs[0].name]
         return outputs
 
     def _check(self, given: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
@@ -73,12 +73,12 @@ class GraphRunner:
         for name, plan in self.plans.items():
             if plan.mesh.ranks != self._ranks:
                 raise ValueError(f"the group has {self._ranks} ranks, and the mesh of {name} {plan.mesh.ranks}")
-        found = [(name, key, x) for name, each in given.items() for key, x in sorted(each.items())]
-        for name, key, x in found:
+        blocks = [(name, key, x) for name, each in given.items() for key, x in sorted(each.items())]
+        for name, key, x in blocks:
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(f"{name}: {key} requires a gradient, which no graph's plan gives: use torch.no_grad()")
         plans = {f"plan of {name}": f"{plan.hash[:16]}, {plan.schedule}" for name, plan in self.plans.items()}
-        return plans | {f"{name}: {key}": f"{tuple(x.shape)} {x.dtype} on {x.device.type}" for name, key, x in found}
+        return plans | {f"{name}: {key}": f"{tuple(x.shape)} {x.dtype} on {x.device.type}" for name, key, x in blocks}
 
     def _check_edges(self) -> None:
         """Raise ValueError if two plans have different meshes, or differ about the layout of an edge."""
@@ -86,9 +86,8 @@ class GraphRunner:
             first = next(iter(self.plans))
             mesh = self.plans[first].mesh
             if plan.mesh.axes != mesh.axes:
-                raise ValueError(
-                    f"the plan of {name} is for {plan.mesh.in_words()}, and that of {first} for {mesh.in_words()}"
-                )
+                meshes = plan.mesh.in_words(), mesh.in_words()
+                raise ValueError(f"the plan of {name} is for {meshes[0]}, and that of {first} for {meshes[1]}")
         for operator in self.operators:
             for operand, (producer, renamed) in operator.inputs.items():
                 if producer not in self.plans:  # of a part of a graph: the caller gives this input

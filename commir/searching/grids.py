@@ -61,17 +61,17 @@ def best_grid(program: Program, mesh: Mesh, training: bool = True) -> tuple[Plan
     check_homes_divide(program, mesh)
     if not is_self_attention(program):
         raise ValueError(f"no grid of attention2d computes {program.name}: only `programs.attention`, forward")
-    found = sorted(_choices(program, mesh, training), key=lambda each: each.order)
-    if not found:
+    choices = sorted(_choices(program, mesh, training), key=lambda each: each.order)
+    if not choices:
         raise ValueError(
             f"no grid of attention2d, one of whose {', '.join(GRID_AXES)} each mesh axis divides, fits "
             f"{program.name} on {mesh!r}"
         )
-    plan = found[0].schedule.lower()
-    smaller = plan if mesh.ranks <= VERIFIED else _on_fewer_ranks(found[0].schedule)
+    plan = choices[0].schedule.lower()
+    smaller = plan if mesh.ranks <= VERIFIED else _on_fewer_ranks(choices[0].schedule)
     for pass_plan in _passes(smaller, training):
         verify(pass_plan)
-    return replace(plan, reason=_reason(found, training)), found[0].grid
+    return replace(plan, reason=_reason(choices, training)), choices[0].grid
 
 
 def leaving_lse(plan: Plan) -> Plan:
@@ -99,11 +99,8 @@ def _choices(program: Program, mesh: Mesh, training: bool) -> Iterator[_Choice]:
             if (grid := grid_of(schedule)) is None:
                 continue
             passes = _passes(leaving_lse(schedule.lower()), training)
-            time, messages = (
-                rounded(sum(pass_plan.seconds for pass_plan in passes)),
-                sum(pass_plan.messages for pass_plan in passes),
-            )
-            held = max(pass_plan.memory for pass_plan in passes)
+            time, messages = rounded(sum(each.seconds for each in passes)), sum(each.messages for each in passes)
+            held = max(each.memory for each in passes)
             yield _Choice((time, len(schedule.mesh.axes), messages, held, str(schedule)), schedule, grid)
 
 
@@ -127,9 +124,9 @@ def _on_fewer_ranks(schedule: Schedule) -> Plan:
     return place(Schedule(smaller, mesh), **{name: placements.get(name, "q") for name in mesh.names}).lower()
 
 
-def _reason(found: list[_Choice], training: bool) -> str:
+def _reason(choices: list[_Choice], training: bool) -> str:
     """The words that say why the first grid was chosen."""
-    best, *others = found
+    best, *others = choices
     passes = "forward and backward" if training else "forward"
     if not others:
         return "the only grid of attention2d that divides these sizes"
@@ -138,4 +135,4 @@ def _reason(found: list[_Choice], training: bool) -> str:
         why = f"the next takes {longer(others[0].order[0], best.order[0])} this: {others[0].schedule}"
     else:
         why = f"as fast as the next, but {TIES[ties.index(True)]}; the next is {others[0].schedule}"
-    return f"the fastest of {len(found)} grids by prediction, {passes}; {why}"
+    return f"the fastest of {len(choices)} grids by prediction, {passes}; {why}"

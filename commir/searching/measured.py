@@ -50,12 +50,10 @@ def fastest(
         numbered = {f"plan {number}": f"{plan.hash[:16]}, {plan.schedule}" for number, plan in enumerate(chosen)}
         return {"repeated": repeated, "device": torch.device(device).type, **numbered}
 
-    together(arguments, [group], lambda found: found)
+    together(arguments, [group], lambda checked: checked)
     calls = []
     for plan in chosen:
-        shapes = {
-            operand.name: plan.digits.local_shape(operand, plan.digits.home(operand)) for operand in plan.inputs()
-        }
+        shapes = {x.name: plan.digits.local_shape(x, plan.digits.home(x)) for x in plan.inputs()}
         calls.append(timed(partial(execute, plan, random_inputs(plan.program, shapes, device), group), device))
     if group is None:
         seconds = [statistics.median(call() for _ in range(repeated)) for call in calls]

@@ -74,25 +74,24 @@ class Option:
     memory: int
     shifted: tuple[str, ...] = ()
 
+    @property
+    def loops(self) -> list[tuple[str, str]]:
+        """For each mesh axis, its loop and the loop that is shifted, or ""."""
+        return list(zip(self.axes, self.shifted or ("",) * len(self.axes), strict=True))
+
     def needs(self, operand: Operand) -> Sharding:
         """The layout in which it takes an input."""
-        shifted = self.shifted or ("",) * len(self.axes)
-        return tuple(next((name for name in pair if name in operand.axes), None)
-                     for pair in zip(self.axes, shifted, strict=True))  # fmt: skip
+        return tuple(next((axis for axis in loops if axis in operand.axes), None) for loops in self.loops)
 
     def plan(self, operator: GraphNode, mesh: Mesh, arriving: Mapping[str, Sharding]) -> Plan:
-        """The plan, where other operators leave inputs in the layouts `arriving`. Raises IllegalSchedule if they do not
-        fit.
-        """
+        """The plan, where inputs come in the layouts `arriving`. Raises IllegalSchedule if they do not fit."""
         program = _with_parameters_anywhere(operator)
         homes = {operand.name: self.needs(operand) for operand in program.operands if not operand.source}
         for name in program.results[0].outputs:
             axes = program.operand(name).axes
             homes[name] = tuple(axis if axis in axes else None for axis in self.out)
-        placements = {
-            m: Placement(axis, bool(shifted), shifted or None)
-            for m, axis, shifted in zip(mesh.names, self.axes, self.shifted or ("",) * len(self.axes), strict=True)
-        }
+        placed = [Placement(axis, bool(shifted), shifted or None) for axis, shifted in self.loops]
+        placements = dict(zip(mesh.names, placed, strict=True))
         nest = _kept(Schedule(program, mesh), homes | dict(arriving))
         return replace(place(nest, **placements).lower(), reason=BY_GRAPH)
 
@@ -119,17 +118,17 @@ def options_of(
     loops = [axis.name for axis in all_loops if axis.size > 1] or [axis.name for axis in all_loops[:1]]
     placements = [each for each in allowed or product(loops, repeat=len(mesh.axes)) if _divides(program, mesh, each)]
     held = [sum(_block(program, operand, mesh, axes) for operand in operator.parameters()) for axes in placements]
-    found, refused = list[Option](), list[IllegalSchedule]()
+    options, refused = list[Option](), list[IllegalSchedule]()
     for axes, nbytes in zip(placements, held, strict=True):
         if memory is None or nbytes <= memory:
             for shifted in _shifts(operator, mesh, axes) if time_of is not None and allowed is None else [()]:
                 for out in product(*_targets(program, mesh, axes, shifted)):
                     try:
-                        found.append(Option(tuple(axes), out, 0.0, nbytes, shifted).timed(operator, mesh, time_of))
+                        options.append(Option(tuple(axes), out, 0.0, nbytes, shifted).timed(operator, mesh, time_of))
                     except IllegalSchedule as error:
                         refused.append(error)
-    if found:
-        return found
+    if options:
+        return options
     if not placements:
         sizes = ", ".join(f"{name} {program.most_blocks(name)}" for name in loops)
         raise ValueError(f"{operator.name}: no placement divides its axes (into at most {sizes} blocks) over {mesh!r}")
@@ -139,16 +138,16 @@ def options_of(
 
 
 def _targets(program: Program, mesh: Mesh, axes: Sequence[str], shifted: Sequence[str] = ()) -> list[list[str | None]]:
-    """For each mesh axis, how its ranks may leave the output: where it is computed, or whole; partial results scattered, or
-    along the loop along which they travel.
+    """For each mesh axis, how its ranks may leave the output: where it is computed, or whole; partial results where they
+    travel, or scattered.
     """
     (output, *_) = program.outputs
     loops = [name for name in output.axes if program.axis(name).kind != WHOLE]
-    found: list[list[str | None]] = []
+    targets: list[list[str | None]] = []
     for part, axis, ring in zip(mesh.axes, axes, shifted or ("",) * len(axes), strict=True):
         partial_at: list[str | None] = [ring] if ring in output.axes else [None, *loops]
-        found.append([None] if part.size == 1 else [axis, None] if axis in output.axes else partial_at)
-    return found
+        targets.append([None] if part.size == 1 else [axis, None] if axis in output.axes else partial_at)
+    return targets
 
 
 def _shifts(operator: GraphNode, mesh: Mesh, axes: Sequence[str]) -> list[tuple[str, ...]]:
@@ -197,7 +196,6 @@ def _divides(program: Program, mesh: Mesh, axes: Sequence[str]) -> bool:
 
 
 def _block(program: Program, operand: Operand, mesh: Mesh, axes: Sequence[str]) -> int:
-    """Bytes of a rank's block of an operand."""
     ranks = math.prod(part.size for part, axis in zip(mesh.axes, axes, strict=True) if axis in operand.axes)
     return program.nbytes(operand) // ranks
 
@@ -223,9 +221,8 @@ class Relayouts:
 
     def seconds(self, program: Program, operand: Operand, have: Sharding, want: Sharding) -> float:
         """The time for an operand; infinite if lowering cannot cut it so, or `have` names an axis that it lacks."""
-        dims = tuple(
-            tuple(operand.axes.index(axis) if axis in operand.axes else axis for axis in each) for each in (have, want)
-        )
+        numbers = {axis: number for number, axis in enumerate(operand.axes)}
+        dims = tuple(tuple(numbers.get(axis, axis) for axis in each) for each in (have, want))  # type: ignore[arg-type]
         whole = [program.axis(name).kind == WHOLE for name in operand.axes]
         home = operand.axes.index(operand.home) if operand.home else None
         key = program.shape(operand), program.itemsize(operand), tuple(whole), home, dims
@@ -234,10 +231,8 @@ class Relayouts:
         return self._known[key]
 
     def _seconds(self, program: Program, operand: Operand, have: Sharding, want: Sharding) -> float:
-        axes = tuple(
-            Axis(name, size, WHOLE if program.axis(name).kind == WHOLE else SPATIAL)
-            for name, size in zip(operand.axes, program.shape(operand), strict=True)
-        )
+        kinds = (WHOLE if program.axis(name).kind == WHOLE else SPATIAL for name in operand.axes)
+        axes = tuple(map(Axis, operand.axes, program.shape(operand), kinds))
         x, y = (Operand(name, operand.axes, operand.home) for name in ("x", "y"))
         dtype = "float32" if operand.is_wide and program.itemsize(operand) == 4 else program.dtype
         tile, results = f"x[{', '.join(x.axes)}]", (Result("sum", ("y",)),)

@@ -3,11 +3,10 @@ nothing.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import groupby, takewhile, tee
+from itertools import groupby, takewhile
 from typing import Any
 
 from commir.execution.verifier import verify
@@ -19,8 +18,7 @@ from commir.scheduling.known_schedules import known_as
 from commir.scheduling.loop_nest import IllegalSchedule, LoopNest
 
 from .candidates import MOST_CHUNKS, Candidate, candidates
-from .cost import Cost, CostModel
-from .fast_costs import FastCosts
+from .cost import CostModel
 
 TOP = 8  # plans that are returned
 NEGLIGIBLE = 2e-8  # relative tolerance: times that differ by less may be equal after rounding
@@ -82,14 +80,13 @@ def search(
             f"memory={memory}: every plan of {program.name} on {mesh!r} holds at least {model.kept} bytes, its inputs and "
             "outputs at home, and more for its tiles"
         )
-    sorted_costs, again = tee(ranked(model))
-    found = _exact(model, sorted_costs, memory, top + 1)  # one more, with which the best is compared
-    if not found:
-        raise ValueError(_refusal(model, again, memory))
-    del again  # it keeps the candidates that `_exact` has consumed
-    for plan in found[: min(top, verified)]:
+    chosen = list(candidates(program, mesh))
+    best = _exact(model, chosen, memory, top + 1)  # one more, with which the best is compared
+    if not best:
+        raise ValueError(_refusal(model, sorted(chosen, key=model.cost), memory))
+    for plan in best[: min(top, verified)]:
         verify(plan)
-    return [replace(plan, reason=_reason(found, number)) for number, plan in enumerate(found[:top])]
+    return [replace(plan, reason=_reason(best, number)) for number, plan in enumerate(best[:top])]
 
 
 def pareto(
@@ -101,66 +98,41 @@ def pareto(
     """
     check_homes_divide(program, mesh)
     model = CostModel(program, mesh, point_seconds, call_seconds, overlap)
+    bounds: list[tuple[float, float, Candidate]] = []  # lower bounds of seconds and memory
+    for candidate in candidates(program, mesh):
+        held = model.held(candidate)
+        bounds.append((model.cost(candidate).seconds, model.memory(held), candidate))
+        for each in candidate.in_chunks(program):
+            memory = model.memory_in_chunks(held, each.chunked, each.chunks)
+            bounds.append((model.seconds_in_chunks(each), memory, each))
     plans: list[Plan] = []
-    for seconds, memory, candidate in sorted(_bounds(model), key=lambda each: each[:2]):
+    for seconds, memory, candidate in sorted(bounds, key=lambda each: each[:2]):
         if not any(seconds > plan.seconds * (1 + NEGLIGIBLE) and memory >= plan.memory for plan in plans):
             plans += _lowered(model, [candidate])
     if not plans:
         raise ValueError(_does_not_divide(program, mesh))
-    found: list[Plan] = []
+    front: list[Plan] = []
     for plan in sorted(plans, key=lambda each: (rounded(each.seconds), each.memory, *_order(each))):
-        if not found or plan.memory < found[-1].memory:
-            found.append(plan)
-    return [replace(plan, reason="no other plan is as fast and holds as little") for plan in found]
+        if not front or plan.memory < front[-1].memory:
+            front.append(plan)
+    return [replace(plan, reason="no other plan is as fast and holds as little") for plan in front]
 
 
-def _bounds(model: CostModel) -> Iterator[tuple[float, float, Candidate]]:
-    """(seconds, memory, candidate) of all candidates, also in chunks. Both numbers are lower bounds for the plan of the
-    candidate.
-    """
-    for candidate in candidates(model.program, model.mesh):
-        cost = model.cost(candidate)
-        yield cost.seconds, model.memory(cost), candidate
-        for each in candidate.in_chunks(model.program):
-            yield model.seconds_in_chunks(each), model.memory_in_chunks(cost, each.chunked, each.chunks), each
-
-
-def ranked(model: CostModel) -> Iterator[tuple[Cost, Candidate]]:
-    """All candidates with their costs, by seconds, bytes and messages, and then in their fixed order.
-
-    The full cost of a candidate is computed only once its lower bound from `FastCosts` is the smallest left.
-    """
-    chosen, fast = list(candidates(model.program, model.mesh)), FastCosts(model)
-    least = (
-        [fast.seconds(candidate) * (1 - NEGLIGIBLE) for candidate in chosen] if fast.applies else [0.0] * len(chosen)
-    )
-    ready: list[tuple[float, int, int, int, Cost]] = []
-    for bound, number in sorted(zip(least, range(len(chosen)), strict=True)):
-        while ready and ready[0][0] < bound:
-            *_, first, cost = heappop(ready)
-            yield cost, chosen[first]
-        cost = model.cost(chosen[number])
-        heappush(ready, (cost.seconds, cost.sent, cost.messages, number, cost))
-    for *_, first, cost in sorted(ready):
-        yield cost, chosen[first]
-
-
-def _exact(
-    model: CostModel, sorted_costs: Iterable[tuple[Cost, Candidate]], memory: int | None, top: int
-) -> list[Plan]:
-    """The best plans by exact time, from candidates that are sorted by a lower bound of it."""
-    found: list[tuple[tuple[Any, ...], Plan]] = []
-    for cost, candidate in sorted_costs:
-        slowest = found[top - 1][1].seconds * (1 + NEGLIGIBLE) if len(found) >= top else math.inf
-        if cost.seconds > slowest:
+def _exact(model: CostModel, chosen: Sequence[Candidate], memory: int | None, top: int) -> list[Plan]:
+    """The best plans of some candidates by exact time. They are tried in the order of a lower bound of it."""
+    least = [model.cost(candidate).seconds for candidate in chosen]
+    best: list[tuple[tuple[Any, ...], Plan]] = []
+    for number in sorted(range(len(chosen)), key=least.__getitem__):
+        slowest = best[top - 1][1].seconds * (1 + NEGLIGIBLE) if len(best) >= top else math.inf
+        if least[number] > slowest:
             break
-        if fitting := _fitting(model, cost, candidate, memory, slowest):
-            found += [(_order(plan), plan) for plan in fitting]
-            found = sorted(found, key=lambda each: each[0])[:top]
-    return [plan for _, plan in found]
+        if fitting := _fitting(model, chosen[number], memory, slowest):
+            best += [(_order(plan), plan) for plan in fitting]
+            best = sorted(best, key=lambda each: each[0])[:top]
+    return [plan for _, plan in best]
 
 
-def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | None, slowest: float) -> list[Plan]:
+def _fitting(model: CostModel, candidate: Candidate, memory: int | None, slowest: float) -> list[Plan]:
     """The plan of a candidate if it fits into the memory, otherwise, for each axis that can be chunked, the plan with the
     fewest chunks that fits.
 
@@ -168,20 +140,18 @@ def _fitting(model: CostModel, cost: Cost, candidate: Candidate, memory: int | N
     """
     if memory is None:
         return _lowered(model, [candidate])
-    if model.memory(cost) <= memory:
-        whole = [plan for plan in _lowered(model, [candidate]) if plan.memory <= memory]
-        if whole:
+    held, fitting = model.held(candidate), list[Plan]()
+    if model.memory(held) <= memory:
+        if whole := [plan for plan in _lowered(model, [candidate]) if plan.memory <= memory]:
             return whole
-    found: list[Plan] = []
     for axis, chunked in groupby(candidate.in_chunks(model.program), lambda each: each.chunked):
-        tried = [each for each in chunked if model.memory_in_chunks(cost, axis, each.chunks) <= memory]
+        tried = [each for each in chunked if model.memory_in_chunks(held, axis, each.chunks) <= memory]
         tried = list(takewhile(lambda each: model.seconds_in_chunks(each) <= slowest, tried))
         # The most chunks hold the least memory: if they do not fit, fewer chunks need not be lowered.
         most = next((plan for each in reversed(tried) for plan in _lowered(model, [each])), None)
         if most is not None and most.memory <= memory:
-            fitting = (plan for each in tried for plan in _lowered(model, [each]) if plan.memory <= memory)
-            found.append(next(fitting))
-    return found
+            fitting.append(next(x for each in tried for x in _lowered(model, [each]) if x.memory <= memory))
+    return fitting
 
 
 def _lowered(model: CostModel, chosen: Iterable[Candidate]) -> list[Plan]:
@@ -205,18 +175,19 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: int | None) -> str:
-    """The words that say why there is no plan, from the costs of all candidates.
+def _refusal(model: CostModel, chosen: Iterable[Candidate], memory: int | None) -> str:
+    """The words that say why none of these candidates has a plan.
 
     Candidates are lowered in the order of their lower bound of memory, until no bound is below the least memory found.
     """
     program, mesh = model.program, model.mesh
     bounds: list[tuple[float, int, list[Candidate]]] = []
-    for cost, candidate in costs:
-        bounds.append((model.memory(cost), len(bounds), [candidate]))
+    for candidate in chosen:
+        held = model.held(candidate)
+        bounds.append((model.memory(held), len(bounds), [candidate]))
         for axis, chunked in groupby(candidate.in_chunks(program), lambda each: each.chunked):
             most_first = list(chunked)[::-1]
-            bounds.append((model.memory_in_chunks(cost, axis, most_first[0].chunks), len(bounds), most_first))
+            bounds.append((model.memory_in_chunks(held, axis, most_first[0].chunks), len(bounds), most_first))
     least: Plan | None = None
     for bound, _, most_first in sorted(bounds, key=lambda each: each[:2]):
         if least is not None and bound >= least.memory:
@@ -233,9 +204,7 @@ def _refusal(model: CostModel, costs: Iterable[tuple[Cost, Candidate]], memory: 
 
 
 def check_homes_divide(program: Program, mesh: Mesh) -> None:
-    """Raise ValueError if the home layout of an operand does not divide evenly over the mesh; then there is no plan at
-    all.
-    """
+    """Raise ValueError if the home layout of an operand does not divide over the mesh; then there is no plan at all."""
     try:
         check_homes(LoopNest(program, mesh))
     except IllegalSchedule as error:
@@ -247,15 +216,14 @@ def _does_not_divide(program: Program, mesh: Mesh) -> str:
     return f"no placement of {program.name} divides its sizes ({sizes}) over {mesh!r}"
 
 
-def _reason(found: list[Plan], number: int) -> str:
+def _reason(plans: list[Plan], number: int) -> str:
     if number:
-        more = longer(found[number].seconds, found[0].seconds)
+        more = longer(plans[number].seconds, plans[0].seconds)
         return f"number {number + 1} of the search; by prediction it takes {more} the best"
-    if len(found) == 1:
-        return "the only placement that fits" + ", in the fewest chunks that do" * (
-            found[0].schedule.chunked is not None
-        )
-    best, other = found[:2]
+    if len(plans) == 1:
+        is_chunked = plans[0].schedule.chunked is not None
+        return "the only placement that fits" + ", in the fewest chunks that do" * is_chunked
+    best, other = plans[:2]
     first, *ties = (a != b for a, b in zip(_order(best), _order(other), strict=True))
     if first:
         return f"fastest by prediction; the next takes {longer(other.seconds, best.seconds)} this: {other.schedule}"

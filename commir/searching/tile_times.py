@@ -1,20 +1,25 @@
-"""The time of a tile on this machine, and how much of it hides messages: for predictions of plans that overlap."""
+"""The times of tiles on this machine, and how much of them hides messages: for predictions of plans that overlap."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commfabric.collectives.agreement import together
+from commfabric.collectives.agreement import on_first, together
 from commfabric.collectives.counted import all_reduce, exchange
 from commfabric.collectives.wire_formats import at_least_fp32
 from commfabric.fabric.measurement import repetitions, timed
+from commir.ir.mesh import Mesh
 from commir.ir.program import WHOLE, Program
 from commir.programs.tiles import tile_into, tile_of
+
+from .operator_options import GraphNode, options_of, tile_name
 
 REPETITIONS = 7
 LEAST_OVERLAP = -2.0
@@ -41,9 +46,8 @@ def measure_tile(
     _compare(program, group, device, ranks=ranks)
     tile = tile_program(program, ranks)
     smaller = tile_program(tile, 4)
-    times = torch.tensor(
-        [tile_seconds(tile, device), tile_seconds(smaller, device)], dtype=torch.float64, device=device
-    )
+    measured = [tile_seconds(tile, device), tile_seconds(smaller, device)]
+    times = torch.tensor(measured, dtype=torch.float64, device=device)
     large, small = all_reduce(times, group, op=dist.ReduceOp.MAX).tolist()
     if smaller == tile:
         return 0.0, large
@@ -90,16 +94,15 @@ def measure_overlap(program: Program, group: ProcessGroup | None = None, device:
         return turns
 
     def seconds(*calls: Callable[[], object]) -> torch.Tensor:
-        """(REPETITIONS, calls)"""
         return repetitions([timed(each, device) for each in calls], group, device, REPETITIONS)
 
     nbytes = min(LARGEST, sum(program.nbytes(operand) for operand in program.inputs) // len(program.inputs) // ranks)
     computing, latency, message = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0)).median(0).values.tolist()
     nbytes = min(LARGEST, int(nbytes * max(1.0, computing / max(message - latency, 1e-3 * message))))
-    found = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0), ring(nbytes, 1))
-    computing, latency, message, both = found.median(0).values.tolist()
+    times = seconds(ring(0, 1), ring(1, 0), ring(nbytes, 0), ring(nbytes, 1))
+    computing, latency, message, both = times.median(0).values.tolist()
     shorter, longer = sorted((computing, message - latency))
-    if shorter <= (found[:, 3] - both).abs().median():
+    if shorter <= (times[:, 3] - both).abs().median():
         return 1.0
     return min(1.0, max(LEAST_OVERLAP, 1 - (both - latency - longer) / shorter))
 
@@ -113,7 +116,7 @@ def _compare(program: Program, group: ProcessGroup | None, device: torch.device 
         summary = f"{program.name} in {program.dtype}: {axes}"  # an error shows it before the whole program
         return {**others, "device": torch.device(device).type, "program": summary, "the whole program": program}
 
-    together(arguments, [group], lambda found: found)
+    together(arguments, [group], lambda checked: checked)
 
 
 def tile_program(program: Program, blocks: int) -> Program:
@@ -142,12 +145,57 @@ def tile_seconds(tile: Program, device: torch.device | str) -> float:
 
 def _prepared(tile: Program, device: torch.device | str = "cpu") -> Callable[[], object]:
     """A tile with random inputs, to be computed and, if one function does both, combined into earlier results."""
-    inputs = random_inputs(
-        tile, {operand.name: tile.shape(operand) for operand in tile.inputs if operand.in_tile}, device
-    )
+    shapes = {operand.name: tile.shape(operand) for operand in tile.inputs if operand.in_tile}
+    inputs = random_inputs(tile, shapes, device)
     indices = {axis.name: torch.arange(axis.size, device=device) for axis in tile.axes if axis.kind != WHOLE}
     compute, into = tile_of(tile), tile_into(tile)
     if into is None:
         return partial(compute, tile, inputs, indices)
     computed = compute(tile, inputs, indices)
     return partial(into, tile, inputs, indices, [computed[name] for name in tile.results[0].outputs])
+
+
+def measure_operators(
+    operators: Sequence[GraphNode], mesh: Mesh, path: str | Path, group: ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, float]:  # fmt: skip
+    """Measure the tiles that the operators of a graph have in all placements on a mesh: {tile: seconds}.
+
+    Times that the file has are not measured again; new ones are added to it by the first rank. All ranks of the group call
+    it, measure at the same time, and return the times of the slowest rank.
+
+    Args:
+        operators, mesh: as in `search_graph`.
+        path: a JSON file of this machine and device, which need not exist.
+        group: the ranks of the mesh (None: this process alone).
+        device: of the tiles.
+
+    Raises:
+        ValueError: on every rank, if the file is no JSON object of times, or an operator has no option.
+    """
+    path = Path(path)
+    known = on_first(lambda: _read(path), group)
+    tiles: dict[str, Program] = {}
+
+    def collect(tile: Program) -> float:
+        """Remember a tile that an option has."""
+        tiles[tile_name(tile)] = tile
+        return 0.0
+
+    for operator in operators:
+        options_of(operator, mesh, None, None, collect)
+    missing = [name for name in tiles if name not in known]
+    measured = torch.tensor([tile_seconds(tiles[name], device) for name in missing], dtype=torch.float64, device=device)
+    if missing:
+        slowest = all_reduce(measured, group, op=dist.ReduceOp.MAX).tolist()
+        known |= dict(zip(missing, slowest, strict=True))
+        on_first(lambda: path.write_text(json.dumps(known, indent=1)), group)
+    return known
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        return {str(name): float(seconds) for name, seconds in saved.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{path} is no JSON object of times of tiles") from None

@@ -10,7 +10,7 @@ from benchmarks.support.plans import effect
 from commir import Mesh, Plan, Schedule, programs, verify
 from commir.execution.verifier import VerificationError
 from commir.lowering.plan_steps import KINDS
-from commir.lowering.plan_text import canonical, parts
+from commir.lowering.plan_text import canonical
 from commir.scheduling.placements import Placement, place
 
 # By default, each path gets every seventh value, beginning with another one than its neighbours.
@@ -53,8 +53,8 @@ def changed(text, path, value):
 
 
 def with_hash(content):
-    """The text of a content with the hash that belongs to it, without digests of its parts."""
-    content = {key: value for key, value in content.items() if key not in ("hash", "digests")}
+    """The text of a content with the hash that belongs to it."""
+    content = {key: value for key, value in content.items() if key != "hash"}
     return json.dumps(content | {"hash": hashlib.sha256(canonical(content).encode()).hexdigest()})
 
 
@@ -66,48 +66,25 @@ def refusal(text):
     return str(caught.value)
 
 
-def names(content, path):
-    """The names by which an error may call the value at a path: a step, a key, or its parts, as "axis q" or "q"."""
-    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
-    if path[0] in ("steps", "digests"):
-        return [f"steps[{path[1]}]" if path[0] == "steps" and len(path) > 1 else path[0]]
-    if len(path) == 1:
-        return [path[0], *(["primitive 0"] if path[0] == "schedule" else [])]
-    if path[0] == "schedule":
-        return [f"schedule[{path[1]}]", f"primitive {path[1]}"]
-    found = [key for key in path[-1:] if isinstance(key, str)]
-    for part, where, _ in parts(content):
-        if place.startswith(where) or where.startswith(place):
-            found += [where, *part.split(" ", 1)[-1].split(", ")]
-    return found
-
-
 @thorough
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.program.name)
-def test_every_changed_value_is_refused_by_name(plan, step):
+def test_every_changed_value_is_refused(plan, step):
     text = plan.to_json()
     content = json.loads(text)
-    for number, path in enumerate(path for path in paths(content) if path[0] != "digests"):
+    for number, path in enumerate(paths(content)):
         for value in VALUES[number % step :: step]:
             old = at(content, path)
             is_same = value == old and type(value) is type(old) or (value, old) == ({}, [])  # fields of a step: none
             if not is_same:
-                found = refusal(json.dumps(changed(text, path, value)))
-                expected = names(content, path) + [str(x) for x in (value, old) if path[-1] == "name"]
-                if path[0] == "schedule" and isinstance(old, str):  # a later primitive may name a digit that is gone
-                    expected.append(old)
-                named = [re.search(rf"(?<!\w){re.escape(name)}(?!\w)", found) for name in expected]
-                assert any(named), (path, value, found)
+                refusal(json.dumps(changed(text, path, value)))
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.program.name)
 def test_every_missing_or_added_key_is_refused(plan):
     text = plan.to_json()
-    for path in ((), *(path for path in paths(json.loads(text)) if path[0] != "digests")):
+    for path in ((), *paths(json.loads(text))):
         inner = at(json.loads(text), path)
         for key in inner if isinstance(inner, dict) else ():
-            if (*path, key) == ("digests",):
-                continue  # a text without them is read
             found = json.loads(text)
             del at(found, path)[key]
             assert key in refusal(json.dumps(found))
@@ -174,93 +151,23 @@ def more_plans():
     return [each.lower() for each in scheduled]
 
 
-def test_the_error_names_the_step_that_was_changed():
+def test_a_changed_step_is_refused_by_the_hash():
     """Every field of every kind of step, with another value of its type."""
     kinds = set()
     for plan in [*PLANS, *more_plans()]:
         text = plan.to_json()
         steps = json.loads(text)["steps"]
         for path in fields_of(steps):
-            number, kind = path[0], steps[path[0]][0]
             message = refusal(json.dumps(changed(text, ("steps", *path), another(at(steps, path)))))
-            assert message.startswith(f"this plan was changed after it was saved: steps[{number}]: {kind}"), message
-            assert "; this schedule has " in message
-            kinds.add(kind)
+            assert re.fullmatch(r"this plan was changed after it was saved: its hash is \w{12}, not \w{12}", message)
+            kinds.add(steps[path[0]][0])
     assert kinds == set(KINDS) - {"Summarize", "PassStates"}  # which have no fields
 
 
-def test_steps_that_are_missing_or_twice_are_named():
-    text = PLANS[0].to_json()
-    steps = json.loads(text)["steps"]
-    (arrive, *_) = (number for number, step in enumerate(steps) if step[0] == "Arrive")
-    for different, message in (
-        (steps[:arrive] + steps[arrive + 1 :], rf"steps\[{arrive}\]: Compute, where this schedule has Arrive of k, v"),
-        (steps[:-1], rf"steps\[{len(steps) - 1}\]: nothing, where this schedule has AllToAll of out, lse"),
-        ([*steps, steps[-1]], rf"steps\[{len(steps)}\]: AllToAll of out, lse, where this schedule has nothing"),
-    ):
-        found = refusal(json.dumps(changed(text, ("steps",), different)))
-        assert re.fullmatch("this plan was changed after it was saved: " + message, found), found
-
-
-def number_of(plan, key, name):
-    """The path of an axis or operand of a plan's program."""
-    names = [each["name"] for each in json.loads(plan.to_json())["program"][key]]
-    return ("program", key, names.index(name))
-
-
-def changes_beside_the_steps():
-    """(plan, path, value, what the error names): of every kind of part; most leave all steps as they are."""
-    attention, scan = PLANS
-    q, heads, dim = (number_of(attention, "axes", name) for name in ("q", "heads", "dim"))
-    k, lse = number_of(attention, "inputs", "k"), number_of(attention, "outputs", "lse")
-    return [
-        (attention, (*q, "size"), 32, "axis q"),
-        (attention, (*q, "order"), "contiguous", "axis q"),
-        (attention, (*heads, "size"), 8, "axis heads"),
-        (attention, (*dim, "size"), 8, "axis dim"),
-        (attention, ("program", "dtype"), "bfloat16", "dtype"),
-        (attention, ("program", "options", "causal"), False, "option causal"),
-        (attention, ("program", "options", "scale"), 2.0, "option scale"),
-        (attention, ("program", "name"), "another", "name"),
-        (attention, ("program", "results", 0, "monoid"), "sum", "result out, lse"),
-        (attention, (*k, "groups", 0, 1), 4, "operand k"),
-        (attention, (*k, "home"), None, "operand k"),
-        (attention, (*lse, "is_wide"), False, "operand lse"),
-        (attention, ("mesh", 0, "level"), "z", "mesh axis x"),
-        (attention, ("schedule", 2, 4), "kv.z", "primitive 2"),
-        (scan, ("program", "scan", "decay"), "block_rates", "scan"),
-        (scan, (*number_of(scan, "internal", "final_state"), "is_wide"), False, "operand final_state"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "plan, path, value, name",
-    [pytest.param(*each, id=".".join(map(str, each[1]))) for each in changes_beside_the_steps()],
-)
-def test_the_error_names_the_part_that_was_changed(plan, path, value, name):
-    found = refusal(json.dumps(changed(plan.to_json(), path, value)))
-    start = f"this plan was changed after it was saved: {name}: "
-    assert found.startswith(start) and " is not what was saved (" in found, found
-    assert canonical(value) in found
-
-
-def test_the_error_names_parts_that_changed_places_or_are_missing():
-    content = json.loads(PLANS[0].to_json())
-    axes = content["program"]["axes"]
-    swapped = changed(PLANS[0].to_json(), ("program", "axes"), [axes[1], axes[0], *axes[2:]])
-    assert f"after it was saved: axis {axes[1]['name']}: " in refusal(json.dumps(swapped))
-    last = f"primitive {len(content['schedule']) - 1}"
-    del content["schedule"][-1]
-    assert refusal(json.dumps(content)) == f"this plan was changed after it was saved: {last} is missing"
-
-
-def test_a_text_without_digests_is_read_and_changes_are_refused_by_its_hash():
-    """The options of a program, and the sizes of its blocks, do not show in the steps."""
-    content = json.loads(PLANS[0].to_json())
-    del content["digests"]
+def test_a_text_of_an_earlier_version_is_read():
+    """It had digests of its parts."""
+    content = json.loads(PLANS[0].to_json()) | {"digests": {"axis q": "0a1b2c3d"}}
     assert Plan.from_json(json.dumps(content)) == PLANS[0]
-    found = refusal(json.dumps(changed(json.dumps(content), ("program", "options", "causal"), False)))
-    assert re.fullmatch("this plan was changed after it was saved: its hash is [0-9a-f]{12}, not [0-9a-f]{12}", found)
 
 
 @pytest.mark.parametrize("text", [None, 5, b"abc", "", "[]", "{}", "NaN", "[" * 100_000, '"a\\nb"'])

@@ -7,13 +7,14 @@ from itertools import product
 import numpy as np
 import pytest
 
+from benchmarks.support.layers import best_3d_parallel, zamba_layer
 from commir import Mesh, Schedule, programs
 from commir.lowering.operand_layouts import Digits, conversions
 from commir.scheduling.placements import place
 from commir.searching.elimination import minimize
 from commir.searching.graph import GraphPlan, _cheapest, search_graph
 from commir.searching.layers import _sum as sum_of
-from commir.searching.layers import best_3d_parallel, matrix_product, transformer_layer, zamba_layer
+from commir.searching.layers import matrix_product, transformer_layer
 from commir.searching.operator_options import BY_GRAPH, GraphNode, Relayouts, options_of
 
 MESHES = [Mesh(gpu=4), Mesh(node=2, gpu=4, speeds={"node": (1e-5, 1e9), "gpu": (1e-6, 1e11)}), Mesh(gpu=8)]

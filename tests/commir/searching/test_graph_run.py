@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from attention_problems import exact
+from benchmarks.support.layers import best_3d_parallel, zamba_layer
 from commir import Mesh, search_graph, verify
 from commir.execution.state import Count
 from commir.searching.graph_run import GraphRunner
-from commir.searching.layers import best_3d_parallel, transformer_layer, zamba_layer
+from commir.searching.layers import transformer_layer
 
 LLAMA = dict(batch=2, seq=16, hidden=16, heads=4, kv_heads=4, ffn=32, dtype="float64")
 ZAMBA = dict(batch=2, seq=16, hidden=16, heads=4, dim=8, state=4, attention_heads=4, dtype="float64")

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.layers import best_3d_parallel
 from commir import GraphNode, GraphRunner, Mesh, measure_operators, programs, search_graph, verify
-from commir.searching.layers import best_3d_parallel, transformer_layer
+from commir.searching.layers import transformer_layer
 from commir.searching.operator_options import options_of, tile_name
 
 AXES = {"rows": "rows", "cols": "inner"}
