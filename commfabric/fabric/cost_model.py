@@ -10,6 +10,8 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from commfabric.foundation.json_files import read_json
+
 from .curve import Curve, wire
 from .fitting import Segment
 
@@ -41,13 +43,13 @@ class Fabric:
     def load(path: str | Path) -> "Fabric":
         """Read a fabric that `save` wrote. ValueError if the file is damaged, is no fabric, or has another version."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = read_json(path)
             if (content["format"], content["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"it has the format {content['format']!r}, version {content['version']!r}")
             description = dict(content["description"])
             float(description.get("link_bytes_per_s", 0))
             return Fabric(tuple(map(_curve_from_json, content["curves"])), description)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{path} is no fabric file of version {VERSION}, or is damaged ({reason})") from None
 

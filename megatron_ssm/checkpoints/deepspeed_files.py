@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from .failures import first_line
+from commfabric.foundation.command_line import first_line
+
 from .shards import enum_member
 from .training import MOMENTS
 

@@ -13,9 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from commfabric.foundation.command_line import Failure, is_lack_of_memory
-
-from .failures import first_line
+from commfabric.foundation.command_line import Failure, first_line, is_lack_of_memory
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again

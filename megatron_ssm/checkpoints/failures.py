@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
-from commfabric.foundation.command_line import INPUT_ERRORS, Failure
+from commfabric.foundation.command_line import INPUT_ERRORS, Failure, first_line
 
 
 @contextmanager
@@ -33,8 +33,3 @@ def os_errors_as(operation: str, error_type: type[Exception]) -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:
         raise error_type(f"{operation}: {first_line(error)}") from None
-
-
-def first_line(error: BaseException) -> str:
-    """One line for an error: `strerror` of an OSError, else the first line of its message, else the name of its type."""
-    return getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__

@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from commfabric.collectives.agreement import on_first
-from commfabric.foundation.command_line import Failure
+from commfabric.foundation.command_line import Failure, first_line
+from commfabric.foundation.json_files import read_json
 
 from .disk import Result, read_with_retries
 from .failures import in_one_line
@@ -41,7 +42,7 @@ def read_intact(read: Callable[[], Result], path: Path, prefix: str = "") -> Res
     except Failure:
         raise
     except Exception as error:
-        raise DamagedCheckpoint(prefix + (str(error).partition("\n")[0] or type(error).__name__), path) from error
+        raise DamagedCheckpoint(prefix + first_line(error), path) from error
 
 
 def find_checkpoints(directory: str | Path, is_complete: bool = True) -> list[Path]:
@@ -148,7 +149,7 @@ def read_training(path: Path, step: int | None = None) -> Description:
     file = path / "training.json"
 
     def read() -> Description:
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = read_json(file)
         expected, checksum = saved.pop("crc32", None), _checksum(saved)
         if expected not in (None, checksum):
             raise ValueError(f"its entries have the CRC-32 {checksum:08x}, not {expected:08x}")

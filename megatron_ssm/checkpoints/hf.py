@@ -1,7 +1,6 @@
 """Models from Hugging Face directories and back: each rank reads only its own slices; saving gathers tensor by tensor."""
 
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from attention2d import Attention2D
 from commfabric import FORMATS
 from commfabric.collectives.agreement import together
 from commfabric.collectives.counted import Counter
+from commfabric.foundation.json_files import read_json
 from commfabric.reduction.quantized import format_choice
 from megatron_ssm.kernels.huge_pages import HugePages, trim_heap
 from megatron_ssm.kernels.products import BLOCK
@@ -455,7 +455,7 @@ def _source(model: Model, files: ExitStack) -> Source:
     for field in config.fields():
         spelling = list(config.names_in_files(field.hf)).index(names[field.hf])
         names |= {each: list(config.names_in_files(each))[spelling] for each in field.apart}
-    raw = json.loads((model.directory / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(model.directory / "config.json")
     return Source(raw, names, {name: t for name, t in tensors.items() if name not in used}, PROCESSOR_FILES)
 
 

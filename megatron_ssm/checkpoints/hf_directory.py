@@ -17,12 +17,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from commfabric.foundation.command_line import first_line
+from commfabric.foundation.json_files import read_json
 from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.reader import QUANTIZATION
 from megatron_ssm.spec.stack import Stack
 
 from .disk import HiddenFolder
-from .failures import first_line, os_errors_as
+from .failures import os_errors_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names
@@ -126,9 +128,9 @@ def _is_stored(tensor: Any) -> bool:
 def _files_in_index(path: Path, suffix: str) -> list[Path]:
     """The files with this suffix that an index names; ValueError unless they are all in its directory."""
     try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(path)["weight_map"].values()))
         is_valid = all(Path(name).name == name and name.endswith(suffix) for name in names)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         is_valid = False
     if not is_valid:
         raise ValueError(f"{path} is not an index of {suffix} files in its directory")

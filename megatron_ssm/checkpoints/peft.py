@@ -13,6 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from commfabric.collectives.agreement import together
+from commfabric.foundation.command_line import first_line
+from commfabric.foundation.json_files import read_json
 from megatron_ssm.model.adapters import adapter_parameters, attach_lora, remove_lora, share_parameters
 from megatron_ssm.model.lora import NOT_TRAINED, Lora, lora_fields, lora_targets
 from megatron_ssm.model.model import Model
@@ -20,7 +22,6 @@ from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.stack import Stack
 
 from .disk import HiddenFolder
-from .failures import first_line
 from .hf import broadcast, gather, help_gather
 from .hf_directory import open_safetensors
 from .quantized_files import format_of
@@ -214,10 +215,7 @@ def _read_configuration(path: Path) -> dict[str, Any]:
     """adapter_config.json; ValueError for a value that is not implemented."""
     if not path.is_file():
         raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
-    try:
-        raw = {**json.loads(path.read_text(encoding="utf-8"))}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from None
+    raw = read_json(path)
     for name, allowed in _SUPPORTED.items():
         if name in raw and raw[name] not in allowed:
             raise ValueError(f"{path}: {name}={raw[name]!r} is not implemented (only {allowed[0]!r})")

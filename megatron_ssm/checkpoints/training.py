@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from commfabric.collectives.agreement import on_first, together
 from commfabric.collectives.wire_formats import at_least_fp32
-from commfabric.foundation.command_line import Failure
+from commfabric.foundation.command_line import Failure, first_line
 from megatron_ssm.kernels.fused_adam import counts_by_group
 from megatron_ssm.layers.operator import Place
 from megatron_ssm.model.model import Model
 from megatron_ssm.spec.fields import Field, field_of
 
 from .disk import DirectoryLock, is_machine_error, read_with_retries, sync_directory
-from .failures import first_line, in_one_line
+from .failures import in_one_line
 from .folders import DamagedCheckpoint, description_text, find_checkpoints, half_written, read_training, remove
 from .pending_gradients import PendingFile
 from .shards import ShardReader, ShardWriter, new_file, open_shards

@@ -1,9 +1,10 @@
 """The special tokens of a checkpoint, from several files, as in transformers' AutoTokenizer."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from commfabric.foundation.json_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -131,7 +132,4 @@ def _class_defaults(directory: Path, fields: Mapping[str, Any]) -> dict[str, str
 
 def _read(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file. ValueError names a wrong file."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{path} is not a tokenizer configuration") from None
+    return read_json(path) if path.is_file() else {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from commfabric import Fabric
 from commfabric.foundation.command_line import did_you_mean, shortened
+from commfabric.foundation.json_files import read_json
 from megatron_ssm.model.activations import TrainingMemory
 from megatron_ssm.model.flops import BF16_TFLOPS, expert_elements, forward_flops
 from megatron_ssm.model.memory import Memory
@@ -146,15 +147,11 @@ def read_device(path: str) -> Device:
     ValueError, which names the file, the field and the rule, if the description is wrong.
     """
     try:
-        content = {**json.loads(Path(path).read_text(encoding="utf-8"))}
+        content = read_json(path)
     except OSError as error:
         names = ", ".join(DEVICES)
         raise ValueError(
             f"unknown --device {path}: expected {names}, measured, or a JSON file ({error.strerror})"
-        ) from None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"--device {path} is not a JSON object with the fields {', '.join(REQUIRED)}: {error}"
         ) from None
     name = str(content.pop("name", Path(path).stem))
     for field in content:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from commfabric.collectives.agreement import on_first
-from commfabric.foundation.command_line import Printer
-from megatron_ssm.checkpoints.failures import first_line, in_one_line
+from commfabric.foundation.command_line import Printer, first_line
+from megatron_ssm.checkpoints.failures import in_one_line
 
 from .options import Options, flag
 from .tracking import Trackers

@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from commfabric.collectives.agreement import gather_objects, on_first, together
-from commfabric.foundation.command_line import Failure
+from commfabric.foundation.command_line import Failure, first_line
 from megatron_ssm.checkpoints.background import BackgroundWriter
 from megatron_ssm.checkpoints.deepspeed_files import is_deepspeed, step_of_deepspeed
 from megatron_ssm.checkpoints.disk import DirectoryLock
-from megatron_ssm.checkpoints.failures import first_line, in_one_line
+from megatron_ssm.checkpoints.failures import in_one_line
 from megatron_ssm.checkpoints.folders import (
     DamagedCheckpoint,
     find_checkpoints,

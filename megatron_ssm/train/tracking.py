@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.failures import first_line
+from commfabric.foundation.command_line import Failure, first_line
 
 from .options import Options, flag
 

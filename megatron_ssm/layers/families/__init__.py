@@ -3,13 +3,13 @@
 In: a Hugging Face config.json. Out: a `Stack`. `register` adds a family from outside; no other module names a family.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from commfabric.foundation import json_files
 from megatron_ssm.spec.adapters import adapters_in
 from megatron_ssm.spec.reader import Family, FieldReader
 from megatron_ssm.spec.stack import Stack
@@ -84,10 +84,7 @@ def read_json(directory: str | Path) -> Any:
         path = path / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no model configuration: {path} does not exist{adapters_in(path.parent)}")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    return json_files.read_json(path)
 
 
 def check_directory(model: str | Path) -> None:

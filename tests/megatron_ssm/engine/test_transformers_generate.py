@@ -181,7 +181,7 @@ def test_a_checkpoint_without_a_generation_config(tmp_path):
     found = load(directory, dtype=torch.float64).generate(prompts, attention_mask=torch.ones_like(prompts))
     assert found.tolist() == transformers(directory, prompts, torch.ones_like(prompts))
     (directory / "generation_config.json").write_text("[1")
-    with pytest.raises(ValueError, match="generation_config.json is not a generation configuration"):
+    with pytest.raises(ValueError, match="generation_config.json is not a JSON object"):
         load(directory).generate(prompts)
 
 
