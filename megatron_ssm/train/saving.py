@@ -27,12 +27,12 @@ from megatron_ssm.checkpoints.folders import (
     rename_to_old,
     step_of,
 )
-from megatron_ssm.checkpoints.pending_gradients import PendingFile, has_pending, read_pending
 from megatron_ssm.checkpoints.training import Snapshot, Stage
 
 from .gradients import local_part
 from .interruption import Interruption
 from .options import Options
+from .pending_gradients import PendingFile, has_pending, read_pending
 from .progress import is_due
 from .trainer import Trainer
 
@@ -99,9 +99,10 @@ class Saver:
 
     def _snapshot(self, step: int, stage: Stage | None = None) -> Snapshot:
         trainer, options = self._trainer, self._trainer.options
+        pending = PendingFile.of(trainer, copies=stage is not None)
         return Snapshot.of(
             self._directory, step, trainer.model, trainer.checkpoint_state(), self._requirements, options.decay_steps,
-            PendingFile.of(trainer, copies=stage is not None), options.keep, stage, trainer.batch_sizes.of_step(step)[0],
+            pending and pending.write, options.keep, stage, trainer.batch_sizes.of_step(step)[0],
         )  # fmt: skip
 
     def finish(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ssm.checkpoints.background import BackgroundWriter
-from megatron_ssm.checkpoints.pending_gradients import PendingFile
+from megatron_ssm.train.pending_gradients import PendingFile
 
 
 class Kept:
