@@ -233,12 +233,17 @@ def bases(owner):
 
 
 def needs_no_docstring(owner, node):
-    """True for short methods, one-line properties, and methods that override a documented one, also of autograd.Function."""
-    if owner is None or isinstance(node, ast.ClassDef):
+    """True for functions of at most two lines, properties of one statement, and methods that override a documented one.
+
+    The last are also those of an autograd.Function with a docstring.
+    """
+    if isinstance(node, ast.ClassDef):
         return False
-    decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
     if node.body[-1].end_lineno - node.body[0].lineno < 2:
         return True
+    if owner is None:
+        return False
+    decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
     if decorators & {"property", "cached_property"}:
         return len(node.body) == 1
     if "Function" in bases(owner):

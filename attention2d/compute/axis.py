@@ -68,7 +68,6 @@ class ChunkLayout:
 
 
 def add_to(totals: Tensors, parts: Tensors) -> None:
-    """Add each part to its total, in place."""
     for total, part in zip(totals, parts, strict=True):
         total += part
 

@@ -49,7 +49,6 @@ class _Sizes:
 
     @property
     def is_widened(self) -> bool:
-        """Return True if the dtype of sums is wider than that of the inputs."""
         return self.sum_q > self.q
 
 

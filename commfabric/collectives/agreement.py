@@ -91,12 +91,8 @@ def together(
 def on_first(action: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device | str | None = None) -> T:
     """Run `action()` on the first rank of `group`, and return its result or raise its error on all of them.
 
-    The first rank broadcasts the result, or the type and text of the error, as a pickled object.
-
-    Args:
-        action: The action.
-        group: The ranks; None for this rank alone.
-        device: The GPU that NCCL uses, by default the current one.
+    The first rank broadcasts the result, or the type and text of the error, as a pickled object. group: None for this rank
+    alone. device: the GPU that NCCL uses, by default the current one.
     """
     if group is None or group.size() == 1:
         return action()

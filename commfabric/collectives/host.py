@@ -161,12 +161,10 @@ class ProcessWatch:
         self._poll.register(descriptor, select.POLLIN)
 
     def dead_ranks(self) -> set[int]:
-        """The ranks whose processes have ended."""
         ended = {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)} if self._ranks else set()
         return ended | {rank for rank in self._without_descriptor if not _exists(self.pids[rank])}
 
     def close(self) -> None:
-        """Stop watching, and close the descriptors."""
         while self._ranks:
             os.close(self._ranks.popitem()[0])
 

@@ -48,7 +48,6 @@ T = TypeVar("T")
 
 @cache
 def kernels() -> Library:
-    """The C library of this package, or the reason why it cannot be used."""
     return Library("commfabric", SIGNATURES)
 
 

@@ -32,7 +32,6 @@ class Cast:
     block: ClassVar[int] = 1
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` values."""
         return numel * self.dtype.itemsize
 
     def encode(self, x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -129,7 +128,6 @@ def _extremes(x: torch.Tensor) -> list[float]:
 
 
 def padded(numel: int, multiple: int) -> int:
-    """`numel` rounded up to a multiple."""
     return -(-numel // multiple) * multiple
 
 

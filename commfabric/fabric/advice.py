@@ -86,7 +86,6 @@ class Row:
 
     @property
     def share(self) -> float:
-        """The share of the time that messages take."""
         return self.messages / self.seconds if self.seconds else 0.0
 
 

@@ -28,13 +28,8 @@ IDLE_TIMEOUT = datetime.timedelta(days=1)  # the timeout of ranks that wait whil
 def measure_command(arguments: argparse.Namespace) -> None:
     """`torchrun ... -m sparsefusion measure`: measure the collectives; rank 0 writes the fabric and prints its table.
 
-    Args:
-        arguments: out, sizes, seconds, collectives, ranks, nccl and device, as `sparsefusion.cli` parses them.
-
-    Raises:
-        ValueError: On every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; --nccl
-            is given without CUDA; or rank 0 cannot write the file.
-        Failure: On every rank: writing the file failed.
+    ValueError on every rank: there are fewer than two ranks, or fewer than --ranks; arguments or devices differ; --nccl is
+    given without CUDA; or rank 0 cannot write the file. Failure on every rank if writing the file failed.
     """
     world = launched_ranks()
     if world < 2:
@@ -153,7 +148,6 @@ def _measure_in_environment(
 
 
 def print_left_out(name: str, reason: object) -> None:
-    """Print to stderr on rank 0 that a measurement was left out, with the first line of the reason."""
     if this_rank() == 0:
         print(f"sparsefusion measure: left out {name}: {str(reason).strip().partition(chr(10))[0]}", file=sys.stderr)
 

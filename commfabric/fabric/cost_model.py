@@ -169,7 +169,6 @@ class Fabric:
 
 
 def _check_message(nbytes: float, ranks: int) -> None:
-    """ValueError unless these are a size and a number of ranks."""
     if not 0 <= nbytes < math.inf or ranks < 1:
         raise ValueError(f"nbytes={nbytes}, ranks={ranks}: expected a finite nbytes >= 0 and ranks >= 1")
 
@@ -203,7 +202,6 @@ def _growth(curve: Curve, ranks: int) -> tuple[float, float]:
 
 
 def size_name(nbytes: int) -> str:
-    """A size in units of powers of 1024: 1536 -> '1.5 KB'."""
     unit = min(int(math.log2(max(nbytes, 1)) // 10), 3)
     return f"{nbytes / 1024**unit:.4g} {('B', 'KB', 'MB', 'GB')[unit]}"
 

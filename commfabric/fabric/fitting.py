@@ -29,7 +29,6 @@ class Segment:
     beta: float
 
     def time(self, nbytes: float) -> float:
-        """Seconds on this line."""
         return self.alpha + self.beta * nbytes
 
 
@@ -158,7 +157,6 @@ def _crossing(before: Segment | None, after: Segment) -> list[float]:
 
 
 def relative_errors(segments: Sequence[Segment], nbytes: ArrayLike, seconds: ArrayLike) -> np.ndarray:
-    """(predicted - measured) / measured of each point."""
     return np.asarray(predict(segments, np.asarray(nbytes, float)) / np.asarray(seconds) - 1)
 
 

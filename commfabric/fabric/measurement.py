@@ -166,7 +166,6 @@ def _timed_graph(function: Call, device: torch.device | str) -> Stopwatch:
 
 
 def _synchronize(device: torch.device | str) -> None:
-    """Wait until a CUDA device has done its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -98,7 +98,6 @@ class Parser(argparse.ArgumentParser):
         return [parser for a in self._actions if isinstance(a.choices, dict) for parser in a.choices.values()]
 
     def _switches(self) -> set[str]:
-        """The flags of this parser and of its commands that take no value."""
         own = {flag for action in self._actions if action.nargs == 0 for flag in action.option_strings}
         return own.union(*(parser._switches() for parser in self._commands()))
 
@@ -133,7 +132,6 @@ def first_line(error: BaseException) -> str:
 
 
 def print_error(line: str) -> None:
-    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

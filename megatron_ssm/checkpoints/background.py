@@ -32,11 +32,8 @@ class BackgroundWriter:
     def write(self, make: Callable[[Stage], Snapshot]) -> None:
         """Wait for the previous checkpoint, copy the state, and begin to write it.
 
-        Args:
-            make: Returns the snapshot; its argument `stage` makes entries of copies (see `Snapshot.of`).
-
-        Raises:
-            Failure: On every rank, if the previous checkpoint could not be written.
+        `make` returns the snapshot; its argument `stage` makes entries of copies (see `Snapshot.of`). Failure on every rank
+        if the previous checkpoint could not be written.
         """
         self.wait()
         snapshot = make(self._entry)

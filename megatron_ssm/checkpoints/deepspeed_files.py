@@ -41,12 +41,10 @@ class Placeholder:
     """Replaces an object of one of DeepSpeed's classes."""
 
     def __new__(cls, *_: object) -> "Placeholder":
-        """Accept any arguments."""
         return super().__new__(cls)
 
 
 def _enum_member(owner: object, name: str) -> object:
-    """`enum_member`, also of a class that Placeholder replaces."""
     return Placeholder() if owner is Placeholder else enum_member(owner, name)
 
 
@@ -175,13 +173,7 @@ def _check_complete(folder: Path, states: dict[str, Any], ranks: int, partitions
 
 
 def _part(states: list[dict[str, Any]], partitions: list[dict[str, Any]], with_moments: bool) -> tuple[Part, int]:
-    """(parameters of one model-parallel rank, number of steps of the optimizer).
-
-    Args:
-        states: The contents of the model states of its replicas.
-        partitions: The contents of their optimizer states.
-        with_moments: False to read the parameters only.
-    """
+    """(parameters of one model-parallel rank, number of steps of the optimizer), from the states of its replicas."""
     kinds = ("model", *MOMENTS) if with_moments else ("model",)
     if not partitions:
         named = _named(states[0])
@@ -208,12 +200,10 @@ def _part(states: list[dict[str, Any]], partitions: list[dict[str, Any]], with_m
 
 
 def _steps(state: dict[int, dict[str, Any]]) -> int:
-    """The number of steps that an optimizer has done."""
     return int(state[0]["step"])
 
 
 def _named(states: dict[str, Any]) -> Part:
-    """The parameters in the model states, where they have names."""
     return {name: {"model": t} for name, t in states["module"].items() if name not in states["buffer_names"]}
 
 

@@ -112,6 +112,5 @@ def hugging_face_tensors(path: str | Path, config: Stack) -> dict[str, tuple[str
 def _of_transformers(
     part: Part, config: Stack, named: dict[str, str | None], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[str, torch.Tensor]]:
-    """`hugging_face_tensors` of a checkpoint whose names are Hugging Face's."""
     _check_shapes(part, {name: shape for hf, shape in shapes.items() for name in config.names_in_files(hf)})
     return {hf: (name, part[name]["model"]) for hf, name in named.items() if name is not None}

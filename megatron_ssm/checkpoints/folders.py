@@ -69,7 +69,6 @@ OLD_NAME, OPTIONAL = "conv_kernel", ("lora_rank", "lora_alpha", "lora_targets")
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
     return int(path.name[5:])
 
 
@@ -136,7 +135,6 @@ def description_text(entries: dict[str, Any]) -> str:
 
 
 def _checksum(entries: dict[str, Any]) -> int:
-    """The CRC-32 of JSON values, which does not depend on how the file is laid out."""
     return zlib.crc32(json.dumps(entries).encode())
 
 
@@ -177,7 +175,6 @@ def rename_to_old(directory: str | Path) -> None:
 
 
 def name_of_old(directory: Path) -> Path:
-    """The name that `rename_to_old` gives to a directory."""
     return directory.with_name(f"{directory.name}.old")
 
 

@@ -218,11 +218,7 @@ def _open(
 ) -> tuple[Stack, dict[str, Any]]:
     """The configuration, and {Hugging Face tensor: slice object}; ValueError if the ranks cannot split the model.
 
-    Args:
-        directory, exchange_channels, draft_head: See `load`.
-        groups: The tensor-parallel, data-parallel, context and expert-parallel groups.
-        context: The schedule of the context ranks.
-        files: The open files; the tensors can be read until it is closed.
+    The tensors can be read until `files` is closed.
     """
     config = families.read(directory)
     config = config.with_draft_head() if draft_head else config

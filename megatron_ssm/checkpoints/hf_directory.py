@@ -92,7 +92,6 @@ class StoredTensor:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        """Its dtype, as safetensors names it."""
         return next(name for name, dtype in FLOATS.items() if dtype is self._tensor.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -100,7 +99,6 @@ class StoredTensor:
 
 
 def stored_bytes(tensor: Any) -> int:
-    """The bytes of a slice object's whole tensor."""
     return math.prod(tensor.get_shape()) * FLOATS[tensor.get_dtype()].itemsize
 
 
@@ -270,7 +268,6 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
 
 
 def has_draft_head(config: Stack, tensors: Iterable[str]) -> bool:
-    """Return True if the files have tensors of the draft head that config.json names."""
     return config.draft_head is not None and any(name.startswith(config.draft_head.hf) for name in tensors)
 
 
@@ -346,7 +343,6 @@ class Writer:
             self._hidden = None
 
     def open(self) -> None:
-        """Make the directory, and a hidden folder for this writer in it."""
         self._hidden = HiddenFolder(self.directory)
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], copied: dict[str, Any] | None = None) -> None:

@@ -124,16 +124,9 @@ def format_of(raw: Any) -> str | None:
 
 
 def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: ExitStack) -> dict[str, Any]:
-    """{name: tensor} where quantized matrices are `QuantizedTensor`s.
+    """{name: tensor} where quantized matrices are `QuantizedTensor`s, which can be read until `files` is closed.
 
-    Args:
-        tensors: The stored tensors.
-        paths: Their files.
-        format: The format of the quantized matrices.
-        files: Closes the files.
-
-    Raises:
-        ValueError: The scales of a matrix are missing, or have another shape.
+    ValueError if the scales of a matrix are missing, or have another shape.
     """
     places: dict[str, tuple[int, int]] = {}
     for path in paths:
@@ -162,11 +155,7 @@ def join_scales(tensors: dict[str, Any], paths: list[Path], format: str, files: 
 def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[int], memory: HugePages) -> bool:
     """Replace a layer's `weight` by this rank's part of stored matrices. Return False, without effect, if it cuts blocks.
 
-    Args:
-        module: The layer.
-        tensors: {Hugging Face tensor: slice object}.
-        part: The arguments of `Field.piece`.
-        memory: The memory for the matrix.
+    tensors: {Hugging Face tensor: slice object}. part: the arguments of `Field.piece`. memory: of the new matrix.
     """
     parameters = _parameters_of(module)
     runs = [run for p in parameters for run in _runs(field_of(p), tensors[field_of(p).hf], part)]
@@ -190,7 +179,6 @@ def read_quantized(module: nn.Module, tensors: dict[str, Any], part: Sequence[in
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Return True if a tensor in files is stored in 8 or 4 bits."""
     return tensor.get_dtype() in QUANTIZED_FORMATS
 
 
@@ -204,7 +192,6 @@ def _runs(field: Field, tensor: Any, part: Sequence[int]) -> list[tuple[Quantize
 
 
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that make up a layer's `weight`: one, or those of a `Packed`."""
     weight: Any = module.weight
     return list(weight.parameters()) if isinstance(weight, nn.Module) else [weight]
 

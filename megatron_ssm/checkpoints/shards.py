@@ -141,11 +141,9 @@ class ShardReader(dcp.FileSystemReader):
                 raise ValueError(f"{entry.relative_path} has {size} bytes, not {wanted}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's table of contents."""
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the entries of this rank. Failure if the disk cannot be read."""
         return read_with_retries(lambda: super(ShardReader, self).read_data(plan, planner), self.path)
 
     def _slice_file(self, file: IO[bytes], entry: Any) -> IO[bytes]:
@@ -160,7 +158,6 @@ class ShardReader(dcp.FileSystemReader):
 
 
 def _check(name: str, checksum: int, expected: int | None) -> None:
-    """ValueError unless the checksum is the expected one, if that is known."""
     if expected is not None and checksum != expected:
         raise ValueError(f"{name} has the CRC-32 {checksum:08x}, not {expected:08x}")
 

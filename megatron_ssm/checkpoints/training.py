@@ -321,13 +321,8 @@ def _state(
 def _mesh(place: Place, device_type: str, copies: int, by_expert: bool) -> DeviceMesh | None:
     """The ranks that divide a field as a mesh (experts, parts, copies); None if one rank holds the whole field.
 
-    The mesh only describes the layout; there is no communication over it.
-
-    Args:
-        place: The ranks of the model.
-        device_type: The device of the tensors.
-        copies: The number of consecutive tensor-parallel ranks that hold the same part.
-        by_expert: True if ranks also divide the experts of the field.
+    The mesh only describes the layout; there is no communication over it. `copies` consecutive tensor-parallel ranks hold
+    the same part; with `by_expert`, ranks also divide the experts of the field.
     """
     tensor, expert = place.ranks.group, place.experts.group if by_expert else None
     if tensor is None and expert is None:

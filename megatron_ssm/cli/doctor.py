@@ -32,7 +32,6 @@ NOT_TRAINED = "none: quantized matrices are not trained"
 
 
 def doctor(as_json: bool) -> None:
-    """Print the report on rank 0."""
     parts = report()
     Printer(this_rank() == 0).print(json.dumps(parts) + "\n" if as_json else page(parts))
 
@@ -217,12 +216,10 @@ def _section(part: Any) -> str:
 
 
 def _wrapped(text: str, begin: str, indent: int) -> str:
-    """A text in lines, of which the first begins with `begin` and the others with spaces."""
     return textwrap.fill(text, 80, initial_indent=begin, subsequent_indent=" " * indent, break_long_words=False,
                          break_on_hyphens=False)  # fmt: skip
 
 
 def _library_line(library: dict[str, Any]) -> str:
-    """A value of `libraries` as text."""
     file = f", {library['file']}" if library["file"] else ""
     return f"C ({library['variant']}){file}" if library["loaded"] else f"torch ({library['why not']}){file}"

@@ -29,7 +29,6 @@ def value_or_unknown(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -151,5 +150,4 @@ def shared_memory(path: str | Path = "/dev/shm", needed: int = SHARED_BYTES) -> 
 
 
 def skipped_kernels() -> list[str]:
-    """Check for the environment variable that turns off the C kernels."""
     return ["MEGATRON_SSM_SKIP_NATIVE is set, so torch does the work of the C kernels: unset it"] if skipped() else []

@@ -125,7 +125,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser, text: str) -> None:
-    """The directory of the model, as DIR or as --model DIR."""
     parser.add_argument("directory", nargs="?", metavar="DIR", help=text)
     parser.add_argument("--model", metavar="DIR", help="another way to give DIR")
 

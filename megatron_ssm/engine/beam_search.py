@@ -178,7 +178,6 @@ class BeamSearch:
         return bool(self.improvable.any()) and not is_full
 
     def _best_sequences(self) -> torch.Tensor:
-        """The num_return_sequences best finished sequences of each row, cut to the longest of them."""
         count = self.settings.num_return_sequences
         return self.finished[:, :count, : int(self.finished_lengths[:, :count].max())].flatten(0, 1)
 

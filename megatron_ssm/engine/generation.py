@@ -104,7 +104,6 @@ class _Text:
         self._stream = TextStream(tokenizer, stop_strings, self.stop_tokens, self.ids)
 
     def of(self, tokens: list[int]) -> str:
-        """The text of new tokens, up to a stop string."""
         return "".join(map(self._stream.push, tokens)) + self._stream.finish()
 
 

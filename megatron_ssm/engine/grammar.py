@@ -79,7 +79,6 @@ class Grammar:
 
 
 def json_object() -> Grammar:
-    """Any JSON object."""
     return Grammar("json_object")
 
 
@@ -161,12 +160,10 @@ class GrammarMatcher:
         self._look()
 
     def advance(self, token: int) -> None:
-        """Add a token that was allowed."""
         self._parser.consume_token(token)
         self._look()
 
     def _look(self) -> None:
-        """Update the attributes."""
         self.allowed = self._tokens.allowed(self._parser)
         self.accepts, self.is_lost = self._parser.is_accepting(), self._parser.is_error()
 

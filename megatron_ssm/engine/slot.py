@@ -60,7 +60,6 @@ class Slot:
         return len(self.request.prompt) + len(self.request.tokens)
 
     def tokens_from(self, start: int, count: int | None = None) -> list[int]:
-        """The tokens of the prompt and the new tokens, from position `start` on, at most `count`."""
         prompt, tokens = self.request.prompt, self.request.tokens
         return [*prompt[start:], *tokens[max(0, start - len(prompt)) :]][:count]
 
@@ -88,11 +87,9 @@ class Slot:
 
     @property
     def is_reading(self) -> bool:
-        """True if the prompt has unread tokens."""
         return self.tokens_read < len(self.request.prompt)
 
     def next_of_prompt(self, count: int) -> Sequence[int]:
-        """The next `count` unread tokens of the prompt."""
         return self.request.prompt[self.tokens_read : self.tokens_read + count]
 
     def allowed_logits(self) -> torch.Tensor:

@@ -109,7 +109,6 @@ class History:
             self._rates[index] += FORGETTING_RATE * max(0.0, first - self._rates[index])
 
     def expected(self, count: int) -> float:
-        """The expected number of accepted tokens of `count` proposals after the last match."""
         return sum(self._rates[self._uses_high_rate] ** i for i in range(1, count + 1))
 
 
@@ -169,7 +168,6 @@ class SpeculativeDecoder:
 
     @property
     def is_pending(self) -> bool:
-        """True if the cache has tokens that `accept` has not confirmed yet."""
         return self._call is not None
 
     @cached_property
@@ -353,7 +351,6 @@ class Draft:
 
 
 def relative_size(draft: Model, model: Model) -> float:
-    """The time of a decoding step of the draft model relative to one of the model: the ratio of their parameters."""
     return draft.config.elements / model.config.elements
 
 

@@ -92,12 +92,10 @@ KERNELS: dict[str, tuple[str, Callable[[], Callable]]] = {  # {kernel: (distribu
 
 @functools.cache
 def load_kernel(name: str) -> OptionalImport:
-    """Import one of KERNELS; the result is cached."""
     return import_optional(*KERNELS[name])
 
 
 def on_cuda(tensor: Tensor) -> bool:
-    """Return True if a tensor is on CUDA."""
     return tensor.is_cuda
 
 
@@ -110,7 +108,6 @@ def is_usable(name: str, first: Tensor, *others: Tensor | None) -> bool:
 
 
 def may_use_tf32() -> bool:
-    """Return True if torch may multiply float32 in TF32."""
     settings = torch.backends.cuda.matmul  # reading allow_tf32 raises an error once fp32_precision was set
     return settings.fp32_precision == "tf32" if hasattr(settings, "fp32_precision") else settings.allow_tf32
 
@@ -135,7 +132,6 @@ def overwritable(
 
 
 def last_offset(tensor: Tensor) -> int:
-    """The offset of the last element of a tensor from its first one, in elements."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -49,7 +49,6 @@ def fused_adams() -> tuple[OptionalImport, ...]:
 
 
 def on_cuda(parameter: torch.Tensor) -> bool:
-    """Return True if a parameter is on CUDA, as FusedAdam requires."""
     return parameter.is_cuda
 
 

@@ -34,7 +34,6 @@ NORM_EPS = 1e-6  # added to the sum of squares of q and k
 
 
 def normalized(x: Tensor) -> Tensor:
-    """x / sqrt(sum of squares + NORM_EPS) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 

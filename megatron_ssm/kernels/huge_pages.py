@@ -43,7 +43,6 @@ class HugePages(TorchFunctionMode):
         return func(*args, **options)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a CPU tensor in huge pages."""
         return self._zeros_like(tensor).copy_(tensor)
 
     def _zeros_like(self, tensor: Tensor) -> Tensor:
@@ -78,5 +77,4 @@ def trim_heap() -> None:
 
 
 def _is_cpu(device: Any) -> bool:
-    """Return True if torch would allocate on the CPU for this argument `device`."""
     return torch.device(torch.get_default_device() if device is None else device).type == "cpu"

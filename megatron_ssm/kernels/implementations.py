@@ -54,7 +54,6 @@ class Implementation:
 
     @property
     def why_not(self) -> str:
-        """The reason why the kernel cannot be used on this machine, or ""."""
         return kernels.LIBRARY.why if self.device == "cpu" else cuda_kernels.load_kernel(self.kernel).why
 
 

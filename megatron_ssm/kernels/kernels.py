@@ -70,7 +70,6 @@ def usable(first: Tensor, *others: Tensor | None) -> bool:
 
 
 def raise_if_failed(failed: int) -> None:
-    """Raise MemoryError if a kernel returned an error: it could not allocate memory."""
     if failed:
         raise MemoryError("a C kernel could not allocate memory")
 
@@ -288,13 +287,7 @@ def gated_delta(
 
 
 def norm_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * RMSNorm(y) * silu(z), normalized over each head, of typed tensors.
-
-    Args:
-        y, z: (..., heads * size).
-        weight: (size,).
-        eps: The number that is added to the mean of squares.
-    """
+    """weight * RMSNorm(y) * silu(z), normalized over each head: typed y, z (..., heads * size) and weight (size,)."""
     width, size = y.shape[-1], len(weight)
     check_shapes(z=(z, y.shape))
     y, weight = contiguous(y, weight)

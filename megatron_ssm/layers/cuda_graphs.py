@@ -66,11 +66,8 @@ def capture(
     The capture itself computes nothing. Threads capture one after the other. Meanwhile, other threads may launch work on the
     GPU, but `torch.cuda.synchronize` would fail, and the capture with it.
 
-    Args:
-        step: The function.
-        device: The GPU.
-        streams: {device: stream for captures}; a missing stream is added. Libraries keep data per stream, so reuse them.
-        pool: The memory pool of another living graph, to be shared.
+    streams: {device: stream for captures}; a missing stream is added. Libraries keep data per stream, so reuse them. pool:
+    the memory pool of another living graph, to be shared.
     """
     graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     with _CAPTURING, torch.cuda.device(device):
@@ -119,7 +116,6 @@ class DecodingGraphs:
 
     @staticmethod
     def is_on_gpu(ids: Any) -> bool:
-        """Return True if these ids are on a GPU, so that a graph may decode them."""
         return torch.is_tensor(ids) and ids.device.type == DEVICE
 
     def logits(self, model: Any, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor | None:
@@ -218,7 +214,6 @@ class _RowGraphs:
         )
 
     def is_for(self, cache: Cache) -> bool:
-        """Return True if the graphs are for these rows of this cache."""
         return self._rows == cache.rows and self._layout() is cache.layout
 
     def logits(self, model: Any, ids: Tensor, cache: Cache, keys: int, capture: Callable) -> Tensor:

@@ -194,7 +194,6 @@ class Experts(Operator):
         return self.fc1(x) if self.spec.latent else x, logits
 
     def mix(self, projected: tuple[torch.Tensor, torch.Tensor], call: Call, state: State | None = None) -> Partial:
-        """See `Operator`. projected: The result of `project`."""
         x, logits = projected
         weights, index = self.spec.router.route(logits.flatten(0, -2), self.correction)
         if call.routing is not None:

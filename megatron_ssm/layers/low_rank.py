@@ -114,7 +114,6 @@ class Adapters(nn.ModuleDict):
 
 
 def adapter_of(adapters: Adapters | None, name: str) -> Product | None:
-    """The low-rank product that is added to a linear layer, or None."""
     return adapters[name] if adapters is not None and name in adapters else None
 
 

@@ -298,5 +298,4 @@ class MambaMixer(Operator):
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The concatenation of the channels of several heads; a single head is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)

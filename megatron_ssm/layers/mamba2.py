@@ -256,7 +256,6 @@ class Mamba2Mixer(Operator):
         return Lowered(out, squares, self.out_proj.bias, self.group_channels, self.eps)
 
     def _finished(self, out: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-        """out * 1/sqrt(mean square + eps) of each token."""
         return out * torch.rsqrt(squares / self.group_channels + self.eps)
 
     def _scanned(self, projected, call: Call, cache: State | None) -> tuple[torch.Tensor, torch.Tensor]:

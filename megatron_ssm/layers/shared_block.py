@@ -67,7 +67,6 @@ class SharedBlockSpec(Spec):
         return SharedBlock(self, place)
 
     def sizes(self, work: Workload) -> Sizes:
-        """Nothing: the sizes are those of the invocations; see `SharedBlockInvocationSpec`."""
         return Sizes()
 
 

@@ -196,7 +196,6 @@ class Builder:
         return address(tensor)
 
     def _check_typed(self, *tensors: Tensor | None, dtype: torch.dtype | None = None) -> None:
-        """Raise NotLowered unless all tensors have the dtype, by default that of activations."""
         if not usable(torch.empty(0, dtype=dtype or self.dtype), *tensors):
             raise NotLowered("tensors of several dtypes")
 
@@ -242,7 +241,6 @@ class Builder:
         return y
 
     def scale(self, x: Buffer, factor: float) -> None:
-        """x *= factor, rounded to x's dtype."""
         if factor != 1.0:
             self._add("convert", x=x, y=x, from_type=TYPES[x.dtype], type=TYPES[x.dtype], n=(x.width,), f=(factor,))
 
@@ -291,11 +289,8 @@ class Builder:
     def head_matmuls(self, x: Buffer, y: Buffer, weight: Tensor, out: int, inputs: int, steps: Sequence[int]) -> None:
         """y = x W^T for each head, which has its own columns of x and y and its own rows or columns of W.
 
-        Args:
-            x, y: The input and the output.
-            weight: The matrix of all heads.
-            out, inputs: The size of the matrix of a head.
-            steps: (heads, stride of heads in W, in x, in y, stride of rows in W), strides in elements.
+        out, inputs: The size of the matrix of a head. steps: (heads, stride of heads in W, in x, in y, stride of rows in W),
+        in elements.
         """
         self._add("head_matmuls", x=x, y=y, matrix=self._matrix(weight, has_gaps=steps[0] > 1), n=(out, inputs, *steps))
 
@@ -419,15 +414,9 @@ class Builder:
         self, x: Buffer, summed: SumResult, biases: Sequence[Tensor] = (), scales: tuple[float, float] = (1.0, 1.0),
         group: int = 1, eps: float = 0.0,
     ) -> Buffer:  # fmt: skip
-        """x + r (o sum + biases), in place.
+        """x + r (o sum + biases), in place, with (r, o) = `scales` and at most two biases.
 
-        Args:
-            x: The residual stream.
-            summed: The sum. If it has exact columns, it is divided by sqrt(columns / group + eps).
-            biases: At most two biases.
-            scales: r and o.
-            group: The number of channels that a column covers.
-            eps: The number that is added to the mean of squares.
+        A sum with exact columns is divided by sqrt(columns / group + eps); a column covers `group` channels.
         """
         fields: dict[str, Any] = dict(sum=summed.number, n=(x.width, group), f=(*scales, eps), **self._biases(biases))
         self._add("residual", x=x, y=x, from_type=TYPES[x.dtype], **fields)
@@ -453,17 +442,13 @@ class Builder:
         return y
 
     def score(self, x: Buffer, score: Buffer) -> None:
-        """x *= sigmoid(score), one number per row."""
         self._add("score", x=x, y=x, z=score, n=(x.width,))
 
     def route(self, logits: Buffer, router: Router, correction: Tensor | None, first: int = 0) -> Buffer:
         """[indices | weights] of the experts that each token chooses.
 
-        Args:
-            logits: The logits of the router.
-            router: The router.
-            correction: The bias of `Router.route` in float32, or None.
-            first: The index of this rank's first expert, which becomes 0.
+        correction: the bias of `Router.route` in float32, or None. first: the index of this rank's first expert, which
+        becomes 0.
         """
         if router.experts > MOST_EXPERTS:
             raise NotLowered(f"more than {MOST_EXPERTS} experts")
@@ -477,16 +462,10 @@ class Builder:
     def experts(
         self, x: Buffer, routes: Buffer, count: int, chosen: int, up: Any, down: Any, activation: str, gated: bool
     ) -> Buffer:
-        """The weighted sum of the outputs of this rank's chosen experts.
+        """The weighted sum of the outputs of this rank's `count` experts, of which a token chooses `chosen`.
 
-        Args:
-            x: The input of the experts.
-            routes: The result of `route`.
-            count: The number of experts on this rank.
-            chosen: The number of experts that a token chooses.
-            up, down: The matrices of `ops.experts.apply_experts`.
-            activation: A name of ACTIVATIONS, or "swish".
-            gated: True if up has the rows of a gate.
+        up, down: The matrices of `kernels.experts.apply_experts`; with `gated`, up has the rows of a gate. activation: a
+        name of ACTIVATIONS, or "swish".
         """
         number, size, channels = self._activation(activation), x.width, down.shape[1]
         width = up.shape[0] // count
@@ -518,7 +497,6 @@ class Builder:
         return y
 
     def stop(self, function: Callable, detail: str) -> None:
-        """Stop the tape and call function(call) in Python, with a `run.BoundCall`."""
         self._add("stop", detail)
         self.stops[len(self.ops) - 1] = function
 

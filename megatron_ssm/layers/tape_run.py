@@ -89,7 +89,6 @@ class FinishedTape:
         self._tables = list(tables.values())
 
     def describe(self) -> str:
-        """The operations, one in each line."""
         return "\n".join(f"{number:4} {name}" for number, name in enumerate(self.builder.names))
 
 
@@ -216,12 +215,10 @@ class BoundCall:
     # The methods of `operators.state.Pending`, which `Cache.accept` calls after a speculative call
 
     def check(self, cache: Any) -> None:
-        """See `Pending`."""
         if cache.layout.version != self.version or not self.tape.has_addresses():
             raise RuntimeError(
                 "accept() failed: tensors of the model or the cache were reallocated since speculative_logits()"
             )
 
     def advance(self, cache: Any, counts: Sequence[int]) -> None:
-        """See `Pending`. Advances all states."""
         kernels.raise_if_failed(kernels.functions().keep_tokens(self.address, (SIZE * len(counts))(*counts)))

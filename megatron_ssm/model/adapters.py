@@ -139,7 +139,6 @@ def merge_lora(model: Model) -> None:
 
 
 def _is_reused(config: Stack, name: str) -> bool:
-    """Return True if several layers invoke the shared block of a field `name`, which is shared.BLOCK...."""
     return len(config.uses(int(name.split(".")[1]))) > 1
 
 

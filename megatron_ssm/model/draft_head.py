@@ -55,7 +55,6 @@ class DraftHead(TrackedModule):
         self.register_module("vocabulary", None)
 
     def new_states(self, batch: int) -> dict[str, State]:
-        """The keys and values of `batch` sequences, for the cache of the model."""
         modules: dict[str, Any] = dict(self.layer.named_children())
         return {PATH + name: modules[name].new_state(batch) for name in self.layer.names_with_state}
 

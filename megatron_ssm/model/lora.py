@@ -34,7 +34,6 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The constant that multiplies the product of each adapter."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
 
@@ -54,7 +53,6 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The last part of Hugging Face's name."""
         return self.module.rpartition(".")[2]
 
     @property
@@ -79,7 +77,6 @@ class Target:
         return [down, *ups]
 
     def part_name(self, field: Field) -> str:
-        """The name of a part of the weight: the last part of the name of its field."""
         return field.name.rpartition(".")[2]
 
 
@@ -129,12 +126,8 @@ def lora_fields(config: Stack, lora: Lora | None) -> list[Field]:
 def find_modules(config: Stack, targets: Iterable[str]) -> tuple[str, ...]:
     """Hugging Face's names of the linear layers that `targets` name, in the order of the model.
 
-    Args:
-        config: The model.
-        targets: Whole names, or last parts of names (in_proj, q_proj, ...).
-
-    Raises:
-        ValueError: The model does not have a target, or there are no targets.
+    targets: Whole names, or last parts of names (in_proj, q_proj, ...). ValueError if the model does not have one, or for
+    none.
     """
     known = {name: target for name, target in lora_targets(config).items() if target.name != NOT_TRAINED}
     requested, last_parts = set(targets), {target.name for target in known.values()}

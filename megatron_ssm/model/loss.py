@@ -47,15 +47,9 @@ def cross_entropy(
 def vocabulary_parallel_cross_entropy(
     local: torch.Tensor, labels: torch.Tensor, vocabulary: range, ranks: Ranks
 ) -> torch.Tensor:
-    """`cross_entropy` of this rank's slice of the logits.
+    """`cross_entropy` of this rank's slice of the logits, (batch, seq, width), of the ids `vocabulary`.
 
     The log-sum-exps of the slices are shifted by the largest one before they are added.
-
-    Args:
-        local: (batch, seq, width), the slice of the logits.
-        labels: (batch, seq).
-        vocabulary: The token ids of the slice.
-        ranks: The tensor-parallel ranks.
     """
     is_local, index = _local_labels(labels, vocabulary)
     log_sum, label_logit = _LogSumAndLabel.apply(local, index)

@@ -217,14 +217,7 @@ class Memory:
 
 @lru_cache
 def experts_read(experts: int, chosen: int, ranks: int, tokens: int) -> float:
-    """The number of experts that the busiest expert-parallel rank reads, averaged over random choices.
-
-    Args:
-        experts: The number of experts.
-        chosen: The number of experts that a token chooses.
-        ranks: The number of expert-parallel ranks.
-        tokens: The number of tokens.
-    """
+    """The number of experts that the busiest of `ranks` ranks reads, averaged over random choices of the tokens."""
     generator, per_rank, counts = random.Random(0), experts // ranks, []
     for _ in range(max(1, CHOICES // tokens)):
         read = {expert for _ in range(tokens) for expert in generator.sample(range(experts), chosen)}
@@ -233,7 +226,6 @@ def experts_read(experts: int, chosen: int, ranks: int, tokens: int) -> float:
 
 
 def _bytes_of_row(columns: int, bits: int) -> int:
-    """Bytes of a row of a quantized matrix, with its scales."""
     return columns * bits // 8 + columns // BLOCK * 4
 
 

@@ -60,7 +60,6 @@ class CallKind:
 
     @property
     def is_prompt_or_sharded(self) -> bool:
-        """True if the tokens are part of a prompt, or split over the context ranks."""
         return self.prompt or self.is_sharded
 
 

@@ -56,7 +56,6 @@ class ContextRanks:
 
     @cached_property
     def blocks_per_rank(self) -> int:
-        """The number of blocks of each rank; a single rank has the sequence as one block."""
         return BLOCKS_PER_RANK[self.order] if self.size > 1 else 1
 
     @cached_property

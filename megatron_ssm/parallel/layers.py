@@ -26,7 +26,6 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # this rank's part of a produc
 
 
 def apply_layer(layer: nn.Module, x: torch.Tensor, adapter: Product | None) -> torch.Tensor:
-    """The output of a column- or row-parallel layer with its adapter. Another class of layer is called with x alone."""
     return layer(x) if adapter is None else layer(x, adapter)
 
 
@@ -242,7 +241,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension, in at least fp32."""
     return F.rms_norm(x.to(at_least_fp32(x.dtype)), x.shape[-1:], eps=eps)
 
 

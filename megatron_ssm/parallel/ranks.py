@@ -101,7 +101,6 @@ class Ranks:
             self.memory.close()
 
     def _memory_of(self, tensor: torch.Tensor) -> SharedMemory | None:
-        """The shared memory, if it can transport this tensor; or None."""
         return self.memory if tensor.is_cpu else None
 
     def all_reduce_exact(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

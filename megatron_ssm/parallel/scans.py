@@ -78,7 +78,6 @@ class ScanInputs:
     def scan(
         self, state: torch.Tensor | None, overwrite: bool = False, overwrite_x: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs and the final states for incoming states; see `selective_scan`."""
         inputs = self.x, self.dt, self.A_log, self.B, self.C, self.D, self.z, self.dt_bias, state
         return selective_scan(*inputs, overwrite=overwrite, overwrite_x=overwrite_x)
 

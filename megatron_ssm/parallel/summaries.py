@@ -14,7 +14,6 @@ from megatron_ssm.kernels.scan import SELECTIVE_CHUNK, selective_scan
 
 
 def step_sizes(dt: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
-    """softplus(dt + dt_bias), or dt itself without a bias."""
     return dt if dt_bias is None else F.softplus(dt + dt_bias)
 
 
@@ -36,7 +35,6 @@ def selective_summary(
 
 
 def _fits_kernel(A_log: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    """Return True if the C kernel supports these tensors (or None), which must have the dtype of A_log."""
     return A_log.dtype is torch.float32 and A_log.shape[1] <= kernels.LARGEST_STATE and kernels.usable(A_log, *tensors)
 
 

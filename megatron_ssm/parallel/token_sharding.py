@@ -37,7 +37,6 @@ class TokenSharding:
 
     @property
     def is_padded(self) -> bool:
-        """True if any rank has padding."""
         return self.local_length * self.context.size > self.length
 
     @property

@@ -16,7 +16,6 @@ class _Changes:
 
 
 def changed(module: nn.Module) -> None:
-    """Count a change of a module."""
     _Changes.count += 1
     module.__dict__["changes"] = module.__dict__.get("changes", 0) + 1
 

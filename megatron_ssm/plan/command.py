@@ -89,13 +89,8 @@ def advise(arguments: Namespace) -> None:
     """Print the advice, as text or as one JSON object.
 
     If this machine is measured under torchrun, all ranks time the model's parts at the same time, as they would compute.
-
-    Args:
-        arguments: The options of `advise`, as `megatron_ssm.cli` parses them.
-
-    Raises:
-        ValueError: On all ranks: a file is wrong on one of them, a number is out of range, or inputs differ across ranks.
-        Failure: Neither training nor generation is possible; raised after the advice is printed.
+    ValueError on all ranks if a file is wrong on one of them, a number is out of range, or inputs differ across ranks.
+    Failure if neither training nor generation is possible, after the advice is printed.
     """
     try:
         group = _join() if arguments.device in (None, MEASURED) else None
@@ -153,7 +148,6 @@ def _read_fabric(path: str) -> Fabric:
 
 
 def _join() -> ProcessGroup | None:
-    """Join the ranks that torchrun started, and return their gloo group; None for a single rank."""
     join(1)
     return dist.group.WORLD if dist.is_initialized() else None
 

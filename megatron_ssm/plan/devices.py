@@ -51,19 +51,13 @@ class Device:
     graph: tuple[float, float] = (0.0, 0.0)
 
     def sums(self, fabric: Fabric, ranks: int) -> Sums:
-        """The sums of `ranks` tensor-parallel ranks, over the fabric."""
         return Sums(fabric, self.wait)
 
     def forward(self, config: Stack, ranks: int, batch: int, tokens: int, seq: int, experts: int = 1) -> float:
-        """Seconds of a forward pass on one of `ranks` tensor-parallel ranks.
+        """Seconds of a forward pass on one of `ranks` tensor-parallel ranks, over `tokens` of the `seq` tokens of each
+        sequence.
 
-        Args:
-            config: The model.
-            ranks: The number of tensor-parallel ranks.
-            batch: The number of sequences.
-            tokens: The number of tokens of each sequence on this rank.
-            seq: The number of tokens of each sequence on all ranks.
-            experts: The number of expert-parallel ranks. Each is assumed to compute an equal number of tokens.
+        Each of `experts` expert-parallel ranks is assumed to compute an equal number of tokens.
         """
         rows = batch * tokens
         stored = TrainingMemory(config, ranks).stored
@@ -98,12 +92,8 @@ class Device:
     def token(self, config: Stack, ranks: int, batch: int, length: int, experts: int = 1) -> float:
         """Seconds to decode one token of `batch` sequences in a CUDA graph.
 
-        Args:
-            config: The model.
-            ranks: The number of tensor-parallel ranks.
-            batch: The number of sequences.
-            length: The number of tokens of each sequence whose keys and values are on this rank.
-            experts: The number of expert-parallel ranks; the time is that of the rank with the most chosen experts.
+        length: the number of tokens of each sequence whose keys and values are on this rank. With experts, the time is that
+        of the rank with the most chosen experts.
         """
         memory = Memory(config, ranks, self.itemsize, expert_ranks=experts)
         kernels = sum(self.graph[sizes.head_dim > 1] for sizes in config.recurrences)
@@ -119,15 +109,7 @@ PRODUCTS, STREAMS = 0.5, 0.7  # assumed shares of the peaks that products of mat
 def of_data_sheet(
     name: str, memory_gb: float, tflops: float, bandwidth_gb_s: float, graph: tuple[float, float] = GRAPH
 ) -> Device:
-    """A device with the rates of its vendor's data sheet.
-
-    Args:
-        name: The name of the device.
-        memory_gb: Gigabytes of memory.
-        tflops: The peak of dense products in bf16.
-        bandwidth_gb_s: The peak bandwidth of the memory.
-        graph: See `Device`.
-    """
+    """A device with the rates of its vendor's data sheet. tflops: the peak of dense products in bf16."""
     return Device(name, memory_gb * 1e9, PRODUCTS * tflops * 1e12, STREAMS * bandwidth_gb_s * 1e9, graph=graph)
 
 

@@ -109,12 +109,10 @@ class Division:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a training step, or of a reply."""
         return sum(self.parts.values())
 
     @property
     def sizes(self) -> str:
-        """The numbers of ranks as text."""
         divided = f", EP {self.expert}" * (self.expert > 1)
         return f"TP {self.tensor} x CP {self.context} x DP {self.data}{divided}"
 
@@ -165,7 +163,6 @@ def _expert_ranks(config: Stack, ranks: int) -> list[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    """The divisors of a number in ascending order, in as many steps as its square root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 

@@ -103,7 +103,6 @@ def _start(division: Division) -> str:
 
 
 def _options_of_ranks(division: Division) -> list[str]:
-    """The options of `generate` and `serve` for the ranks of a replica."""
     options = [f"--tp {division.tensor}"] + [f"--cp {division.context}"] * (division.context > 1)
     return options + [f"--ep {division.expert}"] * (division.expert > 1)
 
@@ -141,6 +140,5 @@ def _gigabytes(division: Division) -> str:
 
 
 def _parts(division: Division) -> str:
-    """The share of each part of the time."""
     shares = {name: time / division.seconds for name, time in division.parts.items() if division.seconds}
     return ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share >= 0.01)

@@ -62,12 +62,7 @@ class Field:
     init_range: tuple[float, ...] = ()
 
     def piece(self, rank: int, size: int, expert_rank: int = 0, experts: int = 1) -> tuple[slice, ...]:
-        """This rank's part: one slice for each dimension of the unsplit field.
-
-        Args:
-            rank, size: The tensor-parallel rank and the number of ranks.
-            expert_rank, experts: The expert-parallel rank and the number of ranks.
-        """
+        """This rank's part: one slice for each dimension of the unsplit field."""
         whole = tuple(slice(0, n) for n in self.shape)
         if self.by_expert:
             count = self.shape[0] // experts
@@ -192,7 +187,6 @@ def _joined(parts: list[Any], dim: int) -> Any:
 
 
 def field_of(parameter: Any) -> Field:
-    """The field of a parameter, which models attach to it."""
     return parameter.field
 
 
@@ -254,7 +248,6 @@ def hf_shapes(fields: Iterable[Field]) -> dict[str, tuple[int, ...]]:
 
 
 def divides(count: int, size: int, what: str, over: str = "tensor-parallel ranks") -> None:
-    """ValueError unless `size` divides `count`."""
     if count % size:
         raise ValueError(f"{count} {what} do not divide over {size} {over} ({count} % {size} = {count % size})")
 

@@ -61,7 +61,6 @@ class Workload:
 
     @property
     def wide_itemsize(self) -> int:
-        """Bytes of an element in at least fp32."""
         return max(4, self.itemsize)
 
     @property

@@ -18,12 +18,9 @@ class Tokens:
 
 
 def tokenize(documents: list[str], tokenizer: Any, end_of_text_id: int) -> Tokens:
-    """The tokens of documents as one stream.
+    """The tokens of documents as one stream, with `end_of_text_id` after each document.
 
-    Args:
-        documents: The texts, in order.
-        tokenizer: A `tokenizers.Tokenizer`, whose `encode_batch` lets other threads run, unlike `encode`.
-        end_of_text_id: The token after each document.
+    tokenizer: A `tokenizers.Tokenizer`, whose `encode_batch` lets other threads run, unlike `encode`.
     """
     parts = []
     for document in documents:
@@ -58,20 +55,11 @@ class Batches:
         self._starts: dict[int, torch.Tensor] = {}  # of the windows of the current epoch
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch of a step on one data-parallel rank.
+        """The batch of a step, counted from 0, on one of `ranks` data-parallel ranks.
 
-        Rank r gets the r-th contiguous part of the step's global batch, which is the same for every number of ranks.
-
-        Args:
-            step: The number of the step, from 0.
-            rank: This data-parallel rank.
-            ranks: The number of data-parallel ranks.
-
-        Returns:
-            (inputs, labels), both int64 (global_batch / ranks, seq_length), with labels[i] = inputs[i + 1].
-
-        Raises:
-            ValueError: The batch does not divide over the ranks.
+        Rank r gets the r-th contiguous part of the step's global batch, which is the same for every number of ranks. Returns
+        (inputs, labels), both int64 (global_batch / ranks, seq_length), with labels[i] = inputs[i + 1]. ValueError unless
+        the batch divides over the ranks.
         """
         if self.global_batch % ranks:
             raise ValueError(

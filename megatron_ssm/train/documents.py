@@ -82,20 +82,12 @@ def _documents_of(path: Path, separator: str | None) -> Iterator[str]:
 
 
 def _text_fields(path: Path, lines: str) -> Iterator[str]:
-    """The field `text` of each line. ValueError if a line is not an object with such a string."""
     numbered = enumerate(lines.split("\n"), start=1)
     return (text_of_line(path, number, line) for number, line in numbered if line.strip())
 
 
 def text_of_line(path: Path, number: int, line: str | bytes, column: str = "text") -> str:
-    """The string `column` of the object on a line of JSON lines; ValueError if it has none.
-
-    Args:
-        path: The file, and
-        number: the number of the line in it, for the error.
-        line: The line.
-        column: The name of the string.
-    """
+    """The string `column` of the object on a line of JSON lines; ValueError, with path and number, if it has none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -157,15 +149,8 @@ def split_documents(documents: list[str], held_out: float, seed: int) -> tuple[l
     """(training documents, held-out documents).
 
     Documents are visited in a random order that depends on `seed`, and each one that still fits into the share is held out;
-    if none fits, the smallest is. Both lists keep the order of `documents`.
-
-    Args:
-        documents: All documents.
-        held_out: The share of the bytes to hold out, between 0 and 1.
-        seed: Of the random order.
-
-    Raises:
-        ValueError: There are fewer than two documents, or `held_out` is out of range.
+    if none fits, the smallest is. Both lists keep the order of `documents`. held_out: the share of the bytes, between 0 and
+    1. ValueError for fewer than two documents, or a share out of range.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"the held-out share is {held_out}, not between 0 and 1")

@@ -79,7 +79,6 @@ class FsdpTrainer(Trainer):
     # Checkpoints
 
     def checkpoint_state(self) -> GatheredState:
-        """See `Trainer.checkpoint_state`. The tensors are gathered one by one."""
         steps = next((int(state["step"]) for state in self.optimizer.state.values()), 0)
         return gathered_state(self.model, self.groups, self._gathered, steps)
 

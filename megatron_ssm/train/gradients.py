@@ -20,7 +20,6 @@ Gradients = Iterable[tuple[nn.Parameter, torch.Tensor]]
 
 
 def whole_gradients(model: Model) -> Gradients:
-    """(parameter, its gradient) of the parameters that have one."""
     return ((parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None)
 
 

@@ -439,7 +439,6 @@ def _shown(default: Any) -> str:
 
 
 def flag(name: str) -> str:
-    """The command-line flag of an option."""
     return "--" + name.replace("_", "-")
 
 

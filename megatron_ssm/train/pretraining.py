@@ -258,7 +258,6 @@ def _context_of(options: Options, config: Stack, groups: Groups) -> dict[str, An
 
 
 def _exchange_of(model: Model) -> str:
-    """The schedule and the exchange by which its context ranks share a sequence."""
     exchanges = model.context_ranks is not None and model.context_ranks.exchanges_channels
     return f"{model.schedule}, {'exchanging channels' if exchanges else 'passing states'}"
 

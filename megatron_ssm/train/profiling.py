@@ -57,7 +57,6 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what has been recorded, if it has not been written."""
         if self._folder is not None:
             on_first(in_one_line(f"cannot write to --profile {self._folder}")(self._write), dist.group.WORLD)
 

@@ -208,7 +208,6 @@ def make_folder(name: str, folder: str | Path) -> None:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return True if something that happens every `interval` steps (0: never) happens after this step."""
     return interval > 0 and step % interval == 0
 
 

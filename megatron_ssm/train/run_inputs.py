@@ -121,7 +121,6 @@ class RunInputs:
 
     @property
     def first_step(self) -> int:
-        """The number of steps that the checkpoint has done, 0 for a new run."""
         return self.checkpoint[1] if self.checkpoint else 0
 
     def fingerprint(self) -> dict[str, Any]:

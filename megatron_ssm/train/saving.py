@@ -106,7 +106,6 @@ class Saver:
         )  # fmt: skip
 
     def finish(self) -> None:
-        """Wait until no checkpoint is under way."""
         if self._background is not None:
             self._background.wait()
 
@@ -186,7 +185,6 @@ def mark_begun(directory: Path) -> None:
 
 
 def resumes_deepspeed(options: Options) -> bool:
-    """Return True if --resume names a folder, which holds a checkpoint of DeepSpeed's (see `checkpoint_to_resume`)."""
     return options.resume not in OWN
 
 

@@ -128,12 +128,8 @@ def gathered_state(
 ) -> GatheredState:
     """This rank's share of the parameters, for `Snapshot.of` of engines that divide the optimizer's state.
 
-    Args:
-        model: The model in training.
-        groups: Its process groups.
-        gather: Returns the whole tensors of a parameter, by the names of `entries`. The ranks that hold the same part of
-            the model call it together, and each keeps its share on the CPU.
-        steps: The number of steps that the optimizer has done.
+    `gather` returns the whole tensors of a parameter, by the names of `entries`. The ranks that hold the same part of the
+    model call it together, and each keeps its share on the CPU.
     """
     state = {}
     for index, parameter in enumerate(model.parameters()):
@@ -144,7 +140,6 @@ def gathered_state(
 
 
 def entries(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of what a checkpoint has of a parameter."""
     return ("model", *MOMENTS) if parameter.requires_grad else ("model",)
 
 
