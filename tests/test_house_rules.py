@@ -33,8 +33,8 @@ LATER = {"megatron_ssm/model/model.py": {"engine"}}
 FOLDERS = ("examples", "launch", "benchmarks", "tests")
 ALL_FILES = PACKAGE_FILES + [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MEGATRON_FILES = {
-    "megatron_ssm/parallel/groups.py", "megatron_ssm/parallel/megatron_ddp.py", "megatron_ssm/integrations/specs.py",
-    "megatron_ssm/train/indexed.py",
+    "megatron_ssm/parallel/groups.py", "megatron_ssm/integrations/specs.py", "megatron_ssm/train/indexed.py",
+    "megatron_ssm/train/megatron_trainer.py",
 } | {f"megatron_ssm/integrations/megatron_{name}.py" for name in ("gpt", "layers", "split", "weights")}  # fmt: skip
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
     ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/kernels/cuda_kernels.py"},

@@ -25,9 +25,8 @@ from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.reader import QUANTIZATION, FieldReader
 from megatron_ssm.spec.stack import Stack
 
-from .deepspeed_files import is_deepspeed
-from .deepspeed_models import hugging_face_tensors
-from .failures import os_errors_as
+from .deepspeed_files import hugging_face_tensors, is_deepspeed
+from .disk import os_errors_as
 from .hf import load, save
 from .hf_directory import (
     BIN,

@@ -1,4 +1,4 @@
-"""Access to the disk of checkpoints: locks, hidden folders, synchronization, and reads with retries."""
+"""Access to the disk of checkpoints: locks, hidden folders, synchronization, reads with retries, and one-line errors."""
 
 import contextlib
 import errno
@@ -7,13 +7,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError
 
-from commfabric.foundation.command_line import Failure, first_line, is_lack_of_memory
+from commfabric.foundation.command_line import INPUT_ERRORS, Failure, first_line, is_lack_of_memory
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 WAITS = (0.1, 0.5, 1.5)  # seconds before a read is tried again
@@ -124,3 +125,30 @@ def _remove_if_left(folder: Path) -> None:
         if lock.is_held:
             shutil.rmtree(folder, ignore_errors=True)
         lock.release()
+
+
+@contextlib.contextmanager
+def in_one_line(operation: str, error_type: type[Exception] = Failure) -> Iterator[None]:
+    """Context or decorator: replace an OSError, or an `error_type`, by an `error_type` with the text "operation: cause".
+
+    operation: The text that names the failed operation. A Failure passes through, because its message is already complete.
+    """
+    replaced = (OSError,) if error_type is Failure else (OSError, error_type)
+    try:
+        yield
+    except replaced as error:
+        raise error_type(f"{operation}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def os_errors_as(operation: str, error_type: type[Exception]) -> Iterator[None]:
+    """Context: replace an error of the disk or of safetensors by an `error_type` with the text "operation: cause".
+
+    INPUT_ERRORS, such as FileNotFoundError, pass through.
+    """
+    try:
+        yield
+    except INPUT_ERRORS:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise error_type(f"{operation}: {first_line(error)}") from None

@@ -15,8 +15,7 @@ from commfabric.collectives.agreement import on_first
 from commfabric.foundation.command_line import Failure, first_line
 from commfabric.foundation.json_files import read_json
 
-from .disk import Result, read_with_retries
-from .failures import in_one_line
+from .disk import Result, in_one_line, read_with_retries
 
 
 class DamagedCheckpoint(ValueError):

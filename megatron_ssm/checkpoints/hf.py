@@ -33,7 +33,7 @@ from megatron_ssm.parallel.recomputation import Recomputation
 from megatron_ssm.spec.fields import Field, field_of, hf_shapes
 from megatron_ssm.spec.stack import Stack
 
-from .failures import os_errors_as
+from .disk import os_errors_as
 from .hf_directory import (
     FILE_BYTES,
     FLOATS,

@@ -23,8 +23,7 @@ from megatron_ssm.spec.fields import hf_shapes
 from megatron_ssm.spec.reader import QUANTIZATION
 from megatron_ssm.spec.stack import Stack
 
-from .disk import HiddenFolder
-from .failures import os_errors_as
+from .disk import HiddenFolder, os_errors_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NUMBERED_WEIGHTS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # the files that an index names

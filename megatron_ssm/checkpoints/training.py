@@ -33,8 +33,7 @@ from megatron_ssm.layers.operator import Place
 from megatron_ssm.model.model import Model
 from megatron_ssm.spec.fields import Field, field_of
 
-from .disk import DirectoryLock, is_machine_error, read_with_retries, sync_directory
-from .failures import in_one_line
+from .disk import DirectoryLock, in_one_line, is_machine_error, read_with_retries, sync_directory
 from .folders import DamagedCheckpoint, description_text, find_checkpoints, half_written, read_training, remove
 from .shards import ShardReader, ShardWriter, new_file, open_shards
 

@@ -1,6 +1,6 @@
 """Process groups for serving and training.
 
-Only this module, `megatron_ddp` and modules of `integrations` import megatron.core, and only when needed, because the import
+Only this module and modules of `train` and `integrations` import megatron.core, and only when needed, because the import
 takes seconds.
 """
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commfabric.collectives.agreement import on_first, together
-from megatron_ssm.checkpoints.failures import in_one_line
+from megatron_ssm.checkpoints.disk import in_one_line
 from megatron_ssm.checkpoints.folders import DamagedCheckpoint, read_intact
 from megatron_ssm.checkpoints.shards import new_file
 from megatron_ssm.parallel.groups import Groups

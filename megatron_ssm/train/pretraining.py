@@ -14,7 +14,7 @@ import torch.distributed as dist
 from commfabric.collectives.agreement import on_first, together
 from commfabric.foundation.command_line import Failure
 from commfabric.foundation.launcher import launched_ranks, ranks_that_slurm_did_not_start
-from megatron_ssm.checkpoints.failures import in_one_line
+from megatron_ssm.checkpoints.disk import in_one_line
 from megatron_ssm.checkpoints.folders import find_checkpoints, read_training
 from megatron_ssm.checkpoints.hf import build, load, save
 from megatron_ssm.checkpoints.hf_directory import remove_weights
@@ -29,13 +29,12 @@ from megatron_ssm.parallel.heartbeat import watched
 from megatron_ssm.spec.fields import field_of
 from megatron_ssm.spec.stack import Stack
 
-from .batch_sizes import BatchSizes
-from .interruption import Interruption
+from .batches import BatchSizes
 from .options import Options
 from .profiling import Profiler, utilization
 from .progress import Progress, is_due
 from .run_inputs import RunInputs, ignored_options, read_on_all_ranks
-from .saving import Saver, claim, only_run, resume, resumes_deepspeed
+from .saving import Interruption, Saver, claim, only_run, resume, resumes_deepspeed
 from .trainer import Trainer
 
 

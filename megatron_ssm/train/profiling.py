@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from commfabric.collectives.agreement import on_first
-from megatron_ssm.checkpoints.failures import in_one_line
+from megatron_ssm.checkpoints.disk import in_one_line
 from megatron_ssm.model.adapters import adapter_parameters
 from megatron_ssm.model.flops import known_peak, training_flops
 from megatron_ssm.model.model import Model

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from commfabric.collectives.agreement import on_first
 from commfabric.foundation.command_line import Printer, first_line
-from megatron_ssm.checkpoints.failures import in_one_line
+from megatron_ssm.checkpoints.disk import in_one_line
 
 from .options import Options, flag
 from .tracking import Trackers

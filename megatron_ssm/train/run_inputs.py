@@ -25,8 +25,7 @@ from megatron_ssm.model.lora import find_modules
 from megatron_ssm.parallel.blocks import check_sequence_length
 from megatron_ssm.spec.stack import Stack
 
-from .batch_sizes import BatchSizes
-from .batches import Batches, Tokens
+from .batches import Batches, BatchSizes, Tokens
 from .corpus import Corpus
 from .deepspeed_settings import read_settings
 from .indexed import IndexedBatches

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commfabric.collectives.wire_formats import at_least_fp32
 from commfabric.foundation.command_line import Failure
-from megatron_ssm.checkpoints.deepspeed_models import load_checkpoint
+from megatron_ssm.checkpoints.deepspeed_files import load_checkpoint
 from megatron_ssm.checkpoints.training import MOMENTS, GatheredState
 from megatron_ssm.kernels import fused_adam
 from megatron_ssm.layers.experts import Experts
@@ -27,12 +27,11 @@ from megatron_ssm.layers.routing import RouterLosses, Routing
 from megatron_ssm.model.model import Model
 from megatron_ssm.model.parameters import parameter_groups
 from megatron_ssm.parallel.groups import Groups
-from megatron_ssm.parallel.torch_ddp import ordered_ddp
 from megatron_ssm.spec.fields import field_of
+from megatron_ssm.train.gradients import ordered_ddp
 from sparsefusion import SparseFusion
 
-from .batch_sizes import BatchSizes
-from .batches import IGNORE_INDEX, Batches, Tokens, windows
+from .batches import IGNORE_INDEX, Batches, BatchSizes, Tokens, windows
 from .gradients import (
     Gradients,
     average_replicated_gradients,

@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from megatron_ssm.plan.devices import DEVICES, GRAPH, of_data_sheet, read_device
-from megatron_ssm.plan.host_memory import memory_limit, own_memory
+from megatron_ssm.plan.devices import DEVICES, GRAPH, memory_limit, of_data_sheet, own_memory, read_device
 
 RATES = {"memory_gb": 96, "tflops": 1000.0, "bandwidth_gb_s": 4000}
 
