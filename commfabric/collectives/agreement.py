@@ -134,13 +134,7 @@ def _gather_in(group: dist.ProcessGroup, device: torch.device | str | None) -> G
 
 
 class _Failure(NamedTuple):
-    """An error that can be sent to other ranks.
-
-    Attributes:
-        class_path: The module and the name of its class, "module:name".
-        text: Its message.
-        suffix: A suffix of the message that names the rank.
-    """
+    """An error that can be sent to other ranks: the "module:name" of its class, its message, and the rank as a suffix."""
 
     class_path: str
     text: str

@@ -130,9 +130,7 @@ def _map(location: tuple[str, int, int], nbytes: int) -> mmap.mmap:
 class ProcessWatch:
     """Detects which processes of the other ranks have died, even before a killed process has been reaped.
 
-    Args:
-        pids: The process ids of all ranks.
-        this: The number of this rank.
+    pids: of all ranks. this: the number of this rank.
     """
 
     def __init__(self, pids: Sequence[int], this: int):

@@ -65,7 +65,6 @@ def gather_in_store(store: dist.Store, rank: int, world: int, place: str = "") -
 
     Args:
         store: The store that the ranks share.
-        rank, world: The number of this rank, and the number of ranks.
         place: The address of the store. If given, a rank that waits for more than PATIENCE_S prints which ranks are missing,
             and the gather raises a LauncherError that names them after the store's timeout.
     """

@@ -303,7 +303,6 @@ class SumInPlace:
     to `counter`.
 
     Args:
-        memory: The shared memory.
         tensors: Contiguous float32 or bfloat16 tensors, not empty. Each call overwrites them with their sums.
         format: The wire format of the first tensor.
         counter: The counter of the calls, or None.

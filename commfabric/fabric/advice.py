@@ -66,14 +66,11 @@ MAMBA_2_8B = mamba1_shape("mamba-2.8b", hidden=2560, layers=64, inner=5120, stat
 
 @dataclass(frozen=True)
 class Row:
-    """The prediction for one degree.
+    """The prediction for one degree, a number of ranks: seconds of a decoding step, their interval, and those of its
+    all-reduces.
 
-    Attributes:
-        degree: The number of ranks.
-        seconds: Seconds of a decoding step; low, high: their interval.
-        messages: Seconds of its all-reduces.
-        break_even: Seconds of all-reduces with which one rank would be as fast (see the function `break_even`).
-        excluded: The reason why the degree is excluded, or "".
+    break_even: seconds of all-reduces with which one rank would be as fast (see the function `break_even`). excluded: the
+    reason why the degree is excluded, or "".
     """
 
     degree: int

@@ -109,7 +109,6 @@ def repetitions(
 
     Args:
         functions: Operations made by `timed`, which take turns.
-        group: The ranks.
         device: The device of the operations.
         count: The number of repetitions, by default as many as BUDGET_S allows.
         warm_up: Precede them by a repetition that is not counted.

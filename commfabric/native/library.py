@@ -44,7 +44,6 @@ class Library:
     """The C library of a package. It is truthy if it can be used.
 
     Args:
-        package: The name of the package.
         signatures: {function name: its argument types}. All functions return an int.
         path: The library file, by default the package's own.
 

@@ -73,12 +73,8 @@ _MODEL_KNOWN = {"d_model", "n_layer", "vocab_size", "ssm_cfg", "residual_in_fp32
 
 @dataclass(frozen=True)
 class Row:
-    """A converted tensor.
-
-    Attributes:
-        source, target: Its names before and after. A name is "" if its format does not store the copy of a tied tensor.
-        shape: Its shape.
-        dtype: The name of its dtype.
+    """A converted tensor, with its names before and after. A name is "" if its format does not store the copy of a tied
+    tensor.
     """
 
     source: str

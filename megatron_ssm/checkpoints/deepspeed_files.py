@@ -57,12 +57,9 @@ def _enum_member(owner: object, name: str) -> object:
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """A checkpoint that was read.
+    """A checkpoint that was read, with the steps of the engine, and those of the optimizer (0: not read).
 
-    Attributes:
-        step: The number of steps that the engine has done.
-        optimizer_steps: The number that the optimizer has done (0: not read).
-        parts: For each model-parallel rank, its parameters and moments, on the CPU; frozen parameters have no moments.
+    parts: for each model-parallel rank, its parameters and moments, on the CPU; frozen parameters have no moments.
     """
 
     step: int

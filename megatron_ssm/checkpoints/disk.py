@@ -66,8 +66,7 @@ def is_machine_error(error: BaseException) -> bool:
 class DirectoryLock:
     """A lock on a directory until `release` or the end of this process. OSError if another process holds it.
 
-    Attributes:
-        is_held: False if this file system has no locks, like some network file systems.
+    is_held: False if this file system has no locks, like some network file systems.
     """
 
     def __init__(self, directory: Path):

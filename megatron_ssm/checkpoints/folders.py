@@ -19,11 +19,7 @@ from .disk import Result, in_one_line, read_with_retries
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint cannot be read. An earlier one of the same run may be intact.
-
-    Attributes:
-        path: The folder of the checkpoint; None if it is not known.
-    """
+    """A checkpoint cannot be read; an earlier one of the same run may be intact. path: its folder, or None if unknown."""
 
     def __init__(self, message: str, path: Path | None = None):
         super().__init__(message)

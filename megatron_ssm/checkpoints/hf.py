@@ -299,7 +299,6 @@ def _fill(
     `memory` as well (small matrices of operators as bfloat16), except packed fields, which are views of one storage.
 
     Args:
-        module: The module to fill.
         tensors: {Hugging Face tensor: slice object}.
         weights: "int8", "int4", or None to quantize nothing.
         memory: The memory for the quantized matrices.

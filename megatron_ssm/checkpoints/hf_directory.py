@@ -138,13 +138,7 @@ def _files_in_index(path: Path, suffix: str) -> list[Path]:
 
 
 class CutElsewhere:
-    """Rows of the concatenation of several stored tensors, with the methods of a safetensors slice.
-
-    Args:
-        parts: The stored tensors.
-        start: The first row.
-        shape: The shape of the rows.
-    """
+    """Rows of the concatenation of several stored tensors, from row `start` on, with the methods of a safetensors slice."""
 
     def __init__(self, parts: list[Any], start: int, shape: tuple[int, ...]):
         self._parts, self._start, self._shape = parts, start, shape
@@ -163,8 +157,7 @@ class CutElsewhere:
 class Merged:
     """Matrices of experts that are stored one by one, as one safetensors slice (experts, rows, columns).
 
-    Attributes:
-        parts: For each expert, the tensors whose rows are concatenated; all have the same shape.
+    parts: for each expert, the tensors whose rows are concatenated; all have the same shape.
     """
 
     def __init__(self, parts: list[list[Any]]):

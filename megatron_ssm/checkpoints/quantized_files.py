@@ -46,13 +46,9 @@ READ_BYTES = 2**24  # that are read at a time where only some columns are wanted
 
 
 class QuantizedTensor:
-    """A quantized matrix in a file, or the matrices of experts, with the methods of a safetensors slice.
+    """A quantized matrix (out, in) in a file, or the matrices of experts (experts, out, in), as a safetensors slice.
 
-    Args:
-        file: The descriptor of the file.
-        begins: The offsets of the values and of the scales in the file.
-        shape: (out, in) or (experts, out, in).
-        format: "int8" or "int4".
+    file: its descriptor. begins: the offsets of the values and of the scales in the file.
     """
 
     def __init__(self, file: int, begins: tuple[int, int], shape: tuple[int, ...], format: str):

@@ -45,11 +45,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class _Files(FileSystem):
-    """The files that DCP writes.
-
-    Attributes:
-        checksums: {file: {offset: CRC-32 of the entry at this offset}}.
-    """
+    """The files that DCP writes, with their checksums: {file: {offset: CRC-32 of the entry at this offset}}."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, dict[int, int]] = {}

@@ -160,13 +160,7 @@ def _hints(arguments: Namespace) -> list[str]:
 
 @dataclass
 class _Progress:
-    """The tokens generated so far.
-
-    Attributes:
-        tokens, pieces: The ids, and the pieces of the text.
-        times: The time of each token in seconds.
-        sent: The bytes that this rank had sent at each token.
-    """
+    """The tokens generated so far, with their pieces of the text, times in seconds, and the bytes sent until then."""
 
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)

@@ -19,9 +19,7 @@ WORST_SCORE = -1e9  # the score of continuations that must not be chosen
 class BeamSettings:
     """transformers' arguments of beam search; early_stopping is True, False or "never".
 
-    Attributes:
-        end_tokens: The ids that end a sequence.
-        fill: The padding id after the end of a shorter sequence.
+    end_tokens: The ids that end a sequence. fill: the padding id after the end of a shorter sequence.
     """
 
     num_beams: int

@@ -61,8 +61,7 @@ class Sampling:
 class Penalties:
     """The penalties of one sequence, on this rank's slice of the vocabulary.
 
-    Args:
-        prompt: (n,) The places in the slice of the prompt's ids. Only the repetition penalty applies to them.
+    prompt: (n,), the places in the slice of the prompt's ids. Only the repetition penalty applies to them.
     """
 
     def __init__(self, sampling: Sampling, prompt: torch.Tensor, width: int, device: torch.device):

@@ -21,16 +21,11 @@ class Slot:
     """A request in a row of the cache.
 
     Attributes:
-        row: The row of the cache.
-        request: The request.
         model: The model with the request's adapter.
         vocabulary: The ids in this rank's slice of the vocabulary.
         generator: The generator of sampled tokens, or None with greedy search.
         text: The stream that finds stop strings, or None.
-        penalties: The penalties for earlier tokens, or None.
         bias: The bias (width,) of the logits, or None.
-        matcher: The matcher of the grammar, or None.
-        thinking: The follower of the reasoning, or None.
         tokens_read: The number of prompt tokens in the cache.
         logits: This rank's logits (width,) for the next token, or None.
         proposed: Pairs (proposed token, logits after it) of speculative tokens that were read.

@@ -114,13 +114,7 @@ class History:
 
 @dataclass(frozen=True)
 class _Call:
-    """A speculative call.
-
-    Attributes:
-        rows, slots: The rows of the cache, and their slots.
-        before: The number of new tokens that each request had before the call.
-        proposed: The number of proposals for each request.
-    """
+    """A speculative call, with the numbers of new tokens of each request before it, and of its proposals."""
 
     rows: Cache
     slots: list[Slot]

@@ -50,13 +50,8 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call in terms of this package.
-
-    Attributes:
-        attention_mask: The mask of the prompts, or None.
-        repetitions: The number of sequences for each prompt.
-        beams: The settings of beam search, or None.
-        options: The arguments of `generate` without beam search.
+    """A call in terms of this package: `repetitions` sequences for each prompt, by beam search or with `options` of
+    `generate`.
     """
 
     attention_mask: torch.Tensor | None

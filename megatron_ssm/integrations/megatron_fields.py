@@ -38,7 +38,6 @@ def config_of_layers(
 
     Args:
         config: The TransformerConfig.
-        family: The family.
         hf_fields: Fields of Hugging Face's config.json that a TransformerConfig lacks (chunk sizes, adapters, ...).
         pattern: The symbols M, * and - of the layers.
         further_fields: Further fields of config.json, which are not checked.

@@ -89,7 +89,6 @@ def in_our_names(theirs: str, tensor: torch.Tensor, config: ModelStack) -> dict[
     Args:
         theirs: Megatron's name of the parameter.
         tensor: The parameter or its gradient.
-        config: Our configuration of the model.
     """
     index, _, name = theirs.removeprefix(IN_LAYERS).partition(".")
     rows = _packed_rows(config).get(name, {_NAMES_IN_LAYERS.get(name, name): len(tensor)})

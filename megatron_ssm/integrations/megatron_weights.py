@@ -58,7 +58,6 @@ def in_our_names(named: Iterable[tuple[str, torch.Tensor]], config: ModelStack) 
 
     Args:
         named: (Megatron's name, parameter or gradient).
-        config: Our configuration of the model.
     """
     parameters: dict[str, torch.Tensor] = {}
     for theirs, tensor in named:

@@ -25,7 +25,6 @@ class Implementation:
     """A kernel of an operation.
 
     Attributes:
-        operation: The name of the operation.
         device: "cpu" or "cuda".
         package: "C", or a distribution.
         kernel: The name of a CUDA kernel in `cuda_kernels.KERNELS`.

@@ -19,11 +19,7 @@ class ContextAttention:
 
     The schedule computes the attention of split tokens to each other; if every rank has all tokens, each rank computes it
     alone. Keys and values of earlier calls stay on the ranks that store them (`KeyValuePlacement`), and `Tree` computes the
-    attention to them.
-
-    Args:
-        schedule: The schedule for split tokens, which counts its messages itself.
-        counter: A counter of the messages of `Tree`.
+    attention to them. `counter` counts the messages of `Tree`; the schedule counts its own.
     """
 
     def __init__(self, schedule: Attention2D, counter: Counter):

@@ -186,12 +186,9 @@ def _keys_read(longest: int, capacity: int | None) -> int:
 
 
 class _RowGraphs:
-    """The graphs for some rows of a cache.
+    """The graphs for some rows of a cache: {number of keys: (graph, logits, counter of the bytes that the graph sends)}.
 
-    Attributes:
-        device: The device of the model.
-        can_capture: True if the steps of the model can be captured.
-        graphs_by_keys: {number of keys: (graph, logits, counter of the bytes that the graph sends)}.
+    can_capture: True if the steps of the model can be captured.
     """
 
     def __init__(self, model: Any, cache: Cache):

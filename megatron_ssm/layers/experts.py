@@ -29,7 +29,6 @@ class ExpertsSpec(Spec):
 
     Attributes:
         hidden_size: The size of the input and the output.
-        router: The router.
         channels: The inner dimension of an expert.
         activation: A name of `mlp.ACTIVATIONS`.
         gated: True if there is a gate projection.

@@ -67,8 +67,6 @@ class LowRank(TrackedModule):
         inputs: This rank's columns of A.
         rows: This rank's rows of B for each field of the layer.
         scale: The constant that multiplies the product.
-        ranks: The tensor-parallel ranks.
-        dtype, device: The dtype and device of the parameters.
         shared, pieces: See `Packed`.
     """
 

@@ -56,9 +56,7 @@ class Mamba2Spec(Spec):
 
     Attributes:
         hidden_size: The size of the input and the output.
-        heads, head_dim: The number of heads and the size of a head.
         state_size: N; the state of a head is (N, head_dim).
-        groups: The number of groups.
         conv_kernel: The number of taps of the convolution.
         norm_eps: The eps of the gated norm.
         bias, out_bias: True if in_proj has a bias, and if out_proj has one; None: as in_proj.

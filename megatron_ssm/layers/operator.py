@@ -240,7 +240,6 @@ def sum_of(
 
     Args:
         partials: The output of `mix` of each operator.
-        ranks: The tensor-parallel ranks.
         scales: The scale of each output; by default 1.
         keep_for_recomputation: True to store the sum, because recomputation of later operations needs it.
     """

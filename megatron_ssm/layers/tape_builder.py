@@ -58,13 +58,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce of a buffer.
+    """An all-reduce of a buffer, `part`, over `parallel.ranks.Ranks`.
 
-    Attributes:
-        ranks: The `parallel.ranks.Ranks` whose summands are added.
-        part: This rank's summand.
-        columns: A second buffer, which the same message sums without rounding to the wire format; or None.
-        is_exact: True to sum in at least fp32, and not in the model's wire format.
+    columns: A second buffer, which the same message sums without rounding to the wire format; or None. is_exact: True to sum
+    in at least fp32, and not in the model's wire format.
     """
 
     ranks: Any
@@ -98,7 +95,6 @@ class Builder:
         tensors: The tensors whose addresses are in the tape.
         products: (dtype of the matrix, dtype of x, columns, has_gaps) of each product for which C needs a kernel (see
             `products.has_kernel`).
-        arena_bytes_per_row: The bytes of the arena per row.
         has_experts: True if a layer has routed experts.
         path: The path of the operator that is being written.
     """

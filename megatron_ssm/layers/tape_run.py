@@ -22,17 +22,10 @@ CACHES = 4  # the most caches whose addresses a call remembers
 
 
 class TapeSum:
-    """An all-reduce of a buffer.
+    """An all-reduce of a buffer, this rank's summand `part`, which the sum overwrites.
 
-    Args:
-        ranks: The ranks whose summands are added.
-        part: This rank's summand; the sum overwrites it.
-        squares: A second summand, which the same message sums exactly; or None.
-        is_exact: True to sum in at least fp32, and not in the model's wire format.
-
-    Attributes:
-        struct: C's `Sum`.
-        sum_in_c: The all-reduce that C computes in shared memory, or None.
+    squares: A second summand, which the same message sums exactly; or None. is_exact: sum in at least fp32, and not in the
+    model's wire format. `struct` is C's `Sum`, and `sum_in_c` the all-reduce that C computes in shared memory, or None.
     """
 
     def __init__(self, ranks: Ranks, part: Tensor, squares: Tensor | None = None, is_exact: bool = False):
@@ -106,7 +99,6 @@ class FinishedTape:
         x: The input of the layers, hidden states.
         embeddings: The second input of the layers, for shared blocks; or None.
         logits_width: The number of logits of a token.
-        vocabulary: The size of the vocabulary.
         out: The output of the layers; None if they overwrite x.
     """
 
@@ -163,11 +155,9 @@ class FinishedTape:
 
 
 class BoundCall:
-    """A tape with buffers for `tokens` tokens of each of `batch` sequences; an `operators.state.Pending`.
+    """A tape with buffers for `tokens` tokens of each of `batch` sequences; a `layers.state.Pending`.
 
-    Attributes:
-        cache: The cache of the last `bind`, until the run ends.
-        call: The `operators.call.Call`, if the tape stops for operators in Python, until the run ends.
+    `cache`, of the last `bind`, and `call`, if the tape stops for operators in Python, are held until the run ends.
     """
 
     def __init__(self, tape: FinishedTape, batch: int, tokens: int):

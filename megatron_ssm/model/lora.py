@@ -18,13 +18,9 @@ NOT_TRAINED = "dt_proj"
 
 @dataclass(frozen=True)
 class Lora:
-    """The adapters of a model.
+    """The adapters of a model; `rank`, `alpha` and `rank_stabilized` are PEFT's r, lora_alpha and use_rslora.
 
-    Attributes:
-        rank: The rank of every adapter (r in PEFT's configuration).
-        alpha: The numerator of the scale (lora_alpha).
-        modules: Hugging Face's names of the linear layers that have an adapter.
-        rank_stabilized: True for the scale alpha / sqrt(rank) instead of alpha / rank (use_rslora).
+    modules: Hugging Face's names of the linear layers that have an adapter.
     """
 
     rank: int
@@ -41,10 +37,8 @@ class Lora:
 class Target:
     """A linear layer that may have an adapter.
 
-    Attributes:
-        module: Hugging Face's name of the layer.
-        owner: The path of our module that holds the adapter.
-        weights: The fields of the layer's weight; more than one if our model splits the weight into parts.
+    module: Hugging Face's name of the layer. owner: the path of our module that holds the adapter. weights: the fields of
+    the layer's weight; more than one if our model splits the weight into parts.
     """
 
     module: str

@@ -31,7 +31,6 @@ def cross_entropy(
             tokens after the labels are padding.
         head: The language-model head.
         labels: (batch, seq).
-        ranks: The tensor-parallel ranks.
         scale: The constant that multiplies the logits.
     """
     vocabulary = range(head.start, head.stop)

@@ -122,15 +122,9 @@ class _Process(NamedTuple):
 
 
 class _Heartbeat:
-    """The beats of this rank, and its watch over other ranks.
+    """The beats of this rank, and its watch over the processes of other ranks.
 
-    Args:
-        rank: This rank.
-        processes: The processes of all ranks.
-        limit: The seconds without a beat after which a rank counts as lost.
-        store: The store of the beats.
-        store_name: The name of the store in messages.
-        watch: The settings.
+    limit: the seconds without a beat after which a rank counts as lost. store_name: the name of the store in messages.
     """
 
     def __init__(

@@ -62,7 +62,6 @@ class Packed(TrackedModule):
     Args:
         sizes: {field: this rank's rows}.
         trailing: The other dimensions, the same for all fields.
-        ranks: The tensor-parallel ranks.
         dtype, device: Those of the parameters.
         shared: The names of consecutive fields that several ranks hold. Backward sums their gradients, by one all-reduce
             over all ranks of a tensor with a slot for each piece.
@@ -173,7 +172,6 @@ class ColumnParallelLinear(TrackedModule):
         in_features: The size of the input.
         rows: {field (z, x, B, C, dt): this rank's rows}.
         bias: True for a layer with a bias.
-        ranks: The tensor-parallel ranks.
         dtype, device: Those of the parameters.
         shared, pieces: See `Packed`.
     """

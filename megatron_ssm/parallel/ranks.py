@@ -24,7 +24,6 @@ class Ranks:
     measurements.
 
     Attributes:
-        group: The process group.
         rank, size: This rank's number in the group, and the size of the group.
         counter: A counter of the messages of this rank.
         format: The format in which outputs of blocks (out_proj, o_proj, down_proj) are summed: fp32, fp16, bf16, int8 or

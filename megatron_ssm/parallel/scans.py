@@ -91,7 +91,6 @@ def selective_scan_over_context(
 
     Args:
         heads: The inputs of each head of a Mamba-1 mixer. Outputs and states of the heads are concatenated.
-        context: The context ranks.
         initial: (batch, N, channels), the incoming state of the sequence, the same on every rank; None: zeros. It gets no
             gradient.
     """

@@ -36,16 +36,10 @@ UNKNOWN = ("parts", "seconds", "ttft", "tpot", "format", "attention", "schedule"
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of the advice.
+    """The inputs of the advice: a model, the times of messages, and what is to be divided over `ranks`.
 
-    Attributes:
-        config: The model.
-        fabric: The times of messages.
-        training, generation: The sizes of a training step, and of the replies to prompts.
-        ranks: The number of ranks to divide.
-        device: The device with known rates; None if this machine is measured.
-        kind: "cpu" or "cuda", on which this machine is measured.
-        memory: Bytes of memory of a rank; None for that of the device.
+    device: the device with known rates; None if this machine is measured. kind: "cpu" or "cuda", on which it is. memory:
+    bytes of memory of a rank; None for that of the device.
     """
 
     config: Stack

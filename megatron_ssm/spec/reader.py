@@ -149,7 +149,6 @@ class FieldReader:
     Errors are ValueErrors that name the field as in the file.
 
     Args:
-        family: The family.
         raw: The content of config.json without nulls.
         nulls: The names of fields that are null, for the few fields where null differs from a missing field.
     """

@@ -63,11 +63,7 @@ class Spec:
 class Norm:
     """An RMSNorm over the hidden size.
 
-    Attributes:
-        name: The name of the module.
-        hf: The name of the weight in checkpoint files.
-        eps: The number that is added to the mean of squares.
-        offset: The number that is added to the weight.
+    hf: The name of the weight in checkpoint files. offset: The number that is added to the weight.
     """
 
     name: str
@@ -153,12 +149,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class DraftHead:
-    """A layer that guesses tokens (`models.draft_head`).
+    """A layer that guesses tokens (`model.draft_head`), with the constants of its own norms (see `Norm`).
 
-    Attributes:
-        units: The units of its layer.
-        hf: The prefix of its tensors in checkpoint files.
-        eps, offset: The constants of its own norms (see `Norm`).
+    hf: the prefix of its tensors in checkpoint files.
     """
 
     units: tuple[Unit, ...]

@@ -60,10 +60,6 @@ class RunInputs:
     Attributes:
         options: The options of the run; `resume` is "auto" if torchrun has restarted it (see `saving.only_run`).
         out: The directory of --out.
-        corpus: The text and its tokenizer.
-        config: The model's configuration.
-        batches: The samples of the text.
-        batch_sizes: The samples of each step.
         requirements: JSON values that a run which resumes from this one's checkpoints must have in common with it.
         checkpoint: The checkpoint from which this run resumes, and its step; None for a new run.
         deepspeed: The configuration of DeepSpeed's engine; None for another engine.
