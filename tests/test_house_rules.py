@@ -37,7 +37,7 @@ MEGATRON_FILES = {
     "megatron_ssm/train/megatron_trainer.py",
 } | {f"megatron_ssm/integrations/megatron_{name}.py" for name in ("gpt", "layers", "split", "weights")}  # fmt: skip
 OPTIONAL_IMPORTS = {  # packages that may be missing or broken: a single file imports them and handles the failure
-    ("mamba_ssm", "causal_conv1d"): {"megatron_ssm/kernels/cuda_kernels.py"},
+    ("mamba_ssm", "causal_conv1d", "fla"): set(),  # cuda_kernels.KERNELS names their modules
     ("transformer_engine", "apex"): {"megatron_ssm/kernels/fused_adam.py"},
     ("llguidance",): {"megatron_ssm/engine/grammar.py", "megatron_ssm/engine/grammar_check.py"},
     ("lm_eval",): {"megatron_ssm/integrations/lm_eval.py"},

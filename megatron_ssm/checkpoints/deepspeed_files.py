@@ -342,7 +342,8 @@ def hugging_face_tensors(path: str | Path, config: Stack) -> dict[str, tuple[str
     shapes = hf_shapes(fields)
     named = {hf: next((name for name in config.names_in_files(hf) if name in parts[0]), None) for hf in shapes}
     if len(parts) == 1 and all(named.values()):
-        return _of_transformers(parts[0], config, named, shapes)
+        _check_shapes(parts[0], {name: shape for hf, shape in shapes.items() for name in config.names_in_files(hf)})
+        return {hf: (name, parts[0][name]["model"]) for hf, name in named.items() if name is not None}
     by_name = {field.name: field for field in fields}
     ours = [_under_our_names(part, rank, len(parts), by_name) for rank, part in enumerate(parts)]
     found: dict[str, tuple[str, torch.Tensor]] = {}
@@ -352,10 +353,3 @@ def hugging_face_tensors(path: str | Path, config: Stack) -> dict[str, tuple[str
         field.write(tensor, whole, 0, 1)
         found[field.hf] = (f"{names} {field.name}".lstrip(), tensor)
     return found
-
-
-def _of_transformers(
-    part: Part, config: Stack, named: dict[str, str | None], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[str, torch.Tensor]]:
-    _check_shapes(part, {name: shape for hf, shape in shapes.items() for name in config.names_in_files(hf)})
-    return {hf: (name, part[name]["model"]) for hf, name in named.items() if name is not None}

@@ -231,7 +231,8 @@ def match_tensors(config: Stack, tensors: dict[str, Any], directory: str | Path)
     """
     if config.recut:
         tensors |= _recut(config, tensors)
-    absent = _absent_layers(config, tensors)
+    stored = {int(number[1]) for name in tensors if (number := _LAYER.search(name))}
+    absent = [layer for layer in range(config.num_layers) if layer not in stored]
     if absent:  # no need to list the tensors of as many layers as config.json may say
         config = config.with_layers(range(absent[0] + 1))
     _merge(config, tensors, directory)
@@ -268,11 +269,6 @@ def left_out_note(config: Stack, tensors: Iterable[str]) -> str:
     counts = Counter(what for name in tensors for prefix, what in config.skipped if name.startswith(prefix))
     found = ", ".join(f"{what} ({count} tensors)" for what, count in counts.items())
     return f"left out of the checkpoint: {found}" if found else ""
-
-
-def _absent_layers(config: Stack, tensors: Iterable[str]) -> list[int]:
-    stored = {int(number[1]) for name in tensors if (number := _LAYER.search(name))}
-    return [layer for layer in range(config.num_layers) if layer not in stored]
 
 
 def _check_copies(tensors: dict[str, Any], name: str, copies: set[str], directory: str | Path) -> None:

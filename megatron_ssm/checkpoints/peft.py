@@ -66,7 +66,9 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
         OSError: The files cannot be written; on every rank.
         ValueError: The model has no adapters; on every rank.
     """
-    lora = _adapters_of(model)
+    lora = model.lora
+    if lora is None:
+        raise ValueError("the model has no LoRA adapters: add_lora or load_lora makes them")
     tensors: dict[str, list] = {}
     for field, parameter in adapter_parameters(model):
         tensors.setdefault(field.hf, []).append(parameter)
@@ -83,12 +85,6 @@ def save_lora(model: Model, directory: str | Path, base_model: str | None = None
         error = broadcast(error, group, model.device)
     if error:
         raise OSError(error)
-
-
-def _adapters_of(model: Model) -> Lora:
-    if model.lora is None:
-        raise ValueError("the model has no LoRA adapters: add_lora or load_lora makes them")
-    return model.lora
 
 
 def _configuration(model: Model, lora: Lora, base_model: str | None) -> dict[str, Any]:

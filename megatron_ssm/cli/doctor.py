@@ -181,13 +181,9 @@ def _products() -> list[tuple]:
         inference = ", then ".join(ranges if last_limit == products.NO_LIMIT else [*ranges, "torch"])
         training = NOT_TRAINED if stored in products.QUANTIZED else "torch"
         why = f"instructions: {products.instructions()}"
-        rows.append((f"matrix product, {_matrix_name(stored)}", inference, training, why))
+        name = "int4" if stored is torch.uint8 else dtype_name(stored)
+        rows.append((f"matrix product, {name}", inference, training, why))
     return rows
-
-
-def _matrix_name(stored: Any) -> str:
-    """The name of a matrix's dtype. 4-bit numbers are stored as uint8."""
-    return {"uint8": "int4"}.get(dtype_name(stored), dtype_name(stored))
 
 
 # The page

@@ -87,7 +87,10 @@ class BeamSearch:
             if not self._can_improve(step) or ended.all():
                 break
             local = self._advance(parents)
-        return self._best_sequences()
+        best, lengths = (
+            tensor[:, : settings.num_return_sequences] for tensor in (self.finished, self.finished_lengths)
+        )
+        return best[..., : int(lengths.max())].flatten(0, 1)
 
     def _ids_in_prompts(self) -> torch.Tensor:
         """(batch * num_beams, vocab) bool: the ids that the prompt of each beam contains, without padding."""
@@ -174,10 +177,6 @@ class BeamSearch:
         self.improvable &= (reachable > worst).any(-1, keepdim=True)
         is_full = settings.early_stopping is True and bool(is_finished.all())
         return bool(self.improvable.any()) and not is_full
-
-    def _best_sequences(self) -> torch.Tensor:
-        count = self.settings.num_return_sequences
-        return self.finished[:, :count, : int(self.finished_lengths[:, :count].max())].flatten(0, 1)
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

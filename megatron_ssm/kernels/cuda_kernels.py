@@ -22,6 +22,7 @@ token that does not fit as a whole.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,64 +36,30 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_OFFSET = 2**31 - 1  # the largest offset of an element from the first one of its tensor, in elements
 
 
-def _selective_scan_fn() -> Callable:
-    from mamba_ssm.ops import selective_scan_interface
-
-    if selective_scan_interface.selective_scan_cuda is None:  # mamba-ssm's import of its compiled module failed
-        raise ImportError("it was built without selective_scan_cuda")
-    return selective_scan_interface.selective_scan_fn
-
-
-def _selective_state_update() -> Callable:
-    from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-
-    return selective_state_update
-
-
-def _mamba_chunk_scan_combined() -> Callable:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-    return mamba_chunk_scan_combined
-
-
-def _chunk_gated_delta_rule() -> Callable:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule
-
-
-def _fused_recurrent_gated_delta_rule() -> Callable:
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    return fused_recurrent_gated_delta_rule
-
-
-def _causal_conv1d_fn() -> Callable:
-    from causal_conv1d import causal_conv1d_fn
-
-    return causal_conv1d_fn
-
-
-def _causal_conv1d_update() -> Callable:
-    from causal_conv1d import causal_conv1d_update
-
-    return causal_conv1d_update
-
-
-KERNELS: dict[str, tuple[str, Callable[[], Callable]]] = {  # {kernel: (distribution, function that imports the kernel)}
-    "selective_scan_fn": ("mamba-ssm", _selective_scan_fn),
-    "selective_state_update": ("mamba-ssm", _selective_state_update),
-    "mamba_chunk_scan_combined": ("mamba-ssm", _mamba_chunk_scan_combined),
-    "chunk_gated_delta_rule": ("flash-linear-attention", _chunk_gated_delta_rule),
-    "fused_recurrent_gated_delta_rule": ("flash-linear-attention", _fused_recurrent_gated_delta_rule),
-    "causal_conv1d_fn": ("causal-conv1d", _causal_conv1d_fn),
-    "causal_conv1d_update": ("causal-conv1d", _causal_conv1d_update),
+# {kernel: (distribution, module that defines it)}
+KERNELS = {
+    "selective_scan_fn": ("mamba-ssm", "mamba_ssm.ops.selective_scan_interface"),
+    "selective_state_update": ("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update"),
+    "mamba_chunk_scan_combined": ("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined"),
+    "chunk_gated_delta_rule": ("flash-linear-attention", "fla.ops.gated_delta_rule"),
+    "fused_recurrent_gated_delta_rule": ("flash-linear-attention", "fla.ops.gated_delta_rule"),
+    "causal_conv1d_fn": ("causal-conv1d", "causal_conv1d"),
+    "causal_conv1d_update": ("causal-conv1d", "causal_conv1d"),
 }
 
 
 @functools.cache
 def load_kernel(name: str) -> OptionalImport:
-    return import_optional(*KERNELS[name])
+    """Import one of KERNELS, or find the reason why that fails."""
+    package, module_name = KERNELS[name]
+
+    def load() -> Callable:
+        module = importlib.import_module(module_name)
+        if getattr(module, "selective_scan_cuda", True) is None:  # mamba-ssm's import of its compiled module failed
+            raise ImportError("it was built without selective_scan_cuda")
+        return getattr(module, name)
+
+    return import_optional(package, load)
 
 
 def on_cuda(tensor: Tensor) -> bool:

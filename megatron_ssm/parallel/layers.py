@@ -225,11 +225,8 @@ class RowParallelLinear(TrackedModule):
 
 def is_altered(module: nn.Module) -> bool:
     """Return True if a module has hooks or replaced methods, so that a call does more than its class defines."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or has_own_methods(module)
-
-
-def has_own_methods(module: nn.Module) -> bool:
-    """Return True if attributes of a module replace methods of its class, such as `forward`."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
     return any(callable(getattr(type(module), name, None)) for name in vars(module))
 
 

@@ -73,17 +73,13 @@ def _documents_of(path: Path, separator: str | None) -> Iterator[str]:
     """The documents of a file that are not white space alone."""
     text, suffix = _read_text(path), path.suffix.lower()
     if suffix in JSON_LINES or _is_record(text.lstrip().partition("\n")[0]):
-        texts = _text_fields(path, text)
+        lines = enumerate(text.split("\n"), start=1)
+        texts = (text_of_line(path, number, line) for number, line in lines if line.strip())
     elif suffix == ".json" and _holds_records(text):
         raise ValueError(f"{EXPECTED}, but {path} is one JSON value: write one object with `text` per line")
     else:
         texts = iter([text] if separator is None else _split_at_lines(text, separator))
     return (text for text in texts if text.strip())
-
-
-def _text_fields(path: Path, lines: str) -> Iterator[str]:
-    numbered = enumerate(lines.split("\n"), start=1)
-    return (text_of_line(path, number, line) for number, line in numbered if line.strip())
 
 
 def text_of_line(path: Path, number: int, line: str | bytes, column: str = "text") -> str:
