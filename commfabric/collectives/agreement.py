@@ -163,7 +163,6 @@ def _values(value: object) -> dict[str, str]:
 
 
 def _difference(gathered: Sequence[tuple[int, dict[str, str]]]) -> str:
-    """The message of the error, from pairs (rank, values)."""
     (first_rank, first), *_ = gathered
     rank, other = next((rank, values) for rank, values in gathered if values != first)
     name = next(name for name in [*first, *other] if other.get(name) != first.get(name))

@@ -152,7 +152,6 @@ def break_even(single: float, degree: int) -> float:
 def _row(
     shape: Shape, fabric: Fabric, degree: int, batch: int, reach: float, memory: float, mode: str, extrapolate: bool
 ) -> Row:
-    """The row of one degree. reach: bytes per second that decoding reads on one rank."""
     excluded = _why_impossible(shape, degree, batch, memory)
     if excluded:
         return Row(degree, excluded=excluded)

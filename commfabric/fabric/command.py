@@ -76,7 +76,6 @@ def _join(arguments: argparse.Namespace) -> str:
 
 
 def _initialize(device: str, store: dist.Store, rank: int, world: int) -> None:
-    """Initialize torch.distributed with the backend of the device."""
     if device != "cpu":
         torch.cuda.set_device(device)
     backend = "gloo" if device == "cpu" else "nccl"
@@ -161,7 +160,6 @@ def print_limits(fabric: Fabric, sizes: Sequence[int]) -> None:
 
 
 def _description(device: str) -> dict[str, str]:
-    """The description of a fabric measured here."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return {
         "source": "measured",

@@ -181,7 +181,6 @@ def check_writable(path: Path) -> None:
 
 
 def _curve_from_json(content: dict) -> Curve:
-    """A curve from the dictionary that `asdict` made of it and that was stored as JSON."""
     lists = {name: tuple(content[name]) for name in ("nbytes", "seconds", "high", "errors")}
     dropped = tuple((nbytes, seconds) for nbytes, seconds in content["dropped"])
     segments = tuple(Segment(**segment) for segment in content["segments"])

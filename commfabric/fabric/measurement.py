@@ -152,7 +152,6 @@ def timed(function: Call, device: torch.device | str = "cpu", mode: str = "eager
 
 
 def _timed_graph(function: Call, device: torch.device | str) -> Stopwatch:
-    """`timed` in mode "graph"."""
     with torch.cuda.device(device):
         function()
         _synchronize(device)

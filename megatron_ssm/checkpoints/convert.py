@@ -127,7 +127,6 @@ def convert(
 
 
 def _check_target(target: Path) -> None:
-    """ValueError for a target that is a file or already holds a model."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is not a directory")
     held = [name for name in ("config.json", WEIGHTS, INDEX, BIN, BIN_INDEX) if (target / name).exists()]
@@ -224,7 +223,6 @@ def _check_fields(values: dict[str, Any], supported: dict[str, Any], known: Iter
 
 
 def _to_hugging_face(source: Path, raw: dict[str, Any], target: str | Path | None, file_bytes: int) -> list[Row]:
-    """`convert` from state-spaces' files, whose config.json is `raw`."""
     config_json = hugging_face_config(raw)
     config = families.from_dict(config_json)
     with ExitStack() as stack:
@@ -279,7 +277,6 @@ def _to_merged(source: Path, target: str | Path | None, lora: str | Path, file_b
 
 
 def _to_state_spaces(source: Path, config: Stack, target: str | Path | None) -> list[Row]:
-    """`convert` from a Hugging Face directory to state-spaces' files."""
     config_json = state_spaces_config(config)
     with ExitStack() as stack:
         slices = open_tensors(source, stack)

@@ -161,7 +161,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_complete(folder: Path, states: dict[str, Any], ranks: int, partitions: list[dict[str, Any]]) -> None:
-    """ValueError if files of a rank are missing."""
     replicas: Any = len(partitions)
     if states["optimizer"] is None:
         replicas = partitions[0]["partition_count"] if partitions else "all"
@@ -321,7 +320,6 @@ def _check_shapes(part: Part, expected: dict[str, tuple[int, ...]], rank: int = 
 
 
 def _whole(field: Field, pieces: list[torch.Tensor]) -> torch.Tensor:
-    """A whole parameter from the pieces of all model-parallel ranks."""
     if field.split is None or len(pieces) == 1:
         return pieces[0]
     whole = torch.empty(field.shape, dtype=pieces[0].dtype)

@@ -188,7 +188,6 @@ def _stored_dtype(config: Stack, tensors: dict[str, Any]) -> torch.dtype:
 
 
 def _check_arguments(reduce: object, weights: str | None) -> None:
-    """ValueError for arguments of `load` that are not supported."""
     if not callable(reduce) and reduce not in FORMATS:
         raise ValueError(f"reduce={reduce!r} is neither one of {', '.join(FORMATS)} nor a callable")
     if weights not in (None, *QUANTIZED_FORMATS):

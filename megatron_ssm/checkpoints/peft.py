@@ -185,7 +185,6 @@ def load_lora(model: Model, directory: str | Path, trainable: bool = False) -> N
 
 @torch.no_grad()
 def _fill(model: Model, tensors: dict[str, Any], trainable: bool) -> None:
-    """Copy this rank's parts of the stored tensors into the adapters."""
     for field, parameter in adapter_parameters(model):
         if parameter.numel():
             parameter.copy_(field.read(tensors[field.hf], model.ranks.rank, model.ranks.size))
@@ -208,7 +207,6 @@ def _open(config: Stack, directory: Path, stack: ExitStack) -> tuple[Lora, dict[
 
 
 def _read_configuration(path: Path) -> dict[str, Any]:
-    """adapter_config.json; ValueError for a value that is not implemented."""
     if not path.is_file():
         raise FileNotFoundError(f"no LoRA adapters: {path} does not exist")
     raw = read_json(path)

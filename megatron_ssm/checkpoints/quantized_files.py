@@ -104,7 +104,6 @@ class QuantizedTensor:
 
 
 def _pread(file: int, target: Tensor, begin: int) -> None:
-    """Fill a contiguous tensor from a file."""
     view = memoryview(target.view(torch.uint8).flatten().numpy())  # type: ignore[arg-type]
     while view:
         count = os.preadv(file, [view], begin)

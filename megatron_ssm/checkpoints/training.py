@@ -151,8 +151,6 @@ class Snapshot:
                 lock.release()
 
     def _write_shards(self, folder: Path, failure: str, group: ProcessGroup | None) -> None:
-        """Write the files of all ranks into the folder."""
-
         @in_one_line(failure)
         def write_pending() -> None:
             folder.mkdir(parents=True, exist_ok=True)  # a network file system may not show it to this rank yet

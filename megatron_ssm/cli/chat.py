@@ -199,7 +199,6 @@ class Chat:
 
 @contextmanager
 def _handler(number: signal.Signals, handler: Any) -> Iterator[None]:
-    """Use another handler of a signal in this block."""
     before = signal.signal(number, handler)
     try:
         yield

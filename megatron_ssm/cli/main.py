@@ -453,7 +453,6 @@ def _check_models(program: str, directories: Sequence[str], ranks: int, experts:
 
 
 def _check(arguments: argparse.Namespace, name: str, minimum: float, limit: float = LIMIT) -> None:
-    """Exit with an error if this argument is set and out of range."""
     try:
         if (value := getattr(arguments, name)) is not None:
             check_number(f"--{name.replace('_', '-')}", value, minimum, limit)

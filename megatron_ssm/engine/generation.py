@@ -137,8 +137,6 @@ def stream(
         if seed is not None and not -(2**63) <= seed <= 2**64 - batch:
             raise ValueError(f"seed={seed} and those of the {batch} rows after it must fit in 64 bits")
         fill = operator.index(pad_token_id)
-        if not -(2**63) <= fill < 2**63:
-            raise ValueError(f"pad_token_id={fill} must fit in 64 bits")
         engine = Engine(model, slots=max(1, batch))  # it allocates its cache, which may fail on one rank alone
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty, frequency_penalty, presence_penalty, min_p)
         requests = [

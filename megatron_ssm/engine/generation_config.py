@@ -31,6 +31,6 @@ def sampling_defaults(directory: str | Path) -> dict[str, Any]:
         del found["top_k"]
     try:
         Sampling(**found)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{Path(directory) / 'generation_config.json'}: {error}") from None
     return found

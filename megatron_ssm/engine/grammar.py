@@ -60,8 +60,6 @@ class Grammar:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"unknown grammar kind {self.kind!r}: expected {', '.join(KINDS)}")
-        if not isinstance(self.text, str):
-            raise ValueError(f"the text of a grammar must be a string, not {type(self.text).__name__}")
         if error := _problem(self.kind, self.text):
             raise ValueError(f"{self.kind}: {error}")
 
@@ -205,7 +203,6 @@ def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llguidance() -> Any:
-    """The package; ValueError if it is not installed."""
     try:
         import llguidance
     except ImportError:

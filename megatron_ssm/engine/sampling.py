@@ -6,6 +6,7 @@ compute the same choice.
 """
 
 import math
+import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ LogProbability = tuple[float, list[tuple[int, float]]]  # log-probability of a t
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of sampling; see `generate`. ValueError for a value that is out of range or of a wrong type."""
+    """The settings of sampling; see `generate`. ValueError for a value that is out of range, TypeError for a wrong type."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -35,14 +36,10 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self):
-        for name in ("temperature", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_p"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) or (name in ("top_p", "min_p") and value is None)):
-                raise ValueError(f"{name}={value!r} must be a number")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be at least 0 and finite")
-        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k!r} must be an integer, at least 1")
+        if self.top_k is not None and operator.index(self.top_k) < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 < self.repetition_penalty < math.inf:

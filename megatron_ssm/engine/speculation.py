@@ -88,7 +88,6 @@ class History:
         return [following[i % len(following)] for i in range(max_tokens)]
 
     def _update(self) -> None:
-        """Add the request's new tokens."""
         new = self._request.tokens[self._length - len(self._request.prompt) :]
         length = self._length + len(new)
         if length > len(self._tokens):

@@ -58,7 +58,6 @@ def config_of_layers(
 
 
 def _fields_of(config: Any, family: Family, hf_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a TransformerConfig under Hugging Face's names."""
     name = family.hf_name
     fields = {
         "hidden_size": config.hidden_size,
@@ -127,7 +126,6 @@ def check_key_value_heads(config: Any) -> None:
 
 
 def _shared_block(config: Any) -> dict[str, Any]:
-    """The sizes of attention and MLP under Hugging Face's names."""
     function = config.activation_func
     is_squared_relu = getattr(function, "__name__", "") == squared_relu.__name__  # Megatron has its own function
     names = [n for n, f in ACTIVATIONS.items() if f is function or f is squared_relu and is_squared_relu]

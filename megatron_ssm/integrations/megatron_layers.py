@@ -107,7 +107,6 @@ class Mixer(SplitModule, Operator):
         cls, config: Any, d_model: int, layer_number: int, pg_collection: Any, family: str, hf_fields: Mapping[str, Any],
         **_: Any,
     ) -> "Mixer":  # fmt: skip
-        """Build the operator, and make it a `Mixer`."""
         _check_precision(config)
         ranks, model_config = _tensor_ranks(config, pg_collection), config_of_layers(config, family, hf_fields)
         model_config.check_ranks(ranks.size)

@@ -53,7 +53,6 @@ def causal_conv(
 def _causal_conv_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`causal_conv` in torch, tap by tap. It never overwrites the history."""
     batch, seq, channels = x.shape
     kernel = weight.shape[-1]
     history = x.new_zeros(batch, kernel - 1, channels) if history is None else history

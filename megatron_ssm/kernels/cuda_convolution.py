@@ -58,7 +58,6 @@ def _conv_step(
 
 
 def _conv_tokens(weight: Tensor, bias: Tensor | None, x: Tensor, history: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output of several tokens and the next history."""
     length = weight.shape[1] - 1
     past = x.new_zeros(x.shape[0], length, x.shape[2]) if history is None else history
     next_history = torch.cat([past, x[:, -length:]], 1)[:, -length:]

@@ -109,7 +109,6 @@ class _NativeForward(torch.autograd.Function):
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`gated_delta` in torch, chunk by chunk."""
     (batch, seq, heads, width), (groups, size) = v.shape, k.shape[2:]
     length = min(CHUNK, seq)
     chunks = -(-seq // length)

@@ -251,7 +251,6 @@ class Attention(Operator):
         return y
 
     def _lower_whole_norms(self, tape: Builder, q: Buffer, k: Buffer) -> None:
-        """Write `_whole_norms` to a tape, in place."""
         spec = self.attention_spec
         assert spec.qk_norm_eps is not None
         squares = tape.buffer(2, torch.float32)

@@ -82,7 +82,6 @@ def attach_lora(model: Model, lora: Lora) -> None:
 
 
 def _low_rank(target: Target, lora: Lora, model: Model) -> LowRank:
-    """The module of one adapter, with uninitialized parameters."""
     ranks: Ranks = model.ranks
     down, *ups = target.fields(lora.rank)
     rows = {target.part_name(field): field.local_shape(ranks.rank, ranks.size)[0] for field in ups}

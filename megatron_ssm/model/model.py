@@ -129,7 +129,6 @@ class Model(TrackedModule):
         self.attach_fields()
 
     def __deepcopy__(self, memo: dict) -> "Model":
-        """A copy with its own parameters and the same process groups."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         memo[id(self.data_group)] = self.data_group
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -626,9 +625,7 @@ class Model(TrackedModule):
         """The labels, with `ignore_index` in the padding of a sequence of `seq` tokens. Raises the errors of `loss`."""
         if torch.is_grad_enabled():
             self.check_exact_weights("trained")
-        if not torch.is_tensor(labels):
-            raise ValueError(f"labels must be a tensor (batch, seq), not {type(labels).__name__}")
-        if torch.is_tensor(input_ids) and labels.shape != input_ids.shape:
+        if labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} are not shaped like input_ids {tuple(input_ids.shape)}")
         context, padding = self.context_ranks, 0
         if self.ranks.sequence_parallel and context is not None:  # each block is padded to a multiple of the ranks

@@ -59,9 +59,8 @@ def check_inputs(
     Raises:
         ValueError: An input is invalid.
     """
-    if not torch.is_tensor(input_ids) or input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        shape = tuple(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
-        raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {shape}")
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids must be (batch, seq) with at least one token, not {tuple(input_ids.shape)}")
     if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise ValueError(f"input_ids are {input_ids.dtype}; token ids must be whole numbers")
     check_ids(input_ids, vocab_size, "token id")
@@ -87,8 +86,6 @@ def check_ids(ids: torch.Tensor, vocab_size: int, name: str) -> None:
 
 
 def _check_mask(mask, input_ids, cache, dtype) -> torch.Tensor | None:
-    if not torch.is_tensor(mask):
-        raise ValueError(f"attention_mask must be a tensor, not {type(mask).__name__}")
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(mask.shape)} is not shaped like input_ids {tuple(input_ids.shape)}")
     if not ((mask == 0) | (mask == 1)).all() or (mask.long().diff(dim=1) < 0).any():

@@ -141,7 +141,6 @@ class Packed(TrackedModule):
             self._pack()
 
     def _pack(self) -> None:
-        """Move the parameters into one tensor again."""
         fields = self.fields
         whole = torch.cat([field.data for field in fields])
         for field, rows in zip(fields, self._rows(whole), strict=True):

@@ -120,7 +120,6 @@ def advise(arguments: Namespace) -> None:
 
 
 def _parameters(config: Stack) -> str:
-    """A line about the number of parameters, and about quantized matrices."""
     active = f", {config.active_elements:,} of them active for a token" * (config.active_elements < config.elements)
     line = f"{config.elements:,} parameters{active}"
     stored = format_of(config.raw)
@@ -129,7 +128,6 @@ def _parameters(config: Stack) -> str:
 
 
 def _check_numbers(arguments: Namespace) -> None:
-    """ValueError if a number is out of range."""
     for name in ("seq_length", "global_batch_size", "micro_batch_size", "prompt", "new_tokens", "batch"):
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), 1)
     if arguments.memory_gb is not None and not SMALLEST <= arguments.memory_gb <= LARGEST:
@@ -137,7 +135,6 @@ def _check_numbers(arguments: Namespace) -> None:
 
 
 def _read_fabric(path: str) -> Fabric:
-    """The fabric in a file. ValueError if the file cannot be read."""
     try:
         return Fabric.load(path)
     except OSError as error:

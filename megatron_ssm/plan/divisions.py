@@ -150,7 +150,6 @@ def generation_divisions(
 
 
 def _sizes(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(tensor, context, data) whose product is `ranks`."""
     for tensor in _divisors(ranks):
         for context in _divisors(ranks // tensor):
             yield tensor, context, ranks // tensor // context
@@ -230,7 +229,6 @@ def training_division(
 def _generation(
     config: Stack, tensor: int, context: int, data: int, expert: int, job: Generation, fabric: Fabric, device: Processor
 ) -> Division:
-    """The prediction of a division for generation."""
     sizes = (tensor, context, data, expert)
     try:
         config.check_ranks(tensor)

@@ -211,7 +211,6 @@ class MeasuredDevice:
         return list(zip(*times, strict=True))
 
     def _model(self, config: Stack, ranks: int, experts: int) -> Model:
-        """The part of a model on one of `ranks` ranks, with random weights."""
         key = config, ranks, experts
         if key not in self._models:
             if len(self._models) == KEPT:
@@ -281,7 +280,6 @@ def _repeat(call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> Non
 
 
 def _clock(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call."""
     start = time.perf_counter()
     run()
     if device.type == "cuda":

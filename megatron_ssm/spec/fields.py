@@ -180,7 +180,6 @@ class Field:
 
 
 def _joined(parts: list[Any], dim: int) -> Any:
-    """Tensors concatenated along a dimension."""
     import torch  # here, so that the server's launcher, which only needs names of fields, starts without torch
 
     return torch.cat(parts, dim)

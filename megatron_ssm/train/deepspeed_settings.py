@@ -192,7 +192,6 @@ def _zero(stated: dict[str, Any], hidden_size: int) -> dict[str, Any]:
 
 
 def _check_stage(stage: Any, is_bf16: bool, options: Options, predivide_factor: Any) -> None:
-    """ValueError if something does not work with a stage of ZeRO."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage {json.dumps(stage)} is not 0, 1, 2 or 3")
     if is_bf16 and stage == 0:

@@ -97,7 +97,6 @@ def text_of_line(path: Path, number: int, line: str | bytes, column: str = "text
 
 
 def _is_record(line: str) -> bool:
-    """Return True if a line is a JSON object with the field `text`."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         return isinstance(record, dict) and "text" in record
@@ -115,7 +114,6 @@ def _holds_records(text: str) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file, without a byte-order mark."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -135,7 +133,6 @@ def _read_text(path: Path) -> str:
 
 
 def _split_at_lines(text: str, line: str) -> list[str]:
-    """The parts of `text` between the lines that are equal to `line`."""
     if "\n" in line or "\r" in line:
         raise ValueError(f"the document separator {line!r} is more than one line")
     return re.split(rf"^{re.escape(line)}(?:\r?\n|\r?\Z)", text, flags=re.MULTILINE)

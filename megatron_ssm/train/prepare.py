@@ -202,7 +202,6 @@ class _Writer:
             self._record()
 
     def _record(self) -> None:
-        """Record in the journal what is on the disk."""
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
@@ -269,7 +268,6 @@ def _texts(inputs: Sequence[str | Path], column: str, separator: str | None) -> 
 
 
 def _json_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
-    """The documents of JSON lines, one after the other."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -298,7 +296,6 @@ def _parquet_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
 
 
 def _rows_of(dataset: str, split: str, column: str) -> Iterator[tuple[str, int]]:
-    """The documents of a dataset of Hugging Face."""
     try:
         import datasets
     except ImportError:

@@ -83,7 +83,6 @@ def pretrain(options: Options) -> None:
 def _run(
     inputs: RunInputs, groups: Groups, device: torch.device, interruption: Interruption, is_restarted: bool
 ) -> None:
-    """Build or load the model, train it, and write it."""
     options = inputs.options
     torch.manual_seed(options.seed)
     with make_model(options, inputs.config, groups, device) as model:

@@ -192,7 +192,6 @@ def ignored_options(options: Options, replicas: int) -> list[str]:
 
 
 def _make_output_directory(path: str) -> Path:
-    """Create the output directory and its folder of checkpoints; ValueError if one of them cannot be written."""
     out = Path(path)
     for folder in (out, out / "checkpoints"):
         make_folder("out", folder)

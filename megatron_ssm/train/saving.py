@@ -305,7 +305,6 @@ def checkpoint_to_resume(
 
 
 def _with_step_checked(train_iters: int, path: Path, step: int) -> tuple[Path, int]:
-    """The given checkpoint and its step. ValueError: it has done more steps than the run will have."""
     if step > train_iters:
         raise ValueError(f"{path} has done {step} steps, more than --train-iters {train_iters}")
     return path, step

@@ -80,7 +80,6 @@ class Trackers:
 
 @contextlib.contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Failure with the name of the place instead of an OSError."""
     try:
         yield
     except OSError as error:

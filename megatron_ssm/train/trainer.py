@@ -330,7 +330,6 @@ class Trainer:
         return loss.detach()
 
     def _share_of_loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The share of one micro-batch in the loss of the step."""
         device = self.model.device
         return self.loss(inputs.to(device), labels.to(device)).to(at_least_fp32(self.model.dtype)) / self.accumulation
 
@@ -346,7 +345,6 @@ class Trainer:
                     dist.all_reduce(parameter.grad, group=self.groups.expert_data)
 
     def _average_copies(self) -> None:
-        """Make the gradients of copies that tensor-parallel ranks hold the same; see `average_replicated_gradients`."""
         average_replicated_gradients(self.model, self._gradients())
 
     def _norm(self) -> torch.Tensor:
@@ -356,12 +354,10 @@ class Trainer:
         clip_gradients(self.model, norm, self.options.clip_grad, self._gradients())
 
     def _update(self) -> None:
-        """Update the parameters, and set the gradients to zero."""
         self.optimizer.step()
         self._discard_gradients()
 
     def _discard_gradients(self) -> None:
-        """Set the gradients to zero."""
         fused_adam.zero_gradients(self.optimizer)
 
 
