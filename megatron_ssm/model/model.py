@@ -58,10 +58,6 @@ class CallKind:
     speculative: bool = False
     without_head: bool = False
 
-    @property
-    def is_prompt_or_sharded(self) -> bool:
-        return self.prompt or self.is_sharded
-
 
 class Model(TrackedModule):
     """A state-space language model split over the tensor-parallel ranks, with uninitialized parameters.
@@ -366,16 +362,13 @@ class Model(TrackedModule):
 
         return self._tapes.logits(self, input_ids, cache, speculative, describe)
 
-    def captured_logits(self, input_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache) -> torch.Tensor | None:
-        """The logits of a decoding step by a CUDA graph, or None if no graph can compute this step."""
-        return self._graphs.logits(self, input_ids, mask, cache)
-
     def _call(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache: Cache | None, kind: CallKind
     ) -> torch.Tensor:
         """This rank's slice of the logits, (batch, kept, ceil(vocab / ranks)). Updates the cache. See `local_logits`."""
         keep = kind.logits_to_keep
-        may_decode = attention_mask is None and keep >= 0 and kind.seq is None and not kind.is_prompt_or_sharded
+        is_whole = kind.seq is None and not kind.is_sharded
+        may_decode = attention_mask is None and keep >= 0 and is_whole and not kind.prompt
         if cache is not None and may_decode:
             local = self.native_logits(input_ids, cache, kind.speculative)
             if local is not None:
@@ -389,7 +382,7 @@ class Model(TrackedModule):
         is_decoding, local, new_per_rank = kind.speculative, None, None
         if cache is not None and sharding is None and not kind.prompt and not is_decoding and input_ids.shape[1] == 1:
             is_decoding = all(length > 0 for length in lengths)
-            local = self.captured_logits(input_ids, mask, cache) if is_decoding else None
+            local = self._graphs.logits(self, input_ids, mask, cache) if is_decoding else None  # by a CUDA graph
         if local is None:
             call = self._describe(input_ids, mask, cache, lengths, is_decoding, sharding)
             new_per_rank = None if call.placement is None else call.placement.new_per_rank

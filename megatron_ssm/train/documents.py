@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megatron_ssm.checkpoints.disk import in_one_line
+
 JSON_LINES = (".jsonl", ".ndjson")
 EXPECTED = "expected UTF-8 text or JSON lines (.jsonl)"
 SUFFIXES = dict.fromkeys((".bin", ".idx"), "part of a Megatron indexed dataset")
@@ -114,10 +116,8 @@ def _holds_records(text: str) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    try:
+    with in_one_line(f"cannot read {path}", ValueError):
         data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     kind = SUFFIXES.get(path.suffix.lower()) or next(
         (kind for magic, kind in MAGIC.items() if data.startswith(magic)), None
     )

@@ -113,6 +113,8 @@ def prepare(
             written before stays for the next call.
         OSError: A file cannot be read or written.
     """
+    from tqdm import tqdm
+
     source, out = TokenizerInfo.of(tokenizer), Path(out)
     files = _described(inputs)
     recipe = {"inputs": files, "dataset": dataset and [dataset, split], "column": column} | {
@@ -121,7 +123,8 @@ def prepare(
     rows = _texts(inputs, column, separator) if dataset is None else _rows_of(dataset, split, column)
     texts = ((text, size) for text, size in rows if text.strip())  # without documents of white space only
     total = None if dataset else sum(size for _, size, _ in files)
-    with _Writer(out, recipe, source) as writer, _progress_bar(total, shows_progress) as bar:
+    progress_bar = tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress, desc="tokenizing")
+    with _Writer(out, recipe, source) as writer, progress_bar as bar:
         _tokenize(texts, source, writer, bar)
     return writer.prepared
 
@@ -313,9 +316,3 @@ def _text_and_size(text: object, where: str, column: str) -> tuple[str, int]:
     if not isinstance(text, str):
         raise ValueError(f"{where}: {column!r} is {type(text).__name__} in some row, and must be a string")
     return text, len(text)
-
-
-def _progress_bar(total: int | None, is_shown: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, disable=not is_shown, desc="tokenizing")

@@ -255,16 +255,14 @@ def _context_of(options: Options, config: Stack, groups: Groups) -> dict[str, An
     return {"context": schedule_of(name, groups.context, config, *sizes), "exchange_channels": exchange}
 
 
-def _exchange_of(model: Model) -> str:
-    exchanges = model.context_ranks is not None and model.context_ranks.exchanges_channels
-    return f"{model.schedule}, {'exchanging channels' if exchanges else 'passing states'}"
-
-
 def _summary(model: Model, groups: Groups, inputs: RunInputs) -> str:
     """One line about the model, the ranks, the text and the output directory; for rank 0 alone, which renames folders."""
     size = sum(math.prod(field_of(p).shape) for p in model.parameters())
     experts = "" if groups.expert is None else f", {groups.expert.size()} of which divide the experts"
-    context = "" if groups.context is None else f" {groups.context_ranks} context ({_exchange_of(model)}) x"
+    context = ""
+    if model.context_ranks is not None:
+        exchange = "exchanging channels" if model.context_ranks.exchanges_channels else "passing states"
+        context = f" {groups.context_ranks} context ({model.schedule}, {exchange}) x"
     corpus, out = inputs.corpus, inputs.out
     held_out = (
         f"{corpus.held_out.text_bytes:,} held out"

@@ -188,11 +188,9 @@ class Throughput:
 def check_places(options: Options) -> None:
     """ValueError if the log, or a folder of --tensorboard or --profile, cannot be written."""
     if options.log:
-        try:
+        with in_one_line(f"cannot write to --log {options.log}", ValueError):
             Path(options.log).parent.mkdir(parents=True, exist_ok=True)
             Path(options.log).open("a").close()
-        except OSError as error:
-            raise ValueError(f"cannot write to --log {options.log}: {error.strerror}") from None
     for name in ("tensorboard", "profile"):
         if folder := getattr(options, name):
             make_folder(name, folder)
@@ -200,11 +198,9 @@ def check_places(options: Options) -> None:
 
 def make_folder(name: str, folder: str | Path) -> None:
     """Create a folder that the option `name` asks for; ValueError if it cannot be written."""
-    try:
+    with in_one_line(f"cannot write to {flag(name)} {folder}", ValueError):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"cannot write to {flag(name)} {folder}: {error.strerror}") from None
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -81,7 +81,9 @@ class RunInputs:
 
         ranks: the number of those of the run; None: of the launcher.
         """
-        out = _make_output_directory(options.out)
+        out = Path(options.out)
+        for folder in (out, out / "checkpoints"):
+            make_folder("out", folder)
         corpus = Corpus(options)
         config = families.read(options.init_from) if options.init_from else corpus.new_model_config(options)
         corpus.check_vocabulary(config)
@@ -189,13 +191,6 @@ def ignored_options(options: Options, replicas: int) -> list[str]:
     defaults = {option.name: option.default for option in fields(Options)}
     ignored = {reason: [n for n in names if getattr(options, n) != defaults[n]] for reason, names in reasons.items()}
     return [f"ignored: {', '.join(map(flag, names))} ({reason})" for reason, names in ignored.items() if names]
-
-
-def _make_output_directory(path: str) -> Path:
-    out = Path(path)
-    for folder in (out, out / "checkpoints"):
-        make_folder("out", folder)
-    return out
 
 
 def _resume_requirements(options: Options, config: Stack, batches: Batches | IndexedBatches) -> dict[str, Any]:
